@@ -1,0 +1,478 @@
+"""What every store promises, checked on each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.storage.values import (
+    TurnedClock,
+    cancelled_after,
+    content_of,
+    get_one,
+    landing,
+    put_one,
+)
+from tierkv.clock import Clock, SystemClock
+from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.protocol import (
+    GetItem,
+    GetStatus,
+    PutItem,
+    PutStatus,
+    Store,
+    StoredValue,
+    Usage,
+)
+from tierkv.storage.redis import RedisSettings
+
+KINDS = ("memory", "file", "redis", "unix")
+SIZES = (0, 1, 15, 17, 4097, (1 << 20) + 3)
+SETTINGS = StoreSettings(redis=RedisSettings(timeout_s=10.0, connect_timeout_s=5.0))
+
+
+@dataclass
+class Ground:
+    """A place where stores of one kind keep their values. `open` gives a store on it."""
+
+    url: str
+    clock: Clock
+    server: RedisServer | None = None
+    lifetimes: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def open(self) -> Store:
+        store = open_store(self.url, SETTINGS, self.clock)
+        await self.lifetimes.enter_async_context(store.running())
+        return store
+
+    async def pass_ttl(self, store: Store, name: str, ttl_s: float) -> None:
+        """Return when a value put with `ttl_s` (short: it can be real time) should be gone."""
+        if isinstance(self.clock, TurnedClock):
+            self.clock.now += ttl_s
+            return
+        async with asyncio.timeout(5):
+            while await store.exists([name]):  # noqa: ASYNC110 - it is the server's clock
+                await asyncio.sleep(ttl_s / 10)
+
+
+@pytest.fixture(params=KINDS)
+async def ground(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Ground]:
+    if request.param in {"redis", "unix"}:
+        server: RedisServer = request.getfixturevalue("empty_redis")
+        url = server.url if request.param == "redis" else server.unix_url
+        ground = Ground(url, SystemClock(), server)
+    else:
+        url = "memory://" if request.param == "memory" else (tmp_path / "store").as_uri()
+        ground = Ground(url, TurnedClock())
+    async with ground.lifetimes:
+        yield ground
+
+
+@pytest.fixture
+async def store(ground: Ground) -> Store:
+    return await ground.open()
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+async def test_a_value_of_any_size_comes_back_byte_for_byte(store: Store, num_bytes: int) -> None:
+    content = content_of("a", num_bytes)
+    assert await put_one(store, "t:f:a:0", content) is PutStatus.STORED
+    assert await get_one(store, "t:f:a:0", num_bytes) == (GetStatus.HIT, content)
+    assert await store.get("t:f:a:0", max_bytes=num_bytes) == content
+
+
+async def test_parts_are_written_and_read_in_order_wherever_the_cuts_are(store: Store) -> None:
+    content = content_of("parts", 10_000)
+    cuts = [0, 1, 1, 17, 4113, 4113, 10_000]
+    parts = [content[a:b] for a, b in pairwise(cuts)]
+    mixed = (parts[0], bytearray(parts[1]), *(memoryview(part) for part in parts[2:]))
+    [put] = await store.put([PutItem("t:f:parts:0", mixed)])
+    assert put.status is PutStatus.STORED
+    item, buffers = landing("t:f:parts:0", 88, 0, 9_000, 912)
+    [got] = await store.get_into([item])
+    assert got.status is GetStatus.HIT
+    assert b"".join(buffers) == content
+
+
+async def test_values_of_thousands_of_parts_come_back_whole(store: Store) -> None:
+    content = content_of("many", 3 * 2_500)
+    parts = tuple(content[at : at + 3] for at in range(0, len(content), 3))
+    await store.put([PutItem("t:f:many:0", parts)])
+    item, buffers = landing("t:f:many:0", *[5] * 1_500)
+    [got] = await store.get_into([item])
+    assert got.status is GetStatus.HIT
+    assert b"".join(buffers) == content
+
+
+async def test_elements_wider_than_a_byte_are_taken_as_their_bytes(store: Store) -> None:
+    content = content_of("wide", 4_096)
+    await store.put([PutItem("t:f:wide:0", (memoryview(content).cast("I", [32, 32]),))])
+    buffer = bytearray(4_096)
+    [got] = await store.get_into([GetItem("t:f:wide:0", (memoryview(buffer).cast("Q"),))])
+    assert got.status is GetStatus.HIT
+    assert buffer == content
+
+
+async def test_outcomes_keep_the_order_of_the_question_holes_included(store: Store) -> None:
+    names = [f"t:f:{index:03}:0" for index in range(100)]
+    there = set(random.sample(names, 60))
+    puts = await store.put([PutItem(name, (content_of(name, 2_000),)) for name in sorted(there)])
+    assert [outcome.status for outcome in puts] == [PutStatus.STORED] * 60
+    landings = [landing(name, 2_000) for name in names]
+    gots = await store.get_into([item for item, _ in landings])
+    for name, got, (_, [buffer]) in zip(names, gots, landings, strict=True):
+        assert got.status is (GetStatus.HIT if name in there else GetStatus.MISS)
+        if name in there:
+            assert buffer == content_of(name, 2_000)
+
+
+async def test_empty_batches_ask_nothing(store: Store) -> None:
+    assert await store.get_into([]) == []
+    assert await store.put([]) == []
+    assert await store.exists([]) == 0
+    assert await store.delete([]) == 0
+
+
+@pytest.mark.parametrize("expected", [0, 1, 999, 1_001, 5_000])
+async def test_a_value_of_another_length_is_damage_not_a_hit(store: Store, expected: int) -> None:
+    await put_one(store, "t:f:a:0", content_of("a", 1_000))
+    item, _ = landing("t:f:a:0", expected)
+    [got] = await store.get_into([item])
+    assert got.status is GetStatus.DAMAGED
+    assert "1000 bytes" in got.reason
+
+
+async def test_an_empty_value_is_damage_where_bytes_were_expected(store: Store) -> None:
+    await put_one(store, "t:f:a:0", b"")
+    assert (await get_one(store, "t:f:a:0", 10))[0] is GetStatus.DAMAGED
+
+
+async def test_a_small_value_longer_than_allowed_is_corrupt(store: Store) -> None:
+    await put_one(store, "t:ticket:a", b"x" * 101)
+    with pytest.raises(StoreCorruptError, match="101 bytes"):
+        await store.get("t:ticket:a", max_bytes=100)
+    assert await store.get("t:ticket:b", max_bytes=100) is None
+
+
+async def test_an_existing_value_is_kept_unless_told_otherwise(store: Store) -> None:
+    assert await put_one(store, "t:f:a:0", b"first") is PutStatus.STORED
+    assert await put_one(store, "t:f:a:0", b"other") is PutStatus.EXISTED
+    assert await store.get("t:f:a:0", max_bytes=10) == b"first"
+
+
+async def test_replacing_leaves_nothing_of_the_old_value(store: Store) -> None:
+    await put_one(store, "t:f:a:0", b"a long first value", ttl_s=1_000.0)
+    assert await put_one(store, "t:f:a:0", b"new", keep_existing=False) is PutStatus.STORED
+    assert await store.get("t:f:a:0", max_bytes=100) == b"new"
+    [value] = (await store.list("t:", limit=10)).values
+    assert value == StoredValue("t:f:a:0", 3, None)
+
+
+async def test_a_value_is_gone_when_its_time_is_over(ground: Ground, store: Store) -> None:
+    await put_one(store, "t:f:a:0", b"short", ttl_s=0.05)
+    await put_one(store, "t:f:b:0", b"long", ttl_s=1_000.0)
+    await put_one(store, "t:f:c:0", b"ever")
+    await ground.pass_ttl(store, "t:f:a:0", 0.05)
+    assert await store.exists(["t:f:a:0"]) == 0
+    assert (await get_one(store, "t:f:a:0", 5))[0] is GetStatus.MISS
+    assert await store.get("t:f:a:0", max_bytes=5) is None
+    assert {value.name for value in (await store.list("t", limit=10)).values} == {
+        "t:f:b:0",
+        "t:f:c:0",
+    }
+    assert await store.usage("t") == Usage(2, 8)
+    assert await store.delete(["t:f:a:0"]) == 0
+    assert await store.exists(["t:f:b:0", "t:f:c:0"]) == 2
+
+
+async def test_an_expired_value_does_not_keep_a_new_one_out(ground: Ground, store: Store) -> None:
+    await put_one(store, "t:f:a:0", b"old", ttl_s=0.05)
+    await ground.pass_ttl(store, "t:f:a:0", 0.05)
+    assert await put_one(store, "t:f:a:0", b"new") is PutStatus.STORED
+    assert await store.get("t:f:a:0", max_bytes=10) == b"new"
+
+
+async def test_a_listing_tells_when_values_expire(ground: Ground, store: Store) -> None:
+    await put_one(store, "t:f:a:0", b"12345", ttl_s=1_000.0)
+    [value] = (await store.list("t:f:", limit=10)).values
+    assert value.name == "t:f:a:0"
+    assert value.num_bytes == 5
+    assert value.expires_at == pytest.approx(ground.clock.wall() + 1_000, abs=5)
+
+
+async def test_deleting_counts_what_there_was(store: Store) -> None:
+    for name in ("t:f:a:0", "t:f:b:0", "t:f:c:0"):
+        await put_one(store, name, b"x")
+    assert await store.delete(["t:f:a:0", "t:f:nothing:0", "t:f:c:0"]) == 2
+    assert await store.exists(["t:f:b:0"]) == 1
+    assert await store.exists(["t:f:a:0"]) == 0
+    assert await put_one(store, "t:f:a:0", b"again") is PutStatus.STORED
+
+
+@pytest.mark.parametrize("gap", [0, 1, 2, 511, 512, 513, 700, 1_299, 1_300])
+async def test_exists_counts_the_leading_run_only(store: Store, gap: int) -> None:
+    names = [f"t:f:{index:04}:0" for index in range(1_300)]
+    missing = {names[at] for at in (gap, gap + 1, gap + 400) if at < len(names)}
+    await store.put([PutItem(name, (b"x",)) for name in names if name not in missing])
+    assert await store.exists(names) == gap
+
+
+async def listed(store: Store, prefix: str, limit: int) -> list[str]:
+    names, cursor = [], None
+    while True:
+        page = await store.list(prefix, limit=limit, cursor=cursor)
+        names += [value.name for value in page.values]
+        if page.cursor is None:
+            return names
+        cursor = page.cursor
+
+
+OUTSIDE = ("t", "t:ab", "t:abc", "u:abc:d:0", "tt:abc:d:0", "t:ab:abc:d", "t-abc:d", "t:ABC:d:0")
+
+
+@pytest.mark.parametrize("limit", [1, 7, 100])
+async def test_a_listing_in_pages_has_each_value_under_the_prefix_and_no_other(
+    store: Store, limit: int
+) -> None:
+    inside = {f"t:abc:{index:02}:{shard}" for index in range(20) for shard in ("0", "s1of2")}
+    inside |= {"t:abcd", "t:abc-e:x:0", "t:abc:" + "x" * 128 + ":partial:9:" + "y" * 128}
+    await store.put([PutItem(name, (b"123",)) for name in (*inside, *OUTSIDE)])
+    names = await listed(store, "t:abc", limit)
+    assert set(names) == inside | {"t:abc"}
+    assert len(names) == len(set(names))
+    assert await store.usage("t:abc") == Usage(len(inside) + 1, 3 * (len(inside) + 1))
+    assert set(await listed(store, "t:abc:", limit)) == {n for n in inside if n[:6] == "t:abc:"}
+    assert await store.usage("t:nothing") == Usage(0, 0)
+    assert await listed(store, "t:nothing:", limit) == []
+
+
+async def test_a_page_that_is_cut_short_by_deletions_still_leads_on(store: Store) -> None:
+    names = {f"t:f:{index:02}:0" for index in range(40)}
+    await store.put([PutItem(name, (b"1",)) for name in names])
+    page = await store.list("t:f:", limit=5)
+    seen = {value.name for value in page.values}
+    await store.delete(list(seen))
+    while page.cursor is not None:
+        page = await store.list("t:f:", limit=5, cursor=page.cursor)
+        seen |= {value.name for value in page.values}
+    assert seen == names
+
+
+BAD_NAMES = (
+    "",
+    ".",
+    "..",
+    "a/b",
+    "../../etc/passwd",
+    "a:../b",
+    "a:..:b",
+    "a..b",
+    "/etc/passwd",
+    "a\r\nFLUSHALL\r\n",
+    "a\n",
+    "a\0b",
+    "a b",
+    "a*",
+    "a?",
+    "[a]",
+    "a\\b",
+    ":",
+    "a:",
+    "a::b",
+    ":a",
+    ".a",
+    "-a",
+    "a,b",
+    "a+b",
+    "ä",
+    "a\N{FULLWIDTH FULL STOP}\N{FULLWIDTH FULL STOP}",
+    "\N{ARABIC-INDIC DIGIT ONE}",
+    "\ud800",
+    "a" * 10_240,
+    "a:" * 5_000 + "a",
+)
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: ascii(name)[:20])
+async def test_bad_names_are_refused_before_the_store_is_asked(name: str, ground: Ground) -> None:
+    store = open_store(ground.url, SETTINGS, ground.clock)  # closed: asking it would be an error
+    with pytest.raises(BadRequestError):
+        PutItem(name, (b"x",))
+    with pytest.raises(BadRequestError):
+        GetItem(name, ())
+    with pytest.raises(BadRequestError):
+        await store.get(name, max_bytes=1)
+    with pytest.raises(BadRequestError):
+        await store.exists(["good", name])
+    with pytest.raises(BadRequestError):
+        await store.delete(["good", name])
+    if name != "a:":  # a prefix may end in a colon
+        with pytest.raises(BadRequestError):
+            await store.list(name, limit=1)
+        with pytest.raises(BadRequestError):
+            await store.usage(name)
+
+
+@pytest.mark.parametrize("cursor", ["", "../../x", "-1", "x\0", "1" * 1_000, "9" * 20, "٣"])
+async def test_a_cursor_of_somebody_elses_is_refused(store: Store, cursor: str) -> None:
+    with pytest.raises(BadRequestError, match="cursor"):
+        await store.list("t:f:", limit=10, cursor=cursor)
+
+
+async def test_a_page_of_nothing_is_refused(store: Store) -> None:
+    with pytest.raises(BadRequestError):
+        await store.list("t:f:", limit=0)
+
+
+@pytest.mark.parametrize("keep_existing", [True, False])
+async def test_of_concurrent_writers_of_one_name_one_is_kept_whole(
+    ground: Ground, keep_existing: bool
+) -> None:
+    stores = [await ground.open()]
+    if stores[0].capabilities.is_shared:
+        stores.append(await ground.open())
+    contents = [bytes([writer]) * 300_001 for writer in range(12)]
+    async with asyncio.TaskGroup() as group:
+        writers = [
+            group.create_task(
+                put_one(stores[i % len(stores)], "t:f:a:0", c, keep_existing=keep_existing)
+            )
+            for i, c in enumerate(contents)
+        ]
+        readers = [
+            group.create_task(get_one(stores[i % len(stores)], "t:f:a:0", 300_001))
+            for i in range(12)
+        ]
+    statuses = [writer.result() for writer in writers]
+    if keep_existing:
+        assert sorted(s.value for s in statuses) == ["existed"] * 11 + ["stored"]
+        winner = contents[statuses.index(PutStatus.STORED)]
+    else:
+        assert statuses == [PutStatus.STORED] * 12
+        winner = await stores[0].get("t:f:a:0", max_bytes=300_001) or b""
+        assert winner in contents
+    for status, content in (reader.result() for reader in readers):
+        assert status is GetStatus.MISS or content in contents
+    assert [await store.get("t:f:a:0", max_bytes=300_001) for store in stores] == [winner] * len(
+        stores
+    )
+
+
+async def test_instances_share_values_where_they_say_so(ground: Ground) -> None:
+    first, second = await ground.open(), await ground.open()
+    await put_one(first, "t:f:a:0", b"shared", ttl_s=1_000.0)
+    seen = await second.get("t:f:a:0", max_bytes=10)
+    assert seen == (b"shared" if first.capabilities.is_shared else None)
+
+
+async def test_durable_values_are_there_for_the_next_instance(ground: Ground) -> None:
+    store = open_store(ground.url, SETTINGS, ground.clock)
+    async with store.running():
+        await put_one(store, "t:f:a:0", b"kept")
+        is_durable = store.capabilities.is_durable
+    again = await ground.open()
+    assert (await again.exists(["t:f:a:0"]) == 1) is is_durable
+
+
+async def test_cancels_at_random_points_never_spoil_a_later_answer(
+    ground: Ground, store: Store
+) -> None:
+    names = [f"t:f:{index}:0" for index in range(8)]
+    sizes = [random.choice((5, 70_000, 300_000)) for _ in names]
+    for name, size in zip(names, sizes, strict=True):
+        await put_one(store, name, content_of(name, size))
+    for round_number in range(300):
+        chosen = random.sample(range(8), 3)
+        landings = [landing(names[i], sizes[i]) for i in chosen]
+        fresh = f"t:fresh:{round_number}:0"
+        work: list[Callable[[], Coroutine[object, object, object]]] = [
+            lambda landings=landings: store.get_into([item for item, _ in landings]),  # type: ignore[misc]
+            lambda fresh=fresh: store.put([PutItem(fresh, (content_of(fresh, 70_000),))]),  # type: ignore[misc]
+            lambda chosen=chosen: store.get(names[chosen[0]], max_bytes=300_000),  # type: ignore[misc]
+            lambda: store.exists(names),
+            lambda: store.usage("t:f:"),
+        ]
+        await cancelled_after(random.randrange(60), random.choice(work)())
+        for _, [buffer] in landings:
+            buffer[:] = b"\xa5" * len(buffer)  # ours again: nobody may write here any more
+        probe = random.randrange(8)
+        assert await get_one(store, names[probe], sizes[probe]) == (
+            GetStatus.HIT,
+            content_of(names[probe], sizes[probe]),
+        )
+        for _, [buffer] in landings:
+            assert buffer == b"\xa5" * len(buffer)
+        if await store.exists([fresh]):
+            assert await store.get(fresh, max_bytes=70_000) == content_of(fresh, 70_000)
+    if ground.server is not None:
+        most = SETTINGS.redis.num_connections + 1
+        assert await asyncio.to_thread(ground.server.num_connections) <= most
+
+
+async def test_a_cancelled_put_leaves_the_callers_buffers_alone(store: Store) -> None:
+    for ticks in range(0, 60, 3):
+        buffer = bytearray(b"\x11" * 200_000)
+        name = f"t:f:{ticks}:0"
+        await cancelled_after(ticks, store.put([PutItem(name, (memoryview(buffer),))]))
+        buffer[:] = b"\x22" * len(buffer)
+        if await store.exists([name]):
+            assert await store.get(name, max_bytes=200_000) == b"\x11" * 200_000
+
+
+async def test_leaving_ends_what_is_under_way_and_refuses_the_rest(ground: Ground) -> None:
+    store = open_store(ground.url, SETTINGS, ground.clock)
+    item, [buffer] = landing("t:f:a:0", 500_000)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group, store.running():
+        await put_one(store, "t:f:a:0", content_of("a", 500_000))
+        puts = [
+            group.create_task(put_one(store, f"t:f:{i}:0", content_of("b", 500_000)))
+            for i in range(8)
+        ]
+        got = group.create_task(store.get_into([item]))
+        asked = group.create_task(outcome_of(store.exists(["t:f:a:0"])))
+        for _ in range(random.randrange(20)):
+            await asyncio.sleep(0)
+    assert {put.result() for put in puts} <= {PutStatus.STORED, PutStatus.FAILED}
+    if got.result()[0].status is GetStatus.HIT:
+        assert buffer == content_of("a", 500_000)
+    assert asked.result() in {1, StoreUnavailableError}
+    assert await put_one(store, "t:f:z:0", b"late") is PutStatus.FAILED
+    assert (await get_one(store, "t:f:a:0", 5))[0] is GetStatus.FAILED
+    for late in (store.ping(), store.exists(["a"]), store.usage("t"), store.list("t", limit=1)):
+        assert await outcome_of(late) is StoreUnavailableError
+
+
+async def outcome_of(work: Coroutine[object, object, object]) -> object:
+    try:
+        return await work
+    except StoreUnavailableError:
+        return StoreUnavailableError
+
+
+async def test_what_is_raised_inside_a_lifetime_comes_out_as_it_is(ground: Ground) -> None:
+    store = open_store(ground.url, SETTINGS, ground.clock)
+    with pytest.raises(KeyError, match="mine"):
+        async with store.running():
+            raise KeyError("mine")
+
+
+async def test_a_store_can_be_opened_again(ground: Ground) -> None:
+    store = open_store(ground.url, SETTINGS, ground.clock)
+    for content in (b"first", b"again"):
+        async with store.running():
+            await store.ping()
+            await put_one(store, "t:f:a:0", content, keep_existing=False)
+            assert await store.get("t:f:a:0", max_bytes=10) == content
+
+
+async def test_the_url_tells_no_secrets(ground: Ground) -> None:
+    assert "@" not in open_store(ground.url, SETTINGS, ground.clock).url

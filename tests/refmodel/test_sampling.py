@@ -1,0 +1,120 @@
+"""Sampling is a function of logits, settings and position; nothing else is remembered."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.refmodel.paged_run import PROSE, PagedRun, model
+from tierkv.errors import BadRequestError
+from tierkv.refmodel.sampling import Sampling, sample
+
+LOGITS = np.linspace(-3, 3, 256, dtype=np.float32)
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = np.zeros(256, np.float32)
+    logits[[7, 9, 200]] = 4.0
+    assert sample(logits, Sampling(), 0) == 7
+
+
+def test_the_same_arguments_give_the_same_token_in_any_order() -> None:
+    warm = Sampling(temperature=1.0, seed=5)
+    forwards = [sample(LOGITS, warm, position) for position in range(200)]
+    backwards = [sample(LOGITS, warm, position) for position in reversed(range(200))]
+    assert forwards == backwards[::-1]
+    assert len(set(forwards)) > 50
+
+
+def test_the_choices_of_a_seed_are_pinned() -> None:
+    warm = Sampling(temperature=1.0, seed=5)
+    assert [sample(LOGITS, warm, position) for position in range(8)] == [
+        242,
+        197,
+        249,
+        133,
+        248,
+        169,
+        223,
+        246,
+    ]
+
+
+def test_another_seed_chooses_otherwise() -> None:
+    ours, theirs = (
+        [sample(LOGITS, Sampling(temperature=1.0, seed=seed), at) for at in range(50)]
+        for seed in (1, 2)
+    )
+    assert ours != theirs
+
+
+def test_a_second_node_goes_on_where_the_first_stopped() -> None:
+    warm = Sampling(temperature=0.8, seed=11, top_k=40)
+    single = PagedRun(model(), 400)
+    out = [sample(single.feed(PROSE), warm, single.length)]
+    while len(out) < 20:
+        out.append(sample(single.feed(out[-1:]), warm, single.length))
+
+    second = PagedRun(model(block_size=64), 400, table_seed=9)
+    second.feed([*PROSE, *out[:9]])
+    resumed = out[:10]
+    while len(resumed) < 20:
+        resumed.append(sample(second.feed(resumed[-1:]), warm, second.length))
+    assert resumed == out
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    logits = np.log(np.array([1, 2, 5, 2], np.float32))
+    warm = Sampling(temperature=1.0)
+    counts = np.bincount([sample(logits, warm, at) for at in range(4000)], minlength=4)
+    assert np.abs(counts / 4000 - [0.1, 0.2, 0.5, 0.2]).max() < 0.03
+
+
+@given(top_k=st.integers(1, 300), position=st.integers(0, 2**40), seed=st.integers(0, 2**64 - 1))
+def test_top_k_chooses_among_the_best(top_k: int, position: int, seed: int) -> None:
+    token = sample(LOGITS, Sampling(temperature=9.0, seed=seed, top_k=top_k), position)
+    assert token >= 256 - top_k
+
+
+def test_top_k_keeps_the_lowest_ids_among_equals() -> None:
+    warm = Sampling(temperature=1.0, top_k=2)
+    chosen = {sample(np.zeros(8, np.float32), warm, position) for position in range(100)}
+    assert chosen == {0, 1}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 1e300])
+def test_what_is_masked_is_never_chosen(temperature: float) -> None:
+    logits = np.full(256, -np.inf, np.float32)
+    logits[[3, 77]] = 0.5, 1.5
+    chosen = {sample(logits, Sampling(temperature=temperature), at) for at in range(100)}
+    assert chosen <= {3, 77}
+
+
+@pytest.mark.parametrize("logits", [[np.nan, 1.0], [-np.inf, -np.inf], [np.inf, 0.0]], ids=str)
+def test_logits_that_name_no_token_are_refused(logits: list[float]) -> None:
+    with pytest.raises(BadRequestError):
+        sample(np.array(logits, np.float32), Sampling(), 0)
+
+
+def test_a_negative_position_is_refused() -> None:
+    with pytest.raises(BadRequestError):
+        sample(LOGITS, Sampling(), -1)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
+def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
+    with pytest.raises(BadRequestError):
+        Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(BadRequestError):
+        Sampling(seed=seed)
+
+
+def test_a_negative_top_k_is_refused() -> None:
+    with pytest.raises(BadRequestError):
+        Sampling(top_k=-1)

@@ -1,0 +1,36 @@
+"""Text is bytes is tokens, both ways."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.errors import BadRequestError
+from tierkv.refmodel.text import PRINTABLE, decode, encode, encode_bytes
+
+
+@given(st.text())
+def test_any_text_comes_back(text: str) -> None:
+    assert decode(encode(text)) == text
+
+
+@given(st.binary())
+def test_any_bytes_are_tokens(raw: bytes) -> None:
+    assert encode_bytes(raw).tolist() == list(raw)
+
+
+def test_bytes_that_are_not_utf8_are_replaced() -> None:
+    assert decode([0x41, 0xFF, 0x42]) == "A�B"
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_what_is_no_byte_is_refused(token: int) -> None:
+    with pytest.raises(BadRequestError):
+        decode([token])
+
+
+def test_printable_tokens_decode_to_themselves() -> None:
+    allowed = [token for token in range(256) if PRINTABLE[token]]
+    assert len(allowed) == 96
+    assert all(char == "\n" or char.isprintable() for char in decode(allowed))

@@ -1,0 +1,115 @@
+"""The header of a stored block: what it catches, and that its bytes are those of the document."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.storage.codec import HEADER_BYTES, Damage, DamagedValueError, check, encode_header
+
+LAYOUT = bytes(range(100, 132))
+KEY = bytes(range(32))
+payloads = st.binary(min_size=0, max_size=4_096)
+
+
+def encode(payload: bytes) -> bytes:
+    return encode_header(payload, layout_digest=LAYOUT, key_digest=KEY, num_tokens=16)
+
+
+def damage_of(header: bytes, payload: bytes, **expected: bytes | int) -> Damage | None:
+    try:
+        check(
+            memoryview(header),
+            memoryview(payload),
+            layout_digest=bytes(expected.get("layout_digest", LAYOUT)),
+            key_digest=bytes(expected.get("key_digest", KEY)),
+            num_tokens=int(expected.get("num_tokens", 16)),
+        )
+    except DamagedValueError as error:
+        return error.damage
+    return None
+
+
+@given(payloads)
+def test_what_was_written_is_accepted(payload: bytes) -> None:
+    header = encode(payload)
+    assert len(header) == HEADER_BYTES <= 128
+    assert damage_of(header, payload) is None
+
+
+@given(payloads, st.data())
+def test_any_flipped_bit_anywhere_is_found(payload: bytes, data: st.DataObject) -> None:
+    value = bytearray(encode(payload) + payload)
+    bit = data.draw(st.integers(0, 8 * len(value) - 1))
+    value[bit // 8] ^= 1 << bit % 8
+    assert damage_of(bytes(value[:HEADER_BYTES]), bytes(value[HEADER_BYTES:])) is not None
+
+
+def test_every_bit_of_the_header_counts() -> None:
+    payload = b"payload"
+    header = encode(payload)
+    for bit in range(8 * len(header)):
+        flipped = bytearray(header)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert damage_of(bytes(flipped), payload) is not None
+
+
+@given(payloads, st.data())
+def test_any_truncation_and_any_addition_is_found(payload: bytes, data: st.DataObject) -> None:
+    value = encode(payload) + payload
+    cut = value[: data.draw(st.integers(0, len(value) - 1))]
+    assert damage_of(cut[:HEADER_BYTES], cut[HEADER_BYTES:]) is Damage.LENGTH
+    longer = payload + data.draw(st.binary(min_size=1, max_size=20))
+    assert damage_of(encode(payload), longer) is Damage.LENGTH
+
+
+def test_each_kind_of_damage_is_told_apart() -> None:
+    payload = b"some bytes"
+    header = encode(payload)
+    assert damage_of(header, payload, layout_digest=bytes(32)) is Damage.LAYOUT
+    assert damage_of(header, payload, key_digest=bytes(32)) is Damage.KEY
+    assert damage_of(header, payload, num_tokens=15) is Damage.TOKENS
+    assert damage_of(header, payload[:-1]) is Damage.LENGTH
+    assert damage_of(header[:-1], payload) is Damage.LENGTH
+    assert damage_of(header, b"SOME bytes") is Damage.CHECKSUM
+    assert damage_of(b"PK\3\4" + header[4:], payload) is Damage.MAGIC
+    assert damage_of(header[:4] + b"\2" + header[5:], payload) is Damage.VERSION
+    assert damage_of(header[:6] + b"\1" + header[7:], payload) is Damage.VERSION
+    assert damage_of(header[:60] + b"\1" + header[61:], payload) is Damage.VERSION
+
+
+def test_values_of_two_blocks_cannot_be_mixed() -> None:
+    assert damage_of(encode(b"one block"), b"two block") is Damage.CHECKSUM
+
+
+def test_buffers_of_any_element_are_read_as_bytes() -> None:
+    payload = bytes(range(64))
+    header = encode_header(
+        memoryview(payload).cast("I"), layout_digest=LAYOUT, key_digest=KEY, num_tokens=16
+    )
+    assert damage_of(header, payload) is None
+
+
+@pytest.mark.parametrize(("layout", "key"), [(15, 32), (16, 31), (16, 33)])
+def test_digests_of_other_sizes_are_refused(layout: int, key: int) -> None:
+    with pytest.raises(AssertionError):
+        encode_header(b"", layout_digest=bytes(layout), key_digest=bytes(key), num_tokens=1)
+
+
+def test_the_documents_test_vector_is_what_is_written() -> None:
+    document = (Path(__file__).parents[2] / "docs" / "storage-format.md").read_text()
+    vector = re.search(r"```hex\n(.*?)```", document, re.DOTALL)
+    assert vector is not None
+    value = bytes.fromhex(vector[1])
+    payload = bytes(range(16))
+    header = encode_header(
+        payload,
+        layout_digest=bytes(range(0x10, 0x20)),
+        key_digest=bytes(range(0x20, 0x40)),
+        num_tokens=3,
+    )
+    assert value == header + payload

@@ -1,0 +1,117 @@
+"""From URLs to stores, and what is said about those that name none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import Store
+from tierkv.storage.redis import RedisSettings, RedisStore
+
+
+def opened(url: str) -> Store:
+    return open_store(url, StoreSettings(), SystemClock())
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "shown"),
+    [
+        ("memory://", MemoryStore, "memory://"),
+        ("file:///var/cache/tierkv", FileStore, "file:///var/cache/tierkv"),
+        ("file:///var/a%20b", FileStore, "file:///var/a%20b"),
+        ("file:kv", FileStore, f"file://{Path.cwd()}/kv"),
+        ("file:./kv/../kv", FileStore, f"file://{Path.cwd()}/kv"),
+        ("redis://cache", RedisStore, "redis://cache:6379/0"),
+        ("redis://cache:7000/3", RedisStore, "redis://cache:7000/3"),
+        ("redis://[::1]:7000", RedisStore, "redis://[::1]:7000/0"),
+        ("rediss://me:s3cret@cache", RedisStore, "rediss://cache:6379/0"),
+        ("unix:///run/redis.sock", RedisStore, "unix:///run/redis.sock"),
+        ("unix://:s3cret@/run/redis.sock?db=2", RedisStore, "unix:///run/redis.sock?db=2"),
+    ],
+)
+def test_a_url_names_its_store(url: str, kind: type, shown: str) -> None:
+    store = opened(url)
+    assert isinstance(store, kind)
+    assert store.url == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "redis",
+        "/var/cache",
+        "http://cache",
+        "redis+cluster://a",
+        "memory://x",
+        "memory:",
+        "file:",
+        "file://host/path",
+        "file:///a?b",
+        "file:///a#b",
+        "file:///a%00b",
+        "redis://",
+        "redis:cache",
+        "redis://:6379",
+        "redis://cache:port",
+        "redis://cache:70000",
+        "redis://cache:0",
+        "redis://cache/db",
+        "redis://cache/-1",
+        "redis://cache/0?ssl=1",
+        "redis://cache#0",
+        "redis://[::1",
+        "unix://",
+        "unix://host/socket",
+        "unix:///socket?db=x",
+        "unix:///socket?x=1",
+    ],
+)
+def test_a_url_that_names_none_is_refused_with_what_is_accepted(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"accepted: |it is memory://"):
+        opened(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "rdis://:s3cret@cache",
+        "redis://:s3cret@cache:port",
+        "redis://:s3cret@cache:1:s3cret",
+        "redis://:12/s3cret@cache",
+        "redis://:s3cret@cache/x",
+        "redis://:s3cret@",
+        "unix://:s3cret@host/x",
+        "rediss://:s3cret@cache?x",
+    ],
+)
+def test_no_error_quotes_a_password(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(url)
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "s3cret" not in str(error)
+        error = error.__cause__
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MemorySettings(capacity_bytes=-1),
+        lambda: FileSettings(num_threads=0),
+        lambda: FileSettings(sweep_interval_s=0),
+        lambda: RedisSettings(num_connections=0),
+        lambda: RedisSettings(timeout_s=0),
+        lambda: RedisSettings(connect_timeout_s=float("nan")),
+        lambda: RedisSettings(slowest_bytes_per_s=float("inf")),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: type) -> None:
+    with pytest.raises(ConfigError):
+        make()

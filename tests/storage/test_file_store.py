@@ -1,0 +1,289 @@
+"""What is particular to the store in files: crashes, rights, room, expiry on disk, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.storage.values import TurnedClock, content_of, get_one, landing, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.file_paths import relative_path
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
+
+# Replaces and adds values of one repeated byte each, for ever, and tells how far it is.
+WRITER = """
+import asyncio, random, sys
+from pathlib import Path
+from tierkv.clock import SystemClock
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.protocol import PutItem
+
+async def main():
+    store = FileStore(Path(sys.argv[1]), FileSettings(), SystemClock())
+    async with store.running():
+        while True:
+            byte = bytes([random.randrange(256)])
+            await store.put([
+                PutItem(f"t:f:{i}:0", (byte * 100_000, byte * 200_000), keep_existing=i % 2 == 0)
+                for i in random.sample(range(200), 8)
+            ])
+            print(flush=True)
+
+asyncio.run(main())
+"""
+
+
+def file_store(root: Path, clock: TurnedClock | None = None, **settings: float) -> FileStore:
+    return FileStore(root, FileSettings(**settings), clock or SystemClock())  # type: ignore[arg-type]
+
+
+async def test_a_writer_killed_at_any_moment_never_leaves_a_torn_value(tmp_path: Path) -> None:
+    seen = 0
+    for _ in range(8):
+        writer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WRITER, str(tmp_path), stdout=subprocess.PIPE
+        )
+        assert writer.stdout is not None
+        async with file_store(tmp_path).running() as _, asyncio.timeout(60):
+            for _ in range(random.randrange(1, 8)):
+                await writer.stdout.readline()
+            await seen_whole(tmp_path)  # while it writes
+            writer.kill()
+            await writer.communicate()
+        seen += await seen_whole(tmp_path)
+    assert seen
+    async with file_store(tmp_path).running():
+        [own] = (tmp_path / ".writers").iterdir()
+        assert [path.name for path in own.iterdir()] == ["lock"]
+    assert list((tmp_path / ".writers").iterdir()) == []
+
+
+async def seen_whole(root: Path) -> int:
+    store = file_store(root)
+    async with store.running():
+        values = (await store.list("t:f:", limit=1_000)).values
+        for value in values:
+            content = await store.get(value.name, max_bytes=300_000)
+            assert content is not None
+            assert content == content[:1] * 300_000
+        return len(values)
+
+
+async def test_the_scratch_of_a_living_store_is_left_alone(tmp_path: Path) -> None:
+    first = file_store(tmp_path)
+    async with first.running():
+        [before] = (tmp_path / ".writers").iterdir()
+        for _ in range(3):
+            async with file_store(tmp_path).running():
+                assert before.is_dir()
+                assert await put_one(first, f"t:f:{random.random()}:0", b"x") is PutStatus.STORED
+        assert list((tmp_path / ".writers").iterdir()) == [before]
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's right to write anywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+async def test_a_directory_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    root.mkdir(mode=0o555)
+    os.chmod(tmp_path, 0o755)  # to be reached by nobody
+    with as_nobody(), pytest.raises(StoreUnavailableError) as caught:
+        async with file_store(root).running():
+            pass
+    assert str(root) in str(caught.value)
+    assert "Permission denied" in str(caught.value)
+    assert "or set another directory" in str(caught.value)
+
+
+async def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreUnavailableError, match="set another directory"):
+            async with file_store(root).running():
+                pass
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    root = tmp_path / "small"
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tierkv-test", str(root)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs root and a kernel that lets it")
+    try:
+        yield root
+    finally:
+        subprocess.run(["umount", str(root)], check=True)
+
+
+async def test_a_full_disk_is_full_and_what_is_there_stays_readable(small_disk: Path) -> None:
+    store = file_store(small_disk)
+    async with store.running():
+        statuses = [
+            await put_one(store, f"t:f:{index}:0", content_of(f"{index}", 300_000))
+            for index in range(6)
+        ]
+        assert statuses == [PutStatus.STORED] * 3 + [PutStatus.FULL] * 3
+        for index in range(3):
+            assert await get_one(store, f"t:f:{index}:0", 300_000) == (
+                GetStatus.HIT,
+                content_of(f"{index}", 300_000),
+            )
+        assert await store.usage("t") == Usage(3, 900_000)
+        await store.delete(["t:f:0:0"])
+        assert await put_one(store, "t:f:4:0", b"x" * 300_000) is PutStatus.STORED
+        [own] = (small_disk / ".writers").iterdir()
+        assert [path.name for path in own.iterdir()] == ["lock"]
+
+
+async def test_a_value_larger_than_files_may_be_is_full_and_leaves_nothing(tmp_path: Path) -> None:
+    store = file_store(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with store.running():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        try:
+            status = await put_one(store, "t:f:a:0", bytes(2 << 20))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert status is PutStatus.FULL
+        assert await store.exists(["t:f:a:0"]) == 0
+        [own] = (tmp_path / ".writers").iterdir()
+        assert [path.name for path in own.iterdir()] == ["lock"]
+
+
+async def test_expiry_outlives_the_process_and_expired_files_are_removed(tmp_path: Path) -> None:
+    clock = TurnedClock()
+    store = file_store(tmp_path, clock)
+    async with store.running():
+        await put_one(store, "t:f:a:0", b"a", ttl_s=100.0)
+        await put_one(store, "t:f:b:0", b"b", ttl_s=200.0)
+        await put_one(store, "t:f:c:0", b"c")
+    clock.now += 100
+    store = file_store(tmp_path, clock)
+    async with store.running():
+        assert await store.exists(["t:f:b:0", "t:f:c:0", "t:f:a:0"]) == 2
+        await store.sweep()  # if the one at the start has not been there before
+        assert not tmp_path.joinpath(*relative_path("t:f:a:0")).exists()
+        clock.now += 100
+        assert (await get_one(store, "t:f:b:0", 1))[0] is GetStatus.MISS
+        assert not tmp_path.joinpath(*relative_path("t:f:b:0")).exists()
+        assert await store.sweep() == 0
+        assert tmp_path.joinpath(*relative_path("t:f:c:0")).read_bytes() == b"c"
+
+
+async def test_of_many_who_take_over_an_expired_value_one_has_stored_it(tmp_path: Path) -> None:
+    clock = TurnedClock()
+    stores = [file_store(tmp_path, clock, num_threads=8) for _ in range(2)]
+    async with stores[0].running(), stores[1].running():
+        for round_number in range(20):
+            name = f"t:f:{round_number}:0"
+            await put_one(stores[0], name, b"old", ttl_s=1.0)
+            clock.now += 1
+            async with asyncio.TaskGroup() as group:
+                puts = [group.create_task(put_one(s, name, b"new")) for s in stores * 6]
+            statuses = sorted(put.result().value for put in puts)
+            assert statuses == ["existed"] * 11 + ["stored"]
+
+
+async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: Path) -> None:
+    root, secret = tmp_path / "store", tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    store = file_store(root)
+    async with store.running():
+        await put_one(store, "t:f:a:0", b"value!")
+        for name, make in (("t:f:link:0", Path.symlink_to), ("t:f:pipe:0", None)):
+            path = root.joinpath(*relative_path(name))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if make is None:
+                os.mkfifo(path)
+            else:
+                make(path, secret)
+            async with asyncio.timeout(5):
+                assert (await get_one(store, name, 6))[0] is GetStatus.FAILED
+        (root / "stranger").write_text("x")
+        (root / "t,f" / "stranger").write_text("x")
+        (root / "t,f" / "7").mkdir(exist_ok=True)
+        (root / "t,f" / "7" / "stranger").symlink_to(tmp_path)
+        names = [value.name for value in (await store.list("t", limit=100)).values]
+        assert names == ["t:f:a:0"]
+        assert await store.usage("t") == Usage(1, 6)
+        await store.delete(["t:f:link:0"])
+    assert secret.read_bytes() == b"secret"
+
+
+async def test_a_cancelled_get_ends_only_when_its_thread_is_done_with_the_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, latch, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def held_preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        entered.set()
+        assert latch.wait(10)
+        return preadv(fd, pieces, offset)
+
+    store = file_store(tmp_path)
+    async with store.running():
+        await put_one(store, "t:f:a:0", b"value")
+        monkeypatch.setattr(os, "preadv", held_preadv)
+        item, [buffer] = landing("t:f:a:0", 5)
+        async with asyncio.TaskGroup() as group:
+            got = group.create_task(store.get_into([item] * 20))
+            await asyncio.to_thread(entered.wait, 10)
+            for _ in range(3):
+                got.cancel()
+                await asyncio.sleep(0)
+            assert not got.done()
+            assert bytes(buffer) == bytes(5)
+            latch.set()
+        assert got.cancelled()
+        assert bytes(buffer) == b"value"
+
+
+@pytest.mark.parametrize("syncs_values", [False, True])
+async def test_values_are_flushed_to_the_disk_only_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syncs_values: bool
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    store = file_store(tmp_path, syncs_values=syncs_values)
+    async with store.running():
+        await store.put([PutItem("t:f:a:0", (b"x",)), PutItem("t:f:b:0", (b"x",), None, False)])
+    assert len(flushed) == (4 if syncs_values else 0)  # each value and its directory
+
+
+async def test_nothing_is_left_open_after_the_lifetime(tmp_path: Path) -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+    store = file_store(tmp_path)
+    async with store.running():
+        await store.put([PutItem(f"t:f:{i}:0", (b"x",)) for i in range(50)])
+        await get_one(store, "t:f:1:0", 1)
+        await get_one(store, "t:f:nothing:0", 1)
+        assert len(os.listdir("/proc/self/fd")) == open_before + 1  # the lock
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    async with asyncio.timeout(5):
+        for thread in threading.enumerate():
+            if thread.name.startswith("tierkv-store"):
+                await asyncio.to_thread(thread.join)

@@ -1,0 +1,368 @@
+"""What is particular to the store on Redis: its faults, its connections, its sentences."""
+
+# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import (  # noqa: F401 - fixtures
+    RedisServer,
+    empty_redis,
+    free_port,
+    module_redis,
+    redis_server,
+)
+from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
+from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_connection import TlsFiles
+from tierkv.storage.redis_url import parse_redis_url
+
+PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+DEADLINE_S = RedisSettings().timeout_s
+NAMES = [f"t:f:{index:03}:0" for index in range(100)]
+
+
+def redis_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:
+    return RedisStore(parse_redis_url(url), settings, SystemClock())
+
+
+@pytest.fixture
+async def store(empty_redis: RedisServer) -> AsyncIterator[RedisStore]:
+    store = redis_store(empty_redis.url)
+    async with store.running():
+        yield store
+
+
+@contextmanager
+def ends_within(seconds: float, *, after: float = 0.0) -> Iterator[None]:
+    """The body takes so long in real time; half a second of grace for a busy machine."""
+    started = time.monotonic()
+    yield
+    assert after <= time.monotonic() - started <= seconds + 0.5
+
+
+async def refusal(url: str, settings: RedisSettings = PATIENT) -> str:
+    """What is said when the store is not to be had."""
+    with pytest.raises(StoreUnavailableError) as caught:
+        async with redis_store(url, settings).running():
+            pass
+    return str(caught.value)
+
+
+async def test_a_port_nobody_listens_on_is_reported_at_once() -> None:
+    port = free_port()
+    with ends_within(0.1):
+        sentence = await refusal(f"redis://:s3cret@127.0.0.1:{port}")
+    assert f"redis://127.0.0.1:{port}/0 cannot be reached" in sentence
+    assert "s3cret" not in sentence
+
+
+async def test_a_socket_that_is_not_there_is_reported_at_once(tmp_path: Path) -> None:
+    assert "cannot be reached" in await refusal(f"unix://{tmp_path}/nothing.sock")
+
+
+async def test_a_black_hole_costs_one_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with ends_within(DEADLINE_S, after=DEADLINE_S - 0.05):
+            sentence = await refusal(f"redis://127.0.0.1:{port}", RedisSettings())
+    assert "did not answer within 250 ms" in sentence
+
+
+async def test_a_server_of_another_kind_is_recognised() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert "does not speak Redis" in await refusal(f"redis://127.0.0.1:{port}")
+
+
+async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
+    empty_redis: RedisServer,
+) -> None:
+    store = redis_store(empty_redis.url, RedisSettings())
+    async with store.running():
+        await put_one(store, "t:f:a:0", b"value")
+        empty_redis.pause()
+        try:
+            with ends_within(2 * DEADLINE_S, after=DEADLINE_S - 0.05):
+                async with asyncio.TaskGroup() as group:
+                    gets = [
+                        group.create_task(store.get_into([landing(name, 10)[0] for name in NAMES]))
+                        for _ in range(10)
+                    ]
+                    puts = [
+                        group.create_task(store.put([PutItem(n, (bytes(500_000),)) for n in NAMES]))
+                        for _ in range(10)
+                    ]
+                    questions = [group.create_task(refused(store.exists(NAMES))) for _ in range(20)]
+        finally:
+            empty_redis.resume()
+        for got in gets:
+            assert [outcome.status for outcome in got.result()] == [GetStatus.FAILED] * 100
+        for put in puts:
+            assert [outcome.status for outcome in put.result()] == [PutStatus.FAILED] * 100
+        assert "did not answer" in gets[0].result()[99].reason
+        assert all("did not answer" in question.result() for question in questions)
+        assert await store.get("t:f:a:0", max_bytes=10) == b"value"
+
+
+async def refused(work: object) -> str:
+    with pytest.raises(StoreUnavailableError) as caught:
+        await work  # type: ignore[misc]
+    return str(caught.value)
+
+
+@pytest.fixture
+def mortal_redis() -> Iterator[RedisServer]:
+    """A server of the test's own, to be killed."""
+    with redis_server() as server:
+        yield server
+
+
+async def test_a_server_killed_in_the_middle_is_noticed_before_the_deadline(
+    mortal_redis: RedisServer,
+) -> None:
+    store = redis_store(mortal_redis.url)  # its deadline is 10 s
+    async with store.running():
+        await put_one(store, "t:f:a:0", content_of("a", 1_000_000))
+        mortal_redis.pause()
+        with ends_within(0.5):
+            async with asyncio.TaskGroup() as group:
+                got = group.create_task(get_one(store, "t:f:a:0", 1_000_000))
+                put = group.create_task(put_one(store, "t:f:b:0", bytes(3_000_000)))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                mortal_redis.kill()
+        assert got.result()[0] is GetStatus.FAILED
+        assert put.result() is PutStatus.FAILED
+        assert "cannot be reached" in await refused(store.ping())
+
+
+async def test_connections_the_server_closed_while_idle_cost_nobody_an_answer(
+    store: RedisStore, empty_redis: RedisServer
+) -> None:
+    await store.put([PutItem(name, (name.encode(),)) for name in NAMES])
+    for _ in range(5):
+        await asyncio.to_thread(empty_redis.execute, "CLIENT", "KILL", "TYPE", "normal")
+        landings = [landing(name, len(name)) for name in NAMES]
+        outcomes = await store.get_into([item for item, _ in landings])
+        assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
+        assert await store.exists(NAMES) == 100
+
+
+@pytest.fixture
+def small_redis() -> Iterator[RedisServer]:
+    """A server with room for a few values, that evicts none."""
+    with redis_server("--maxmemory", "6mb", "--maxmemory-policy", "noeviction") as server:
+        yield server
+
+
+async def test_a_server_without_room_is_full_and_asked_once_per_value(
+    small_redis: RedisServer,
+) -> None:
+    store = redis_store(small_redis.url)
+    async with store.running():
+        outcomes = await store.put([PutItem(name, (bytes(200_000),)) for name in NAMES])
+        statuses = [outcome.status for outcome in outcomes]
+        assert set(statuses) == {PutStatus.STORED, PutStatus.FULL}
+        stats = await asyncio.to_thread(small_redis.execute, "INFO", "commandstats")
+        assert isinstance(stats, dict)
+        assert stats["cmdstat_set"]["calls"] + stats["cmdstat_set"]["rejected_calls"] == 100
+        for name, status in zip(NAMES, statuses, strict=True):
+            got, content = await get_one(store, name, 200_000)
+            assert got is (GetStatus.HIT if status is PutStatus.STORED else GetStatus.MISS)
+            assert content == bytes(200_000)
+
+
+@pytest.fixture(scope="module")
+def locked_redis() -> Iterator[RedisServer]:
+    with redis_server(password="pass/w:rd@%") as server:
+        yield server
+
+
+async def test_the_right_password_opens(locked_redis: RedisServer) -> None:
+    for login in (":pass%2Fw%3Ard%40%25", "default:pass%2Fw%3Ard%40%25"):
+        store = redis_store(f"redis://{login}@127.0.0.1:{locked_redis.port}/3")
+        async with store.running():
+            assert await put_one(store, "t:f:a:0", b"x", keep_existing=False) is PutStatus.STORED
+
+
+@pytest.mark.parametrize("login", ["", ":s3cret@", "someone:s3cret@"])
+async def test_a_wrong_password_is_named_as_the_cause(
+    locked_redis: RedisServer, login: str
+) -> None:
+    sentence = await refusal(f"redis://{login}127.0.0.1:{locked_redis.port}")
+    assert "check user and password" in sentence
+    assert "s3cret" not in sentence
+
+
+async def test_a_user_without_the_rights_gets_an_outcome_that_says_so(
+    locked_redis: RedisServer,
+) -> None:
+    rights = ("on", ">pw", "~t:*", "+get", "+ping", "+select", "+client")
+    await asyncio.to_thread(locked_redis.execute, "ACL", "SETUSER", "reader", *rights)
+    store = redis_store(f"redis://reader:pw@127.0.0.1:{locked_redis.port}")
+    async with store.running():
+        [outcome] = await store.put([PutItem("t:f:a:0", (b"x",))])
+        assert outcome.status is PutStatus.FAILED
+        assert "permissions" in outcome.reason
+        assert (await get_one(store, "t:f:nothing:0", 1))[0] is GetStatus.MISS
+        assert (await get_one(store, "u:f:nothing:0", 1))[0] is GetStatus.FAILED
+        assert "permissions" in await refused(store.exists(["t:f:a:0"]))
+
+
+async def test_a_database_that_is_not_there_is_reported(empty_redis: RedisServer) -> None:
+    assert "cannot be reached" in await refusal(f"redis://127.0.0.1:{empty_redis.port}/99")
+
+
+async def test_other_kinds_of_values_and_strange_keys_are_damage_or_not_there(
+    store: RedisStore, empty_redis: RedisServer
+) -> None:
+    await put_one(store, "t:f:a:0", b"value")
+    for command in (
+        ("LPUSH", "t:f:list:0", "x"),
+        ("SET", b"t:f:with space", "x"),
+        ("SET", b"t:f:\xff\x00", "x"),
+        ("SET", b"t:f:a:0\r\n", "x"),
+    ):
+        await asyncio.to_thread(empty_redis.execute, *command)
+    assert (await get_one(store, "t:f:list:0", 1))[0] is GetStatus.DAMAGED
+    with pytest.raises(StoreCorruptError, match="not a string"):
+        await store.get("t:f:list:0", max_bytes=10)
+    assert [value.name for value in (await store.list("t:f:", limit=100)).values] == ["t:f:a:0"]
+    assert await store.usage("t:") == Usage(1, 5)
+    assert await store.delete(["t:f:list:0"]) == 1
+
+
+async def test_a_thousand_cancels_mix_up_no_replies_and_cost_no_connections(
+    store: RedisStore, empty_redis: RedisServer
+) -> None:
+    sizes = {name: random.choice((10, 1_000, 200_000)) for name in NAMES}
+    await store.put([PutItem(name, (content_of(name, sizes[name]),)) for name in NAMES])
+    await store.exists(NAMES)
+    before = await connections_made(empty_redis)
+    for _ in range(1_000):
+        chosen = random.sample(NAMES, 3)
+        items = [landing(name, sizes[name])[0] for name in chosen]
+        await cancelled_after(random.randrange(40), store.get_into(items))
+        name = random.choice(NAMES)
+        assert await get_one(store, name, sizes[name]) == (
+            GetStatus.HIT,
+            content_of(name, sizes[name]),
+        )
+    # Each question of this test's own is a connection too.
+    assert await connections_made(empty_redis) - before <= 5
+
+
+async def connections_made(server: RedisServer) -> int:
+    stats = await asyncio.to_thread(server.execute, "INFO", "stats")
+    assert isinstance(stats, dict)
+    return int(stats["total_connections_received"])
+
+
+async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisServer) -> None:
+    store = redis_store(empty_redis.url, RedisSettings(num_connections=3, timeout_s=10.0))
+    async with store.running():
+        async with asyncio.TaskGroup() as group:
+            for start in range(50):
+                items = [PutItem(f"t:{start}:{i}", (bytes(50_000),)) for i in range(10)]
+                group.create_task(store.put(items))
+                group.create_task(store.exists(NAMES))
+        assert await asyncio.to_thread(empty_redis.num_connections) == 3 + 1
+    async with asyncio.timeout(5):
+        while await asyncio.to_thread(empty_redis.num_connections):  # the server's own pace
+            pass
+
+
+async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServer) -> None:
+    store = redis_store(empty_redis.url, RedisSettings(timeout_s=1.0))
+    async with store.running():
+        empty_redis.pause()
+        try:
+            async with asyncio.TaskGroup() as group:
+                questions = [group.create_task(refused(store.ping())) for _ in range(1_200)]
+        finally:
+            empty_redis.resume()
+        sentences = [question.result() for question in questions]
+        assert sum("1024 exchanges waiting" in sentence for sentence in sentences) >= 170
+        assert sum("did not answer" in sentence for sentence in sentences) >= 1_024
+        await store.ping()
+
+
+async def test_the_order_of_expected_sizes_does_not_matter(store: RedisStore) -> None:
+    sizes = [random.choice((0, 1, 3_000_000, 9_000_000)) for _ in range(12)]
+    names = NAMES[: len(sizes)]
+    items = [PutItem(n, (content_of(n, 1) * size,)) for n, size in zip(names, sizes, strict=True)]
+    assert {o.status for o in await store.put(items)} == {PutStatus.STORED}
+    landings = [landing(name, size) for name, size in zip(names, sizes, strict=True)]
+    gots = await store.get_into([item for item, _ in landings])
+    assert {got.status for got in gots} == {GetStatus.HIT}
+    for item, [buffer] in landings:
+        assert buffer == content_of(item.name, 1) * len(buffer)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl on this machine to make certificates with")
+    directory = tmp_path_factory.mktemp("certificates")
+    # fmt: off
+    command = [
+        openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+        "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+        "-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem"),
+    ]
+    # fmt: on
+    subprocess.run(command, check=True, capture_output=True)
+    return directory
+
+
+@pytest.fixture
+def tls_redis(certificates: Path) -> Iterator[str]:
+    """The URL of a server that speaks TLS."""
+    port, certificate = free_port(), str(certificates / "cert.pem")
+    with redis_server(
+        *("--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file", certificate),
+        *("--tls-cert-file", certificate, "--tls-key-file", str(certificates / "key.pem")),
+    ):
+        yield f"rediss://127.0.0.1:{port}"
+
+
+async def test_tls_reaches_the_server_and_trusts_nobody_unknown(
+    tls_redis: str, certificates: Path
+) -> None:
+    ca = str(certificates / "cert.pem")
+    trusting = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0, tls=TlsFiles(ca=ca))
+    store = redis_store(tls_redis, trusting)
+    async with store.running():
+        content = content_of("a", 3_000_000)
+        assert await put_one(store, "t:f:a:0", content) is PutStatus.STORED
+        assert await get_one(store, "t:f:a:0", 3_000_000) == (GetStatus.HIT, content)
+    sentence = await refusal(tls_redis)
+    assert "cannot be reached" in sentence
+    assert "certificate" in sentence.lower()
+
+
+async def test_a_get_of_nothing_known_is_a_miss(store: RedisStore) -> None:
+    outcomes = await store.get_into([GetItem("t:f:a:0", ()), landing("t:f:b:0", 5)[0]])
+    assert [outcome.status for outcome in outcomes] == [GetStatus.MISS] * 2

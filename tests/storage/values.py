@@ -1,0 +1,58 @@
+"""Values to put into stores, ways to get them back, and a clock that a test turns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
+
+
+@dataclass
+class TurnedClock:
+    """A clock whose hands a test turns."""
+
+    now: float = 1_800_000_000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+
+def content_of(name: str, num_bytes: int) -> bytes:
+    return random.Random(name).randbytes(num_bytes)
+
+
+def landing(name: str, *sizes: int) -> tuple[GetItem, list[bytearray]]:
+    buffers = [bytearray(size) for size in sizes]
+    return GetItem(name, tuple(memoryview(buffer) for buffer in buffers)), buffers
+
+
+async def put_one(store: Store, name: str, content: bytes, **options: float | bool) -> PutStatus:
+    item = PutItem(
+        name,
+        (content,),
+        ttl_s=options.get("ttl_s"),
+        keep_existing=bool(options.get("keep_existing", True)),
+    )
+    [outcome] = await store.put([item])
+    return outcome.status
+
+
+async def get_one(store: Store, name: str, num_bytes: int) -> tuple[GetStatus, bytes]:
+    item, [buffer] = landing(name, num_bytes)
+    [outcome] = await store.get_into([item])
+    return outcome.status, bytes(buffer)
+
+
+async def cancelled_after(ticks: int, work: Coroutine[object, object, object]) -> None:
+    """Run `work`, cancel it after so many turns of the loop, return when it has ended."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        task.cancel()

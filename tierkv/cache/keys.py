@@ -1,0 +1,184 @@
+"""Block keys: chained digests, the tail's key, media extra keys, stored names. The only builder.
+
+    root = Fingerprint.root()
+    block key = sha256(parent | tokens as int32 little-endian | extra keys)
+    tail key  = sha256(tail tag | parent | token count | tokens | extra keys)
+
+The encoding is injective: a parent is 32 bytes, a full block's tokens have the fixed length that
+the fingerprint fixes, extra keys are length-prefixed, and a tail's message starts with a constant
+that no digest equals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tierkv.cache.tokens import TOKEN_BYTES, Tokens, pack
+from tierkv.errors import BadRequestError
+
+DIGEST_BYTES = 32
+_TAIL_TAG = b"tierkv tail v1\0".ljust(DIGEST_BYTES, b"\0")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MediaItem:
+    """An image, audio clip or video whose placeholder tokens are part of the prompt.
+
+    start, num_tokens: where its tokens lie in the prompt.
+    content_hash: digest of its full content (and shape), 16 to 64 bytes.
+    """
+
+    start: int
+    num_tokens: int
+    content_hash: bytes
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.num_tokens < 1:
+            raise BadRequestError(
+                f"a media item covers at least one token from 0 on, "
+                f"not {self.num_tokens} from {self.start}"
+            )
+        if not 16 <= len(self.content_hash) <= 64:  # noqa: PLR2004 - shorter ones have collided
+            raise BadRequestError("a media item's content hash has 16 to 64 bytes")
+
+
+def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
+    """What the media overlapping tokens [start, stop) add to that block's key.
+
+    An item that ends exactly where the block starts does not overlap it, nor one that starts
+    where it ends. Independent of the order of `media`.
+    """
+    parts = []
+    for item in sorted(media):
+        if item.start < stop and item.start + item.num_tokens > start:
+            parts.append(len(item.content_hash).to_bytes(4, "little"))
+            parts.append(item.content_hash)
+            parts.append((item.start - start).to_bytes(8, "little", signed=True))
+            parts.append(item.num_tokens.to_bytes(8, "little"))
+    return b"".join(parts)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens (packed) and media, cut into blocks of `block_size`: what the index matches.
+
+    extras: for each block that media overlap, and for the tail, its extra keys.
+    """
+
+    tokens: bytes
+    block_size: int
+    extras: Mapping[int, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokens: Tokens, block_size: int, media: Sequence[MediaItem] = ()) -> Prompt:
+        packed = pack(tokens)
+        num_tokens = len(packed) // TOKEN_BYTES
+        extras: dict[int, bytes] = {}
+        for item in media:
+            if item.start + item.num_tokens > num_tokens:
+                raise BadRequestError(
+                    f"a media item covers tokens {item.start} to {item.start + item.num_tokens}, "
+                    f"but the prompt has {num_tokens}"
+                )
+            last = (item.start + item.num_tokens - 1) // block_size
+            for block in range(item.start // block_size, last + 1):
+                if block not in extras:
+                    start = block * block_size
+                    extras[block] = extra_keys(media, start, min(start + block_size, num_tokens))
+        return cls(packed, block_size, extras)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Full blocks; the tail is not counted."""
+        return self.num_tokens // self.block_size
+
+    @property
+    def tail_tokens(self) -> int:
+        return self.num_tokens - self.num_blocks * self.block_size
+
+    @property
+    def block_token_bytes(self) -> int:
+        return self.block_size * TOKEN_BYTES
+
+    def block(self, index: int) -> bytes:
+        """Packed tokens of block `index`; of the tail, if that is its index."""
+        width = self.block_token_bytes
+        return self.tokens[index * width : (index + 1) * width]
+
+    def extra(self, index: int) -> bytes:
+        return self.extras.get(index, b"")
+
+    def with_tokens(self, more: bytes) -> Prompt:
+        """The prompt continued by generated tokens. Media lie wholly in the prompt, so the extra
+        keys of its blocks stay; the tail's, too, since offsets count from the block's start."""
+        return Prompt(self.tokens + more, self.block_size, self.extras)
+
+
+def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
+    return hashlib.sha256(parent + tokens + extra).digest()
+
+
+def tail_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
+    """Key of a partial block: its length is inside the hash, not only in the stored name."""
+    length = (len(tokens) // TOKEN_BYTES).to_bytes(4, "little")
+    return hashlib.sha256(_TAIL_TAG + parent + length + tokens + extra).digest()
+
+
+def chain(root: bytes, prompt: Prompt, start: int = 0, stop: int | None = None) -> list[bytes]:
+    """Digests of full blocks [start, stop) of the prompt; `root` is the digest before `start`."""
+    digests = []
+    digest = root
+    for index in range(start, prompt.num_blocks if stop is None else stop):
+        digest = block_digest(digest, prompt.block(index), prompt.extra(index))
+        digests.append(digest)
+    return digests
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """One block or tail as storage knows it. num_tokens is block_size for a full block."""
+
+    digest: bytes
+    num_tokens: int
+    is_tail: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Stored names of one fingerprint and shard.
+
+    `{prefix}:{fingerprint}:{digest}:{shard}` for a block, with `:partial:N` at the end for a tail
+    of N tokens. Tenants and models appear only inside the fingerprint's digest.
+    """
+
+    prefix: str
+    fingerprint: str
+    shard: str = "0of1"
+
+    def name(self, key: StoredKey) -> str:
+        name = f"{self.prefix}:{self.fingerprint}:{key.digest.hex()}:{self.shard}"
+        return f"{name}:partial:{key.num_tokens}" if key.is_tail else name
+
+    def ticket(self, ticket_id: str) -> str:
+        """Where a ticket lies. Ids come from outside, so only their digest becomes a name, and
+        tickets of all fingerprints share one place, so that a mismatch can be seen and named."""
+        return f"{self.prefix}:ticket:{hashlib.sha256(ticket_id.encode()).hexdigest()}"
+
+
+def stored_keys(root: bytes, prompt: Prompt) -> list[StoredKey]:
+    """Every block of the prompt and, last, its tail if there is one."""
+    digests = chain(root, prompt)
+    keys = [StoredKey(digest, prompt.block_size, is_tail=False) for digest in digests]
+    if prompt.tail_tokens:
+        parent = digests[-1] if digests else root
+        last = prompt.num_blocks
+        digest = tail_digest(parent, prompt.block(last), prompt.extra(last))
+        keys.append(StoredKey(digest, prompt.tail_tokens, is_tail=True))
+    return keys

@@ -1,0 +1,206 @@
+"""What one block is made of: its planes, in order, with byte sizes.
+
+A layout is data. Movers see planes and bytes, never attention variants. The order of the planes is
+part of the contract: it is the order of their bytes in a host slot and in a stored value.
+
+    host slot   | plane 0 | plane 1 | ... |  block_bytes, one contiguous range
+    device      plane p is its own array, uint8 [num_blocks, planes[p].block_bytes]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.errors import LayoutError
+
+Bytes1D = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One role of one layer.
+
+    layer: 0-based index of the layer; speculative (MTP) layers follow the main model's.
+    role: "key", "value", "latent", "scale", "indexer", or what the engine calls it.
+    dtype: the element type's name; part of the identity, not interpreted by movers.
+    block_bytes: bytes of this plane in one block.
+    token_bytes: bytes of one token, if token t lies at [t * token_bytes, (t + 1) * token_bytes);
+        None if the inside of the plane is private to the attention backend.
+    """
+
+    layer: int
+    role: str
+    dtype: str
+    block_bytes: int
+    token_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer < 0:
+            raise LayoutError(f"plane {self.role!r}: layer {self.layer} is negative")
+        if self.block_bytes < 1:
+            raise LayoutError(f"layer {self.layer} {self.role}: block_bytes must be at least 1")
+        if not self.role or not self.dtype:
+            raise LayoutError(f"layer {self.layer}: a plane needs a role and a dtype")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All planes of a block of `block_size` tokens, ordered by layer.
+
+    Raises LayoutError if the planes are empty, not ordered by layer, repeat a (layer, role), skip
+    a layer, or declare token bytes that do not fill the plane.
+    """
+
+    block_size: int
+    planes: tuple[Plane, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise LayoutError(f"block_size must be at least 1, not {self.block_size}")
+        if not self.planes:
+            raise LayoutError("a layout needs at least one plane")
+        layers = [plane.layer for plane in self.planes]
+        if layers != sorted(layers) or set(layers) != set(range(layers[-1] + 1)):
+            raise LayoutError("planes must be ordered by layer, with no layer missing")
+        if len({(plane.layer, plane.role) for plane in self.planes}) != len(self.planes):
+            raise LayoutError("a layer has two planes of the same role")
+        for plane in self.planes:
+            if (
+                plane.token_bytes is not None
+                and plane.token_bytes * self.block_size != plane.block_bytes
+            ):
+                raise LayoutError(
+                    f"layer {plane.layer} {plane.role}: {self.block_size} tokens of "
+                    f"{plane.token_bytes} bytes do not make {plane.block_bytes} bytes"
+                )
+
+    @cached_property
+    def num_layers(self) -> int:
+        return self.planes[-1].layer + 1
+
+    @cached_property
+    def block_bytes(self) -> int:
+        return sum(plane.block_bytes for plane in self.planes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each plane starts in a host slot, in bytes."""
+        starts, at = [], 0
+        for plane in self.planes:
+            starts.append(at)
+            at += plane.block_bytes
+        return tuple(starts)
+
+    @cached_property
+    def planes_of_layer(self) -> tuple[range, ...]:
+        """For each layer, the indices of its planes (consecutive, since planes are ordered)."""
+        ranges, start = [], 0
+        for layer in range(self.num_layers):
+            stop = start
+            while stop < len(self.planes) and self.planes[stop].layer == layer:
+                stop += 1
+            ranges.append(range(start, stop))
+            start = stop
+        return tuple(ranges)
+
+    @cached_property
+    def has_token_bytes(self) -> bool:
+        """Whether every plane declares where a token's bytes are, so that a tail can be cut."""
+        return all(plane.token_bytes is not None for plane in self.planes)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that differ whenever two layouts could be confused byte for byte."""
+        h = hashlib.sha256(b"tierkv layout v1")
+        h.update(self.block_size.to_bytes(8, "little"))
+        for plane in self.planes:
+            for number in (plane.layer, plane.block_bytes, (plane.token_bytes or 0)):
+                h.update(number.to_bytes(8, "little"))
+            for text in (plane.role, plane.dtype):
+                encoded = text.encode()
+                h.update(len(encoded).to_bytes(8, "little"))
+                h.update(encoded)
+        return h.digest()
+
+    def stored_bytes(self, num_tokens: int) -> int:
+        """Payload bytes in storage of a block that holds `num_tokens` tokens."""
+        if not 0 < num_tokens <= self.block_size:
+            raise LayoutError(f"a block holds 1 to {self.block_size} tokens, not {num_tokens}")
+        if num_tokens == self.block_size or not self.has_token_bytes:
+            return self.block_bytes
+        return sum((plane.token_bytes or 0) * num_tokens for plane in self.planes)
+
+    def cut_tail(self, slot: Bytes1D, num_tokens: int) -> Bytes1D:
+        """The first `num_tokens` tokens of a host slot, as one contiguous payload.
+
+        Nothing of the slot's former contents leaves with a tail. For layouts that keep a token's
+        place private the whole opaque block is the payload. Returns a copy, or `slot` itself.
+        """
+        if self.stored_bytes(num_tokens) == self.block_bytes:
+            return slot
+        return np.concatenate(
+            [
+                slot[start : start + (plane.token_bytes or 0) * num_tokens]
+                for plane, start in zip(self.planes, self.offsets, strict=True)
+            ]
+        )
+
+    def paste_tail(self, payload: Bytes1D, slot: Bytes1D, num_tokens: int) -> None:
+        """The inverse of `cut_tail`: put the payload where the tokens belong, zero the rest."""
+        if len(payload) != self.stored_bytes(num_tokens) or len(slot) != self.block_bytes:
+            raise LayoutError(
+                f"a tail of {num_tokens} tokens is {self.stored_bytes(num_tokens)} bytes, "
+                f"not {len(payload)}, and a slot {self.block_bytes}, not {len(slot)}"
+            )
+        if len(payload) == self.block_bytes:
+            slot[:] = payload
+            return
+        slot[:] = 0
+        at = 0
+        for plane, start in zip(self.planes, self.offsets, strict=True):
+            length = (plane.token_bytes or 0) * num_tokens
+            slot[start : start + length] = payload[at : at + length]
+            at += length
+
+
+def attention_layout(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    item_bytes: int,
+    block_size: int,
+) -> Layout:
+    """MHA/GQA: a key and a value plane per layer, token-major ([block_size, heads, head_dim])."""
+    token_bytes = num_kv_heads * head_dim * item_bytes
+    return Layout(
+        block_size=block_size,
+        planes=tuple(
+            Plane(layer, role, dtype, token_bytes * block_size, token_bytes)
+            for layer in range(num_layers)
+            for role in ("key", "value")
+        ),
+    )
+
+
+def layered(block_size: int, roles: Sequence[tuple[str, str, int]], num_layers: int) -> Layout:
+    """Any layout whose layers are alike. roles: (role, dtype, bytes per token), in order.
+
+    MLA is `[("latent", "bfloat16", 1152)]`; sparse attention with an indexer adds
+    `("indexer", "uint8", 132)`; block-wise fp8 adds `("scale", "float32", ...)` planes.
+    """
+    return Layout(
+        block_size=block_size,
+        planes=tuple(
+            Plane(layer, role, dtype, token_bytes * block_size, token_bytes)
+            for layer in range(num_layers)
+            for role, dtype, token_bytes in roles
+        ),
+    )

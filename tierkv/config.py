@@ -1,0 +1,65 @@
+"""Reads settings: a TOML file, then environment variables, into the types of the parts that own
+them. Nothing unknown is ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from tierkv.errors import ConfigError
+
+T = TypeVar("T")
+_ENV_PREFIX = "TIERKV_"
+
+
+def load(kind: type[T], path: Path | None, environ: Mapping[str, str]) -> T:
+    """Settings of type `kind` (a msgspec struct of sections) from `path` and from variables
+    named TIERKV_SECTION__KEY, which win.
+
+    Raises ConfigError, naming the file and the key, if a file cannot be read, a key is unknown or
+    a value is not of its type.
+    """
+    table: dict[str, Any] = _read(path) if path is not None else {}
+    where = str(path) if path is not None else "the settings"
+    for variable, text in environ.items():
+        if variable.startswith(_ENV_PREFIX) and "__" in variable:
+            section, key = variable.removeprefix(_ENV_PREFIX).lower().split("__", 1)
+            if not isinstance(table.setdefault(section, {}), dict):
+                raise ConfigError(f"{where}: {section} must be a table")
+            table[section][key] = text
+            where = f"{where} with {variable}" if variable not in where else where
+    _refuse_unknown(kind, table, where, "")
+    try:
+        return msgspec.convert(table, kind, strict=False)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"the config file {path} does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} is not valid TOML: {error}") from error
+
+
+def _refuse_unknown(kind: object, table: Mapping[str, Any], where: str, at: str) -> None:
+    hints = get_type_hints(kind)
+    for key, value in table.items():
+        if key not in hints:
+            known = ", ".join(sorted(hints))
+            raise ConfigError(f"{where}: there is no setting {at}{key}; known here: {known}")
+        inner = hints[key]
+        if isinstance(value, dict) and (
+            dataclasses.is_dataclass(inner) or isinstance(inner, type(msgspec.Struct))
+        ):
+            _refuse_unknown(inner, value, where, f"{at}{key}.")

@@ -1,0 +1,228 @@
+"""The CPU as a device: NumPy planes, copy threads for lanes. A real backend, and what CI runs.
+
+It keeps what the CUDA device promises: a submitted copy finishes later, copies of a lane run in
+order, events are polled, and an error reaches exactly the events behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.cache.layout import Layout
+from tierkv.errors import DeviceFailedError, GateTimeoutError, LayoutError, TransferError
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
+
+_PAGE = 4096
+_AFTER_TIMEOUT_S = 600.0  # a copy whose predecessor never ends must not hold its thread for ever
+
+
+class CpuEvent:
+    """Done once its worker says so, or failed with the worker's error."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._error: TransferError | None = None
+
+    @property
+    def is_done(self) -> bool:
+        if not self._reached.is_set():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def block_until_done(self, timeout_s: float) -> None:
+        if not self._reached.wait(timeout_s):
+            raise GateTimeoutError(f"the copy did not finish within {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+
+    def reach(self, error: TransferError | None = None) -> None:
+        """Called once, by the worker that owns the event."""
+        self._error = error
+        self._reached.set()
+
+
+def done_event() -> CpuEvent:
+    event = CpuEvent()
+    event.reach()
+    return event
+
+
+class CallerStream:
+    """Compute on the calling thread: whatever was submitted has run, so every event is done."""
+
+    def record(self) -> CpuEvent:
+        return done_event()
+
+    def wait(self, event: Event, timeout_s: float) -> None:
+        event.block_until_done(timeout_s)
+
+
+def _aligned(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """uint8 [num_rows, row_bytes], page-aligned, untouched (the kernel zeroes pages on use)."""
+    raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
+    start = -raw.ctypes.data % _PAGE
+    return raw[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes)
+
+
+class CpuPlanes:
+    def __init__(self, layout: Layout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._arrays: list[npt.NDArray[np.uint8]] | None = [
+            _aligned(num_blocks, plane.block_bytes) for plane in layout.planes
+        ]
+
+    @property
+    def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:
+        if self._arrays is None:
+            raise LayoutError("these planes are closed")
+        return self._arrays
+
+    def close(self) -> None:
+        if self._arrays is None:
+            raise LayoutError("these planes are closed already")
+        self._arrays = None
+
+
+class CpuHostSlots:
+    def __init__(self, layout: Layout, num_slots: int) -> None:
+        self._array: npt.NDArray[np.uint8] | None = _aligned(num_slots, layout.block_bytes)
+        self.num_slots = num_slots
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        if self._array is None:
+            raise LayoutError("these host slots are closed")
+        return self._array
+
+    def close(self) -> None:
+        if self._array is None:
+            raise LayoutError("these host slots are closed already")
+        self._array = None
+
+
+class CpuLane:
+    """One copy thread. before_copy runs on it ahead of every copy: a latch or a fault in tests."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        planes: CpuPlanes,
+        host: CpuHostSlots,
+        before_copy: Callable[[BlockCopy], None] | None,
+    ) -> None:
+        self._direction = direction
+        self._planes = planes
+        self._host = host
+        self._before_copy = before_copy
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
+
+    def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
+        check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
+        events = tuple(CpuEvent() for _ in range(self._planes.layout.num_layers))
+        if len(copy):
+            try:
+                self._thread.submit(self._run, copy, events)
+            except RuntimeError as error:
+                raise DeviceFailedError("this lane is closed") from error
+        else:
+            for event in events:
+                event.reach()
+        return events
+
+    def _run(self, copy: BlockCopy, events: tuple[CpuEvent, ...]) -> None:
+        """Layer after layer; on an error every layer not yet done fails with it."""
+        at = 0
+        try:
+            deadline = time.monotonic() + _AFTER_TIMEOUT_S
+            for event in copy.after:
+                event.block_until_done(max(deadline - time.monotonic(), 0.0))
+            if self._before_copy is not None:
+                self._before_copy(copy)
+            for at, event in enumerate(events):
+                self._copy_layer(copy, at)
+                event.reach()
+        except Exception as error:  # noqa: BLE001 - whatever it is, waiters must hear of it
+            failed = TransferError(
+                f"{self._direction.value} failed at layer {at}: {error}",
+                blocks=tuple(copy.block_ids.tolist()),
+            )
+            failed.__cause__ = error
+            for event in events[at:]:
+                event.reach(failed)
+
+    def _copy_layer(self, copy: BlockCopy, layer: int) -> None:
+        layout, host = self._planes.layout, self._host.array
+        for index in layout.planes_of_layer[layer]:
+            start = layout.offsets[index]
+            stop = start + layout.planes[index].block_bytes
+            plane = self._planes.arrays[index]
+            if self._direction is Direction.LOAD:
+                plane[copy.block_ids] = host[copy.slot_ids, start:stop]
+            else:
+                host[copy.slot_ids, start:stop] = plane[copy.block_ids]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots: int) -> None:
+    """Raise LayoutError if `copy` is not for a lane of this direction and these sizes."""
+    if copy.direction is not direction:
+        raise LayoutError(f"a {copy.direction.value} was given to the {direction.value} lane")
+    for ids, size, what in (
+        (copy.block_ids, num_blocks, "block"),
+        (copy.slot_ids, num_slots, "slot"),
+    ):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= size):
+            raise LayoutError(f"a {what} id lies outside 0..{size - 1}")
+
+
+class CpuDevice:
+    """before_copy: see CpuLane; for tests that need to hold or break a copy."""
+
+    def __init__(self, before_copy: Callable[[BlockCopy], None] | None = None) -> None:
+        self.name = "cpu"
+        self.compute_stream = CallerStream()
+        self._before_copy = before_copy
+        self._within = ThreadPoolExecutor(1, thread_name_prefix="tierkv-copy")
+
+    def allocate_planes(self, layout: Layout, num_blocks: int) -> CpuPlanes:
+        return CpuPlanes(layout, num_blocks)
+
+    def allocate_host(self, layout: Layout, num_slots: int) -> CpuHostSlots:
+        return CpuHostSlots(layout, num_slots)
+
+    def open_lane(self, direction: Direction, planes: CpuPlanes, host: CpuHostSlots) -> CpuLane:
+        return CpuLane(direction, planes, host, self._before_copy)
+
+    def copy_blocks(self, planes: CpuPlanes, source_ids: Ids, target_ids: Ids) -> Event:
+        if source_ids.shape != target_ids.shape:
+            raise LayoutError("a copy needs as many sources as targets")
+        if set(source_ids.tolist()) & set(target_ids.tolist()):
+            raise LayoutError("a block cannot be source and target of one copy")
+        event = CpuEvent()
+        self._within.submit(self._copy_within, planes, source_ids, target_ids, event)
+        return event
+
+    def _copy_within(
+        self, planes: CpuPlanes, source_ids: Ids, target_ids: Ids, event: CpuEvent
+    ) -> None:
+        try:
+            for plane in planes.arrays:
+                plane[target_ids] = plane[source_ids]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the waiter must hear of it
+            event.reach(TransferError(f"copy within the device failed: {error}"))
+        else:
+            event.reach()
+
+    def close(self) -> None:
+        self._within.shutdown(wait=True)

@@ -1,0 +1,149 @@
+"""What every device promises: planes, host slots, ordered streams, pollable events, copy lanes.
+
+"Submitted" and "done" are different words here. `submit` and `record` return at once with the
+work merely submitted; only an event that reports `is_done` says that bytes have arrived. The CPU
+device keeps all of this, including that copies finish later, in order per stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.cache.layout import Layout
+from tierkv.errors import LayoutError
+
+Ids = npt.NDArray[np.int32]
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything submitted before this point has finished. Never blocks.
+
+        Raises TransferError (DeviceFailedError if the device is lost) once the work before this
+        point has failed.
+        """
+
+    def block_until_done(self, timeout_s: float) -> None:
+        """Block the calling thread, never the event loop's. Raises GateTimeoutError after
+        `timeout_s`, and what `is_done` raises."""
+
+
+class Stream(Protocol):
+    """Work of the engine or of a lane, done in the order it was submitted."""
+
+    def record(self) -> Event:
+        """An event that is done when everything submitted to this stream so far is done."""
+
+    def wait(self, event: Event, timeout_s: float) -> None:
+        """Let nothing submitted after this start before `event` is done.
+
+        On CUDA this returns at once and costs no host round trip. On a device whose compute runs
+        on the calling thread (CPU) the caller is the stream, so it blocks, up to `timeout_s`.
+        """
+
+
+class HostSlots(Protocol):
+    """Pinned host memory as slots of one block each: uint8 [num_slots, block_bytes], C order."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]: ...
+
+    def close(self) -> None:
+        """Give the memory back through the path it came from. A second close raises."""
+
+
+class Planes(Protocol):
+    """A device's copy of the layout: for each plane, uint8 [num_blocks, block_bytes] on the device.
+
+    Arrays are NumPy's on the CPU and CuPy's on CUDA; an engine's kernels read and write them.
+    """
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def arrays(self) -> Sequence[npt.NDArray[np.uint8]]: ...
+
+    def close(self) -> None: ...
+
+
+class Direction(Enum):
+    LOAD = "load"  # host slots to device blocks
+    OFFLOAD = "offload"  # device blocks to host slots
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A validated list of blocks to copy: slot_ids[i] of the host with block_ids[i] of the device.
+
+    after: events that must be done before the first byte moves: the kernels that wrote the
+        blocks (offload), or the last readers of the blocks that will be overwritten (load).
+    Raises LayoutError if the ids differ in number or a destination appears twice.
+    """
+
+    direction: Direction
+    slot_ids: Ids
+    block_ids: Ids
+    after: tuple[Event, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.slot_ids.shape != self.block_ids.shape or self.slot_ids.ndim != 1:
+            raise LayoutError("a copy needs as many slots as blocks")
+        written = self.block_ids if self.direction is Direction.LOAD else self.slot_ids
+        if len(np.unique(written)) != len(written):
+            raise LayoutError("a destination appears twice in one copy")
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+
+class Lane(Protocol):
+    """One direction of one device. Copies run in the order they were submitted."""
+
+    def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
+        """Start `copy`; returns one event per layer of the layout, done in layer order.
+
+        The last event is the end of the copy. An empty copy returns events that are done.
+        May take milliseconds: call it off the event loop's thread. Ids out of range raise
+        LayoutError with nothing submitted.
+        """
+
+    def close(self) -> None:
+        """Wait for what is in flight, then let go of streams and staging memory."""
+
+
+class Device(Protocol):
+    """One accelerator (or the CPU), and everything bound to it. Closed after all it has made."""
+
+    @property
+    def name(self) -> str: ...
+
+    def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes: ...
+
+    def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots: ...
+
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane: ...
+
+    def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
+        """Copy blocks within the device, after everything submitted to compute_stream so far."""
+
+    @property
+    def compute_stream(self) -> Stream:
+        """The stream on which the engine's kernels run."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,85 @@
+"""What the reference model is made of: its sizes, its seed, and the KV layout that follows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tierkv.cache.layout import Layout, attention_layout
+from tierkv.errors import ConfigError
+
+VOCAB_SIZE = 256
+"""A token is a byte; there is no BOS and no other special token."""
+
+_ITEM_BYTES = {"float32": 4, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes of a decoder-only transformer over bytes, whose weights follow from `seed`.
+
+    name, revision: the model's identity, as keys of cached blocks must carry it.
+    num_heads: query heads; each group of num_heads / num_kv_heads of them shares one KV head.
+    head_dim, hidden, ffn: elements; head_dim is even, since RoPE turns pairs.
+    rope_theta: the base of RoPE's wavelengths.
+    max_positions: tokens of prompt and output together.
+    kv_dtype: how K and V lie in the planes; all computing is in float32.
+
+    Raises ConfigError if a number is out of range or the heads do not divide.
+    """
+
+    name: str = "tierkv-ref-tiny"
+    revision: str = "1"
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    hidden: int = 64
+    ffn: int = 128
+    rope_theta: float = 10_000.0
+    max_positions: int = 131_072
+    seed: int = 0
+    kv_dtype: Literal["float32", "float16"] = "float32"
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.revision:
+            raise ConfigError("the reference model needs a name and a revision")
+        for field, number in (
+            ("num_layers", self.num_layers),
+            ("num_heads", self.num_heads),
+            ("num_kv_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+            ("hidden", self.hidden),
+            ("ffn", self.ffn),
+            ("max_positions", self.max_positions),
+        ):
+            if number < 1:
+                raise ConfigError(f"{field} must be at least 1, not {number}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads ({self.num_heads}) must be a multiple of "
+                f"num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even, not {self.head_dim}")
+        if not (math.isfinite(self.rope_theta) and self.rope_theta >= 1):
+            raise ConfigError(f"rope_theta must be finite and at least 1, not {self.rope_theta}")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be in [0, 2**64), not {self.seed}")
+        if self.kv_dtype not in _ITEM_BYTES:
+            raise ConfigError(f"kv_dtype must be float32 or float16, not {self.kv_dtype!r}")
+
+    def layout(self, block_size: int) -> Layout:
+        """A key and a value plane per layer, [block_size, num_kv_heads, head_dim] of kv_dtype.
+
+        Raises LayoutError if block_size is not positive.
+        """
+        return attention_layout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.kv_dtype,
+            item_bytes=_ITEM_BYTES[self.kv_dtype],
+            block_size=block_size,
+        )

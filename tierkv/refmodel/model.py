@@ -1,0 +1,169 @@
+"""The reference model: a small transformer that attends over the device planes.
+
+RMSNorm (Zhang & Sennrich 2019), rotary positions (RoPE, Su et al. 2021), grouped-query attention
+(GQA, Ainslie et al. 2023) and SwiGLU (Shazeer 2020). It is the truth that end-to-end tests compare
+with: its logits do not depend, in any bit, on how a prompt was cut into calls (tiles.py says how).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.refmodel.checks import check_planes, check_tokens, used_blocks
+from tierkv.refmodel.config import ModelConfig
+from tierkv.refmodel.paged import BlockTable, Floats, PlaneArray
+from tierkv.refmodel.rope import Rope
+from tierkv.refmodel.text import PRINTABLE
+from tierkv.refmodel.tiles import CHUNK, TILE, Span
+from tierkv.refmodel.weights import LayerWeights, make_weights
+
+_HOST_STACK_TILES = 64  # bounds temporaries: 64 tiles make 1 MiB of gate and up at ffn = 128
+_EPSILON = np.float32(1e-6)
+
+
+class ReferenceModel:
+    """A transformer whose K and V are nowhere but in the planes that each call brings.
+
+    It keeps nothing of a sequence, so calls may run at the same time in several threads.
+    block_size: tokens per block of the planes, any positive number.
+    xp: the planes' array module, NumPy or CuPy; CuPy's current stream does all the work.
+    Raises LayoutError if block_size is not positive.
+    """
+
+    def __init__(self, config: ModelConfig, block_size: int, xp: ModuleType = np) -> None:
+        self.config = config
+        self.layout = config.layout(block_size)
+        self._xp = xp
+        self._is_on_host = xp is np
+        self._stack_tiles = _HOST_STACK_TILES if self._is_on_host else 1
+        self._group = config.num_heads // config.num_kv_heads
+        self._weights = make_weights(config).to(xp)
+        self._rope = Rope(config, xp)
+        row = np.tile(np.arange(TILE), self._group)[:, None]
+        self._key_after_row: npt.NDArray[np.int64] = xp.asarray(np.arange(CHUNK) - row)
+
+    def forward(
+        self,
+        *,
+        tokens: npt.NDArray[np.integer],
+        start: int,
+        block_table: npt.NDArray[np.integer],
+        planes: Sequence[PlaneArray],
+        before_layer: Callable[[int], None],
+    ) -> Floats:
+        """Write the K and V of `tokens`; return the logits of what follows the last of them.
+
+        tokens: [n] in host memory, n >= 1, at positions start, start + 1, ...; the tokens before
+            `start` have their K and V in the planes already.
+        block_table: [m] in host memory, distinct ids of the blocks that hold tokens 0, 1, ...;
+            what exceeds the start + n tokens is not looked at.
+        planes: uint8 [num_blocks, the plane's block_bytes] each, in the layout's order.
+        before_layer: called with 0, 1, ... before that layer's planes are read or written, to
+            wait for them. What it raises passes through; then the layers before are written.
+
+        Returns float32 [256] in host memory, computed; -inf for tokens that are not PRINTABLE.
+        Raises BadRequestError (tokens, start, block_table) or LayoutError (planes) with nothing
+        written.
+        """
+        check_planes(planes, self.layout)
+        check_tokens(tokens, start, max_positions=self.config.max_positions)
+        span = Span(start, start + len(tokens))
+        used = used_blocks(
+            block_table,
+            num_tokens=span.end,
+            block_size=self.layout.block_size,
+            num_blocks=len(planes[0]),
+        )
+        table = BlockTable(
+            xp=self._xp,
+            ids=self._xp.asarray(used),
+            block_size=self.layout.block_size,
+            token_shape=(self.config.num_kv_heads, self.config.head_dim),
+            kv_dtype=self.config.kv_dtype,
+        )
+        hidden = self._embed(tokens, span)
+        for layer, weights in enumerate(self._weights.layers):
+            before_layer(layer)
+            key, value = (planes[index] for index in self.layout.planes_of_layer[layer])
+            queries, new_keys, new_values = self._project(hidden, weights, span)
+            table.write(key, new_keys, start=span.start)
+            table.write(value, new_values, start=span.start)
+            keys = table.read(key, num_tokens=span.end, num_rows=span.context_rows)
+            values = table.read(value, num_tokens=span.end, num_rows=span.context_rows)
+            self._mix(hidden, self._attend(queries, keys, values, span), weights, span)
+        return self._logits(hidden[-1], row=(span.end - 1) % TILE)
+
+    def _embed(self, tokens: npt.NDArray[np.integer], span: Span) -> Floats:
+        """[num_tiles, TILE, hidden]; padding rows are zeros."""
+        rows: Floats = self._xp.zeros((span.num_tiles * TILE, self.config.hidden), np.float32)
+        rows[span.live] = self._weights.embedding[self._xp.asarray(tokens)]
+        return rows.reshape(span.num_tiles, TILE, self.config.hidden)
+
+    def _project(
+        self, hidden: Floats, weights: LayerWeights, span: Span
+    ) -> tuple[Floats, Floats, Floats]:
+        """Scaled queries [num_tiles, num_kv_heads, group * TILE, head_dim], with the tiles of the
+        query heads that share a KV head below each other; K and V [n, num_kv_heads, head_dim]."""
+        c, xp = self.config, self._xp
+        grouped = (span.num_tiles, c.num_kv_heads, self._group * TILE, c.head_dim)
+        queries: Floats = xp.empty(grouped, np.float32)
+        keys: Floats = xp.empty((span.num_tiles, TILE, c.num_kv_heads, c.head_dim), np.float32)
+        values = xp.empty_like(keys)
+        for stack in span.stacks(self._stack_tiles):
+            qkv = xp.matmul(self._rms_norm(hidden[stack]), weights.qkv) + weights.qkv_bias
+            heads = qkv.reshape(-1, TILE, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+            turned = self._rope.turn(
+                heads[:, :, : -c.num_kv_heads], first_tile=span.first_tile + stack.start
+            )
+            keys[stack] = turned[:, :, c.num_heads :]
+            values[stack] = heads[:, :, -c.num_kv_heads :]
+            scaled = turned[:, :, : c.num_heads] * np.float32(c.head_dim**-0.5)
+            by_group = scaled.reshape(-1, TILE, c.num_kv_heads, self._group, c.head_dim)
+            queries[stack] = by_group.transpose(0, 2, 3, 1, 4).reshape(-1, *grouped[1:])
+        flat = (-1, c.num_kv_heads, c.head_dim)
+        return queries, keys.reshape(flat)[span.live], values.reshape(flat)[span.live]
+
+    def _attend(self, queries: Floats, keys: Floats, values: Floats, span: Span) -> Floats:
+        """[num_tiles, TILE, num_heads * head_dim]: each query's mean of the values it may see."""
+        c, xp = self.config, self._xp
+        chunked = (c.num_kv_heads, -1, CHUNK, c.head_dim)
+        key_chunks, value_chunks = keys.reshape(chunked), values.reshape(chunked)
+        means = xp.empty_like(queries)
+        for index in range(span.num_tiles):
+            tile_start = (span.first_tile + index) * TILE
+            num_chunks = tile_start // CHUNK + 1
+            # [num_kv_heads, num_chunks, group * TILE, CHUNK]; only the last chunk has later keys
+            scores = xp.matmul(queries[index, :, None], key_chunks[:, :num_chunks].swapaxes(2, 3))
+            sees = self._key_after_row <= tile_start % CHUNK
+            scores[:, -1] = xp.where(sees, scores[:, -1], np.float32(-np.inf))
+            scores -= scores.max(axis=3, keepdims=True).max(axis=1, keepdims=True)
+            xp.exp(scores, out=scores)
+            total = scores.sum(axis=3, keepdims=True).sum(axis=1)
+            means[index] = xp.matmul(scores, value_chunks[:, :num_chunks]).sum(axis=1) / total
+        by_head = means.reshape(-1, c.num_kv_heads, self._group, TILE, c.head_dim)
+        rows: Floats = by_head.transpose(0, 3, 1, 2, 4).reshape(span.num_tiles, TILE, -1)
+        return rows
+
+    def _mix(self, hidden: Floats, attended: Floats, weights: LayerWeights, span: Span) -> None:
+        """Add to `hidden` what attention brought, then SwiGLU of the sum."""
+        xp, ffn = self._xp, self.config.ffn
+        for stack in span.stacks(self._stack_tiles):
+            hidden[stack] += xp.matmul(attended[stack], weights.out)
+            gate_up = xp.matmul(self._rms_norm(hidden[stack]), weights.gate_up)
+            gate, up = gate_up[..., :ffn], gate_up[..., ffn:]
+            hidden[stack] += xp.matmul(gate / (1 + xp.exp(-gate)) * up, weights.down)
+
+    def _logits(self, tile: Floats, *, row: int) -> Floats:
+        logits = self._xp.matmul(self._rms_norm(tile), self._weights.unembedding)[row]
+        on_host: Floats = logits if self._is_on_host else logits.get()
+        return np.where(PRINTABLE, on_host, np.float32(-np.inf))
+
+    def _rms_norm(self, rows: Floats) -> Floats:
+        """`rows`, each of root mean square 1; rows of zeros stay zeros."""
+        square = (rows * rows).sum(axis=-1, keepdims=True) / np.float32(rows.shape[-1])
+        normed: Floats = rows / self._xp.sqrt(square + _EPSILON)
+        return normed

@@ -1,0 +1,117 @@
+"""Decides what an admission needs and what may go to make room. Pure: nothing is changed here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tierkv.cache.eviction import Victim
+from tierkv.cache.index import Index, Match
+from tierkv.cache.node import Node, Tier
+from tierkv.cache.pool import BlockPool
+from tierkv.cache.states import CopyState
+from tierkv.cache.write_policy import WriteRule
+from tierkv.errors import OutOfBlocksError, RequestTooLargeError
+from tierkv.sched.request import RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPlan:
+    """What admitting a request takes.
+
+    num_loads: blocks of the match that only the host has; they get device slots of the index.
+    num_private: blocks the request will write itself, the copy of a partial match included.
+    """
+
+    match: Match
+    num_loads: int
+    num_private: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_loads + self.num_private
+
+
+def plan_admission(index: Index, device_pool: BlockPool, spec: RequestSpec) -> AdmissionPlan:
+    """Raises RequestTooLargeError if no state of the cache could ever admit the request."""
+    if spec.num_blocks > device_pool.capacity:
+        raise RequestTooLargeError(
+            f"the request needs {spec.num_blocks} blocks of {index.block_size} tokens, "
+            f"but the device holds {device_pool.capacity}"
+        )
+    match = index.match(spec.prompt, spec.max_cached_tokens if spec.uses_cache else 0)
+    return AdmissionPlan(
+        match=match,
+        num_loads=match.host_blocks,
+        num_private=spec.num_blocks - match.num_blocks,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One victim and what happens to it.
+
+    must_copy: its bytes go to the tier below first, because the rule says so or because cached
+        blocks hang below it that would be orphans.
+    """
+
+    victim: Victim
+    must_copy: bool
+
+
+def plan_room(
+    index: Index, pool: BlockPool, tier: Tier, *, needed: int, on_the_way: int, rule: WriteRule
+) -> list[Step]:
+    """What has to go so that `needed` slots of `tier` are free; [] if they are.
+
+    on_the_way: slots that running copies will free. Raises OutOfBlocksError if that can't be had
+    while other requests hold their blocks.
+    """
+    missing = needed - pool.num_free - on_the_way
+    order = index.order[tier]
+    if missing > order.num_unheld:
+        available = pool.num_free + on_the_way + order.num_unheld
+        raise OutOfBlocksError(tier.name.lower(), needed=needed, available=available)
+    if missing <= 0:
+        return []
+    steps: list[Step] = []
+    forgotten: set[tuple[int, int]] = set()  # (uid, first forgotten block of the run)
+    for victim in order.victims(missing):
+        for part, has_copy_below in _parts(victim, tier):
+            if has_copy_below:
+                steps.append(Step(part, must_copy=False))
+                continue
+            keeps = rule.writes_on_eviction or _has_below(part, tier, forgotten)
+            if not keeps:
+                forgotten.add((part.node.uid, part.start))
+            steps.append(Step(part, must_copy=keeps))
+    return steps
+
+
+def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
+    """The victim cut where it changes whether the tier below has a copy; last blocks first."""
+    node, start, stop = victim.node, victim.start, victim.stop
+    if tier is Tier.DEVICE:
+        below = node.copies[Tier.HOST].states[start:stop] == CopyState.READY
+    else:
+        # On the host a copy can go if the device has one too, or storage was told of it.
+        below = (node.copies[Tier.DEVICE].states[start:stop] == CopyState.READY) | node.stored[
+            start:stop
+        ]
+    breaks = [0, *(np.flatnonzero(np.diff(below.astype(np.int8))) + 1).tolist(), stop - start]
+    return [
+        (Victim(node, start + i, start + j), bool(below[i]))
+        for i, j in reversed(list(pairwise(breaks)))
+    ]
+
+
+def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> bool:
+    """Whether cached blocks hang below this part that do not go with it."""
+    if tier is Tier.HOST:
+        return False  # a host victim has no descendant that is on the host only
+    node: Node = part.node
+    if part.stop < node.num_blocks and (node.uid, part.stop) not in forgotten:
+        return True
+    return any((child.uid, 0) not in forgotten for child in node.children.values())

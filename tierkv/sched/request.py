@@ -1,0 +1,104 @@
+"""One request's blocks: what it holds from admission to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from tierkv.cache.index import Lease
+from tierkv.cache.keys import Prompt
+from tierkv.cache.pool import Ids
+from tierkv.errors import BadRequestError, OwnershipError
+from tierkv.transfer.gate import LayerGate
+from tierkv.transfer.mover import Movement
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What an engine asks for.
+
+    max_new_tokens: room for as many generated tokens is reserved at admission, so that a running
+        request can never wait for another one's blocks.
+    needs_logits: leave at least one token to compute, which a node needs unless another one has
+        already told it the next token.
+    uses_cache: False computes everything, as a node without any cache would.
+    """
+
+    request_id: str
+    prompt: Prompt
+    max_new_tokens: int
+    needs_logits: bool = True
+    uses_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.prompt.num_tokens:
+            raise BadRequestError("the prompt is empty: give at least one token")
+        if self.max_new_tokens < 0:
+            raise BadRequestError(f"max_new_tokens must not be negative: {self.max_new_tokens}")
+
+    @property
+    def num_blocks(self) -> int:
+        total = self.prompt.num_tokens + self.max_new_tokens
+        return -(-total // self.prompt.block_size)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        return self.prompt.num_tokens - (1 if self.needs_logits else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Where the tokens that need not be computed were found; disjoint, tails included.
+
+    device counts blocks on their way there for another request too.
+    """
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens + self.storage_tokens
+
+
+class RequestState(Enum):
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An admitted request. Owned by the scheduler; engines read it.
+
+    prompt: the tokens whose keys are known, grown by `Scheduler.commit`.
+    block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
+    is_private[i]: block i of the table is this request's own, not the index's.
+    cached_tokens: the first so many tokens have KV in the table once `gate` is open.
+    """
+
+    spec: RequestSpec
+    prompt: Prompt
+    block_table: Ids
+    is_private: list[bool]
+    lease: Lease
+    cached_tokens: int
+    matched: Matched
+    gate: LayerGate
+    loads: tuple[Movement, ...]
+    state: RequestState = RequestState.RUNNING
+    computed_tokens: int = field(default=0)
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    def private_slots(self) -> Ids:
+        mask = np.array(self.is_private, dtype=np.bool_)
+        return self.block_table[mask]
+
+    def check_running(self) -> None:
+        if self.state is not RequestState.RUNNING:
+            raise OwnershipError(f"request {self.request_id!r} has ended")

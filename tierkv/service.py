@@ -1,0 +1,389 @@
+"""The cache service: composes device, tiers, storage, scheduler and hand-off; owns their lives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from enum import Enum
+
+import msgspec
+import numpy as np
+
+from tierkv.cache import invariants
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Names, Prompt, stored_keys
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import BlockPool, PoolStats
+from tierkv.cache.write_policy import WritePolicy, WriteRule
+from tierkv.clock import Clock, SystemClock
+from tierkv.errors import (
+    ConfigError,
+    HandoffError,
+    InvariantError,
+    StoreUnavailableError,
+)
+from tierkv.gpu.protocol import Device, Direction, Event, HostSlots, Planes
+from tierkv.pd.handoff import Handoff, Published
+from tierkv.pd.staging import NUM_GROUPS, STAGING_BLOCKS, Staging
+from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.sched.fetcher import Fetched, Fetcher
+from tierkv.sched.request import Request, RequestSpec
+from tierkv.sched.scheduler import Scheduler, SchedulerStats
+from tierkv.sched.tiers import Tiers, TierStats
+from tierkv.storage.protocol import GetStatus, Store
+from tierkv.transfer.mover import Mover
+from tierkv.transfer.storage_io import StorageIO, StorageStats
+
+log = logging.getLogger("tierkv.service")
+
+
+class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes and rules of the tiers.
+
+    host_write: when a block is copied to the host; storage_write: when it is stored.
+    fetch_deadline_s: how long a request waits for storage before it computes instead.
+    """
+
+    block_size: int = 16
+    device_blocks: int = 2048
+    host_blocks: int = 4096
+    host_write: WritePolicy = WritePolicy.SELECTIVE
+    host_after_hits: int = 2
+    storage_write: WritePolicy = WritePolicy.NONE
+    storage_after_hits: int = 2
+    background_copies: int = 4
+    fetch_deadline_s: float = 10.0
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("block_size", 1),
+            ("device_blocks", 1),
+            ("host_blocks", 1),
+            ("host_after_hits", 1),
+            ("storage_after_hits", 1),
+            ("background_copies", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"cache.{name} must be at least {least}")
+        if self.fetch_deadline_s <= 0:
+            raise ConfigError("cache.fetch_deadline_s must be more than 0")
+
+
+class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names and lifetimes in storage, and the deadlines of publish and claim, in seconds."""
+
+    prefix: str = "tierkv"
+    block_ttl_s: float | None = 86_400.0
+    ticket_ttl_s: float = 600.0
+    publish_deadline_s: float = 30.0
+    claim_deadline_s: float = 10.0
+    lookup_deadline_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("ticket_ttl_s", "publish_deadline_s", "claim_deadline_s", "lookup_deadline_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"handoff.{name} must be more than 0")
+        if self.block_ttl_s is not None and self.block_ttl_s < self.ticket_ttl_s:
+            raise ConfigError("handoff.block_ttl_s must not be less than handoff.ticket_ttl_s")
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """A snapshot of everything that is counted."""
+
+    device: PoolStats
+    host: PoolStats
+    running_requests: int
+    waiting_requests: int
+    requests: SchedulerStats
+    tiers: TierStats
+    storage: StorageStats | None
+    loaded_bytes: int
+    offloaded_bytes: int
+
+
+class Lookup(msgspec.Struct, frozen=True):
+    """Where a prompt's leading tokens are; disjoint, in order. storage_tokens: None if the store
+    did not answer."""
+
+    num_tokens: int
+    device_tokens: int
+    host_tokens: int
+    storage_tokens: int | None
+
+
+class ClaimPolicy(Enum):
+    """What a decode node does when not every token of a claimed prompt can be had."""
+
+    WHOLE = "whole"  # refuse, with the reason
+    RECOMPUTE = "recompute"  # load what there is and compute the rest
+
+
+class Service:
+    """One model's cache on one device. Use it inside `running()`, from one event loop."""
+
+    def __init__(
+        self,
+        device: Device,
+        fingerprint: Fingerprint,
+        settings: CacheSettings,
+        handoff: HandoffSettings,
+        store: Store | None,
+        *,
+        name: str = "tierkv",
+        clock: Clock | None = None,
+    ) -> None:
+        if fingerprint.layout.block_size != settings.block_size:
+            raise ConfigError("the layout and the cache settings name different block sizes")
+        self.fingerprint = fingerprint
+        self.settings = settings
+        self.device = device
+        self.store = store
+        self._handoff_settings = handoff
+        self._name = name
+        self._clock = clock or SystemClock()
+        self._host: HostSlots | None = None
+        self.is_ready = False
+        self.is_draining = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Opens store and memory; at the end waits for every copy, checks the books, frees all."""
+        layout = self.fingerprint.layout
+        async with AsyncExitStack() as stack:
+            if self.store is not None:
+                await stack.enter_async_context(self.store.running())
+            stack.enter_context(self._memory())
+            assert self._host is not None, "memory is there"
+            self.mover = Mover(self.device, self.planes, self._host)
+            await stack.enter_async_context(self.mover.running())
+            storage = None
+            if self.store is not None:
+                storage = StorageIO(
+                    self.store,
+                    Names(self._handoff_settings.prefix, self.fingerprint.short),
+                    layout,
+                    self._host,
+                    deadline_s=self._handoff_settings.lookup_deadline_s,
+                    block_ttl_s=self._handoff_settings.block_ttl_s,
+                )
+                await stack.enter_async_context(storage.running())
+            await stack.enter_async_context(self._control(storage))
+            self.is_ready = True
+            try:
+                yield
+            finally:
+                self.is_ready = False
+                self.drain()
+        log.info("service %s closed", self._name)
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        layout, settings = self.fingerprint.layout, self.settings
+        self.planes: Planes = self.device.allocate_planes(layout, settings.device_blocks)
+        try:
+            self._host = self.device.allocate_host(layout, settings.host_blocks + STAGING_BLOCKS)
+            try:
+                yield
+            finally:
+                self._host.close()
+        finally:
+            self.planes.close()
+
+    @asynccontextmanager
+    async def _control(self, storage: StorageIO | None) -> AsyncIterator[None]:
+        settings = self.settings
+        self.index = Index(settings.block_size)
+        self.tiers = Tiers(
+            index=self.index,
+            root_digest=self.fingerprint.root(),
+            device_pool=BlockPool("device", settings.device_blocks),
+            host_pool=BlockPool("host", settings.host_blocks),
+            mover=self.mover,
+            storage=storage,
+            host_rule=WriteRule(settings.host_write, settings.host_after_hits),
+            storage_rule=WriteRule(settings.storage_write, settings.storage_after_hits),
+            background_copies=settings.background_copies,
+        )
+        self.scheduler = Scheduler(self.tiers)
+        self.fetcher = Fetcher(self.tiers, storage) if storage else None
+        self._storage = storage
+        self._staging = Staging(first_slot=settings.host_blocks)
+        self.handoff: Handoff | None = None
+        if storage is not None:
+            self.handoff = Handoff(
+                self.tiers,
+                storage,
+                self.fingerprint,
+                self._clock,
+                self._staging,
+                ticket_ttl_s=self._handoff_settings.ticket_ttl_s,
+                producer=self._name,
+            )
+        async with self.tiers.running():
+            yield
+        # Every task has ended, so the books must be closed: a leak stops here, loudly.
+        wrong = self.verify()
+        wrong += [f"request {r.request_id!r} never ended" for r in self.scheduler.running_requests]
+        if wrong:
+            raise InvariantError(tuple(wrong))
+
+    def drain(self) -> None:
+        """Take no new requests; `running()` then ends once the running ones have."""
+        self.is_draining = True
+        self.scheduler.drain()
+
+    # Requests
+
+    async def admit(
+        self, request_id: str, prompt: Prompt, *, max_new_tokens: int, uses_cache: bool = True
+    ) -> Request:
+        """Find what is cached of `prompt` on any tier and get its blocks; see Scheduler.admit."""
+        spec = RequestSpec(request_id, prompt, max_new_tokens, uses_cache=uses_cache)
+        self.scheduler.check(spec)
+        return await self._admit(spec, await self._fetch(prompt) if uses_cache else None)
+
+    async def _admit(self, spec: RequestSpec, fetched: Fetched | None) -> Request:
+        try:
+            return await self.scheduler.admit(spec, fetched.tokens if fetched else range(0))
+        finally:
+            if fetched is not None and self.fetcher is not None:
+                self.fetcher.release(fetched)
+
+    async def _fetch(self, prompt: Prompt) -> Fetched | None:
+        if self.fetcher is None:
+            return None
+        return await self.fetcher.fetch(prompt, deadline_s=self.settings.fetch_deadline_s)
+
+    async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
+        await self.scheduler.commit(request, tokens, after=after)
+
+    def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
+        self.scheduler.end(request, after=after)
+
+    # Hand-off
+
+    async def publish(
+        self,
+        request: Request,
+        ticket_id: str,
+        first_tokens: Sequence[int],
+        *,
+        after: Sequence[Event] = (),
+    ) -> Published:
+        """Store the request's computed prompt, and a ticket for it; see Handoff.publish."""
+        return await self._handoff().publish(
+            request,
+            ticket_id,
+            first_tokens,
+            after=after,
+            deadline_s=self._handoff_settings.publish_deadline_s,
+        )
+
+    async def claim(
+        self,
+        request_id: str,
+        ticket_id: str,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        policy: ClaimPolicy = ClaimPolicy.WHOLE,
+        deadline_s: float | None = None,
+    ) -> tuple[Request, Ticket]:
+        """Wait for a published prompt and get its blocks, every token of them on the way.
+
+        With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which
+        the engine computes. Raises HandoffError, its reason a ClaimProblem, and what admit does.
+        """
+        handoff = self._handoff()
+        spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
+        self.scheduler.check(spec)
+        if deadline_s is None:
+            deadline_s = self._handoff_settings.claim_deadline_s
+        ticket = await handoff.wait_for_ticket(ticket_id, deadline_s=deadline_s)
+        handoff.check_prompt(ticket, prompt)
+        fetched = await self._fetch(prompt)
+        request = await self._admit(spec, fetched)
+        if request.cached_tokens < prompt.num_tokens and policy is ClaimPolicy.WHOLE:
+            self.end(request)
+            raise _incomplete(request, fetched)
+        return request, ticket
+
+    def _handoff(self) -> Handoff:
+        if self.handoff is None:
+            raise HandoffError(
+                ClaimProblem.UNAVAILABLE.value,
+                "this node has no storage tier: set storage.url to hand prompts over",
+            )
+        return self.handoff
+
+    # Looking
+
+    async def lookup(self, prompt: Prompt) -> Lookup:
+        """Where the prompt's tokens are right now. Changes nothing, and promises nothing."""
+        match = self.index.match(prompt)
+        size = self.settings.block_size
+        stored: int | None = 0
+        if self._storage is not None:
+            keys = stored_keys(self.fingerprint.root(), prompt)[match.num_blocks :]
+            try:
+                present = await self._storage.count_present(keys)
+                stored = sum(key.num_tokens for key in keys[:present])
+            except StoreUnavailableError:
+                stored = None
+        return Lookup(
+            num_tokens=prompt.num_tokens,
+            device_tokens=(match.device_blocks + match.loading_blocks) * size,
+            host_tokens=match.host_blocks * size,
+            storage_tokens=stored,
+        )
+
+    def stats(self) -> Stats:
+        return Stats(
+            device=self.tiers.pools[Tier.DEVICE].stats(),
+            host=self.tiers.pools[Tier.HOST].stats(),
+            running_requests=len(self.scheduler.running_requests),
+            waiting_requests=self.scheduler.num_waiting,
+            requests=self.scheduler.stats,
+            tiers=self.tiers.stats,
+            storage=self._storage.stats if self._storage else None,
+            loaded_bytes=self.mover.bytes_moved[Direction.LOAD],
+            offloaded_bytes=self.mover.bytes_moved[Direction.OFFLOAD],
+        )
+
+    def verify(self) -> list[str]:
+        """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
+        private = [request.private_slots() for request in self.scheduler.running_requests]
+        wrong = invariants.findings(
+            self.index,
+            self.tiers.pools,
+            {
+                Tier.DEVICE: np.concatenate(
+                    [self.tiers.lent_slots(Tier.DEVICE), *private]
+                ).tolist(),
+                Tier.HOST: self.tiers.lent_slots(Tier.HOST).tolist(),
+            },
+        )
+        is_idle = not (private or self.tiers.num_tasks or self.scheduler.num_waiting)
+        if self.fetcher is not None and self.fetcher.num_held:
+            is_idle = False
+        if is_idle and self.index.num_held_leases:
+            wrong.append(f"nothing runs, but {self.index.num_held_leases} leases are out")
+        if is_idle and self._staging.num_free_groups != NUM_GROUPS:
+            wrong.append("nothing runs, but staging slots are still lent")
+        return wrong
+
+
+def _incomplete(request: Request, fetched: Fetched | None) -> HandoffError:
+    problem = fetched.first_problem if fetched else None
+    reason = {
+        GetStatus.DAMAGED: ClaimProblem.DAMAGED,
+        GetStatus.FAILED: ClaimProblem.UNAVAILABLE,
+    }.get(problem.status if problem else GetStatus.MISS, ClaimProblem.INCOMPLETE)
+    return HandoffError(
+        reason.value,
+        f"only {request.cached_tokens} of {request.prompt.num_tokens} prompt tokens could be "
+        f"loaded: {problem.reason if problem else 'no room'}",
+    )

@@ -1,0 +1,58 @@
+"""Bytes between values and the caller's scattered buffers, without a copy in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from tierkv.storage.protocol import Buffer
+
+# Linux refuses more pieces than this in one call (UIO_MAXIOV).
+_MAX_PIECES = 1024
+
+
+def copy_into(content: bytes, views: Sequence[memoryview]) -> None:
+    """Fill `views`, in order, with `content`, which is exactly as long as they are together."""
+    source, at = memoryview(content), 0
+    for view in flat(views):
+        view[:] = source[at : at + len(view)]
+        at += len(view)
+    assert at == len(source), "the caller compares the lengths first"
+
+
+def flat(buffers: Iterable[Buffer]) -> list[memoryview]:
+    """Each buffer as plain bytes; empty ones are left out (they cannot be cast)."""
+    views = (memoryview(buffer) for buffer in buffers)
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+def read_fully(fd: int, views: Sequence[memoryview]) -> bool:
+    """Fill `views`, in order, from the start of the file. False if the file ends before that."""
+    pieces, offset = flat(views), 0
+    while pieces:
+        num_bytes = os.preadv(fd, list(islice(pieces, _MAX_PIECES)), offset)
+        if num_bytes == 0:
+            return False
+        offset += num_bytes
+        pieces = _after(pieces, num_bytes)
+    return True
+
+
+def write_fully(fd: int, parts: Sequence[Buffer]) -> None:
+    """Append `parts`, in order, to the file. Raises OSError, having written a part of them."""
+    pieces = flat(parts)
+    while pieces:
+        pieces = _after(pieces, os.writev(fd, list(islice(pieces, _MAX_PIECES))))
+
+
+def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `pieces` when their first `num_bytes` are done."""
+    done = 0
+    while done < len(pieces) and len(pieces[done]) <= num_bytes:
+        num_bytes -= len(pieces[done])
+        done += 1
+    rest = pieces[done:]
+    if num_bytes:
+        rest[0] = rest[0][num_bytes:]
+    return rest

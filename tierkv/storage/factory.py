@@ -1,0 +1,71 @@
+"""From a URL to a store. A new store is one file and one row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from tierkv.clock import Clock
+from tierkv.errors import ConfigError
+from tierkv.storage import redis_url
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import Store
+from tierkv.storage.redis import RedisSettings, RedisStore
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """The settings of every kind of store; those of the kinds not used have no effect."""
+
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    file: FileSettings = field(default_factory=FileSettings)
+    redis: RedisSettings = field(default_factory=RedisSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    accepted: str
+    open: Callable[[str, StoreSettings, Clock], Store]
+
+
+def _memory(url: str, settings: StoreSettings, clock: Clock) -> Store:
+    if url != "memory://":
+        raise ConfigError(f"a store in memory has no address: it is memory://, not {url[:80]!r}")
+    return MemoryStore(settings.memory, clock)
+
+
+def _file(url: str, settings: StoreSettings, clock: Clock) -> Store:
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.netloc or parts.query or parts.fragment or not path or "\0" in path:
+        raise ConfigError(f"{url[:200]!r} names no directory here; accepted: {_FILE}")
+    return FileStore(Path(path), settings.file, clock)
+
+
+def _redis(url: str, settings: StoreSettings, clock: Clock) -> Store:
+    return RedisStore(redis_url.parse_redis_url(url), settings.redis, clock)
+
+
+_FILE = "file:///absolute/directory or file:relative/directory"
+_STORES = {
+    "memory": _Row("memory://", _memory),
+    "file": _Row(_FILE, _file),
+    **{scheme: _Row(redis_url.ACCEPTED, _redis) for scheme in redis_url.REDIS_SCHEMES},
+}
+
+
+def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
+    """The store that `url` names; nothing is touched before its `running()` is entered.
+
+    Raises ConfigError, with what is accepted, if the URL names none.
+    """
+    scheme, separator, _ = url.partition(":")
+    row = _STORES.get(scheme) if separator else None
+    if row is None:
+        accepted = "; ".join(dict.fromkeys(row.accepted for row in _STORES.values()))
+        # Not quoted in full: behind a misspelt scheme there can be a password.
+        raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {accepted}")
+    return row.open(url, settings, clock)

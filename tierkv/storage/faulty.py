@@ -1,0 +1,176 @@
+"""A store that fails on demand, around one that does not: for tests of whatever uses a store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.protocol import (
+    Capabilities,
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    ListPage,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    Store,
+    Usage,
+)
+
+
+class FaultyStore:
+    """`Store` that passes every operation on to `inner`, less the faults that were asked for.
+
+    An operation (any method with an await, lifetime aside) waits out `delay_s`, then at the latch
+    if that is closed, then fails if it is its turn to, and only then reaches `inner`.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self._latch = asyncio.Event()
+        self._latch.set()
+        self._is_firm = False
+        self._arrival = asyncio.Event()
+        self._num_held = 0
+        self._failures_due = 0
+        self._flips: list[int] = []
+        self._cuts: list[int] = []
+        self.num_operations = 0
+        self.delay_s = 0.0
+
+    def hold(self) -> None:
+        """Close the latch: operations that come to it wait there, until a cancel or `release`."""
+        self._latch.clear()
+        self._is_firm = False
+
+    def hold_firmly(self) -> None:
+        """Like `hold`, but a cancelled caller waits for `release` too, as one must whose buffers
+        a thread or a network card is still using."""
+        self.hold()
+        self._is_firm = True
+
+    def release(self) -> None:
+        self._latch.set()
+
+    async def until_held(self, num_operations: int) -> None:
+        """Return when at least so many operations wait at the latch."""
+        while self._num_held < num_operations:
+            self._arrival.clear()
+            await self._arrival.wait()
+
+    def fail_next(self, num_operations: int) -> None:
+        """Let so many operations fail as if the store did not answer."""
+        self._failures_due = num_operations
+
+    def flip_next_get(self, *bits: int) -> None:
+        """Flip one bit in each of the next values read; bit 0 is the lowest of the first byte."""
+        self._flips.extend(bits)
+
+    def cut_next_put(self, *lengths: int) -> None:
+        """Keep only so many bytes of each of the next values written, and call it stored."""
+        self._cuts.extend(lengths)
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._inner.running()
+
+    async def ping(self) -> None:
+        await self._pass()
+        await self._inner.ping()
+
+    async def exists(self, names: Sequence[str]) -> int:
+        await self._pass()
+        return await self._inner.exists(names)
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        try:
+            await self._pass()
+        except StoreUnavailableError as error:
+            return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
+        outcomes = await self._inner.get_into(items)
+        for item, outcome in zip(items, outcomes, strict=True):
+            if self._flips and outcome.status is GetStatus.HIT:
+                _flip(item.into, self._flips.pop(0))
+        return outcomes
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        await self._pass()
+        content = await self._inner.get(name, max_bytes=max_bytes)
+        if content is None or not self._flips:
+            return content
+        flipped = bytearray(content)
+        _flip((memoryview(flipped),), self._flips.pop(0))
+        return bytes(flipped)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        try:
+            await self._pass()
+        except StoreUnavailableError as error:
+            return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
+        return await self._inner.put(
+            [
+                replace(item, parts=(b"".join(item.parts)[: self._cuts.pop(0)],))
+                if self._cuts
+                else item
+                for item in items
+            ]
+        )
+
+    async def delete(self, names: Sequence[str]) -> int:
+        await self._pass()
+        return await self._inner.delete(names)
+
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        await self._pass()
+        return await self._inner.list(prefix, limit=limit, cursor=cursor)
+
+    async def usage(self, prefix: str) -> Usage:
+        await self._pass()
+        return await self._inner.usage(prefix)
+
+    async def _pass(self) -> None:
+        """Wait and fail as asked. Raises StoreUnavailableError."""
+        self.num_operations += 1
+        await asyncio.sleep(self.delay_s)
+        self._num_held += 1
+        self._arrival.set()
+        try:
+            await self._wait_at_latch()
+        finally:
+            self._num_held -= 1
+        if self._failures_due:
+            self._failures_due -= 1
+            raise StoreUnavailableError(f"{self.url} does not answer, as it was told")
+
+    async def _wait_at_latch(self) -> None:
+        cancelled: asyncio.CancelledError | None = None
+        while not self._latch.is_set():
+            try:
+                await self._latch.wait()
+            except asyncio.CancelledError as error:
+                if not self._is_firm:
+                    raise
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+
+def _flip(views: Sequence[memoryview], bit: int) -> None:
+    at = bit // 8
+    for view in views:
+        if at < view.nbytes:
+            view.cast("B")[at] ^= 1 << bit % 8
+            return
+        at -= view.nbytes
+    raise AssertionError(f"the value has no bit {bit}")

@@ -1,0 +1,97 @@
+"""Where a file store keeps the value of a name, and the way back.
+
+    a:b:c:d     ->  a,b / 7 / e / c,d          directory per prefix and fingerprint, fan-out, leaf
+    a:b         ->  a / 0 / 3 / b
+    a           ->  , / 9 / c / a
+
+A field of a name starts with a letter or digit and holds no comma, no plus and no slash, so no
+part of a path is "." or "..", no two names share a path, and names of the store's own (which start
+with a dot) are never the path of a value. A leaf too long for one file name goes on in a directory
+whose name ends in a plus.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tierkv.storage.protocol import check_name, is_name
+
+_NO_GROUP = ","
+_GOES_ON = "+"
+# 255 bytes is the limit of common file systems; encrypting ones (ecryptfs) leave 143.
+_PIECE_CHARS = 140
+
+
+def relative_path(name: str) -> tuple[str, ...]:
+    """The path of the value called `name`, as its parts below the store's directory.
+
+    256 directories at the end of two levels: with a million values, 4,000 files in each.
+    """
+    fields = check_name(name).split(":")
+    group, leaf = fields[: min(2, len(fields) - 1)], fields[min(2, len(fields) - 1) :]
+    spread = f"{zlib.crc32(name.encode()) & 0xFF:02x}"
+    return (*_pieces(",".join(group) or _NO_GROUP), *spread, *_pieces(",".join(leaf)))
+
+
+def name_of(path: tuple[str, ...]) -> str | None:
+    """The inverse of `relative_path`; None for a file that no name leads to."""
+    text = "/".join(path).replace(_GOES_ON + "/", "")
+    parts = text.split("/")
+    if len(parts) != 4:  # noqa: PLR2004 - group, two levels of fan-out, leaf
+        return None
+    group = "" if parts[0] == _NO_GROUP else parts[0] + ":"
+    name = (group + parts[3]).replace(",", ":")
+    return name if is_name(name) and relative_path(name) == path else None
+
+
+def _pieces(text: str) -> list[str]:
+    cuts = [text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS)]
+    return [cut + _GOES_ON for cut in cuts[:-1]] + cuts[-1:]
+
+
+def walk(
+    root: Path, prefix: str, *, after: tuple[str, ...] = ()
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """(name, directory entry) of each value whose name starts with `prefix`, in order of paths.
+
+    after: only paths behind this one. Directories that cannot hold such a value are not read.
+    Files that are no values, and whatever vanishes meanwhile, are passed over.
+    """
+    for group in _entries(root):
+        if group.is_dir(follow_symlinks=False) and _may_hold(group.name, prefix):
+            yield from _values(Path(group.path), (group.name,), prefix, after)
+
+
+def _values(
+    directory: Path, parts: tuple[str, ...], prefix: str, after: tuple[str, ...]
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    if parts < after[: len(parts)]:
+        return
+    for entry in _entries(directory):
+        path = (*parts, entry.name)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _values(Path(entry.path), path, prefix, after)
+        elif path > after:
+            name = name_of(path)
+            if name is not None and name.startswith(prefix):
+                yield name, entry
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _may_hold(group: str, prefix: str) -> bool:
+    """Whether names in the directory `group` can start with `prefix`."""
+    if group == _NO_GROUP:
+        return True
+    start = group.removesuffix(_GOES_ON) if group.endswith(_GOES_ON) else group + ","
+    start = start.replace(",", ":")
+    return start.startswith(prefix) or prefix.startswith(start)

@@ -1,0 +1,122 @@
+"""Where one running file store writes what is not yet whole, and how the dead's is cleared away.
+
+    .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
+                       / 0, 1, ...  values being written
+
+It is on the same file system as the values, so a link or a rename makes a value visible at once.
+One directory for the leftovers, rather than beside the values, makes clearing up independent of how
+many values there are; a lock, rather than a process id, also tells the dead from the living
+between containers, and survives process ids used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+_WRITERS = ".writers"
+_LOCK = "lock"
+# Another process can clear a directory away before we have locked it; that it does so again and
+# again has no cause but a file system without locks.
+_MAX_TRIES = 10
+
+
+class Scratch:
+    """A directory of our own below `root`, cleared when closed or, at the latest, by a successor.
+
+    All methods block. `new_path` is safe from several threads.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Clear away what the dead left, then make the directory. Raises OSError."""
+        writers = root / _WRITERS
+        os.makedirs(writers, mode=0o700, exist_ok=True)
+        with os.scandir(writers) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    _clear_if_dead(Path(entry.path))
+        self._directory, self._lock_fd = _make(writers)
+        self._serial = count()
+
+    def new_path(self) -> Path:
+        """A path below the directory that was never given before."""
+        return self._directory / str(next(self._serial))
+
+    def check_links(self) -> None:
+        """Raise OSError if this file system has no hard links."""
+        first, second = self.new_path(), self.new_path()
+        os.close(os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.link(first, second)
+        os.unlink(first)
+        os.unlink(second)
+
+    def close(self) -> None:
+        """Clear the directory away. What cannot be removed is left to a successor."""
+        try:
+            _clear(self._directory)
+        finally:
+            os.close(self._lock_fd)
+
+
+def _make(writers: Path) -> tuple[Path, int]:
+    for _ in range(_MAX_TRIES):
+        directory = writers / secrets.token_hex(8)
+        os.mkdir(directory, mode=0o700)
+        fd = _lock(directory)
+        if fd is None:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(directory / _LOCK), os.fstat(fd)):
+                return directory, fd
+        os.close(fd)  # cleared away between making and locking it
+    raise OSError("no lock to be had on new files: is this a network file system without locks?")
+
+
+def _lock(directory: Path) -> int | None:
+    """The locked file, or None if another process has it or has cleared the directory away."""
+    try:
+        fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _clear_if_dead(directory: Path) -> None:
+    fd = _lock(directory)
+    if fd is not None:
+        try:
+            _clear(directory)
+        finally:
+            os.close(fd)
+
+
+def _clear(directory: Path) -> None:
+    # The lock goes last: whoever locks a new file of that name meanwhile keeps the directory.
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(directory), key=lambda name: name == _LOCK):
+            os.unlink(directory / name)
+        os.rmdir(directory)
+
+
+@contextlib.contextmanager
+def locked_directory(directory: Path) -> Iterator[None]:
+    """Keep other threads and processes that ask for the same lock out. Blocks; raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

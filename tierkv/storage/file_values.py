@@ -1,0 +1,254 @@
+"""Values as files: the blocking half of the file store, run in its threads.
+
+A file holds a value's bytes and nothing else. Its modification time is when the value expires, 0
+(1970) for never; so expiry costs no byte, is there the moment the file is, and shows in a listing
+without opening the file. A file copied without its times counts as expired.
+
+A visible file never changes. It becomes visible by `link` (which fails if there is one already) or
+by `rename` over the old one. Whoever replaces or removes a file because of what it is (expired)
+holds the lock of its directory while looking and acting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from tierkv.clock import Clock
+from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.buffers import read_fully, write_fully
+from tierkv.storage.file_paths import name_of, relative_path, walk
+from tierkv.storage.file_scratch import Scratch, locked_directory
+from tierkv.storage.protocol import (
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    ListPage,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StoredValue,
+    Usage,
+)
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NEVER_NS = 0
+
+
+class ValueFiles:
+    """Blocking, safe from several threads and beside other processes on the same directory.
+
+    syncs: each value is on the disk itself before it is visible, and its directory entry when put
+        returns.
+    """
+
+    def __init__(self, root: Path, scratch: Scratch, clock: Clock, *, syncs: bool) -> None:
+        self._root = root
+        self._scratch = scratch
+        self._clock = clock
+        self._syncs = syncs
+
+    def get(self, item: GetItem) -> GetOutcome:
+        try:
+            with self._opened(item.name) as fd:
+                if fd is None:
+                    return GetOutcome(GetStatus.MISS)
+                num_bytes = os.fstat(fd).st_size
+                if num_bytes != item.num_bytes:
+                    return GetOutcome(
+                        GetStatus.DAMAGED,
+                        f"{item.name} has {num_bytes} bytes, not {item.num_bytes}",
+                    )
+                if not read_fully(fd, item.into):
+                    return GetOutcome(GetStatus.DAMAGED, f"{item.name} was cut while being read")
+        except OSError as error:
+            return GetOutcome(GetStatus.FAILED, _reason(item.name, error))
+        return GetOutcome(GetStatus.HIT)
+
+    def get_small(self, name: str, max_bytes: int) -> bytes | None:
+        """The value called `name`, or None. Raises StoreCorruptError, StoreUnavailableError."""
+        try:
+            with self._opened(name) as fd:
+                if fd is None:
+                    return None
+                num_bytes = os.fstat(fd).st_size
+                if num_bytes > max_bytes:
+                    raise StoreCorruptError(
+                        f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
+                    )
+                content = bytearray(num_bytes)
+                if not read_fully(fd, [memoryview(content)]):
+                    raise StoreCorruptError(f"{name} was cut while being read")
+                return bytes(content)
+        except OSError as error:
+            raise StoreUnavailableError(_reason(name, error)) from error
+
+    def put(self, item: PutItem) -> PutOutcome:
+        path = self._path(item.name)
+        try:
+            if item.keep_existing and self._is_live(path):
+                return PutOutcome(PutStatus.EXISTED)
+            temporary = self._scratch.new_path()
+            try:
+                self._write(temporary, item)
+                return PutOutcome(self._publish(temporary, path, item))
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+        except OSError as error:
+            status = PutStatus.FULL if error.errno in _NO_ROOM else PutStatus.FAILED
+            return PutOutcome(status, _reason(item.name, error))
+
+    def delete(self, name: str) -> bool:
+        """Whether there was a value. Raises StoreUnavailableError."""
+        path = self._path(name)
+        try:
+            was_live = self._is_live(path)
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise StoreUnavailableError(_reason(name, error)) from error
+        return was_live
+
+    def count_leading(self, names: Sequence[str]) -> int:
+        try:
+            for found, name in enumerate(names):
+                if not self._is_live(self._path(name)):
+                    return found
+        except OSError as error:
+            raise StoreUnavailableError(_reason("the directory", error)) from error
+        return len(names)
+
+    def page(self, prefix: str, limit: int, cursor: str | None) -> ListPage:
+        """Values in the order of their paths; the cursor is the path of the page's last one."""
+        after = () if cursor is None else tuple(cursor.split("/"))
+        if after and name_of(after) is None:
+            raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
+        values = tuple(islice(self._listing(prefix, after), limit))
+        is_last = len(values) < limit
+        return ListPage(values, None if is_last else "/".join(relative_path(values[-1].name)))
+
+    def usage(self, prefix: str) -> Usage:
+        num_values = num_bytes = 0
+        for value in self._listing(prefix, ()):
+            num_values += 1
+            num_bytes += value.num_bytes
+        return Usage(num_values, num_bytes)
+
+    def sweep(self, stop: threading.Event) -> int:
+        """Remove expired values until done or told to stop; returns how many. Raises OSError."""
+        removed = 0
+        for _, entry in walk(self._root, ""):
+            if stop.is_set():
+                break
+            with contextlib.suppress(FileNotFoundError):
+                if self._is_expired(entry.stat(follow_symlinks=False)):
+                    removed += self._remove_expired(Path(entry.path))
+        return removed
+
+    def _listing(self, prefix: str, after: tuple[str, ...]) -> Iterator[StoredValue]:
+        try:
+            for name, entry in walk(self._root, prefix, after=after):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and not self._is_expired(status):
+                        yield StoredValue(name, status.st_size, _expires_at(status))
+        except OSError as error:
+            raise StoreUnavailableError(_reason("the directory", error)) from error
+
+    def _path(self, name: str) -> Path:
+        return self._root.joinpath(*relative_path(name))
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[int | None]:
+        """The open file of a value, None if there is none or its time is over."""
+        path = self._path(name)
+        try:
+            # Not to hang on a FIFO, nor to follow a link, should someone have put one there.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            yield None
+            return
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            if self._is_expired(status):
+                self._remove_expired(path)
+                yield None
+            else:
+                yield fd
+        finally:
+            os.close(fd)
+
+    def _is_live(self, path: Path) -> bool:
+        try:
+            status = os.stat(path, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return not self._is_expired(status)
+
+    def _is_expired(self, status: os.stat_result) -> bool:
+        expires_at = _expires_at(status)
+        return expires_at is not None and expires_at <= self._clock.wall()
+
+    def _remove_expired(self, path: Path) -> bool:
+        with locked_directory(path.parent), contextlib.suppress(FileNotFoundError):
+            if self._is_expired(os.stat(path, follow_symlinks=False)):
+                os.unlink(path)
+                return True
+        return False
+
+    def _write(self, temporary: Path, item: PutItem) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            write_fully(fd, item.parts)
+            expires_ns = _NEVER_NS
+            if item.ttl_s is not None:
+                expires_ns = math.ceil((self._clock.wall() + item.ttl_s) * 1e9)
+            os.utime(fd, ns=(expires_ns, expires_ns))
+            if self._syncs:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _publish(self, temporary: Path, path: Path, item: PutItem) -> PutStatus:
+        os.makedirs(path.parent, mode=0o700, exist_ok=True)
+        if not (item.keep_existing and _try_link(temporary, path)):
+            with locked_directory(path.parent):
+                if item.keep_existing and self._is_live(path):
+                    return PutStatus.EXISTED
+                os.rename(temporary, path)
+        if self._syncs:
+            fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        return PutStatus.STORED
+
+
+def _try_link(temporary: Path, path: Path) -> bool:
+    """Make the file visible, or return False because there is one."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _expires_at(status: os.stat_result) -> float | None:
+    return None if status.st_mtime_ns == _NEVER_NS else status.st_mtime
+
+
+def _reason(subject: str, error: OSError) -> str:
+    return f"{subject}: {error.strerror or error}"

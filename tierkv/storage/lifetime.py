@@ -1,0 +1,46 @@
+"""Tasks that live as long as the body of a `with`, and a wait that outlasts a cancel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Set as AbstractSet
+from contextlib import asynccontextmanager
+
+
+@asynccontextmanager
+async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncIterator[None]:
+    """Run each coroutine, as a task of the given name, until the body ends; then cancel them.
+
+    One that fails cancels the body. What the body or a task raises, if it is one thing, comes out
+    as it is, not in a group of one: who enters a store's lifetime expects the store's errors.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coro, name=name) for name, coro in work.items()]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+    except BaseExceptionGroup as errors:
+        if len(errors.exceptions) > 1:
+            raise
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
+
+
+async def outlast(
+    futures: AbstractSet[asyncio.Future[None]], *, on_cancel: Callable[[], None]
+) -> None:
+    """Return when all `futures` are done; cancels are collected and raised only then."""
+    cancelled: asyncio.CancelledError | None = None
+    while pending := {future for future in futures if not future.done()}:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    if cancelled is not None:
+        for future in futures:
+            future.exception()  # seen: the cancel is what the caller hears of
+        raise cancelled

@@ -1,0 +1,209 @@
+"""A store in this process's own memory: for one node alone, for tests and for demos."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tierkv.clock import Clock
+from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.buffers import copy_into
+from tierkv.storage.protocol import (
+    Capabilities,
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    ListPage,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    StoredValue,
+    Usage,
+    check_limit,
+    check_name,
+    check_names,
+    check_prefix,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """capacity_bytes: values beyond it are answered FULL; None for no limit."""
+
+    capacity_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes is not None and self.capacity_bytes < 0:
+            raise ConfigError(f"a memory store cannot hold {self.capacity_bytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    content: bytes
+    expires_at: float | None
+
+
+class MemoryStore:
+    """`Store` in a dict. Values outlive `running()` but not the object.
+
+    Other coroutines run between two values of a batch, so a large one does not hold the loop.
+    """
+
+    def __init__(self, settings: MemorySettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._values: dict[str, _Value] = {}
+        self._num_bytes = 0
+        self._is_open = False
+
+    @property
+    def url(self) -> str:
+        return "memory://"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(is_shared=False, is_durable=False)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    async def ping(self) -> None:
+        self._check_open()
+
+    async def exists(self, names: Sequence[str]) -> int:
+        check_names(names)
+        self._check_open()
+        for found, name in enumerate(names):
+            if self._live(name) is None:
+                return found
+        return len(names)
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        outcomes = []
+        for item in items:
+            outcomes.append(self._get_one(item))
+            await asyncio.sleep(0)
+        return outcomes
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        check_name(name)
+        self._check_open()
+        value = self._live(name)
+        if value is None:
+            return None
+        if len(value.content) > max_bytes:
+            raise StoreCorruptError(
+                f"{name} has {len(value.content)} bytes, more than the {max_bytes} it may have"
+            )
+        return value.content
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        outcomes = []
+        for item in items:
+            outcomes.append(self._put_one(item))
+            await asyncio.sleep(0)
+        return outcomes
+
+    async def delete(self, names: Sequence[str]) -> int:
+        check_names(names)
+        self._check_open()
+        deleted = 0
+        for name in names:
+            if self._live(name) is not None:
+                self._forget(name)
+                deleted += 1
+        return deleted
+
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        check_prefix(prefix)
+        check_limit(limit)
+        if cursor is not None and not cursor.startswith(prefix):
+            raise BadRequestError(f"{cursor[:80]!r} is not a cursor of this listing")
+        self._check_open()
+        names = sorted(
+            name
+            for name in self._values
+            if name.startswith(prefix) and (cursor is None or name > cursor)
+        )
+        page = names[:limit]
+        return ListPage(
+            values=tuple(
+                StoredValue(name, len(value.content), value.expires_at)
+                for name in page
+                if (value := self._live(name)) is not None
+            ),
+            cursor=page[-1] if len(names) > limit else None,
+        )
+
+    async def usage(self, prefix: str) -> Usage:
+        check_prefix(prefix)
+        self._check_open()
+        sizes = [
+            len(value.content)
+            for name in list(self._values)
+            if name.startswith(prefix) and (value := self._live(name)) is not None
+        ]
+        return Usage(num_values=len(sizes), num_bytes=sum(sizes))
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StoreUnavailableError(f"{self.url} is closed")
+
+    def _live(self, name: str) -> _Value | None:
+        """The value called `name`, forgotten at once if its time is over."""
+        value = self._values.get(name)
+        if value is None or value.expires_at is None or value.expires_at > self._clock.wall():
+            return value
+        self._forget(name)
+        return None
+
+    def _forget(self, name: str) -> None:
+        self._num_bytes -= len(self._values.pop(name).content)
+
+    def _get_one(self, item: GetItem) -> GetOutcome:
+        if not self._is_open:
+            return GetOutcome(GetStatus.FAILED, f"{self.url} is closed")
+        value = self._live(item.name)
+        if value is None:
+            return GetOutcome(GetStatus.MISS)
+        if len(value.content) != item.num_bytes:
+            return GetOutcome(
+                GetStatus.DAMAGED,
+                f"{item.name} has {len(value.content)} bytes, not {item.num_bytes}",
+            )
+        copy_into(value.content, item.into)
+        return GetOutcome(GetStatus.HIT)
+
+    def _put_one(self, item: PutItem) -> PutOutcome:
+        if not self._is_open:
+            return PutOutcome(PutStatus.FAILED, f"{self.url} is closed")
+        existing = self._live(item.name)
+        if existing is not None and item.keep_existing:
+            return PutOutcome(PutStatus.EXISTED)
+        freed = 0 if existing is None else len(existing.content)
+        if not self._has_room(item.num_bytes - freed):
+            return PutOutcome(
+                PutStatus.FULL,
+                f"{self.url} holds {self._num_bytes} of {self._settings.capacity_bytes} bytes",
+            )
+        if existing is not None:
+            self._forget(item.name)
+        expires_at = None if item.ttl_s is None else self._clock.wall() + item.ttl_s
+        self._values[item.name] = _Value(b"".join(item.parts), expires_at)
+        self._num_bytes += item.num_bytes
+        return PutOutcome(PutStatus.STORED)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        capacity = self._settings.capacity_bytes
+        if capacity is None or self._num_bytes + num_bytes <= capacity:
+            return True
+        for name in list(self._values):
+            self._live(name)
+        return self._num_bytes + num_bytes <= capacity

@@ -1,0 +1,230 @@
+"""What every store promises: named, opaque values, in batches, with one outcome per item.
+
+A store knows nothing of blocks, layouts or checksums; `transfer.storage_io` puts those on top.
+Results are always as long as the question and in its order: a missing item leaves no gap that
+would shift the others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from tierkv.errors import BadRequestError
+
+Buffer = bytes | bytearray | memoryview
+
+# Names are made by `cache.keys` only; the pattern keeps out path tricks, globs, CRLF and NUL.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(?::[A-Za-z0-9][A-Za-z0-9._-]{0,127}){0,7}")
+
+
+# Redis keeps deadlines in signed milliseconds and old file systems theirs in 31 bits of seconds.
+_MAX_TTL_S = 10 * 365 * 86_400.0
+
+
+def is_name(name: str) -> bool:
+    """Whether a store may be asked about `name`."""
+    return _NAME.fullmatch(name) is not None and ".." not in name
+
+
+def check_name(name: str) -> str:
+    """Return `name`, or raise BadRequestError if a store must not be asked about it."""
+    if not is_name(name):
+        raise BadRequestError(f"{name[:80]!r} is not a name a store accepts")
+    return name
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise BadRequestError if any of `names` is bad."""
+    for name in names:
+        check_name(name)
+
+
+def check_limit(limit: int) -> None:
+    """Raise BadRequestError unless `limit` can be the length of a page."""
+    if limit < 1:
+        raise BadRequestError(f"a page holds at least 1 value, not {limit}")
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix`, or raise BadRequestError; a prefix is a name or a name and a colon."""
+    check_name(prefix.removesuffix(":"))
+    return prefix
+
+
+class GetStatus(Enum):
+    HIT = "hit"  # every byte of the value is in the caller's buffers
+    MISS = "miss"  # no such value
+    DAMAGED = "damaged"  # there is one, but not of the expected length, or it fails its checksum
+    FAILED = "failed"  # the store did not answer, or not in time
+
+
+class PutStatus(Enum):
+    STORED = "stored"  # durable as far as this store promises durability
+    EXISTED = "existed"  # there was a value already; it was left as it was
+    FULL = "full"  # the store has no room: do not retry soon
+    FAILED = "failed"  # the store did not answer, or not in time; it may or may not have stored
+
+
+@dataclass(frozen=True, slots=True)
+class GetItem:
+    """Where the value called `name` shall land: `into`, filled in order, of the exact length.
+
+    into: writable, C-contiguous; their sizes add up to the size the value must have.
+    Raises BadRequestError if the name is bad.
+    """
+
+    name: str
+    into: tuple[memoryview, ...]
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        for view in self.into:
+            assert view.c_contiguous, "a value lands in plain memory"
+            assert not view.readonly, "a value lands in writable memory"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(view.nbytes for view in self.into)
+
+
+@dataclass(frozen=True, slots=True)
+class GetOutcome:
+    """reason: one sentence for the log; empty for HIT and MISS."""
+
+    status: GetStatus
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PutItem:
+    """A value given as consecutive `parts`, kept for `ttl_s` seconds (None: as long as it may).
+
+    keep_existing: a value already there is the same by construction (block keys), so leave it.
+        False replaces it atomically (tickets).
+    A value of no bytes at all is a value. Raises BadRequestError if the name is bad, or ttl_s is
+    not above 0 and at most ten years.
+    """
+
+    name: str
+    parts: tuple[Buffer, ...]
+    ttl_s: float | None = None
+    keep_existing: bool = True
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        for part in self.parts:
+            assert memoryview(part).c_contiguous, "a value is made of plain memory"
+        if self.ttl_s is not None and not (
+            math.isfinite(self.ttl_s) and 0 < self.ttl_s <= _MAX_TTL_S
+        ):
+            raise BadRequestError(f"{self.ttl_s} s is not a time to live: above 0, up to ten years")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memoryview(part).nbytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PutOutcome:
+    status: PutStatus
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """One line of a listing. expires_at is in Unix seconds, None if the value has no TTL."""
+
+    name: str
+    num_bytes: int
+    expires_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """Part of a listing; `cursor` continues it, None if this was the last part."""
+
+    values: tuple[StoredValue, ...]
+    cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_values: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """is_shared: other processes see the same values. is_durable: values outlive the process."""
+
+    is_shared: bool
+    is_durable: bool
+
+
+class Store(Protocol):
+    """Named values. Safe for concurrent use from one event loop; never blocks that loop.
+
+    Faults of the store are outcomes of the items (FAILED, with a reason), except where a method
+    has no items, which raises StoreUnavailableError. Wrong use (a bad name) raises
+    BadRequestError before the store is asked. A value is seen whole or not at all, by every reader,
+    at every moment. Before `running()` is entered and after it is left the store is out of order:
+    FAILED, or StoreUnavailableError. Leaving it lets what is under way end, one way or the other.
+
+    Of several values of one name, put at the same time or in one batch, one is kept whole.
+
+    Cancelling a wait never corrupts a later answer. The caller's buffers may still be written
+    (get_into) or read (put) until the coroutine has ended; it ends after a cancel only when the
+    store no longer touches them.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without secrets: for logs and status."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """The store's lifetime. Entering checks that it can be used and raises
+        StoreUnavailableError (or ConfigError) with one clear sentence if not."""
+
+    async def ping(self) -> None:
+        """Return if the store answers; raise StoreUnavailableError if not."""
+
+    async def exists(self, names: Sequence[str]) -> int:
+        """How many of `names`, from the first on and without a gap, have a value.
+
+        Raises StoreUnavailableError.
+        """
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        """Bring each value into its buffers. On any status but HIT the buffers hold anything."""
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """One small value (a ticket), or None. StoreCorruptError if it is longer than max_bytes.
+
+        StoreUnavailableError if the store does not answer.
+        """
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """Store each value, whole or not at all."""
+
+    async def delete(self, names: Sequence[str]) -> int:
+        """Forget values; returns how many there were. Raises StoreUnavailableError."""
+
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """Values whose name starts with `prefix`, in parts of about `limit`, in no order.
+
+        A value that is there all the while is listed; it can be listed twice when values come and
+        go meanwhile. Raises StoreUnavailableError, or BadRequestError for a cursor that this store
+        did not give or a limit below 1.
+        """
+
+    async def usage(self, prefix: str) -> Usage:
+        """Values and bytes under `prefix`, from its whole listing. Raises StoreUnavailableError."""

@@ -1,0 +1,183 @@
+"""Connections to one Redis server, each owned by a task that carries out one exchange at a time.
+
+    caller -> exchange -> [ queue ] -> task -> connection -> server
+    caller <- outcome  <--------------- '
+
+A caller waits for an outcome and owns no connection. When it is cancelled its exchange goes on and
+the replies are dropped, so no reply can reach the wrong caller, and a cancel costs no reconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    InvalidResponse,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.lifetime import background
+
+Argument = bytes | str | int
+Command = tuple[Argument, ...]
+Reply = bytes | int | list["Reply"] | ResponseError | None
+
+# Callers wait for their outcomes, so this bounds callers, not bytes.
+_MAX_WAITING = 1024
+
+
+class RedisConnection(Protocol):
+    """What is used of redis-py's connections."""
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    async def connect(self) -> None:
+        """Connect and log in."""
+
+    async def disconnect(self) -> None:
+        """Close at once, dropping what is not sent yet."""
+
+    def pack_commands(self, commands: Sequence[Command]) -> list[bytes]: ...
+
+    async def send_packed_command(self, command: list[bytes]) -> None: ...
+
+    async def read_response(self) -> bytes | int | list[Reply] | None:
+        """The next reply; raises it if it is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """outcome: the replies, or a sentence that says why there are none. Cancelled by its caller."""
+
+    commands: Sequence[Command]
+    deadline_s: float
+    outcome: asyncio.Future[list[Reply] | str]
+
+    def settle(self, outcome: list[Reply] | str) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class RedisLanes:
+    """`num_connections` connections, opened when first needed and again after a failure."""
+
+    def __init__(
+        self, connection: Callable[[], RedisConnection], *, num_connections: int, url: str
+    ) -> None:
+        self._new_connection = connection
+        self._num_connections = num_connections
+        self._url = url
+        self._waiting: asyncio.Queue[_Exchange] = asyncio.Queue(_MAX_WAITING)
+        self._is_open = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leaving closes the connections; whoever still waits gets StoreUnavailableError."""
+        lanes = {f"tierkv-redis-{lane}": self._serve() for lane in range(self._num_connections)}
+        try:
+            async with background(lanes):
+                self._is_open = True
+                try:
+                    yield
+                finally:
+                    self._is_open = False
+        finally:
+            self._fail_waiting(f"{self._url} is closed")
+
+    async def ask(self, commands: Sequence[Command], *, deadline_s: float) -> list[Reply]:
+        """The reply to each command; one the server refuses is a ResponseError in its place.
+
+        deadline_s: for the exchange itself, connecting included. Waiting for a lane is not counted,
+        but ends when an exchange before it fails: the server that is silent for one is silent for
+        all. Raises StoreUnavailableError. May be cancelled at any time; the commands are carried
+        out all the same if they were begun.
+        """
+        if not self._is_open:
+            raise StoreUnavailableError(f"{self._url} is closed")
+        exchange = _Exchange(commands, deadline_s, asyncio.get_running_loop().create_future())
+        try:
+            self._waiting.put_nowait(exchange)
+        except asyncio.QueueFull:
+            raise StoreUnavailableError(
+                f"{self._url} has {_MAX_WAITING} exchanges waiting for it"
+            ) from None
+        outcome = await exchange.outcome
+        if isinstance(outcome, str):
+            raise StoreUnavailableError(outcome)
+        return outcome
+
+    async def _serve(self) -> None:
+        # In a thread, since redis-py reads its own package's metadata from disk for each connection.
+        connection = await asyncio.to_thread(self._new_connection)
+        try:
+            while True:
+                exchange = await self._waiting.get()
+                if not exchange.outcome.done():
+                    await self._carry_out(connection, exchange)
+        finally:
+            await connection.disconnect()
+
+    async def _carry_out(self, connection: RedisConnection, exchange: _Exchange) -> None:
+        try:
+            async with asyncio.timeout(exchange.deadline_s):
+                exchange.settle(await _talk(connection, exchange.commands))
+        except (RedisError, OSError) as error:
+            await connection.disconnect()
+            reason = self._sentence(error, exchange.deadline_s)
+            exchange.settle(reason)
+            self._fail_waiting(reason)
+        finally:
+            exchange.settle(f"{self._url} is closed")
+
+    def _fail_waiting(self, reason: str) -> None:
+        while not self._waiting.empty():
+            self._waiting.get_nowait().settle(reason)
+
+    def _sentence(self, error: RedisError | OSError, deadline_s: float) -> str:
+        match error:
+            case AuthenticationError() | AuthorizationError():
+                return f"{self._url} refused to log us in ({error}): check user and password"
+            case BusyLoadingError():
+                return f"{self._url} is still loading its values"
+            case TimeoutError() | RedisTimeoutError():
+                return f"{self._url} did not answer within {deadline_s * 1000:.0f} ms"
+            case InvalidResponse():
+                return f"{self._url} does not speak Redis ({error})"
+            case _:
+                return f"{self._url} cannot be reached ({error})"
+
+
+async def _talk(connection: RedisConnection, commands: Sequence[Command]) -> list[Reply]:
+    """The replies. A connection that the server closed while it was idle is replaced, once."""
+    if connection.is_connected:
+        try:
+            return await _talk_once(connection, commands)
+        except (AuthenticationError, AuthorizationError, BusyLoadingError):
+            raise
+        except (RedisConnectionError, ConnectionError):
+            await connection.disconnect()
+    await connection.connect()
+    return await _talk_once(connection, commands)
+
+
+async def _talk_once(connection: RedisConnection, commands: Sequence[Command]) -> list[Reply]:
+    await connection.send_packed_command(connection.pack_commands(commands))
+    replies: list[Reply] = []
+    for _ in commands:
+        try:
+            replies.append(await connection.read_response())
+        except ResponseError as error:
+            replies.append(error)
+    return replies

@@ -1,0 +1,148 @@
+"""Moves blocks between Host and Device. It is told what to move, and asks no questions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tierkv.errors import TierKVError, TransferError
+from tierkv.gpu.protocol import (
+    BlockCopy,
+    Device,
+    Direction,
+    Event,
+    HostSlots,
+    Ids,
+    Lane,
+    Planes,
+)
+from tierkv.transfer.completion import EventPoller
+from tierkv.transfer.gate import LayerGate, Submission
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """A copy that is being submitted, is on its way, or has ended."""
+
+    submission: Submission
+    num_bytes: int
+    _ended: asyncio.Future[None]
+
+    async def done(self) -> None:
+        """Return when every byte has arrived; raise TransferError if it failed. Cancelling the
+        wait does not touch the copy."""
+        await asyncio.shield(self._ended)
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call `call` on the loop once the copy has ended, well or not."""
+        self._ended.add_done_callback(lambda _: call())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
+
+class Mover:
+    """Two lanes and a submitting thread each, so that submission never runs on the loop."""
+
+    def __init__(self, device: Device, planes: Planes, host: HostSlots) -> None:
+        self._device = device
+        self._planes = planes
+        self._host = host
+        self._block_bytes = planes.layout.block_bytes
+        self.poller = EventPoller()
+        self._lanes: dict[Direction, Lane] = {}
+        self._submitters: dict[Direction, ThreadPoolExecutor] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self.bytes_moved = {Direction.LOAD: 0, Direction.OFFLOAD: 0}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Opens the lanes; at the end waits for every copy, then closes them."""
+        try:
+            for direction in Direction:
+                self._lanes[direction] = self._device.open_lane(direction, self._planes, self._host)
+                self._submitters[direction] = ThreadPoolExecutor(
+                    1, thread_name_prefix=f"tierkv-submit-{direction.value}"
+                )
+            async with self.poller.running(), asyncio.TaskGroup() as self._tasks:
+                yield
+        finally:
+            # Blocks the loop on purpose: memory must not be freed under a copy in flight.
+            for submitter in self._submitters.values():
+                submitter.shutdown(wait=True)
+            for lane in self._lanes.values():
+                lane.close()
+
+    def load(self, slot_ids: Ids, block_ids: Ids, after: Sequence[Event] = ()) -> Movement:
+        """Host slots to device blocks. Ids must stay leased until the movement has ended."""
+        return self._move(BlockCopy(Direction.LOAD, slot_ids, block_ids, tuple(after)))
+
+    def offload(self, slot_ids: Ids, block_ids: Ids, after: Sequence[Event] = ()) -> Movement:
+        """Device blocks to host slots, after the events of the kernels that wrote the blocks."""
+        return self._move(BlockCopy(Direction.OFFLOAD, slot_ids, block_ids, tuple(after)))
+
+    def copy_within(self, source_ids: Ids, target_ids: Ids) -> Movement:
+        """Device blocks to other device blocks."""
+
+        def submit() -> tuple[Event, ...]:
+            event = self._device.copy_blocks(self._planes, source_ids, target_ids)
+            return (event,) * self._planes.layout.num_layers
+
+        return self._start(Direction.LOAD, submit, len(source_ids) * self._block_bytes, counts=None)
+
+    def gate(self, movements: Sequence[Submission]) -> LayerGate:
+        return LayerGate(self._planes.layout.num_layers, movements, self.poller)
+
+    def _move(self, copy: BlockCopy) -> Movement:
+        def submit() -> tuple[Event, ...]:
+            return self._lanes[copy.direction].submit(copy)
+
+        return self._start(
+            copy.direction, submit, len(copy) * self._block_bytes, counts=copy.direction
+        )
+
+    def _start(
+        self,
+        direction: Direction,
+        submit: Callable[[], tuple[Event, ...]],
+        num_bytes: int,
+        *,
+        counts: Direction | None,
+    ) -> Movement:
+        assert self._tasks is not None, "the mover is running"
+        submission: Future[tuple[Event, ...]] = self._submitters[direction].submit(submit)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ended.add_done_callback(_retrieve)
+        self._tasks.create_task(
+            self._follow(submission, ended, num_bytes, counts), name="tierkv-movement"
+        )
+        return Movement(submission, num_bytes, ended)
+
+    async def _follow(
+        self,
+        submission: Submission,
+        ended: asyncio.Future[None],
+        num_bytes: int,
+        counts: Direction | None,
+    ) -> None:
+        try:
+            events = await asyncio.wrap_future(submission)
+            await self.poller.done(events[-1])
+        except TierKVError as error:
+            ended.set_exception(
+                error if isinstance(error, TransferError) else TransferError(str(error))
+            )
+        else:
+            if counts is not None:
+                self.bytes_moved[counts] += num_bytes
+            ended.set_result(None)
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    """A failed movement nobody waits for any more is no news: its bookkeeping has been done."""
+    if not future.cancelled():
+        future.exception()
