@@ -38,6 +38,8 @@ from tierkv.transfer.storage_io import StorageIO, StorageStats
 
 log = logging.getLogger("tierkv.service")
 
+_CLAIM_ATTEMPTS = 3
+
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and rules of the tiers.
@@ -243,14 +245,7 @@ class Service:
         """Find what is cached of `prompt` on any tier and get its blocks; see Scheduler.admit."""
         spec = RequestSpec(request_id, prompt, max_new_tokens, uses_cache=uses_cache)
         self.scheduler.check(spec)
-        return await self._admit(spec, await self._fetch(prompt) if uses_cache else None)
-
-    async def _admit(self, spec: RequestSpec, fetched: Fetched | None) -> Request:
-        try:
-            return await self.scheduler.admit(spec, fetched.tokens if fetched else range(0))
-        finally:
-            if fetched is not None and self.fetcher is not None:
-                self.fetcher.release(fetched)
+        return await self.scheduler.admit(spec, await self._fetch(prompt) if uses_cache else None)
 
     async def _fetch(self, prompt: Prompt) -> Fetched | None:
         if self.fetcher is None:
@@ -304,12 +299,17 @@ class Service:
             deadline_s = self._handoff_settings.claim_deadline_s
         ticket = await handoff.wait_for_ticket(ticket_id, deadline_s=deadline_s)
         handoff.check_prompt(ticket, prompt)
-        fetched = await self._fetch(prompt)
-        request = await self._admit(spec, fetched)
-        if request.cached_tokens < prompt.num_tokens and policy is ClaimPolicy.WHOLE:
+        for attempts_left in reversed(range(_CLAIM_ATTEMPTS)):
+            fetched = await self._fetch(prompt)
+            request = await self.scheduler.admit(spec, fetched)
+            if request.cached_tokens == prompt.num_tokens or policy is ClaimPolicy.RECOMPUTE:
+                return request, ticket
             self.end(request)
-            raise _incomplete(request, fetched)
-        return request, ticket
+            # What was fetched whole can be evicted while the request waits for its turn.
+            was_whole = fetched is not None and fetched.first_problem is None
+            if not was_whole or not attempts_left:
+                raise _incomplete(request, fetched)
+        raise AssertionError("the last attempt returns or raises")
 
     def _handoff(self) -> Handoff:
         if self.handoff is None:

@@ -25,6 +25,7 @@ from tierkv.clock import Clock, SystemClock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import (
+    Buffer,
     GetItem,
     GetStatus,
     PutItem,
@@ -94,7 +95,11 @@ async def test_parts_are_written_and_read_in_order_wherever_the_cuts_are(store: 
     content = content_of("parts", 10_000)
     cuts = [0, 1, 1, 17, 4113, 4113, 10_000]
     parts = [content[a:b] for a, b in pairwise(cuts)]
-    mixed = (parts[0], bytearray(parts[1]), *(memoryview(part) for part in parts[2:]))
+    mixed: tuple[Buffer, ...] = (
+        parts[0],
+        bytearray(parts[1]),
+        *(memoryview(part) for part in parts[2:]),
+    )
     [put] = await store.put([PutItem("t:f:parts:0", mixed)])
     assert put.status is PutStatus.STORED
     item, buffers = landing("t:f:parts:0", 88, 0, 9_000, 912)
@@ -115,7 +120,7 @@ async def test_values_of_thousands_of_parts_come_back_whole(store: Store) -> Non
 
 async def test_elements_wider_than_a_byte_are_taken_as_their_bytes(store: Store) -> None:
     content = content_of("wide", 4_096)
-    await store.put([PutItem("t:f:wide:0", (memoryview(content).cast("I", [32, 32]),))])
+    await store.put([PutItem("t:f:wide:0", (memoryview(content).cast("I"),))])
     buffer = bytearray(4_096)
     [got] = await store.get_into([GetItem("t:f:wide:0", (memoryview(buffer).cast("Q"),))])
     assert got.status is GetStatus.HIT

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import socket
@@ -122,6 +123,27 @@ async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
         assert "did not answer" in gets[0].result()[99].reason
         assert all("did not answer" in question.result() for question in questions)
         assert await store.get("t:f:a:0", max_bytes=10) == b"value"
+
+
+async def test_a_connection_given_up_is_closed_though_its_peer_took_nothing(
+    empty_redis: RedisServer,
+) -> None:
+    store = redis_store(empty_redis.url, RedisSettings(num_connections=1))
+    async with store.running():
+        await put_one(store, "t:f:a:0", b"value")
+        open_before = num_open_files()
+        empty_redis.pause()
+        try:
+            assert await put_one(store, "t:f:b:0", bytes(8_000_000)) is PutStatus.FAILED
+            for _ in range(5):  # the loop closes sockets between two of its turns
+                await asyncio.sleep(0)
+            assert num_open_files() == open_before - 1
+        finally:
+            empty_redis.resume()
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 async def refused(work: object) -> str:

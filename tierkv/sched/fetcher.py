@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tierkv.cache.index import Index, Lease
@@ -22,14 +23,22 @@ log = logging.getLogger("tierkv.fetcher")
 class Fetched:
     """What is on the host now because it was asked for.
 
-    lease: keeps it there until the caller calls `Fetcher.release`.
     tokens: the prompt's tokens that came from storage for this call.
     first_problem: why it ended before the end of the prompt, None if it did not.
+    It stays on the host until `release`, which the owner calls once the request is admitted, or
+    earlier: then it may be evicted, and the request matches less.
     """
 
-    lease: Lease
     tokens: range
-    first_problem: GetOutcome | None = None
+    first_problem: GetOutcome | None
+    _release: Callable[[], None]
+    is_released: bool = False
+
+    def release(self) -> None:
+        """Let it be evicted again. More than once is as good as once."""
+        if not self.is_released:
+            self.is_released = True
+            self._release()
 
 
 @dataclass(slots=True)
@@ -65,18 +74,13 @@ class Fetcher:
         try:
             return await asyncio.shield(outcome)
         except asyncio.CancelledError:
-            outcome.add_done_callback(self._abandon)
+            outcome.add_done_callback(lambda done: done.result().release())
             raise
 
-    def release(self, fetched: Fetched) -> None:
-        """Let what was fetched be evicted again; to be called once the request is admitted."""
-        self._index.release(fetched.lease)
+    def _release(self, lease: Lease) -> None:
+        self._index.release(lease)
         self.num_held -= 1
         self._tiers.capacity_changed()
-
-    def _abandon(self, outcome: asyncio.Future[Fetched]) -> None:
-        if not outcome.cancelled() and outcome.exception() is None:
-            self.release(outcome.result())
 
     async def _run(self, prompt: Prompt, deadline: float, outcome: asyncio.Future[Fetched]) -> None:
         match = self._index.match(prompt)
@@ -103,7 +107,11 @@ class Fetcher:
         start = progress.first_token
         self.num_held += 1
         outcome.set_result(
-            Fetched(lease, range(start, start + progress.num_tokens), progress.first_problem)
+            Fetched(
+                range(start, start + progress.num_tokens),
+                progress.first_problem,
+                lambda: self._release(lease),
+            )
         )
 
     async def _fetch(self, prompt: Prompt, progress: _Progress) -> None:

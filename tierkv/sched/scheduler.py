@@ -22,6 +22,7 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Event
+from tierkv.sched.fetcher import Fetched
 from tierkv.sched.planner import AdmissionPlan, plan_admission
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.sched.tiers import Tiers
@@ -51,8 +52,12 @@ class _Load:
 @dataclass(slots=True, eq=False)
 class _Waiting:
     spec: RequestSpec
-    fetched_tokens: range
+    fetched: Fetched | None
     outcome: asyncio.Future[Request]
+
+    def let_go(self) -> None:
+        if self.fetched is not None:
+            self.fetched.release()
 
 
 class Scheduler:
@@ -69,6 +74,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}
         self._loads: dict[int, _Load] = {}  # by device slot of the block that is being loaded
         self._is_draining = False
+        self._is_pumping = False
         tiers.on_capacity(self._pump)
 
     @property
@@ -96,19 +102,20 @@ class Scheduler:
             raise DuplicateRequestError(f"request {spec.request_id!r} is already running")
         plan_admission(self.index, self.tiers.pools[Tier.DEVICE], spec)  # raises if it never fits
 
-    async def admit(self, spec: RequestSpec, fetched_tokens: range = range(0)) -> Request:
+    async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
         """Wait for the request's turn and blocks; then its loads are on the way.
 
-        fetched_tokens: those that were brought from storage for this request just now, so that
-        `matched` can say so. Raises DuplicateRequestError, RequestTooLargeError,
+        fetched: what was brought from storage for this request. It is released here, whatever
+        happens: at the latest on return, and before that if requests that only wait hold each
+        other up by what they had fetched. Raises DuplicateRequestError, RequestTooLargeError,
         ShuttingDownError. Cancelling it leaves nothing behind.
         """
-        self.check(spec)
         outcome: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(spec, fetched_tokens, outcome)
-        self._waiting.append(waiting)
-        self._pump()
+        waiting = _Waiting(spec, fetched, outcome)
         try:
+            self.check(spec)
+            self._waiting.append(waiting)
+            self._pump()
             return await outcome
         except asyncio.CancelledError:
             if waiting in self._waiting:
@@ -117,8 +124,19 @@ class Scheduler:
                 self.end(outcome.result())
             self._pump()  # the next in line may fit where this one did not
             raise
+        finally:
+            waiting.let_go()
 
     def _pump(self) -> None:
+        if self._is_pumping:
+            return  # called from within, by what the loop below lets go; it looks again anyway
+        self._is_pumping = True
+        try:
+            self._admit_waiting()
+        finally:
+            self._is_pumping = False
+
+    def _admit_waiting(self) -> None:
         while self._waiting:
             waiting = self._waiting[0]
             if waiting.outcome.done():  # cancelled; its task has not run yet
@@ -127,13 +145,30 @@ class Scheduler:
             try:
                 request = self._try_admit(waiting)
             except OutOfBlocksError:
-                return
+                if not self._unblock():
+                    return
+                continue
             except TierKVError as error:
                 self._waiting.popleft()
                 waiting.outcome.set_exception(error)
                 continue
             self._waiting.popleft()
             waiting.outcome.set_result(request)
+
+    def _unblock(self) -> bool:
+        """Whether something was let go so that the first in line may fit now.
+
+        While requests run or copies are under way, their end makes room. Without any, only what
+        waiting requests had fetched can stand in the way: the last in line lets go first.
+        """
+        if self._running or self.tiers.num_tasks:
+            return False
+        for waiting in reversed(self._waiting):
+            if waiting.fetched is not None and not waiting.fetched.is_released:
+                fetched, waiting.fetched = waiting.fetched, None
+                fetched.release()
+                return True
+        return False
 
     def _try_admit(self, waiting: _Waiting) -> Request:
         """Raises OutOfBlocksError, with nothing held, if it has to wait."""
@@ -181,7 +216,8 @@ class Scheduler:
         table = np.concatenate(
             [self.index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks), private]
         )
-        matched = _matched(match, waiting.fetched_tokens, self.index.block_size, source)
+        fetched_tokens = waiting.fetched.tokens if waiting.fetched else range(0)
+        matched = _matched(match, fetched_tokens, self.index.block_size, source)
         request = Request(
             spec=spec,
             prompt=spec.prompt,

@@ -105,6 +105,8 @@ class Tiers:
 
     def _task_ended(self, _: asyncio.Task[None]) -> None:
         self.num_tasks -= 1
+        if not self.num_tasks:
+            self.capacity_changed()
 
     # Slots
 

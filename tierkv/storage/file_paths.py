@@ -89,9 +89,11 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _may_hold(group: str, prefix: str) -> bool:
-    """Whether names in the directory `group` can start with `prefix`."""
+    """Whether names in the directory `group` can start with `prefix`; not if it is not ours."""
     if group == _NO_GROUP:
         return True
+    if not group[0].isalnum() or _GOES_ON in group[:-1]:  # such as .writers and lost+found
+        return False
     start = group.removesuffix(_GOES_ON) if group.endswith(_GOES_ON) else group + ","
     start = start.replace(",", ":")
     return start.startswith(prefix) or prefix.startswith(start)

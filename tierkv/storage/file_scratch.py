@@ -43,9 +43,9 @@ class Scratch:
         self._directory, self._lock_fd = _make(writers)
         self._serial = count()
 
-    def new_path(self) -> Path:
+    def new_path(self) -> str:
         """A path below the directory that was never given before."""
-        return self._directory / str(next(self._serial))
+        return f"{self._directory}/{next(self._serial)}"
 
     def check_links(self) -> None:
         """Raise OSError if this file system has no hard links."""
@@ -112,7 +112,7 @@ def _clear(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked_directory(directory: Path) -> Iterator[None]:
+def locked_directory(directory: str) -> Iterator[None]:
     """Keep other threads and processes that ask for the same lock out. Blocks; raises OSError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

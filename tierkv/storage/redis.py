@@ -44,13 +44,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
     """num_connections: for values; one more is kept for questions, so they never queue behind.
+        GET and SET of 64 values of 2 MiB on loopback, uvloop, 2 cores, GB/s: 1.6 and 1.3 with one
+        connection, 1.6 and 1.7 with two, 1.1 and 1.7 with four.
 
     timeout_s: how long the server may take for one exchange, connecting included, apart from the
         time that its bytes take at slowest_bytes_per_s.
     connect_timeout_s: the part of it that connecting may take.
     """
 
-    num_connections: int = 4
+    num_connections: int = 2
     timeout_s: float = 0.25
     connect_timeout_s: float = 0.25
     slowest_bytes_per_s: float = 200e6

@@ -119,7 +119,7 @@ class RedisLanes:
         return outcome
 
     async def _serve(self) -> None:
-        # In a thread, since redis-py reads its own package's metadata from disk for each connection.
+        # In a thread: for each connection redis-py reads its own package's version from the disk.
         connection = await asyncio.to_thread(self._new_connection)
         try:
             while True:

@@ -83,6 +83,7 @@ class WorkerThreads:
             await outlast(futures, on_cancel=waiting.clear)
         finally:
             self._in_flight -= futures
-        for future in futures:
-            future.result()
+        for error in [future.exception() for future in futures]:
+            if error is not None:
+                raise error
         return [results[index] for index in range(len(items))]

@@ -1,0 +1,1 @@
+"""`tierkv demo`: the main job, shown with real processes on this machine."""

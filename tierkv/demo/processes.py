@@ -1,0 +1,133 @@
+"""Nodes and servers as child processes that never outlive the demo."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tierkv.errors import TierKVError
+
+_PR_SET_PDEATHSIG = 1
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 30.0
+
+
+class DemoError(TierKVError):
+    """The demo cannot go on; the sentence says why."""
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: should the demo be killed outright, its nodes get SIGTERM."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@asynccontextmanager
+async def child(
+    command: Sequence[str], log: Path, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process whose stderr goes to `log`; stopped with SIGTERM, then SIGKILL, at the end."""
+    with log.open("ab") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, **(environ or {})},
+            start_new_session=True,  # Ctrl-C is for the demo, which then stops its children
+            preexec_fn=_die_with_parent,
+        )
+    try:
+        yield process
+    finally:
+        await stop(process)
+
+
+async def stop(process: asyncio.subprocess.Process) -> int:
+    """Ask the process to end, wait, and return its exit status."""
+    if process.returncode is None:
+        process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+    return await process.wait()
+
+
+class NodeProcess:
+    """One `tierkv serve`. url is where it listens."""
+
+    def __init__(self, url: str, process: asyncio.subprocess.Process) -> None:
+        self.url = url
+        self.process = process
+
+
+@asynccontextmanager
+async def node(
+    name: str, *, role: str, config: Path, storage: str, folder: Path
+) -> AsyncIterator[NodeProcess]:
+    """A node on a free port, ready to serve. Raises DemoError with the node's own words if it
+    does not come up."""
+    log = folder / f"{name}.log"
+    command = [sys.executable, "-m", "tierkv", "serve", "--role", role, "--config", str(config)]
+    command += ["--port", "0", "--name", name]
+    # By environment, not by option: a URL may hold a password, which `ps` would show.
+    async with child(command, log, {"TIERKV_STORAGE__URL": storage}) as process:
+        assert process.stdout is not None, "its stdout is a pipe"
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                line = (await process.stdout.readline()).decode()
+        except TimeoutError as error:
+            raise DemoError(f"the {name} node did not start: {last_words(log)}") from error
+        url = next((word for word in line.split() if word.startswith("http://")), None)
+        if url is None:
+            raise DemoError(f"the {name} node did not start: {last_words(log)}")
+        yield NodeProcess(url.rstrip("/"), process)
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log, which is where a node says why it ended."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+
+
+@asynccontextmanager
+async def private_redis(folder: Path) -> AsyncIterator[str]:
+    """A redis-server of our own on a free loopback port, without persistence; yields its URL."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise DemoError(
+            "--storage redis needs the program redis-server: install it (on Debian: "
+            "apt-get install redis-server), or give the URL of a running server"
+        )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", ""]
+    command += ["--appendonly", "no", "--dir", str(folder), "--daemonize", "no"]
+    async with child(command, folder / "redis.log") as process:
+        assert process.stdout is not None, "its stdout is a pipe"
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                async for line in process.stdout:
+                    if b"Ready to accept connections" in line:
+                        break
+                else:
+                    raise DemoError("the private redis-server ended at once")
+        except TimeoutError as error:
+            raise DemoError("the private redis-server did not start") from error
+        async with asyncio.TaskGroup() as tasks:
+            drain = tasks.create_task(process.stdout.read())  # or its log would fill the pipe
+            try:
+                yield f"redis://127.0.0.1:{port}/0"
+            finally:
+                await stop(process)
+                await drain

@@ -1,0 +1,197 @@
+"""The four scenes of the demo, over HTTP, each compared with a node that computes everything."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+
+from tierkv.demo.processes import DemoError, NodeProcess, node, stop
+
+Answer = dict[str, Any]
+_CALL_TIMEOUT_S = 300.0
+_FOLLOW_UP = "\n\nAnd what happens to the blocks that nobody uses for a while?\n"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What one scene showed. Times in seconds; matched: tokens by tier."""
+
+    title: str
+    prompt_tokens: int
+    matched: dict[str, int]
+    tail_tokens: int
+    moved: dict[str, int]
+    ttft_s: float
+    ttft_without_s: float
+    text: str
+    is_identical: bool
+
+
+class Nodes:
+    """The demo's three nodes: prefill and decode share a store, single shares nothing."""
+
+    def __init__(self, storage: str, config: Path, folder: Path) -> None:
+        self._storage = storage
+        self._config = config
+        self._folder = folder
+        self._decode_life = AsyncExitStack()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            timeout = aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)
+            self._http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+            self.prefill = await stack.enter_async_context(self._node("prefill", "prefill"))
+            self.single = await stack.enter_async_context(
+                self._node("single", "both", storage="memory://")
+            )
+            stack.push_async_callback(self._stop_decode)
+            await self.start_decode()
+            yield
+
+    def _node(
+        self, name: str, role: str, storage: str | None = None
+    ) -> AbstractAsyncContextManager[NodeProcess]:
+        return node(
+            name,
+            role=role,
+            config=self._config,
+            storage=storage or self._storage,
+            folder=self._folder,
+        )
+
+    async def start_decode(self) -> None:
+        self.decode: NodeProcess = await self._decode_life.enter_async_context(
+            self._node("decode", "decode")
+        )
+
+    async def restart_decode(self) -> None:
+        status = await stop(self.decode.process)
+        if status != 0:
+            raise DemoError(f"the decode node ended with status {status} on SIGTERM, not 0")
+        await self._stop_decode()
+        self._decode_life = AsyncExitStack()
+        await self.start_decode()
+
+    async def _stop_decode(self) -> None:
+        await self._decode_life.aclose()
+
+    async def check_books(self) -> None:
+        """Raise DemoError if a node's recount of its blocks finds anything wrong."""
+        for where in (self.prefill, self.decode, self.single):
+            answer = await self.call(where, "/v1/verify")
+            if answer["findings"]:
+                raise DemoError(f"{where.url} found its books not in order: {answer['findings']}")
+
+    async def call(self, where: NodeProcess, path: str, body: Answer | None = None) -> Answer:
+        """The JSON answer of one node. Raises DemoError with the node's reason."""
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._http.request(method, where.url + path, json=body) as response:
+                answer: Answer = await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise DemoError(f"{path} at {where.url} failed: {error}") from error
+        if response.status != 200:  # noqa: PLR2004 - the one good status
+            raise DemoError(f"{path} answered {response.status}: {answer.get('detail', answer)}")
+        return answer
+
+
+class Play:
+    """Runs the scenes in order. say: where progress goes."""
+
+    def __init__(self, nodes: Nodes, prompt: str, max_tokens: int, say: Callable[[str], None]):
+        self._nodes = nodes
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._say = say
+
+    async def scenes(self) -> AsyncIterator[Scene]:
+        yield await self._hand_off()
+        yield await self._device_hit()
+        yield await self._host_hit()
+        yield await self._storage_hit()
+
+    async def _hand_off(self) -> Scene:
+        nodes, ticket_id = self._nodes, f"demo-{uuid4().hex[:12]}"
+        self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
+        body: Answer = {"prompt": self._prompt, "ticket_id": ticket_id}
+        prefilled = await nodes.call(nodes.prefill, "/v1/prefill", body)
+        self._say(
+            f"  {prefilled['num_blocks']} blocks in storage, tail of "
+            f"{prefilled['tail_tokens']} tokens included"
+        )
+        self._say("decode node: claiming the ticket, going on from the second token ...")
+        body = {"prompt": self._prompt, "ticket_id": ticket_id, "max_tokens": self._max_tokens}
+        before = await self._moved(nodes.decode)
+        answer = await nodes.call(nodes.decode, "/v1/decode", body)
+        return await self._compare(
+            "PD hand-off through storage", self._prompt, answer, before, prefilled["tail_tokens"]
+        )
+
+    async def _device_hit(self) -> Scene:
+        self._follow_up = self._prompt + self._last_text + _FOLLOW_UP
+        self._say("decode node: the next turn of the same conversation ...")
+        return await self._generate("Follow-up turn, hits Device", self._follow_up)
+
+    async def _host_hit(self) -> Scene:
+        nodes = self._nodes
+        self._say(
+            "decode node: other prompts arrive until the conversation has left the device ..."
+        )
+        for number in range(1, 101):
+            text = f"Unrelated prompt {number}. " + self._prompt[::-1]
+            body: Answer = {"prompt": text, "max_tokens": 1}
+            await nodes.call(nodes.decode, "/v1/generate", body)
+            where = await nodes.call(nodes.decode, "/v1/lookup", {"prompt": self._follow_up})
+            if where["device_tokens"] == 0:
+                break
+        self._say(f"  {number} prompts later its blocks are on the host only")
+        return await self._generate("After pressure, hits Host", self._follow_up)
+
+    async def _storage_hit(self) -> Scene:
+        self._say("decode node: SIGTERM, exit 0, and a fresh start with empty device and host ...")
+        await self._nodes.restart_decode()
+        return await self._generate("After a restart, hits Storage", self._prompt)
+
+    async def _generate(self, title: str, prompt: str) -> Scene:
+        nodes = self._nodes
+        before = await self._moved(nodes.decode)
+        body: Answer = {"prompt": prompt, "max_tokens": self._max_tokens}
+        answer = await nodes.call(nodes.decode, "/v1/generate", body)
+        return await self._compare(title, prompt, answer, before, 0)
+
+    async def _compare(
+        self, title: str, prompt: str, answer: Answer, before: dict[str, int], tail_tokens: int
+    ) -> Scene:
+        self._say("single node: computing the same from the first token on, without a cache ...")
+        nodes = self._nodes
+        body: Answer = {"prompt": prompt, "max_tokens": self._max_tokens, "use_cache": False}
+        truth = await nodes.call(nodes.single, "/v1/generate", body)
+        after = await self._moved(nodes.decode)
+        self._last_text: str = answer["text"]
+        return Scene(
+            title=title,
+            prompt_tokens=answer["prompt_tokens"],
+            matched=answer["matched"],
+            tail_tokens=tail_tokens,
+            moved={leg: after[leg] - before[leg] for leg in after},
+            ttft_s=answer["time_to_first_token_s"],
+            ttft_without_s=truth["time_to_first_token_s"],
+            text=answer["text"],
+            is_identical=answer["tokens"] == truth["tokens"],
+        )
+
+    async def _moved(self, where: NodeProcess) -> dict[str, int]:
+        stats = await self._nodes.call(where, "/v1/stats")
+        return {
+            "fetched": stats["storage"]["fetched_bytes"],
+            "loaded": stats["loaded_bytes"],
+            "offloaded": stats["offloaded_bytes"],
+            "flushed": stats["storage"]["flushed_bytes"],
+        }

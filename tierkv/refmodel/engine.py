@@ -1,0 +1,425 @@
+"""The inference engine of a node: runs the reference model over the cache's blocks, one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from tierkv.cache.keys import Prompt
+from tierkv.cache.tokens import pack, unpack
+from tierkv.errors import (
+    BadRequestError,
+    ConfigError,
+    DeviceFailedError,
+    HandoffError,
+    ShuttingDownError,
+    TierKVError,
+    TransferError,
+)
+from tierkv.pd.handoff import Published
+from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.refmodel.config import VOCAB_SIZE
+from tierkv.refmodel.model import ReferenceModel
+from tierkv.refmodel.paged import Floats
+from tierkv.refmodel.sampling import Sampling, sample
+from tierkv.refmodel.text import decode as decode_text
+from tierkv.sched.request import Matched, Request
+from tierkv.service import ClaimPolicy, Service
+
+log = logging.getLogger("tierkv.engine")
+
+T = TypeVar("T")
+
+LOAD_FAILED = "load_failed"  # a claim's reason beside those of ClaimProblem
+_COMMIT_EVERY_TOKENS = 64  # generated ones; a commit costs far less than a step of the model
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """chunk_tokens: prompt tokens per call of the model; a cancel waits for one call at most.
+    load_timeout_s: how long a call may wait for a layer that is being loaded."""
+
+    chunk_tokens: int = 256
+    load_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"engine.chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        if not self.load_timeout_s > 0:
+            raise ConfigError("engine.load_timeout_s must be more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What to generate from.
+
+    tokens: the prompt, packed as `cache.tokens.pack` does.
+    uses_cache: False computes every token and leaves nothing cached, as a node without a cache
+        would; what other paths are compared with.
+    Raises BadRequestError if the model has no such tokens, or none are to be generated.
+    """
+
+    request_id: str
+    tokens: bytes
+    max_tokens: int = 32
+    sampling: Sampling = field(default_factory=Sampling)
+    uses_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise BadRequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.tokens and int(unpack(self.tokens).max()) >= VOCAB_SIZE:
+            raise BadRequestError(f"a token must be in 0..{VOCAB_SIZE - 1}: the model reads bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What came out, and what it took on this node.
+
+    tokens: generated ones, those that came with a ticket included; text: the same, decoded.
+    matched: prompt tokens that were found in each tier; computed_tokens: those computed here.
+    load_problem: why cached tokens were not used after all, None if all went well.
+    queue_s: until the request was admitted, its fetch from storage or its ticket included.
+    first_token_s: until this node had computed its first token; total_s: until the end. Seconds
+        from the call, on a monotonic clock.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    prompt_tokens: int
+    computed_tokens: int
+    matched: Matched
+    load_problem: str | None
+    queue_s: float
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt that is computed and published; generation holds its first token."""
+
+    generation: Generation
+    published: Published
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the start."""
+
+    generated_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    failed_loads: int = 0
+
+
+class _Run:
+    """One admitted request on its way through the model."""
+
+    def __init__(self, request: Request, job: GenerateRequest, started: float) -> None:
+        self.request = request
+        self.job = job
+        self.prompt = unpack(job.tokens)
+        self.tokens: list[int] = []
+        self.is_loaded = False  # every layer's cached tokens have been waited for
+        self.started = started
+        self.admitted = time.monotonic()
+        self.first_token: float | None = None
+
+    @property
+    def all_fed(self) -> bytes:
+        """Tokens whose KV is in the blocks: all but the last one, which nothing followed yet."""
+        return self.job.tokens + pack(self.tokens[:-1])
+
+    def add(self, logits: Floats) -> None:
+        position = len(self.prompt) + len(self.tokens)
+        self.tokens.append(sample(logits, self.job.sampling, position))
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+
+    def result(self, load_problem: str | None) -> Generation:
+        now = time.monotonic()
+        first = now if self.first_token is None else self.first_token
+        return Generation(
+            tokens=tuple(self.tokens),
+            text=decode_text(self.tokens),
+            prompt_tokens=len(self.prompt),
+            computed_tokens=len(self.prompt) - self.request.cached_tokens,
+            matched=self.request.matched,
+            load_problem=load_problem,
+            queue_s=self.admitted - self.started,
+            first_token_s=first - self.started,
+            total_s=now - self.started,
+        )
+
+
+class ReferenceEngine:
+    """Generates, prefills and decodes over `service`, all computing on one thread, "the GPU".
+
+    Use it inside `running()`, within that of the service. Every method may be cancelled: it then
+    ends when the thread has left the request's blocks, and these have been given back.
+    """
+
+    def __init__(self, service: Service, model: ReferenceModel, settings: EngineSettings) -> None:
+        self._service = service
+        self._model = model
+        self._settings = settings
+        self.stats = EngineStats()
+        self._thread: ThreadPoolExecutor | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._publishes: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leaving waits for publishes under way; a cancel of them is `stop_publishing`."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierkv-compute")
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                yield
+        finally:
+            self._thread.shutdown(wait=True)  # idle: every call was waited for by its caller
+
+    def stop_publishing(self) -> None:
+        """Give up what is being published; no ticket will exist for it."""
+        for task in self._publishes:
+            task.cancel()
+
+    async def generate(self, job: GenerateRequest) -> Generation:
+        """Generate `job.max_tokens` tokens, using and filling the cache.
+
+        Cached tokens that fail to load are computed; the result says so. Raises what
+        `Service.admit` raises, and DeviceFailedError.
+        """
+        self._check(job, job.max_tokens)
+        started = time.monotonic()
+
+        async def attempt(load_problem: str | None) -> Generation:
+            run = await self._admit(job, started, job.max_tokens - 1, load_problem)
+            try:
+                await self._first_token(run)
+                await self._continue(run)
+                return self._finished(run, load_problem)
+            finally:
+                self._end(run.request)
+
+        return await self._or_recompute(job, attempt)
+
+    async def prefill(self, job: GenerateRequest, ticket_id: str) -> Prefilled:
+        """Compute the prompt and its first token, and publish them as a ticket for `decode`.
+
+        `job.max_tokens` has no meaning here. Once publishing has begun, a cancel ends only the
+        wait for it. Raises HandoffError if storage does not take it, and what `generate` raises.
+        """
+        self._check(job, 1)
+        if self._service.handoff is None:
+            raise HandoffError(
+                ClaimProblem.UNAVAILABLE.value,
+                "this node has no storage tier: set storage.url to hand prompts over",
+            )
+        started = time.monotonic()
+
+        async def attempt(load_problem: str | None) -> Prefilled:
+            run = await self._admit(job, started, 0, load_problem)
+            try:
+                await self._first_token(run)
+                publishing = self._start_publish(run, ticket_id)
+            except BaseException:
+                self._end(run.request)
+                raise
+            published = await asyncio.shield(publishing)  # the task of it ends the request
+            return Prefilled(self._finished(run, load_problem), published)
+
+        return await self._or_recompute(job, attempt)
+
+    async def decode(
+        self,
+        job: GenerateRequest,
+        ticket_id: str,
+        *,
+        policy: ClaimPolicy = ClaimPolicy.WHOLE,
+        deadline_s: float | None = None,
+    ) -> tuple[Generation, Ticket]:
+        """Claim a published prompt and generate what `generate` would have, token for token, given
+        that the ticket's tokens were sampled as `job` says.
+
+        With ClaimPolicy.RECOMPUTE what cannot be loaded is computed here. Raises HandoffError, its
+        reason a ClaimProblem or LOAD_FAILED, and what `Service.claim` raises.
+        """
+        self._check(job, job.max_tokens)
+        started = time.monotonic()
+        request, ticket = await self._service.claim(
+            job.request_id,
+            ticket_id,
+            self._prompt(job),
+            max_new_tokens=job.max_tokens - 1,
+            policy=policy,
+            deadline_s=deadline_s,
+        )
+        run = _Run(request, job, started)
+        try:
+            return await self._decode(run, ticket, None), ticket
+        except DeviceFailedError:
+            raise
+        except TransferError as error:
+            if policy is ClaimPolicy.WHOLE:
+                raise HandoffError(LOAD_FAILED, f"the claimed prompt did not load: {error}") from (
+                    error
+                )
+            problem = self._note_failed_load(job, error)
+        run = await self._admit(job, started, job.max_tokens - 1, problem)
+        return await self._decode(run, ticket, problem), ticket
+
+    async def _decode(self, run: _Run, ticket: Ticket, load_problem: str | None) -> Generation:
+        try:
+            if not ticket.first_tokens:
+                raise HandoffError(
+                    ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token"
+                )
+            run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
+            await self._compute_prompt(run)
+            await self._continue(run)
+            return self._finished(run, load_problem)
+        finally:
+            self._end(run.request)
+
+    async def _or_recompute(
+        self, job: GenerateRequest, attempt: Callable[[str | None], Awaitable[T]]
+    ) -> T:
+        """`attempt(None)`; if cached tokens did not load, `attempt` again with the reason."""
+        try:
+            return await attempt(None)
+        except DeviceFailedError:
+            raise
+        except TransferError as error:
+            if not job.uses_cache:
+                raise
+            problem = self._note_failed_load(job, error)
+        return await attempt(problem)
+
+    def _note_failed_load(self, job: GenerateRequest, error: TransferError) -> str:
+        log.warning("request %s computes all, its load failed: %s", job.request_id, error)
+        self.stats.failed_loads += 1
+        return str(error)
+
+    # Steps of a run
+
+    def _check(self, job: GenerateRequest, num_new: int) -> None:
+        end = len(unpack(job.tokens)) + num_new
+        if end > self._model.config.max_positions:
+            raise BadRequestError(
+                f"prompt and output have {end} tokens; the model takes "
+                f"{self._model.config.max_positions}"
+            )
+
+    def _prompt(self, job: GenerateRequest) -> Prompt:
+        return Prompt(job.tokens, self._model.layout.block_size)
+
+    async def _admit(
+        self, job: GenerateRequest, started: float, room: int, load_problem: str | None
+    ) -> _Run:
+        """Admit the request, with nothing cached if that did not load."""
+        request = await self._service.admit(
+            job.request_id,
+            self._prompt(job),
+            max_new_tokens=room,
+            uses_cache=job.uses_cache and load_problem is None,
+        )
+        return _Run(request, job, started)
+
+    async def _compute_prompt(self, run: _Run) -> Floats | None:
+        """Write the KV of the prompt's tokens that are not cached; the last one's logits."""
+        logits = None
+        at, size = run.request.cached_tokens, self._settings.chunk_tokens
+        while at < len(run.prompt):
+            chunk = run.prompt[at : at + size]
+            logits = await self._forward(run, chunk, at)
+            at += len(chunk)
+            self.stats.computed_prompt_tokens += len(chunk)
+        return logits
+
+    async def _first_token(self, run: _Run) -> None:
+        logits = await self._compute_prompt(run)
+        assert logits is not None, "an admission leaves one token to compute"
+        run.add(logits)
+        await self._commit(run)
+
+    async def _continue(self, run: _Run) -> None:
+        """Generate up to max_tokens, and commit all that was fed."""
+        while len(run.tokens) < run.job.max_tokens:
+            last = np.array(run.tokens[-1:], np.int32)
+            position = len(run.prompt) + len(run.tokens) - 1
+            run.add(await self._forward(run, last, position))
+            if len(run.tokens) % _COMMIT_EVERY_TOKENS == 0:
+                await self._commit(run)
+        await self._commit(run)
+
+    async def _commit(self, run: _Run) -> None:
+        if run.job.uses_cache:
+            await self._service.commit(run.request, run.all_fed, after=self._computed())
+
+    def _finished(self, run: _Run, load_problem: str | None) -> Generation:
+        self.stats.generated_tokens += len(run.tokens)
+        return run.result(load_problem)
+
+    def _end(self, request: Request) -> None:
+        self._service.end(request, after=self._computed())
+
+    def _computed(self) -> tuple[Event, ...]:
+        return (self._service.device.compute_stream.record(),)
+
+    # Publishing
+
+    def _start_publish(self, run: _Run, ticket_id: str) -> asyncio.Future[Published]:
+        """Publish in a task of the engine's own, which ends the request, waited for or not."""
+        assert self._tasks is not None, "the engine is running"
+        outcome: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
+        outcome.add_done_callback(_retrieve)
+        task = self._tasks.create_task(
+            self._publish(run, ticket_id, outcome), name="tierkv-publish"
+        )
+        self._publishes.add(task)
+        task.add_done_callback(self._publishes.discard)
+        return outcome
+
+    async def _publish(
+        self, run: _Run, ticket_id: str, outcome: asyncio.Future[Published]
+    ) -> None:
+        try:
+            published = await self._service.publish(
+                run.request, ticket_id, run.tokens, after=self._computed()
+            )
+        except TierKVError as error:
+            outcome.set_exception(error)
+        except asyncio.CancelledError:
+            outcome.set_exception(ShuttingDownError("this node was stopped while publishing"))
+            raise
+        else:
+            outcome.set_result(published)
+        finally:
+            self._end(run.request)
+
+    # The compute thread
+
+    async def _forward(self, run: _Run, tokens: Tokens1D, start: int) -> Floats:
+        """One call of the model. A cancel is raised after the thread has left the planes."""
+        assert self._thread is not None, "the engine is running"
+        call = self._thread.submit(partial(self._call_model, run, tokens, start))
+        future = asyncio.wrap_future(call)
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+                call.cancel()  # only has an effect if the thread has not begun it
+        if cancelled is not None:
+            raise cancelled
+        return future.result()
