@@ -126,7 +126,7 @@ class ClaimPolicy(Enum):
 class Service:
     """One model's cache on one device. Use it inside `running()`, from one event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a service is made of
         self,
         device: Device,
         fingerprint: Fingerprint,
@@ -366,7 +366,12 @@ class Service:
                 Tier.HOST: self.tiers.lent_slots(Tier.HOST).tolist(),
             },
         )
-        is_idle = not (private or self.tiers.num_tasks or self.scheduler.num_waiting)
+        is_idle = not (
+            private
+            or self.tiers.num_tasks
+            or self.scheduler.num_waiting
+            or self.mover.num_in_flight
+        )
         if self.fetcher is not None and self.fetcher.num_held:
             is_idle = False
         if is_idle and self.index.num_held_leases:

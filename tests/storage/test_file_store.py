@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import random
 import resource
@@ -206,6 +207,54 @@ async def test_of_many_who_take_over_an_expired_value_one_has_stored_it(tmp_path
                 puts = [group.create_task(put_one(s, name, b"new")) for s in stores * 6]
             statuses = sorted(put.result().value for put in puts)
             assert statuses == ["existed"] * 11 + ["stored"]
+
+
+async def test_a_value_renewed_just_before_its_removal_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, flock = TurnedClock(), fcntl.flock
+    store = file_store(tmp_path, clock)
+    path = tmp_path.joinpath(*relative_path("t:f:a:0"))
+
+    def late_flock(fd: int, operation: int) -> None:
+        path.write_bytes(b"new")
+        os.utime(path, (0, 0))
+        flock(fd, operation)
+
+    async with store.running():
+        await store.sweep()
+        await put_one(store, "t:f:a:0", b"old", ttl_s=1.0)
+        clock.now += 1
+        monkeypatch.setattr(fcntl, "flock", late_flock)
+        assert (await get_one(store, "t:f:a:0", 3))[0] is GetStatus.MISS
+        monkeypatch.undo()
+        assert await get_one(store, "t:f:a:0", 3) == (GetStatus.HIT, b"new")
+
+
+async def test_two_who_find_no_value_do_not_both_store_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, rename, second_came = fcntl.flock, os.rename, threading.Event()
+    asked: list[int] = []
+
+    def counted_flock(fd: int, operation: int) -> None:
+        asked.append(fd)
+        if len(asked) == 2:
+            second_came.set()
+        flock(fd, operation)
+
+    def late_rename(source: str, target: str) -> None:
+        assert second_came.wait(10)
+        rename(source, target)
+
+    stores = [file_store(tmp_path) for _ in range(2)]
+    async with stores[0].running(), stores[1].running():
+        monkeypatch.setattr(fcntl, "flock", counted_flock)
+        monkeypatch.setattr(os, "rename", late_rename)
+        async with asyncio.TaskGroup() as group:
+            puts = [group.create_task(put_one(store, "t:f:a:0", b"x")) for store in stores]
+        assert sorted(put.result().value for put in puts) == ["existed", "stored"]
+        monkeypatch.undo()
 
 
 async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: Path) -> None:

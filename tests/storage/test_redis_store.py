@@ -101,6 +101,7 @@ async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
     store = redis_store(empty_redis.url, RedisSettings())
     async with store.running():
         await put_one(store, "t:f:a:0", b"value")
+        large = bytes(4_000_000)
         empty_redis.pause()
         try:
             with ends_within(2 * DEADLINE_S, after=DEADLINE_S - 0.05):
@@ -110,7 +111,7 @@ async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
                         for _ in range(10)
                     ]
                     puts = [
-                        group.create_task(store.put([PutItem(n, (bytes(500_000),)) for n in NAMES]))
+                        group.create_task(store.put([PutItem(n, (large,)) for n in NAMES]))
                         for _ in range(10)
                     ]
                     questions = [group.create_task(refused(store.exists(NAMES))) for _ in range(20)]

@@ -19,38 +19,12 @@ import numpy as np
 
 from tierkv.cache.eviction import LruOrder
 from tierkv.cache.keys import Prompt
+from tierkv.cache.match import Match, descend, longest_match, segments
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change, CopyState
-from tierkv.cache.tokens import TOKEN_BYTES, common_tokens
+from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import OwnershipError
-
-Segment = tuple[Node, int, int]  # blocks [i, j) of a node's run, counted from the run's start
-
-
-@dataclass(frozen=True, slots=True)
-class PartialMatch:
-    """A cached block or tail whose first tokens are the prompt's next ones; to be copied."""
-
-    node: Node
-    block: int  # counted from the prompt's start
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached run from the start of a prompt, in order.
-
-    The first `device_blocks` are on the device, then `loading_blocks` are on their way there,
-    then `host_blocks` are on the host; together they are `num_blocks`.
-    """
-
-    node: Node
-    num_blocks: int
-    device_blocks: int
-    loading_blocks: int
-    host_blocks: int
-    partial: PartialMatch | None
 
 
 @dataclass(slots=True, eq=False)
@@ -88,91 +62,17 @@ class Index:
     def match(self, prompt: Prompt, max_tokens: int | None = None) -> Match:
         """The longest run of `prompt`'s first `max_tokens` tokens. Changes nothing."""
         limit = prompt.num_tokens if max_tokens is None else max_tokens
-        node, pos = self.descend(self.root, 0, prompt, limit // self.block_size)
-        device = loading = 0
-        for part, start, stop in self.segments(node, 0, pos):
-            states = part.copies[Tier.DEVICE].states[start:stop]
-            if loading == 0:
-                ready = _leading(states, CopyState.READY)
-                device += ready
-                states = states[ready:]
-            loading += int(np.count_nonzero(states))
-        return Match(
-            node=node,
-            num_blocks=pos,
-            device_blocks=device,
-            loading_blocks=loading,
-            host_blocks=pos - device - loading,
-            partial=self._partial(node, pos, prompt, limit),
-        )
-
-    def descend(self, node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]:
-        """Follow blocks [pos, stop) of `prompt` from `node`, whose path covers [0, pos)."""
-        while pos < stop:
-            if pos < node.end:
-                shared = self._shared_blocks(node, pos, prompt, stop)
-                pos += shared
-                if pos < node.end:
-                    break
-                continue
-            child = node.children.get((prompt.extra(pos), prompt.block(pos)))
-            if child is None:
-                break
-            node = child
-        return node, pos
-
-    def _shared_blocks(self, node: Node, pos: int, prompt: Prompt, stop: int) -> int:
-        width = self.block_token_bytes
-        stop = min(stop, node.end)
-        ours = prompt.tokens[pos * width : stop * width]
-        theirs = node.tokens[(pos - node.start) * width : (stop - node.start) * width]
-        blocks = common_tokens(ours, theirs) // self.block_size
-        if node.extras or prompt.extras:
-            for block in range(pos, pos + blocks):
-                if node.extras.get(block, b"") != prompt.extra(block):
-                    return block - pos
-        return blocks
-
-    def _partial(self, node: Node, pos: int, prompt: Prompt, limit: int) -> PartialMatch | None:
-        start = pos * self.block_size
-        rest = prompt.tokens[
-            start * TOKEN_BYTES : min(limit, start + self.block_size) * TOKEN_BYTES
-        ]
-        if not rest:
-            return None
-        if pos < node.end:
-            at = (pos - node.start) * self.block_token_bytes
-            run = node.tokens[at : at + self.block_token_bytes]
-            shared = common_tokens(run, rest)
-            if shared and node.extras.get(pos, b"") == prompt.extra(pos):
-                return PartialMatch(node, pos, shared)
-            return None
-        wanted = (prompt.extra(pos), rest)
-        place = bisect.bisect_left(node.order, wanted)
-        best, child = 0, None
-        for key in node.order[max(place - 1, 0) : place + 1]:
-            if key[0] == wanted[0] and (shared := common_tokens(key[1], rest)) > best:
-                best, child = shared, node.children[key]
-        return None if child is None else PartialMatch(child, pos, best)
-
-    def segments(self, node: Node, start: int, stop: int) -> list[Segment]:
-        """Blocks [start, stop) of the path to `node`, as parts of runs, in path order."""
-        parts: list[Segment] = []
-        for part in node.path():
-            first, last = max(start, part.start), min(stop, part.end)
-            if first < last:
-                parts.append((part, first - part.start, last - part.start))
-        return parts[::-1]
+        return longest_match(self.root, prompt, limit)
 
     def slots(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
         """Slots of blocks [start, stop) on the path to `node`."""
-        parts = [n.copies[tier].slots[i:j] for n, i, j in self.segments(node, start, stop)]
+        parts = [n.copies[tier].slots[i:j] for n, i, j in segments(node, start, stop)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def states(self, tier: Tier, node: Node, start: int, stop: int) -> list[CopyState]:
         return [
             CopyState(state)
-            for n, i, j in self.segments(node, start, stop)
+            for n, i, j in segments(node, start, stop)
             for state in n.copies[tier].states[i:j]
         ]
 
@@ -246,14 +146,16 @@ class Index:
         caller's. Returns a lease one path longer in place of `at`, which is released.
         """
         first = at.num_blocks
-        node, pos = self.descend(self._end_of(at), first, prompt, stop)
+        node, pos = descend(self._end_of(at), first, prompt, stop)
         adopted = [False] * (stop - first)
-        for part, start, end in self.segments(node, first, pos):
+        for part, start, end in segments(node, first, pos):
             for i in range(start, end):
                 block = part.start + i
                 state = part.copies[tier].states[i]
                 if state == CopyState.ABSENT:
-                    self._change(tier, part, i, i + 1, Change.PLACE, slots[block - first :][:1])
+                    self._change(
+                        tier, part, i, i + 1, Change.PLACE, slots=slots[block - first :][:1]
+                    )
                     adopted[block - first] = True
                 elif state == CopyState.INCOMING and tier is Tier.DEVICE:
                     # Somebody's load of this block may still fail, and the device is
@@ -262,7 +164,12 @@ class Index:
         if pos < stop:
             node = self._grow(node, pos, prompt, stop)
             self._change(
-                tier, node, pos - node.start, stop - node.start, Change.PLACE, slots[pos - first :]
+                tier,
+                node,
+                pos - node.start,
+                stop - node.start,
+                Change.PLACE,
+                slots=slots[pos - first :],
             )
             adopted[pos - first :] = [True] * (stop - pos)
         return self._moved(at, node, stop), Inserted(node, stop, tuple(adopted))
@@ -281,7 +188,7 @@ class Index:
             tail.is_tail = True
         is_new = tail.copies[tier].states[0] == CopyState.ABSENT
         if is_new:
-            self._change(tier, tail, 0, 1, Change.PLACE, np.array([slot], np.int32))
+            self._change(tier, tail, 0, 1, Change.PLACE, slots=np.array([slot], np.int32))
         return Inserted(tail, at.num_blocks + 1, (is_new,))
 
     def _moved(self, at: Lease, node: Node, num_blocks: int) -> Lease:
@@ -365,6 +272,7 @@ class Index:
         start: int,
         stop: int,
         change: Change,
+        *,
         slots: Ids | None = None,
     ) -> Ids:
         """Advance the copies of path blocks [start, stop); returns the slots they had.
@@ -372,15 +280,15 @@ class Index:
         Blocks that are then on no tier leave the tree.
         """
         had, at = [], 0
-        for part, i, j in self.segments(node, start, stop):
+        for part, i, j in segments(node, start, stop):
             given = None if slots is None else slots[at : at + j - i]
-            had.append(self._change(tier, part, i, j, change, given))
+            had.append(self._change(tier, part, i, j, change, slots=given))
             at += j - i
         self.prune(node)
         return np.concatenate(had) if had else np.zeros(0, np.int32)
 
     def _change(
-        self, tier: Tier, node: Node, i: int, j: int, change: Change, slots: Ids | None = None
+        self, tier: Tier, node: Node, i: int, j: int, change: Change, *, slots: Ids | None = None
     ) -> Ids:
         copies = node.copies[tier]
         before = copies.num_present
@@ -402,11 +310,11 @@ class Index:
 
         A belief, never a match: the store may lose values, and is asked before it is relied on.
         """
-        for part, i, j in self.segments(node, start, stop):
+        for part, i, j in segments(node, start, stop):
             part.stored[i:j] = True
 
     def unmark_stored(self, node: Node, start: int, stop: int) -> None:
-        for part, i, j in self.segments(node, start, stop):
+        for part, i, j in segments(node, start, stop):
             part.stored[i:j] = False
 
     def drop(self, tier: Tier, node: Node, i: int, j: int) -> Ids:
@@ -474,8 +382,3 @@ class Index:
     def _offer(self, node: Node) -> None:
         for order in self.order:
             order.offer(node)
-
-
-def _leading(states: np.ndarray[tuple[int], np.dtype[np.uint8]], state: CopyState) -> int:
-    other = np.flatnonzero(states != state)
-    return int(other[0]) if len(other) else len(states)

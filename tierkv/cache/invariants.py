@@ -38,61 +38,72 @@ def findings(
 
 
 def _node_findings(node: Node, index: Index) -> list[str]:
-    wrong = []
     name = f"node {node.uid} (blocks {node.start} to {node.end})"
-    parent = node.parent
-    assert parent is not None, "the root is not listed"
-    width = index.block_token_bytes
-    if node.num_blocks < 1:
-        wrong.append(f"{name} holds no block")
-    if node.is_tail:
-        if not 0 < len(node.tokens) < width or node.num_blocks != 1 or node.children:
-            wrong.append(f"{name} is a tail, but not one partial block without children")
-    elif len(node.tokens) != node.num_blocks * width:
-        wrong.append(f"{name} has {len(node.tokens)} bytes of tokens")
-    if node.start != parent.end:
-        wrong.append(f"{name} does not start where its parent ends")
-    if parent.children.get(node.first_key(width)) is not node:
-        wrong.append(f"{name} is not found under its parent by its first block")
-    if sorted(node.children) != node.order:
-        wrong.append(f"{name} lists other children in order than it has")
-    if node.holders < sum(child.holders for child in node.children.values()):
-        wrong.append(f"{name} counts fewer holders than its children")
-    device, host = node.copies
+    wrong = [f"{name} {what}" for what in _shape_findings(node, index.block_token_bytes)]
+    wrong += [f"{name} {what}" for what in _residency_findings(node)]
     for tier in Tier:
-        wrong += _tier_findings(node, tier, name)
-    lost = (device.states == CopyState.ABSENT) & (host.states != CopyState.READY)
-    below = bool(node.children)
-    if lost.any() and not node.holders and (below or not lost[int(np.argmax(lost)) :].all()):
-        wrong.append(f"{name} has blocks on no tier with blocks below that depend on them")
-    if lost.any() and not node.holders and not below:
-        wrong.append(f"{name} keeps blocks that are on no tier")
-    on_device = device.states != CopyState.ABSENT
-    if (np.diff(on_device.astype(np.int8)) > 0).any():
-        wrong.append(f"{name} has a block on the device whose parent block is not there")
-    if on_device.any() and parent.parent is not None:
-        above = parent.copies[Tier.DEVICE].states
-        if len(above) and above[-1] == CopyState.ABSENT:
-            wrong.append(f"{name} is on the device, but its parent is not")
+        wrong += [f"{name} {what}" for what in _tier_findings(node, tier)]
     return wrong
 
 
-def _tier_findings(node: Node, tier: Tier, name: str) -> list[str]:
+def _shape_findings(node: Node, block_token_bytes: int) -> list[str]:
+    """The tree as a tree: tokens, order, parents, holders."""
+    parent = node.parent
+    assert parent is not None, "the root is not listed"
+    wrong = []
+    if node.num_blocks < 1:
+        wrong.append("holds no block")
+    if node.is_tail:
+        is_partial = 0 < len(node.tokens) < block_token_bytes
+        if not is_partial or node.num_blocks != 1 or node.children:
+            wrong.append("is a tail, but not one partial block without children")
+    elif len(node.tokens) != node.num_blocks * block_token_bytes:
+        wrong.append(f"has {len(node.tokens)} bytes of tokens")
+    if node.start != parent.end:
+        wrong.append("does not start where its parent ends")
+    if parent.children.get(node.first_key(block_token_bytes)) is not node:
+        wrong.append("is not found under its parent by its first block")
+    if sorted(node.children) != node.order:
+        wrong.append("lists other children in order than it has")
+    if node.holders < sum(child.holders for child in node.children.values()):
+        wrong.append("counts fewer holders than its children")
+    return wrong
+
+
+def _residency_findings(node: Node) -> list[str]:
+    """No orphans: what a block depends on is there, and device copies have their whole path."""
+    wrong = []
+    device, host = node.copies
+    lost = (device.states == CopyState.ABSENT) & (host.states != CopyState.READY)
+    if lost.any() and not node.holders:
+        wrong.append("keeps blocks that are on no tier")
+    on_device = device.states != CopyState.ABSENT
+    if (np.diff(on_device.astype(np.int8)) > 0).any():
+        wrong.append("has a block on the device whose parent block is not there")
+    parent = node.parent
+    assert parent is not None, "the root is not listed"
+    above = parent.copies[Tier.DEVICE].states[-1:]  # empty for the root
+    if on_device.any() and (above == CopyState.ABSENT).any():
+        wrong.append("is on the device, but its parent is not")
+    return wrong
+
+
+def _tier_findings(node: Node, tier: Tier) -> list[str]:
     wrong = []
     copies = node.copies[tier]
     if len(copies.slots) != node.num_blocks or len(copies.states) != node.num_blocks:
-        wrong.append(f"{name} has {len(copies.slots)} {tier.name} slots")
+        wrong.append(f"has {len(copies.slots)} {tier.name} slots")
         return wrong
     present = copies.states != CopyState.ABSENT
     if ((copies.slots != NO_SLOT) != present).any():
-        wrong.append(f"{name} has {tier.name} slots that its states do not tell of")
+        wrong.append(f"has {tier.name} slots that its states do not tell of")
     if int(np.count_nonzero(present)) != copies.num_present:
-        wrong.append(f"{name} counts {copies.num_present} {tier.name} copies")
+        wrong.append(f"counts {copies.num_present} {tier.name} copies")
     if (copies.states == CopyState.INCOMING).any() and not node.holders:
-        wrong.append(f"{name} has {tier.name} bytes incoming, but nobody holds it")
+        wrong.append(f"has {tier.name} bytes incoming, but nobody holds it")
     expected = sum(child.copies[tier].num_present > 0 for child in node.children.values())
     if expected != node.present_children[tier]:
         wrong.append(
-            f"{name} counts {node.present_children[tier]} children on {tier.name}, not {expected}"
+            f"counts {node.present_children[tier]} children on {tier.name}, not {expected}"
         )
     return wrong

@@ -16,7 +16,16 @@ import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
 from tierkv.errors import DeviceFailedError, GateTimeoutError, LayoutError, TransferError
-from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
+from tierkv.gpu.protocol import (
+    BlockCopy,
+    Direction,
+    Event,
+    HostSlots,
+    Ids,
+    Lane,
+    Planes,
+    Stream,
+)
 
 _PAGE = 4096
 _AFTER_TIMEOUT_S = 600.0  # a copy whose predecessor never ends must not hold its thread for ever
@@ -115,8 +124,8 @@ class CpuLane:
     def __init__(
         self,
         direction: Direction,
-        planes: CpuPlanes,
-        host: CpuHostSlots,
+        planes: Planes,
+        host: HostSlots,
         before_copy: Callable[[BlockCopy], None] | None,
     ) -> None:
         self._direction = direction
@@ -191,20 +200,20 @@ class CpuDevice:
 
     def __init__(self, before_copy: Callable[[BlockCopy], None] | None = None) -> None:
         self.name = "cpu"
-        self.compute_stream = CallerStream()
+        self.compute_stream: Stream = CallerStream()
         self._before_copy = before_copy
         self._within = ThreadPoolExecutor(1, thread_name_prefix="tierkv-copy")
 
-    def allocate_planes(self, layout: Layout, num_blocks: int) -> CpuPlanes:
+    def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
         return CpuPlanes(layout, num_blocks)
 
-    def allocate_host(self, layout: Layout, num_slots: int) -> CpuHostSlots:
+    def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
         return CpuHostSlots(layout, num_slots)
 
-    def open_lane(self, direction: Direction, planes: CpuPlanes, host: CpuHostSlots) -> CpuLane:
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         return CpuLane(direction, planes, host, self._before_copy)
 
-    def copy_blocks(self, planes: CpuPlanes, source_ids: Ids, target_ids: Ids) -> Event:
+    def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         if source_ids.shape != target_ids.shape:
             raise LayoutError("a copy needs as many sources as targets")
         if set(source_ids.tolist()) & set(target_ids.tolist()):
@@ -214,7 +223,7 @@ class CpuDevice:
         return event
 
     def _copy_within(
-        self, planes: CpuPlanes, source_ids: Ids, target_ids: Ids, event: CpuEvent
+        self, planes: Planes, source_ids: Ids, target_ids: Ids, event: CpuEvent
     ) -> None:
         try:
             for plane in planes.arrays:

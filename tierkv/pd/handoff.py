@@ -50,7 +50,7 @@ class Published:
 class Handoff:
     """ticket_ttl_s: how long a decode node has to claim. producer: this node's name."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - collaborators, and two settings
         self,
         tiers: Tiers,
         storage: StorageIO,

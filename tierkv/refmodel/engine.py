@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack, unpack
+from tierkv.cache.tokens import TOKEN_BYTES, pack, unpack
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
@@ -26,6 +26,7 @@ from tierkv.errors import (
     TierKVError,
     TransferError,
 )
+from tierkv.gpu.protocol import Event
 from tierkv.pd.handoff import Published
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.refmodel.config import VOCAB_SIZE
@@ -39,6 +40,7 @@ from tierkv.service import ClaimPolicy, Service
 log = logging.getLogger("tierkv.engine")
 
 T = TypeVar("T")
+Tokens1D = npt.NDArray[np.int32]
 
 LOAD_FAILED = "load_failed"  # a claim's reason beside those of ClaimProblem
 _COMMIT_EVERY_TOKENS = 64  # generated ones; a commit costs far less than a step of the model
@@ -117,7 +119,7 @@ class EngineStats:
     """Counts since the start."""
 
     generated_tokens: int = 0
-    computed_prompt_tokens: int = 0
+    computed_tokens: int = 0
     failed_loads: int = 0
 
 
@@ -129,15 +131,23 @@ class _Run:
         self.job = job
         self.prompt = unpack(job.tokens)
         self.tokens: list[int] = []
+        self.num_fed = request.cached_tokens  # so many tokens have their KV in the blocks
         self.is_loaded = False  # every layer's cached tokens have been waited for
         self.started = started
         self.admitted = time.monotonic()
         self.first_token: float | None = None
 
     @property
-    def all_fed(self) -> bytes:
-        """Tokens whose KV is in the blocks: all but the last one, which nothing followed yet."""
-        return self.job.tokens + pack(self.tokens[:-1])
+    def fed(self) -> bytes:
+        """The tokens whose KV is in the blocks, packed: all but the last generated one."""
+        return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
+
+    def next_chunk(self, size: int) -> Tokens1D:
+        """Up to `size` tokens that are known and not fed; empty if there are none."""
+        behind = self.num_fed - len(self.prompt)
+        if behind < 0:
+            return self.prompt[self.num_fed : self.num_fed + size]
+        return np.array(self.tokens[behind : behind + size], np.int32)
 
     def add(self, logits: Floats) -> None:
         position = len(self.prompt) + len(self.tokens)
@@ -175,7 +185,7 @@ class ReferenceEngine:
         self.stats = EngineStats()
         self._thread: ThreadPoolExecutor | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._publishes: set[asyncio.Task[None]] = set()
+        self._publishes: set[asyncio.Task[Published | TierKVError]] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -284,7 +294,6 @@ class ReferenceEngine:
                     ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token"
                 )
             run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
-            await self._compute_prompt(run)
             await self._continue(run)
             return self._finished(run, load_problem)
         finally:
@@ -334,19 +343,8 @@ class ReferenceEngine:
         )
         return _Run(request, job, started)
 
-    async def _compute_prompt(self, run: _Run) -> Floats | None:
-        """Write the KV of the prompt's tokens that are not cached; the last one's logits."""
-        logits = None
-        at, size = run.request.cached_tokens, self._settings.chunk_tokens
-        while at < len(run.prompt):
-            chunk = run.prompt[at : at + size]
-            logits = await self._forward(run, chunk, at)
-            at += len(chunk)
-            self.stats.computed_prompt_tokens += len(chunk)
-        return logits
-
     async def _first_token(self, run: _Run) -> None:
-        logits = await self._compute_prompt(run)
+        logits = await self._feed(run)
         assert logits is not None, "an admission leaves one token to compute"
         run.add(logits)
         await self._commit(run)
@@ -354,16 +352,24 @@ class ReferenceEngine:
     async def _continue(self, run: _Run) -> None:
         """Generate up to max_tokens, and commit all that was fed."""
         while len(run.tokens) < run.job.max_tokens:
-            last = np.array(run.tokens[-1:], np.int32)
-            position = len(run.prompt) + len(run.tokens) - 1
-            run.add(await self._forward(run, last, position))
+            logits = await self._feed(run)
+            assert logits is not None, "the last token is not fed yet"
+            run.add(logits)
             if len(run.tokens) % _COMMIT_EVERY_TOKENS == 0:
                 await self._commit(run)
         await self._commit(run)
 
+    async def _feed(self, run: _Run) -> Floats | None:
+        """Write the KV of all known tokens that have none; the logits that follow the last one."""
+        logits = None
+        while len(chunk := run.next_chunk(self._settings.chunk_tokens)):
+            logits = await self._forward(run, chunk)
+            self.stats.computed_tokens += len(chunk)
+        return logits
+
     async def _commit(self, run: _Run) -> None:
         if run.job.uses_cache:
-            await self._service.commit(run.request, run.all_fed, after=self._computed())
+            await self._service.commit(run.request, run.fed, after=self._computed())
 
     def _finished(self, run: _Run, load_problem: str | None) -> Generation:
         self.stats.generated_tokens += len(run.tokens)
@@ -382,36 +388,40 @@ class ReferenceEngine:
         assert self._tasks is not None, "the engine is running"
         outcome: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
         outcome.add_done_callback(_retrieve)
-        task = self._tasks.create_task(
-            self._publish(run, ticket_id, outcome), name="tierkv-publish"
-        )
+        task = self._tasks.create_task(self._publish(run, ticket_id), name="tierkv-publish")
         self._publishes.add(task)
-        task.add_done_callback(self._publishes.discard)
+
+        # Not in the task: one that is cancelled before its first step never runs its `finally`.
+        def ended(task: asyncio.Task[Published | TierKVError]) -> None:
+            self._publishes.discard(task)
+            self._end(run.request)
+            if task.cancelled():
+                outcome.set_exception(ShuttingDownError("this node was stopped while publishing"))
+            elif (unexpected := task.exception()) is not None:
+                outcome.set_exception(unexpected)
+            elif isinstance(result := task.result(), TierKVError):
+                outcome.set_exception(result)
+            else:
+                outcome.set_result(result)
+
+        task.add_done_callback(ended)
         return outcome
 
-    async def _publish(
-        self, run: _Run, ticket_id: str, outcome: asyncio.Future[Published]
-    ) -> None:
+    async def _publish(self, run: _Run, ticket_id: str) -> Published | TierKVError:
+        """An expected failure is returned: it is for who waits, not for the engine's group."""
         try:
-            published = await self._service.publish(
+            return await self._service.publish(
                 run.request, ticket_id, run.tokens, after=self._computed()
             )
         except TierKVError as error:
-            outcome.set_exception(error)
-        except asyncio.CancelledError:
-            outcome.set_exception(ShuttingDownError("this node was stopped while publishing"))
-            raise
-        else:
-            outcome.set_result(published)
-        finally:
-            self._end(run.request)
+            return error
 
     # The compute thread
 
-    async def _forward(self, run: _Run, tokens: Tokens1D, start: int) -> Floats:
+    async def _forward(self, run: _Run, tokens: Tokens1D) -> Floats:
         """One call of the model. A cancel is raised after the thread has left the planes."""
         assert self._thread is not None, "the engine is running"
-        call = self._thread.submit(partial(self._call_model, run, tokens, start))
+        call = self._thread.submit(self._call_model, run, tokens)
         future = asyncio.wrap_future(call)
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
@@ -419,7 +429,33 @@ class ReferenceEngine:
                 await asyncio.wait([future])
             except asyncio.CancelledError as error:
                 cancelled = error
-                call.cancel()  # only has an effect if the thread has not begun it
+                call.cancel()  # has an effect only if the thread has not begun it
         if cancelled is not None:
+            if not future.cancelled():
+                future.exception()  # seen: the cancel is what the caller hears of
             raise cancelled
-        return future.result()
+        logits = future.result()
+        run.num_fed += len(tokens)
+        return logits
+
+    def _call_model(self, run: _Run, tokens: Tokens1D) -> Floats:
+        request, stream = run.request, self._service.device.compute_stream
+
+        def before_layer(layer: int) -> None:
+            if not run.is_loaded:
+                request.gate.wait_on(stream, layer, self._settings.load_timeout_s)
+
+        logits = self._model.forward(
+            tokens=tokens,
+            start=run.num_fed,
+            block_table=request.block_table,
+            planes=self._service.planes.arrays,
+            before_layer=before_layer,
+        )
+        run.is_loaded = True
+        return logits
+
+
+def _retrieve(outcome: asyncio.Future[Published]) -> None:
+    """A failed publish nobody waits for any more is no news: the engine has ended its request."""
+    outcome.exception()

@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from tierkv.cache.eviction import Victim
-from tierkv.cache.index import Index, Match
+from tierkv.cache.index import Index
+from tierkv.cache.match import Match
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.states import CopyState

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.cache.index import Lease, Match
+from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt
+from tierkv.cache.match import Match
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change, CopyState
@@ -254,7 +255,7 @@ class Scheduler:
         index = self.index
         own = index.hold_as_is(lease.node)
         host = index.slots(Tier.HOST, lease.node, first, stop)
-        index.change(Tier.DEVICE, lease.node, first, stop, Change.RESERVE, slots)
+        index.change(Tier.DEVICE, lease.node, first, stop, Change.RESERVE, slots=slots)
         movement = self.tiers.mover.load(host, slots)
         load = _Load(movement, asyncio.get_running_loop().create_future())
         self._loads |= dict.fromkeys(slots.tolist(), load)

@@ -17,6 +17,7 @@ import numpy as np
 
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt, StoredKey, stored_keys
+from tierkv.cache.match import segments
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.states import Change, CopyState
@@ -260,7 +261,7 @@ class Tiers:
     ) -> Movement:
         """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""
         index = self.index
-        index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots)
+        index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
         return self.mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop), after)
 
     async def _end_offload(self, node: Node, first: int, stop: int, movement: Movement) -> bool:
@@ -279,7 +280,7 @@ class Tiers:
 
     def write_down(self, node: Node, num_blocks: int, after: Sequence[Event] = ()) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
-        for part, i, j in self.index.segments(node, 0, num_blocks):
+        for part, i, j in segments(node, 0, num_blocks):
             wants_host = self._rules[Tier.DEVICE].writes_now(part.hits)
             wants_storage = self.storage is not None and self._rules[Tier.HOST].writes_now(
                 part.hits

@@ -168,18 +168,9 @@ class FileStore:
     def _open(self) -> Scratch:
         try:
             os.makedirs(self._root, mode=0o700, exist_ok=True)
-            scratch = Scratch(self._root)
+            return Scratch(self._root)
         except OSError as error:
             raise StoreUnavailableError(
                 f"the directory {self._root} cannot hold a store ({error.strerror or error}): "
                 f"let user {os.geteuid()} write in it, or set another directory"
             ) from error
-        try:
-            scratch.check_links()
-        except OSError as error:
-            scratch.close()
-            raise StoreUnavailableError(
-                f"the directory {self._root} is on a file system without hard links "
-                f"({error.strerror or error}): set a directory on another one"
-            ) from error
-        return scratch

@@ -3,7 +3,7 @@
     .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
                        / 0, 1, ...  values being written
 
-It is on the same file system as the values, so a link or a rename makes a value visible at once.
+It is on the same file system as the values, so a rename makes a value visible at once.
 One directory for the leftovers, rather than beside the values, makes clearing up independent of how
 many values there are; a lock, rather than a process id, also tells the dead from the living
 between containers, and survives process ids used again.
@@ -46,14 +46,6 @@ class Scratch:
     def new_path(self) -> str:
         """A path below the directory that was never given before."""
         return f"{self._directory}/{next(self._serial)}"
-
-    def check_links(self) -> None:
-        """Raise OSError if this file system has no hard links."""
-        first, second = self.new_path(), self.new_path()
-        os.close(os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        os.link(first, second)
-        os.unlink(first)
-        os.unlink(second)
 
     def close(self) -> None:
         """Clear the directory away. What cannot be removed is left to a successor."""

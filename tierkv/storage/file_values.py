@@ -4,9 +4,9 @@ A file holds a value's bytes and nothing else. Its modification time is when the
 (1970) for never; so expiry costs no byte, is there the moment the file is, and shows in a listing
 without opening the file. A file copied without its times counts as expired.
 
-A visible file never changes. It becomes visible by `link` (which fails if there is one already) or
-by `rename` over the old one. Whoever replaces or removes a file because of what it is (expired)
-holds the lock of its directory while looking and acting.
+A visible file never changes. It becomes visible by `rename`, over the old one if there is one.
+Whoever does that or removes a file because of what it is (there already, or expired) holds the lock
+of its directory while looking and acting.
 """
 
 from __future__ import annotations
@@ -224,11 +224,10 @@ class ValueFiles:
 
     def _publish(self, temporary: str, path: str, item: PutItem) -> PutStatus:
         os.makedirs(_parent(path), mode=0o700, exist_ok=True)
-        if not (item.keep_existing and _try_link(temporary, path)):
-            with locked_directory(_parent(path)):
-                if item.keep_existing and self._is_live(path):
-                    return PutStatus.EXISTED
-                os.rename(temporary, path)
+        with locked_directory(_parent(path)):
+            if item.keep_existing and self._is_live(path):
+                return PutStatus.EXISTED
+            os.rename(temporary, path)
         if self._syncs:
             fd = os.open(_parent(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -236,15 +235,6 @@ class ValueFiles:
             finally:
                 os.close(fd)
         return PutStatus.STORED
-
-
-def _try_link(temporary: str, path: str) -> bool:
-    """Make the file visible, or return False because there is one."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _parent(path: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierkv.errors import TierKVError, TransferError
 from tierkv.gpu.protocol import (
@@ -30,6 +30,7 @@ class Movement:
     submission: Submission
     num_bytes: int
     _ended: asyncio.Future[None]
+    _on_end: list[Callable[[], None]] = field(default_factory=list)
 
     async def done(self) -> None:
         """Return when every byte has arrived; raise TransferError if it failed. Cancelling the
@@ -37,8 +38,20 @@ class Movement:
         await asyncio.shield(self._ended)
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call `call` on the loop once the copy has ended, well or not."""
-        self._ended.add_done_callback(lambda _: call())
+        """Call `call` on the loop as soon as the copy has ended, well or not."""
+        if self._ended.done():
+            call()
+        else:
+            self._on_end.append(call)
+
+    def end(self, error: TransferError | None) -> None:
+        """Called once, by the mover."""
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+        for call in self._on_end:
+            call()
 
     @property
     def has_ended(self) -> bool:
@@ -57,6 +70,7 @@ class Mover:
         self._lanes: dict[Direction, Lane] = {}
         self._submitters: dict[Direction, ThreadPoolExecutor] = {}
         self._tasks: asyncio.TaskGroup | None = None
+        self.num_in_flight = 0
         self.bytes_moved = {Direction.LOAD: 0, Direction.OFFLOAD: 0}
 
     @asynccontextmanager
@@ -117,29 +131,24 @@ class Mover:
         submission: Future[tuple[Event, ...]] = self._submitters[direction].submit(submit)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(_retrieve)
-        self._tasks.create_task(
-            self._follow(submission, ended, num_bytes, counts), name="tierkv-movement"
-        )
-        return Movement(submission, num_bytes, ended)
+        movement = Movement(submission, num_bytes, ended)
+        self.num_in_flight += 1
+        self._tasks.create_task(self._follow(movement, counts), name="tierkv-movement")
+        return movement
 
-    async def _follow(
-        self,
-        submission: Submission,
-        ended: asyncio.Future[None],
-        num_bytes: int,
-        counts: Direction | None,
-    ) -> None:
+    async def _follow(self, movement: Movement, counts: Direction | None) -> None:
+        error: TransferError | None = None
         try:
-            events = await asyncio.wrap_future(submission)
+            events = await asyncio.wrap_future(movement.submission)
             await self.poller.done(events[-1])
-        except TierKVError as error:
-            ended.set_exception(
-                error if isinstance(error, TransferError) else TransferError(str(error))
-            )
-        else:
-            if counts is not None:
-                self.bytes_moved[counts] += num_bytes
-            ended.set_result(None)
+        except TransferError as failure:
+            error = failure
+        except TierKVError as failure:
+            error = TransferError(str(failure))
+        self.num_in_flight -= 1
+        if error is None and counts is not None:
+            self.bytes_moved[counts] += movement.num_bytes
+        movement.end(error)
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:

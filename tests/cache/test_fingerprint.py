@@ -1,0 +1,91 @@
+"""Whatever makes bytes unusable elsewhere changes the root of all keys, and can be named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.layouts import LAYOUTS
+from tierkv.cache.fingerprint import Fingerprint, differences
+from tierkv.errors import ConfigError
+
+OURS = Fingerprint("llama", LAYOUTS["gqa"])
+OTHERS: dict[str, Fingerprint] = {
+    "model": dataclasses.replace(OURS, model="llama2"),
+    "revision": dataclasses.replace(OURS, revision="main"),
+    "weight_dtype": dataclasses.replace(OURS, weight_dtype="bfloat16"),
+    "layout": dataclasses.replace(OURS, layout=LAYOUTS["mla"]),
+    "adapter": dataclasses.replace(OURS, adapter="lora@1"),
+    "tenant": dataclasses.replace(OURS, tenant="acme"),
+    "key_format": dataclasses.replace(OURS, key_format=OURS.key_format + 1),
+}
+
+
+def test_every_field_of_a_fingerprint_is_tried_here() -> None:
+    assert set(OTHERS) == {field.name for field in dataclasses.fields(Fingerprint)}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_every_field_changes_the_root_and_is_named_as_the_difference(field: str) -> None:
+    theirs = OTHERS[field]
+    assert theirs.root() != OURS.root()
+    assert theirs.short != OURS.short
+    [difference] = differences(OURS.readable(), theirs.readable())
+    assert difference.startswith(f"{field} (here ")
+
+
+def test_the_block_size_is_named_too() -> None:
+    layout = dataclasses.replace(
+        LAYOUTS["mla"],
+        block_size=8,
+        planes=tuple(
+            dataclasses.replace(plane, block_bytes=2 * plane.block_bytes)
+            for plane in LAYOUTS["mla"].planes
+        ),
+    )
+    found = differences(
+        dataclasses.replace(OURS, layout=LAYOUTS["mla"]).readable(),
+        dataclasses.replace(OURS, layout=layout).readable(),
+    )
+    assert [text.split()[0] for text in found] == ["block_size", "layout"]
+
+
+def test_equal_fingerprints_have_no_difference_and_the_same_root() -> None:
+    again = Fingerprint("llama", LAYOUTS["gqa"])
+    assert differences(OURS.readable(), again.readable()) == ()
+    assert again.root() == OURS.root()
+
+
+def test_a_field_that_only_one_side_knows_is_a_difference() -> None:
+    theirs = OURS.readable() | {"rope": "yarn"}
+    assert differences(OURS.readable(), theirs) == ("rope (here 'absent', there 'yarn')",)
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_the_tenant_salt_can_never_be_read(text: str) -> None:
+    salt = f"a secret {text}"
+    readable = dataclasses.replace(OURS, tenant=salt).readable()
+    assert not any("a secret" in value for value in readable.values())
+    assert readable["tenant"] != OURS.readable()["tenant"]
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=5)
+
+
+@given(st.tuples(texts, texts, texts), st.tuples(texts, texts, texts))
+def test_neighbouring_fields_cannot_run_into_each_other(
+    left: tuple[str, str, str], right: tuple[str, str, str]
+) -> None:
+    one, other = (
+        dataclasses.replace(OURS, revision=revision, adapter=adapter, tenant=tenant)
+        for revision, adapter, tenant in (left, right)
+    )
+    assert (one.root() == other.root()) == (left == right)
+
+
+def test_a_model_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="model"):
+        Fingerprint("", LAYOUTS["gqa"])

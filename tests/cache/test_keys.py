@@ -1,0 +1,315 @@
+"""Keys are equal exactly when bytes may be shared, on every machine, in every process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import (
+    MediaItem,
+    Names,
+    Prompt,
+    StoredKey,
+    block_digest,
+    chain,
+    extra_keys,
+    stored_keys,
+    tail_digest,
+)
+from tierkv.cache.layout import attention_layout
+from tierkv.cache.tokens import pack
+from tierkv.errors import BadRequestError
+from tierkv.storage.protocol import check_name
+
+SIZE = 4
+ROOT = bytes(range(32))
+CAT, DOG = b"c" * 32, b"d" * 32
+tokens = st.lists(st.integers(0, 5), max_size=20)
+
+
+def golden() -> tuple[Fingerprint, Prompt]:
+    layout = attention_layout(
+        num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16", item_bytes=2, block_size=SIZE
+    )
+    fingerprint = Fingerprint(
+        "llama-3-8b",
+        layout,
+        revision="main",
+        weight_dtype="bfloat16",
+        adapter="lora@2",
+        tenant="acme",
+    )
+    return fingerprint, Prompt.of(range(100, 110), SIZE, [MediaItem(3, 3, b"\x07" * 32)])
+
+
+# Pinned on 2026-11-21. If one of these changes, every stored block in the world is lost: then
+# KEY_FORMAT has to change with it.
+GOLDEN_LAYOUT = "4e94ad8f905c914b34930b805464a835741f05ca442459f247323801039f12af"
+GOLDEN_ROOT = "a2ec8c757509933888e1c1b9fb0c664dd396b98297a12f5aecd42c58d2120aef"
+GOLDEN_KEYS = [
+    ("ab116a24f2d20b4547be346063288ed3cdfb50e2cc318d64156467f3db21a5ab", 4, False),
+    ("bf1491760bedf19a4595f0bfcfacacf36441d9a43c229d1e5a2b2b6bf0c45961", 4, False),
+    ("90298e6abf5a5900426923d448c326ebaa28e93056e60ee852d65d7fca56438f", 2, True),
+]
+
+
+def test_golden_vectors_stay() -> None:  # fault 10
+    fingerprint, prompt = golden()
+    assert fingerprint.layout.digest.hex() == GOLDEN_LAYOUT
+    assert fingerprint.root().hex() == GOLDEN_ROOT
+    keys = stored_keys(fingerprint.root(), prompt)
+    assert [(key.digest.hex(), key.num_tokens, key.is_tail) for key in keys] == GOLDEN_KEYS
+
+
+def test_golden_vectors_follow_from_the_written_format() -> None:
+    """The same numbers, built here by hand from what the docstrings promise."""
+
+    def number(value: int, width: int) -> bytes:
+        return value.to_bytes(width, "little", signed=True)
+
+    def message(first: int, stop: int) -> bytes:
+        return b"".join(number(token, 4) for token in range(first, stop))
+
+    def picture(offset: int) -> bytes:
+        return number(32, 4) + b"\x07" * 32 + number(offset, 8) + number(3, 8)
+
+    parent = bytes.fromhex(GOLDEN_ROOT)
+    first = hashlib.sha256(parent + message(100, 104) + picture(3)).digest()
+    second = hashlib.sha256(first + message(104, 108) + picture(-1)).digest()
+    tag = b"tierkv tail v1".ljust(32, b"\0")
+    tail = hashlib.sha256(tag + second + number(2, 4) + message(108, 110)).digest()
+    assert [digest.hex() for digest in (first, second, tail)] == [key[0] for key in GOLDEN_KEYS]
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "4242"])
+def test_another_process_with_another_hash_seed_gets_the_same_keys(
+    hash_seed: str,
+) -> None:  # fault 10
+    code = (
+        "from tests.cache.test_keys import golden\n"
+        "from tierkv.cache.keys import stored_keys\n"
+        "who, prompt = golden()\n"
+        "print(*[key.digest.hex() for key in stored_keys(who.root(), prompt)])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == [key[0] for key in GOLDEN_KEYS]
+
+
+@given(tokens)
+def test_ints_numpy_and_bytes_give_the_same_keys(ids: list[int]) -> None:  # fault 10
+    forms = (ids, tuple(ids), np.array(ids, np.int64), np.array(ids, np.uint16), pack(ids))
+    keys = [stored_keys(ROOT, Prompt.of(form, SIZE)) for form in forms]
+    assert all(other == keys[0] for other in keys)
+
+
+@given(tokens, tokens)
+def test_two_prompts_share_exactly_the_keys_of_their_common_blocks(
+    left: list[int], right: list[int]
+) -> None:
+    ours, theirs = (stored_keys(ROOT, Prompt.of(ids, SIZE)) for ids in (left, right))
+    for at in range(max(len(ours), len(theirs))):
+        stop = (at + 1) * SIZE
+        is_same = left[:stop] == right[:stop] and at < min(len(ours), len(theirs))
+        pair = [keys[at] if at < len(keys) else None for keys in (ours, theirs)]
+        assert (pair[0] == pair[1]) == is_same
+    digests = {key.digest for key in ours}
+    assert len(digests) == len(ours)
+
+
+def test_a_blocks_key_depends_on_everything_before_it() -> None:
+    ours = chain(ROOT, Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], SIZE))
+    theirs = chain(ROOT, Prompt.of([0, 2, 3, 4, 5, 6, 7, 8], SIZE))
+    elsewhere = chain(bytes(32), Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], SIZE))
+    assert len({*ours, *theirs, *elsewhere}) == 6
+
+
+@given(st.lists(st.integers(0, 9), min_size=16, max_size=30), st.integers(0, 3))
+def test_a_chain_can_be_continued_from_any_block(ids: list[int], start: int) -> None:
+    prompt = Prompt.of(ids, SIZE)
+    whole = chain(ROOT, prompt)
+    parent = whole[start - 1] if start else ROOT
+    assert chain(parent, prompt, start) == whole[start:]
+    assert chain(ROOT, prompt, 0, start) == whole[:start]
+
+
+def test_a_tails_key_differs_from_a_full_blocks_key_of_the_same_tokens() -> None:
+    packed = pack([1, 2, 3, 4])
+    assert tail_digest(ROOT, packed) != block_digest(ROOT, packed)
+    [full] = stored_keys(ROOT, Prompt.of([1, 2, 3, 4], 4))
+    [tail] = stored_keys(ROOT, Prompt.of([1, 2, 3, 4], 8))
+    assert full.digest != tail.digest
+    assert (full.is_tail, tail.is_tail, tail.num_tokens) == (False, True, 4)
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=3), st.lists(st.integers(0, 1), max_size=3))
+def test_tails_share_a_key_only_if_they_are_equal(left: list[int], right: list[int]) -> None:
+    assume(right)
+    ours, theirs = (tail_digest(ROOT, pack(ids)) for ids in (left, right))
+    assert (ours == theirs) == (left == right)
+
+
+def test_one_function_builds_the_keys_of_blocks_and_tail() -> None:  # fault 13
+    prompt = Prompt.of(range(10), SIZE)
+    digests = chain(ROOT, prompt)
+    tail = tail_digest(digests[-1], pack([8, 9]))
+    assert stored_keys(ROOT, prompt) == [
+        StoredKey(digests[0], 4, is_tail=False),
+        StoredKey(digests[1], 4, is_tail=False),
+        StoredKey(tail, 2, is_tail=True),
+    ]
+
+
+# Media
+
+
+def keys_with(*media: MediaItem, num_tokens: int = 12) -> list[bytes]:
+    prompt = Prompt.of([7] * num_tokens, SIZE, media)
+    return [key.digest for key in stored_keys(ROOT, prompt)]
+
+
+def changed_by(*media: MediaItem, num_tokens: int = 12) -> list[bool]:
+    """Which blocks' own extra keys the media change (a chain changes all after the first)."""
+    prompt = Prompt.of([7] * num_tokens, SIZE, media)
+    return [bool(prompt.extra(at)) for at in range(-(-num_tokens // SIZE))]
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "overlaps"),
+    [
+        (5, 2, [False, True, False]),  # inside
+        (4, 4, [False, True, False]),  # exactly a block: touches both edges from inside
+        (0, 4, [True, False, False]),  # ends exactly where the next block starts
+        (3, 1, [True, False, False]),  # its last token is the block's last
+        (4, 1, [False, True, False]),  # its first token is the block's first
+        (3, 2, [True, True, False]),  # across an edge
+        (2, 8, [True, True, True]),  # across two edges
+        (0, 12, [True, True, True]),
+    ],
+)
+def test_media_change_exactly_the_blocks_they_overlap(
+    start: int, num_tokens: int, overlaps: list[bool]
+) -> None:
+    assert changed_by(MediaItem(start, num_tokens, CAT)) == overlaps
+    first = overlaps.index(True)
+    plain = keys_with()
+    ours = keys_with(MediaItem(start, num_tokens, CAT))
+    assert ours[:first] == plain[:first]
+    assert all(a != b for a, b in zip(ours[first:], plain[first:], strict=True))
+
+
+def test_two_images_at_the_same_place_give_different_keys() -> None:
+    assert keys_with(MediaItem(1, 2, CAT))[0] != keys_with(MediaItem(1, 2, DOG))[0]
+
+
+def test_an_equal_image_at_another_offset_or_of_another_length_gives_another_key() -> None:
+    items = [MediaItem(0, 2, CAT), MediaItem(1, 2, CAT), MediaItem(2, 2, CAT), MediaItem(1, 3, CAT)]
+    assert len({keys_with(item)[0] for item in items}) == len(items)
+
+
+def test_an_image_continued_in_the_next_block_counts_from_that_block() -> None:
+    """Two pieces of a wide image are not two images that start anew."""
+    wide = Prompt.of([7] * 8, SIZE, [MediaItem(2, 6, CAT)])
+    twice = Prompt.of([7] * 8, SIZE, [MediaItem(2, 2, CAT), MediaItem(4, 4, CAT)])
+    assert wide.extra(1) != twice.extra(1)
+
+
+def test_several_images_in_a_block_count_in_order_however_they_are_listed() -> None:
+    cat, dog = MediaItem(0, 1, CAT), MediaItem(2, 1, DOG)
+    assert keys_with(cat, dog) == keys_with(dog, cat)
+    swapped = keys_with(MediaItem(0, 1, DOG), MediaItem(2, 1, CAT))
+    assert swapped[0] != keys_with(cat, dog)[0]
+    assert keys_with(cat)[0] != keys_with(cat, dog)[0]
+
+
+def test_media_change_the_tails_key_and_survive_generated_tokens() -> None:
+    prompt = Prompt.of([7] * 6, SIZE, [MediaItem(4, 2, CAT)])
+    assert stored_keys(ROOT, prompt)[1] != stored_keys(ROOT, Prompt.of([7] * 6, SIZE))[1]
+    grown = prompt.with_tokens(pack([7] * 6))
+    assert grown == Prompt.of([7] * 12, SIZE, [MediaItem(4, 2, CAT)])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4), st.sampled_from([CAT, DOG]))),
+    st.integers(0, 2),
+)
+def test_extra_keys_of_a_block_are_those_of_the_media_that_overlap_it(
+    spans: list[tuple[int, int, bytes]], block: int
+) -> None:
+    media = [MediaItem(start, min(num, 12 - start), what) for start, num, what in spans]
+    prompt = Prompt.of([7] * 12, SIZE, media)
+    inside = [
+        item
+        for item in media
+        if set(range(item.start, item.start + item.num_tokens))
+        & set(range(block * SIZE, block * SIZE + SIZE))
+    ]
+    assert prompt.extra(block) == extra_keys(inside, block * SIZE, block * SIZE + SIZE)
+    assert bool(prompt.extra(block)) == bool(inside)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MediaItem(-1, 2, CAT),
+        lambda: MediaItem(0, 0, CAT),
+        lambda: MediaItem(0, 1, b"short"),
+        lambda: MediaItem(0, 1, b"x" * 65),
+        lambda: Prompt.of([7] * 4, SIZE, [MediaItem(3, 2, CAT)]),
+        lambda: Prompt.of([], SIZE, [MediaItem(0, 1, CAT)]),
+    ],
+)
+def test_media_that_cannot_be_are_refused(make: object) -> None:
+    assert callable(make)
+    with pytest.raises(BadRequestError):
+        make()
+
+
+# Names
+
+
+@given(st.binary(min_size=32, max_size=32), st.integers(1, 4096), st.booleans())
+def test_stored_names_are_accepted_by_stores_and_tell_tails_apart(
+    digest: bytes, num_tokens: int, is_tail: bool
+) -> None:
+    name = Names("tierkv", golden()[0].short).name(StoredKey(digest, num_tokens, is_tail=is_tail))
+    assert check_name(name) == name
+    assert digest.hex() in name
+    assert name.endswith(f":partial:{num_tokens}") == is_tail
+    assert ("partial" in name) == is_tail
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_any_ticket_id_gives_an_acceptable_name_that_does_not_show_it(ticket_id: str) -> None:
+    name = Names("tierkv", "00").ticket(ticket_id)
+    assert check_name(name) == name
+    assert name != Names("tierkv", "00").ticket(ticket_id + "x")
+
+
+def test_tickets_of_all_fingerprints_lie_in_one_place() -> None:
+    assert Names("tierkv", "00").ticket("t") == Names("tierkv", "11").ticket("t")
+
+
+def test_blocks_of_two_fingerprints_or_shards_never_share_a_name() -> None:
+    key = StoredKey(ROOT, 4, is_tail=False)
+    names = {
+        Names("tierkv", "00").name(key),
+        Names("tierkv", "11").name(key),
+        Names("tierkv", "00", "0of2").name(key),
+        Names("other", "00").name(key),
+    }
+    assert len(names) == 4

@@ -1,0 +1,171 @@
+"""A layout says where each byte of a block is; tails are cut out and pasted back exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.layouts import ALL_LAYOUTS, LAYOUTS, ODD_SIZES, odd_layout
+from tierkv.cache.layout import Layout, Plane, attention_layout
+from tierkv.errors import LayoutError
+
+every_layout = pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS.keys())
+
+
+def random_slot(layout: Layout, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 256, layout.block_bytes).astype(np.uint8)
+
+
+@every_layout
+def test_planes_fill_a_slot_without_gap_or_overlap(layout: Layout) -> None:
+    ends = [
+        start + plane.block_bytes
+        for start, plane in zip(layout.offsets, layout.planes, strict=True)
+    ]
+    assert list(layout.offsets) == [0, *ends[:-1]]
+    assert layout.block_bytes == ends[-1]
+    listed = [index for planes in layout.planes_of_layer for index in planes]
+    assert listed == list(range(len(layout.planes)))
+    for layer, planes in enumerate(layout.planes_of_layer):
+        assert {layout.planes[index].layer for index in planes} == {layer}
+
+
+def test_every_kind_of_attention_is_there_and_its_scales_and_extra_layers_too() -> None:  # fault 6
+    roles = {name: {plane.role for plane in layout.planes} for name, layout in LAYOUTS.items()}
+    assert roles["gqa"] == {"key", "value"}
+    assert roles["mla"] == {"latent"}
+    assert roles["dsa"] == {"key", "indexer"}
+    assert roles["fp8"] == {"key", "value", "scale"}
+    assert LAYOUTS["mtp"].num_layers == 4
+    for layout in LAYOUTS.values():
+        covered = sum(len(planes) for planes in layout.planes_of_layer)
+        assert covered == len(layout.planes)
+
+
+@every_layout
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+def test_a_tail_comes_back_and_the_rest_is_zero(layout: Layout, num_tokens: int) -> None:
+    slot = random_slot(layout)
+    before = slot.copy()
+    payload = layout.cut_tail(slot, num_tokens).copy()
+    assert len(payload) == layout.stored_bytes(num_tokens)
+    target = random_slot(layout, seed=2)
+    layout.paste_tail(payload, target, num_tokens)
+    assert np.array_equal(slot, before)
+    for plane, start in zip(layout.planes, layout.offsets, strict=True):
+        ours = target[start : start + plane.block_bytes]
+        theirs = slot[start : start + plane.block_bytes]
+        if layout.has_token_bytes and num_tokens < layout.block_size:
+            kept = num_tokens * (plane.token_bytes or 0)
+            assert np.array_equal(ours[:kept], theirs[:kept])
+            assert not ours[kept:].any()
+        else:
+            assert np.array_equal(ours, theirs)
+
+
+@every_layout
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_tail_carries_nothing_of_the_tokens_behind_it(layout: Layout, num_tokens: int) -> None:
+    if not layout.has_token_bytes:
+        assert layout.stored_bytes(num_tokens) == layout.block_bytes
+        return
+    slot = np.zeros(layout.block_bytes, np.uint8)
+    for plane, start in zip(layout.planes, layout.offsets, strict=True):
+        slot[start + num_tokens * (plane.token_bytes or 0) : start + plane.block_bytes] = 0xEE
+    assert not layout.cut_tail(slot, num_tokens).any()
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1, 5])
+def test_a_tail_of_no_or_too_many_tokens_is_refused(num_tokens: int) -> None:
+    with pytest.raises(LayoutError, match="1 to 4 tokens"):
+        LAYOUTS["gqa"].stored_bytes(num_tokens)
+
+
+def test_a_tail_of_the_wrong_size_is_refused_and_the_slot_stays() -> None:
+    layout = LAYOUTS["gqa"]
+    slot = random_slot(layout)
+    before = slot.copy()
+    with pytest.raises(LayoutError, match="a tail of 2 tokens"):
+        layout.paste_tail(np.zeros(layout.stored_bytes(1), np.uint8), slot, 2)
+    assert np.array_equal(slot, before)
+
+
+@pytest.mark.parametrize("size", ODD_SIZES)
+def test_odd_plane_sizes_are_fine(size: int) -> None:
+    layout = odd_layout(size)
+    assert layout.block_bytes == 2 * size + 3
+    assert layout.offsets == (0, size, size + 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Layout(0, (Plane(0, "key", "u", 1),)),
+        lambda: Layout(4, ()),
+        lambda: Layout(4, (Plane(1, "key", "u", 1),)),
+        lambda: Layout(4, (Plane(0, "key", "u", 1), Plane(2, "key", "u", 1))),
+        lambda: Layout(4, (Plane(1, "key", "u", 1), Plane(0, "key", "u", 1))),
+        lambda: Layout(4, (Plane(0, "key", "u", 1), Plane(0, "key", "u", 2))),
+        lambda: Layout(4, (Plane(0, "key", "u", 9, 2),)),
+        lambda: Plane(0, "key", "u", 0),
+        lambda: Plane(-1, "key", "u", 1),
+        lambda: Plane(0, "", "u", 1),
+        lambda: Plane(0, "key", "", 1),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(make: object) -> None:
+    assert callable(make)
+    with pytest.raises(LayoutError):
+        make()
+
+
+PLANE = Plane(0, "key", "bfloat16", 32, 8)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Layout(4, (dataclasses.replace(PLANE, role="value"),)),
+        Layout(4, (dataclasses.replace(PLANE, dtype="float16"),)),
+        Layout(4, (dataclasses.replace(PLANE, block_bytes=64, token_bytes=16),)),
+        Layout(4, (dataclasses.replace(PLANE, token_bytes=None),)),
+        Layout(2, (dataclasses.replace(PLANE, token_bytes=16),)),
+        Layout(4, (PLANE, Plane(0, "value", "bfloat16", 32, 8))),
+        Layout(4, (PLANE, Plane(1, "key", "bfloat16", 32, 8))),
+    ],
+)
+def test_any_difference_of_layouts_is_in_the_digest(other: Layout) -> None:
+    assert other.digest != Layout(4, (PLANE,)).digest
+
+
+def test_the_order_of_planes_is_in_the_digest() -> None:
+    key, value = Plane(0, "key", "u", 8), Plane(0, "value", "u", 8)
+    assert Layout(4, (key, value)).digest != Layout(4, (value, key)).digest
+
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6)
+
+
+@given(st.tuples(texts, texts), st.tuples(texts, texts))
+def test_role_and_dtype_cannot_run_into_each_other(
+    left: tuple[str, str], right: tuple[str, str]
+) -> None:
+    one, other = (Layout(4, (Plane(0, role, dtype, 8),)) for role, dtype in (left, right))
+    assert (one.digest == other.digest) == (left == right)
+
+
+def test_attention_layouts_are_token_major_keys_then_values() -> None:
+    layout = attention_layout(
+        num_layers=2, num_kv_heads=3, head_dim=5, dtype="bfloat16", item_bytes=2, block_size=16
+    )
+    assert [(p.layer, p.role) for p in layout.planes] == [
+        (0, "key"),
+        (0, "value"),
+        (1, "key"),
+        (1, "value"),
+    ]
+    assert {(p.token_bytes, p.block_bytes) for p in layout.planes} == {(30, 480)}

@@ -1,0 +1,130 @@
+"""A pool gives what it has, once, and takes back what it gave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tierkv.cache.pool import BlockPool
+from tierkv.errors import OutOfBlocksError, OwnershipError
+
+CAPACITY = 9
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool("device", CAPACITY)
+        self.taken: set[int] = set()
+
+    @rule(count=st.integers(0, CAPACITY + 2))
+    def allocate(self, count: int) -> None:
+        if count > CAPACITY - len(self.taken):
+            with pytest.raises(OutOfBlocksError) as error:
+                self.pool.allocate(count)
+            assert error.value.needed == count
+            assert error.value.available == CAPACITY - len(self.taken)
+            return
+        ids = self.pool.allocate(count).tolist()
+        assert len(ids) == len(set(ids)) == count
+        assert self.taken.isdisjoint(ids)
+        assert set(ids) <= set(range(CAPACITY))
+        self.taken |= set(ids)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.taken)), unique=True))
+        self.pool.release(ids)
+        self.taken -= set(ids)
+
+    @rule(data=st.data(), stranger=st.integers(-3, CAPACITY + 3))
+    def release_one_too_many(self, data: st.DataObject, stranger: int) -> None:
+        if stranger in self.taken:
+            return
+        rest = st.lists(st.sampled_from(sorted(self.taken)), unique=True)
+        ids = data.draw(rest) if self.taken else []
+        with pytest.raises(OwnershipError, match="device"):
+            self.pool.release([*ids, stranger])
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def release_twice_in_one_call(self, data: st.DataObject) -> None:
+        twice = data.draw(st.sampled_from(sorted(self.taken)))
+        with pytest.raises(OwnershipError, match="twice"):
+            self.pool.release([twice, twice])
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.pool.findings(self.taken) == []
+        assert self.pool.num_free == CAPACITY - len(self.taken)
+        stats = self.pool.stats()
+        assert (stats.capacity, stats.used) == (CAPACITY, len(self.taken))
+
+
+TestPoolMachine = PoolMachine.TestCase
+
+
+def test_allocating_none_gives_none() -> None:  # fault 9
+    pool = BlockPool("host", 4)
+    assert pool.allocate(0).tolist() == []
+    assert pool.num_free == 4
+
+
+def test_a_released_id_cannot_be_released_again() -> None:  # fault 9
+    pool = BlockPool("host", 4)
+    ids = pool.allocate(2)
+    pool.release(ids)
+    with pytest.raises(OwnershipError, match="is free"):
+        pool.release(ids)
+    assert pool.findings([]) == []
+
+
+@pytest.mark.parametrize("stranger", [-1, 4, 10**6])
+def test_an_id_that_does_not_exist_is_refused_loudly(stranger: int) -> None:  # fault 9
+    pool = BlockPool("host", 4)
+    pool.allocate(4)
+    with pytest.raises(OwnershipError, match="outside"):
+        pool.release([0, stranger])
+    assert pool.findings([0, 1, 2, 3]) == []
+
+
+def test_a_refused_allocation_takes_nothing() -> None:
+    pool = BlockPool("device", 4)
+    pool.allocate(1)
+    with pytest.raises(OutOfBlocksError, match="device: 4 blocks needed, 3 available"):
+        pool.allocate(4)
+    assert pool.num_free == 3
+    with pytest.raises(ValueError, match="-1"):
+        pool.allocate(-1)
+    with pytest.raises(ValueError, match="negative"):
+        BlockPool("device", -1)
+
+
+@given(st.integers(0, 50))
+def test_all_that_is_free_can_be_had(capacity: int) -> None:
+    pool = BlockPool("host", capacity)
+    assert sorted(pool.allocate(capacity).tolist()) == list(range(capacity))
+
+
+def test_findings_tell_of_lost_shared_and_invented_blocks() -> None:
+    pool = BlockPool("device", 4)
+    first, second = pool.allocate(2).tolist()
+    pool.release([second])
+    assert pool.findings([]) == [f"device: block {first} is taken but nobody owns it"]
+    assert pool.findings([first, first]) == [f"device: block {first} has more than one owner"]
+    wrong = pool.findings([first, second, 77])
+    assert any("which does not exist" in text for text in wrong)
+    assert f"device: block {second} is owned but counted as free" in wrong
+
+
+def test_ids_come_back_as_an_array_that_the_pool_does_not_change_later() -> None:
+    pool = BlockPool("device", 4)
+    ids = pool.allocate(2)
+    kept = ids.copy()
+    pool.release(ids[:1])
+    pool.allocate(3)
+    assert np.array_equal(ids, kept)

@@ -1,0 +1,75 @@
+"""Tokens are the same bytes however they come."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.cache.tokens import common_tokens, count, pack, unpack
+from tierkv.errors import BadRequestError
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+
+
+@given(ids)
+def test_a_list_arrays_json_and_packed_bytes_are_the_same_tokens(tokens: list[int]) -> None:
+    packed = pack(tokens)
+    assert unpack(packed).tolist() == tokens
+    assert count(packed) == len(tokens)
+    assert pack(packed) == packed
+    assert pack(tuple(tokens)) == packed
+    assert pack(json.loads(json.dumps(tokens))) == packed
+    for dtype in ("<i4", ">i4", "<i8", ">i8", "u4", "u8"):
+        assert pack(np.array(tokens, dtype=dtype)) == packed
+    assert pack([np.int64(token) for token in tokens]) == packed  # type: ignore[arg-type]
+    assert pack(np.repeat(np.array(tokens, np.int32), 2)[::2]) == packed
+
+
+def test_the_bytes_are_little_endian_int32() -> None:
+    assert pack([1, 258, 2**31 - 1]) == bytes([1, 0, 0, 0, 2, 1, 0, 0, 255, 255, 255, 127])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [-1],
+        [2**31],
+        [2**63],
+        [2**200],
+        [1.0],
+        [None],
+        ["1"],
+        [[1]],
+        "text",
+        b"abc",
+        pack([7])[:3],
+        b"\xff\xff\xff\xff",
+        np.array([-1]),
+        np.array([2**31]),
+        np.array([2**63], np.uint64),
+        np.array([1.5]),
+        np.array([[1, 2]]),
+        np.array([True]),
+        np.array(5),
+    ],
+    ids=repr,
+)
+def test_what_is_no_token_is_refused(bad: object) -> None:
+    with pytest.raises(BadRequestError):
+        pack(bad)  # type: ignore[arg-type]
+
+
+@given(ids, ids, ids)
+def test_common_tokens_counts_the_shared_start(
+    shared: list[int], left: list[int], right: list[int]
+) -> None:
+    expected = len(shared)
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        expected += 1
+    assert common_tokens(pack(shared + left), pack(shared + right)) == expected

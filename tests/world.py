@@ -1,0 +1,194 @@
+"""A service on the CPU device with latches, and an engine whose KV is a function of the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.latch import CopyLatch, finish, until
+from tests.layouts import LAYOUTS
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.layout import Layout
+from tierkv.cache.tokens import pack
+from tierkv.clock import Clock, SystemClock
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.sched.request import Matched, Request
+from tierkv.service import CacheSettings, HandoffSettings, Service
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import Store
+from tierkv.transfer.storage_io import StorageStats
+
+GQA = LAYOUTS["gqa"]
+BLOCK = GQA.block_size
+
+
+def kv_of(tokens: Sequence[int], layout: Layout) -> list[np.ndarray]:
+    """For each plane uint8 [num_tokens, token_bytes]: what an engine computes, prefix and all."""
+    planes = [np.zeros((len(tokens), plane.token_bytes or 0), np.uint8) for plane in layout.planes]
+    prefix = b"start"
+    for at, token in enumerate(tokens):
+        prefix = hashlib.sha256(prefix + token.to_bytes(4, "little")).digest()
+        for index, rows in enumerate(planes):
+            seed = prefix + index.to_bytes(2, "little")
+            rows[at] = np.frombuffer(hashlib.shake_128(seed).digest(rows.shape[1]), np.uint8)
+    return planes
+
+
+@dataclass
+class World:
+    """One node and what a test may turn on it."""
+
+    service: Service
+    latch: CopyLatch
+    store: FaultyStore | None = None
+    num_requests: int = field(default=0)
+
+    @property
+    def layout(self) -> Layout:
+        return self.service.fingerprint.layout
+
+    @property
+    def the_store(self) -> FaultyStore:
+        assert self.store is not None, "this world has a store"
+        return self.store
+
+    @property
+    def storage_stats(self) -> StorageStats:
+        stats = self.service.stats().storage
+        assert stats is not None, "this world has a store"
+        return stats
+
+    def prompt(self, tokens: Sequence[int]) -> Prompt:
+        return Prompt.of(list(tokens), self.layout.block_size)
+
+    def keys(self, tokens: Sequence[int]) -> list[StoredKey]:
+        return stored_keys(self.service.fingerprint.root(), self.prompt(tokens))
+
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        names = Names("tierkv", self.service.fingerprint.short)
+        return [names.name(key) for key in self.keys(tokens)]
+
+    async def admit(
+        self, tokens: Sequence[int], *, name: str = "", new: int = 0, uses_cache: bool = True
+    ) -> Request:
+        self.num_requests += 1
+        return await finish(
+            self.service.admit(
+                name or f"request {self.num_requests}",
+                self.prompt(tokens),
+                max_new_tokens=new,
+                uses_cache=uses_cache,
+            )
+        )
+
+    def compute(self, request: Request, tokens: Sequence[int], start: int = 0) -> None:
+        """What the engine's kernels do: write KV of tokens [start, len(tokens))."""
+        for plane, rows, array in zip(
+            self.layout.planes,
+            kv_of(tokens, self.layout),
+            self.service.planes.arrays,
+            strict=True,
+        ):
+            width = plane.token_bytes or 0
+            for at in range(start, len(tokens)):
+                block, offset = divmod(at, self.layout.block_size)
+                row = array[request.block_table[block]]
+                row[offset * width : (offset + 1) * width] = rows[at]
+
+    def read(self, request: Request, num_tokens: int) -> list[np.ndarray]:
+        """KV of the first tokens as the engine's kernels would read it."""
+        size = self.layout.block_size
+        num_blocks = -(-num_tokens // size)
+        return [
+            array[request.block_table[:num_blocks]].reshape(num_blocks * size, -1)[:num_tokens]
+            for array in self.service.planes.arrays
+        ]
+
+    def check_kv(self, request: Request, tokens: Sequence[int], num_tokens: int) -> None:
+        """The first `num_tokens` tokens have exactly the KV they should have."""
+        found = self.read(request, num_tokens)
+        for plane, (rows, expected) in enumerate(
+            zip(found, kv_of(tokens[:num_tokens], self.layout), strict=True)
+        ):
+            wrong = np.flatnonzero((rows != expected).any(axis=1))
+            assert not len(wrong), f"plane {plane}: wrong bytes at tokens {wrong.tolist()}"
+
+    async def prefill(self, request: Request, tokens: Sequence[int]) -> None:
+        """Wait for what is cached, check every byte of it, compute and commit the rest."""
+        await request.gate.all_layers(20.0)
+        self.check_kv(request, tokens, request.cached_tokens)
+        self.compute(request, tokens, request.cached_tokens)
+        await finish(self.service.commit(request, pack(list(tokens))))
+
+    async def run(self, tokens: Sequence[int], *, uses_cache: bool = True) -> Matched:
+        """A whole request; afterwards its copies have settled."""
+        request = await self.admit(tokens, uses_cache=uses_cache)
+        await self.prefill(request, tokens)
+        self.check_kv(request, tokens, len(tokens))
+        self.service.end(request)
+        await self.settle()
+        return request.matched
+
+    async def settle(self) -> None:
+        """Every copy and task of the node has ended, and its books are right."""
+        await until(lambda: self.service.tiers.num_tasks == 0, "an idle node")
+        assert self.service.verify() == []
+
+    @property
+    def free_device_blocks(self) -> int:
+        return self.service.stats().device.free
+
+
+def fingerprint(**fields: str) -> Fingerprint:
+    return Fingerprint("model", GQA, **fields)  # type: ignore[arg-type] - all of them are texts
+
+
+@asynccontextmanager
+async def world(
+    *,
+    store: Store | None = None,
+    with_store: bool = False,
+    handoff: HandoffSettings | None = None,
+    clock: Clock | None = None,
+    who: Fingerprint | None = None,
+    **settings: object,
+) -> AsyncIterator[World]:
+    """A running node with its latches open; on leaving they are opened again.
+
+    with_store: give it a memory store of its own, unless `store` is given (of another node).
+    settings: fields of CacheSettings.
+    """
+    latch = CopyLatch()
+    clock = clock or SystemClock()
+    if store is None and with_store:
+        store = MemoryStore(MemorySettings(), clock)
+    faulty = FaultyStore(store) if store is not None else None
+    who = who or fingerprint()
+    chosen = {"device_blocks": 32, "host_blocks": 32} | settings
+    service = Service(
+        CpuDevice(before_copy=latch),
+        who,
+        CacheSettings(block_size=who.layout.block_size, **chosen),  # type: ignore[arg-type]
+        handoff or HandoffSettings(),
+        faulty,
+        clock=clock,
+    )
+    async with service.running():
+        try:
+            yield World(service, latch, faulty)
+        finally:
+            latch.release()
+            if faulty is not None:
+                faulty.release()
+
+
+def background_tasks() -> set[str]:
+    """Names of the tasks that are alive, this one aside."""
+    return {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}

@@ -1,0 +1,159 @@
+"""Every failure as one shape: RFC 9457 problem+json with a code that does not change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from tierkv.api.bodies import (
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    BodyError,
+    BodyTimeoutError,
+    MediaTypeError,
+    first_id,
+)
+from tierkv.api.types import FieldError
+from tierkv.errors import (
+    BadRequestError,
+    DeviceFailedError,
+    DuplicateRequestError,
+    HandoffError,
+    OutOfBlocksError,
+    RequestTooLargeError,
+    ShuttingDownError,
+    StoreError,
+    TierKVError,
+    TransferError,
+)
+
+log = logging.getLogger("tierkv.api")
+
+PROBLEM_JSON = "application/problem+json"
+_RETRY_AFTER_S = 1
+
+
+class WrongRoleError(BadRequestError):
+    """This node's role does not include what was asked: ask a node that has it."""
+
+
+class NotReadyError(TierKVError):
+    """A probe was answered: not ready."""
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """code: stable, for programs. reason: of a hand-off that failed, stable too."""
+
+    title: str
+    status: int
+    detail: str
+    code: str
+    request_id: str
+    reason: str | None = None
+
+
+# The first line whose class fits, so subclasses come before their bases.
+_ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
+    (BodyError, 400, "malformed_body", "The body cannot be read"),
+    (FieldError, 422, "invalid_body", "The body's fields are wrong"),
+    (MediaTypeError, 415, "unsupported_media_type", "The body's type is not supported"),
+    (BodyTimeoutError, 408, "body_timeout", "The body did not arrive in time"),
+    (WrongRoleError, 409, "wrong_role", "Another node does this"),
+    (DuplicateRequestError, 409, "duplicate_request", "This request is running already"),
+    (RequestTooLargeError, 422, "request_too_large", "The request needs more than there is"),
+    (BadRequestError, 400, "bad_request", "The request can never succeed"),
+    (ShuttingDownError, 503, "shutting_down", "This node takes no more work"),
+    (NotReadyError, 503, "not_ready", "This node takes no requests now"),
+    (OutOfBlocksError, 503, "out_of_blocks", "There is no room now"),
+    (HandoffError, 502, "handoff_failed", "The prompt could not be handed over"),
+    (DeviceFailedError, 503, "device_failed", "The device is unusable"),
+    (TransferError, 503, "transfer_failed", "Blocks could not be moved"),
+    (StoreError, 503, "store_unavailable", "The storage tier does not answer"),
+)
+
+_HTTP_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+}
+
+
+@web.middleware
+async def problem_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Name the request, and turn whatever a handler raises into a problem."""
+    request[REQUEST_ID] = first_id(request)
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _http_problem(request, error)
+    except TierKVError as error:
+        return _known_problem(request, error)
+    except ConnectionError:
+        raise  # the client has gone: there is nobody to answer
+    except Exception:
+        log.exception("request %s to %s failed", request[REQUEST_ID], request.path)
+        return problem(request, 500, "internal_error", "tierkv has a bug", _INTERNAL)
+
+
+_INTERNAL = "Something unexpected happened; the log of this node has the details."
+
+
+def _known_problem(request: web.Request, error: TierKVError) -> web.Response:
+    for kind, status, code, title in _ERRORS:
+        if isinstance(error, kind):
+            reason = error.reason if isinstance(error, HandoffError) else None
+            return problem(request, status, code, title, str(error), reason=reason)
+    log.error("request %s failed: %s", request[REQUEST_ID], error, exc_info=error)
+    return problem(request, 500, "internal_error", "tierkv has a bug", _INTERNAL)
+
+
+def _http_problem(request: web.Request, error: web.HTTPException) -> web.Response:
+    if error.status < HTTPStatus.BAD_REQUEST:
+        raise error
+    code = _HTTP_CODES.get(error.status, f"http_{error.status}")
+    headers = {}
+    detail = f"{request.method} {request.path[:200]}: {error.reason}"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        headers["Allow"] = allowed
+        detail = f"{request.path[:200]} takes {allowed}"
+    elif isinstance(error, web.HTTPRequestEntityTooLarge):
+        detail = error.text or error.reason
+    return problem(request, error.status, code, error.reason, detail, headers=headers)
+
+
+def problem(  # noqa: PLR0913 - the parts of one answer
+    request: web.Request,
+    status: int,
+    code: str,
+    title: str,
+    detail: str,
+    *,
+    reason: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> web.Response:
+    body = Problem(
+        title=title,
+        status=status,
+        detail=detail,
+        code=code,
+        request_id=request[REQUEST_ID],
+        reason=reason,
+    )
+    all_headers = {REQUEST_ID_HEADER: request[REQUEST_ID], **(headers or {})}
+    if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
+        all_headers["Retry-After"] = str(_RETRY_AFTER_S)
+    response = web.Response(
+        body=msgspec.json.encode(body),
+        status=status,
+        content_type=PROBLEM_JSON,
+        headers=all_headers,
+    )
+    if status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+        response.force_close()  # the rest of the body is not read
+    return response

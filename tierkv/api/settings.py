@@ -1,0 +1,112 @@
+"""All settings of a node, one section for each part that has some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+import msgspec
+
+from tierkv.errors import ConfigError
+from tierkv.refmodel.config import ModelConfig
+from tierkv.refmodel.engine import EngineSettings
+from tierkv.service import CacheSettings, HandoffSettings
+from tierkv.storage.factory import StoreSettings
+from tierkv.storage.file import FileSettings
+from tierkv.storage.memory import MemorySettings
+from tierkv.storage.redis import RedisSettings
+
+NO_STORAGE = "none"
+_MAX_PORT = 65_535
+
+
+class Role(Enum):
+    """Which half of the work a node takes; any node generates by itself."""
+
+    PREFILL = "prefill"  # computes prompts and publishes them
+    DECODE = "decode"  # claims published prompts and goes on
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
+
+
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the node is and how it is reached.
+
+    name: for people, in logs, tickets and metrics; role@host:port where it is empty.
+    device: what computes and holds the Device tier; "cpu" is the only one yet.
+    port: 0 takes a free one.
+    drain_grace_s: how long running requests may go on after SIGTERM.
+    allow_insecure_bind: listen on other than loopback addresses although nobody is asked who they
+        are; for a private network.
+    max_body_bytes: a longer request body is refused.
+    idle_timeout_s: a connection that brings no complete request head for so long is closed.
+    body_timeout_s: how long a request's body may take to arrive.
+    """
+
+    role: Role = Role.BOTH
+    name: str = ""
+    device: str = "cpu"
+    host: str = "127.0.0.1"
+    port: int = 8100
+    drain_grace_s: float = 20.0
+    allow_insecure_bind: bool = False
+    max_body_bytes: int = 16 << 20
+    idle_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= _MAX_PORT:
+            raise ConfigError(f"node.port must be in 0..{_MAX_PORT}, not {self.port}")
+        if not self.host:
+            raise ConfigError("node.host is empty: name an address, such as 127.0.0.1")
+        if self.max_body_bytes < 1:
+            raise ConfigError("node.max_body_bytes must be at least 1")
+        if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
+            raise ConfigError("node.drain_grace_s must be a number that is not negative")
+        for name in ("idle_timeout_s", "body_timeout_s"):
+            value: float = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"node.{name} must be a number above 0")
+
+
+class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """url: where the storage tier is: file:///directory, redis://host:port/0, memory:// or none.
+    Where it is empty, files in the user's cache directory, which nodes of one machine share."""
+
+    url: str = ""
+    file: FileSettings = FileSettings()
+    memory: MemorySettings = MemorySettings()
+    redis: RedisSettings = RedisSettings()
+
+    def of_kinds(self) -> StoreSettings:
+        return StoreSettings(memory=self.memory, file=self.file, redis=self.redis)
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The config file of `tierkv serve`: each field is a table in it."""
+
+    node: HttpSettings = HttpSettings()
+    cache: CacheSettings = CacheSettings()
+    handoff: HandoffSettings = HandoffSettings()
+    storage: StorageSettings = StorageSettings()
+    model: ModelConfig = ModelConfig()
+    engine: EngineSettings = EngineSettings()
+
+
+def default_storage_url(environ: Mapping[str, str]) -> str:
+    """$XDG_CACHE_HOME/tierkv/store, by default below ~/.cache. ConfigError without a home."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    try:
+        directory = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ConfigError("there is no home directory to keep files in: give --storage") from error
+    return (directory / "tierkv" / "store").as_uri()
