@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = 300 if args.quick else 2000
     if args.trace:
         with args.trace.open() as lines:
-            requests = [json.loads(line)["hash_ids"] for line, _ in zip(lines, range(limit), strict=False)]
+            requests = [
+                json.loads(line)["hash_ids"] for line, _ in zip(lines, range(limit), strict=False)
+            ]
     else:
         requests = synthetic_requests(limit)
     show(measure(requests, 3 if args.quick else 5), as_json=args.json)

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
+from typing import cast
 
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.cache.fingerprint import Fingerprint
@@ -22,7 +23,7 @@ from tierkv.storage.protocol import Store
 
 _PING_DEADLINE_S = 1.0
 
-DEVICES: dict[str, Callable[[], Device]] = {"cpu": CpuDevice}
+DEVICES: dict[str, Callable[[], Device]] = {"cpu": cast(Callable[[], Device], CpuDevice)}
 
 
 class Health(Enum):
@@ -50,8 +51,8 @@ class Node:
         self.settings = settings
         node, model = settings.node, settings.model
         self.name = node.name or f"{node.role.value}@{node.host}:{node.port}"
-        self.device = device or _open_device(node.device)
         self.store = store or _open_store(settings, environ)
+        self.device = device or _open_device(node.device)
         layout = model.layout(settings.cache.block_size)
         self.service = Service(
             self.device,

@@ -36,6 +36,7 @@ from tierkv.refmodel.sampling import Sampling, sample
 from tierkv.refmodel.text import decode as decode_text
 from tierkv.sched.request import Matched, Request
 from tierkv.service import ClaimPolicy, Service
+from tierkv.tasks import task_group
 
 log = logging.getLogger("tierkv.engine")
 
@@ -192,7 +193,7 @@ class ReferenceEngine:
         """Leaving waits for publishes under way; a cancel of them is `stop_publishing`."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierkv-compute")
         try:
-            async with asyncio.TaskGroup() as self._tasks:
+            async with task_group() as self._tasks:
                 yield
         finally:
             self._thread.shutdown(wait=True)  # idle: every call was waited for by its caller

@@ -26,6 +26,7 @@ from tierkv.errors import OutOfBlocksError, TransferError
 from tierkv.gpu.protocol import Event
 from tierkv.sched.planner import Step, plan_room
 from tierkv.storage.protocol import PutStatus
+from tierkv.tasks import task_group
 from tierkv.transfer.mover import Movement, Mover
 from tierkv.transfer.storage_io import StorageIO
 
@@ -86,7 +87,7 @@ class Tiers:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Leaving waits for every copy under way."""
-        async with asyncio.TaskGroup() as self._tasks:
+        async with task_group() as self._tasks:
             yield
 
     def on_capacity(self, listener: Callable[[], None]) -> None:

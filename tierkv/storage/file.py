@@ -15,7 +15,6 @@ from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.storage.file_scratch import Scratch
 from tierkv.storage.file_values import ValueFiles
-from tierkv.storage.lifetime import background
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -32,6 +31,7 @@ from tierkv.storage.protocol import (
     check_prefix,
 )
 from tierkv.storage.threads import WorkerThreads
+from tierkv.tasks import background
 
 _log = logging.getLogger(__name__)
 

@@ -229,5 +229,6 @@ def _cut(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 def _expect(kind: type[T], reply: object) -> T:
-    assert isinstance(reply, kind), f"Redis answered {type(reply)} instead of {kind}"
+    if not isinstance(reply, kind):
+        raise StoreUnavailableError(f"a Redis server does not answer {reply!r:.80} to this")
     return reply

@@ -27,7 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.lifetime import background
+from tierkv.tasks import background
 
 Argument = bytes | str | int
 Command = tuple[Argument, ...]

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.lifetime import outlast
+from tierkv.tasks import outlast
 
 T = TypeVar("T")
 Item = TypeVar("Item")

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from tierkv.errors import ShuttingDownError, TransferError
 from tierkv.gpu.protocol import Event
+from tierkv.tasks import task_group
 
 # uvloop's timers count in milliseconds: a shorter sleep only yields. So the poller yields a few
 # times, which resolves short copies at once, and then looks once a millisecond. `is_done` costs
@@ -27,7 +28,7 @@ class EventPoller:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Polls until the body ends; then looks on until every event is done or has failed."""
-        async with asyncio.TaskGroup() as tasks:
+        async with task_group() as tasks:
             self._is_running = True
             tasks.create_task(self._poll(), name="tierkv-poller")
             try:

@@ -19,6 +19,7 @@ from tierkv.gpu.protocol import (
     Lane,
     Planes,
 )
+from tierkv.tasks import task_group
 from tierkv.transfer.completion import EventPoller
 from tierkv.transfer.gate import LayerGate, Submission
 
@@ -82,7 +83,7 @@ class Mover:
                 self._submitters[direction] = ThreadPoolExecutor(
                     1, thread_name_prefix=f"tierkv-submit-{direction.value}"
                 )
-            async with self.poller.running(), asyncio.TaskGroup() as self._tasks:
+            async with self.poller.running(), task_group() as self._tasks:
                 yield
         finally:
             # Blocks the loop on purpose: memory must not be freed under a copy in flight.

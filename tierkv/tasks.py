@@ -9,24 +9,31 @@ from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncIterator[None]:
-    """Run each coroutine, as a task of the given name, until the body ends; then cancel them.
-
-    One that fails cancels the body. What the body or a task raises, if it is one thing, comes out
-    as it is, not in a group of one: who enters a store's lifetime expects the store's errors.
-    """
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup whose single error comes out as it is, not in a group of one: who enters a
+    lifetime expects the errors of what lives in it."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coro, name=name) for name, coro in work.items()]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
+            yield group
     except BaseExceptionGroup as errors:
         if len(errors.exceptions) > 1:
             raise
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
+
+
+@asynccontextmanager
+async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncIterator[None]:
+    """Run each coroutine, as a task of the given name, until the body ends; then cancel them.
+
+    One that fails cancels the body.
+    """
+    async with task_group() as group:
+        tasks = [group.create_task(coro, name=name) for name, coro in work.items()]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 async def outlast(

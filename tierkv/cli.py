@@ -1,0 +1,155 @@
+"""The command `tierkv`: starts nodes, and asks them things. A command imports what it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, ClassVar
+
+import click
+
+from tierkv import __version__
+from tierkv.errors import ConfigError, TierKVError
+
+if TYPE_CHECKING:
+    from tierkv.api.calls import Answer
+    from tierkv.api.settings import NodeSettings
+
+_EPILOG = "Exit codes: 0 all went well, 1 it failed (one line on stderr says why), 2 wrong usage."
+
+
+class _Failure(click.ClickException):
+    """An expected failure: one sentence, exit code 1."""
+
+    def show(self, file: IO[str] | None = None) -> None:
+        click.echo(f"error: {self.format_message()}", err=True, file=file)
+
+
+class _Commands(click.Group):
+    """Expected errors become a sentence; what is heavy to import is imported when it is called."""
+
+    later: ClassVar = {
+        "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
+    }
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except TierKVError as error:
+            raise _Failure(str(error)) from error
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self.later])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.later:
+            return super().get_command(ctx, cmd_name)
+        module, _ = self.later[cmd_name]
+        command = getattr(importlib.import_module(module), cmd_name)
+        assert isinstance(command, click.Command), "the module holds a command of that name"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            if name in self.later:
+                rows.append((name, self.later[name][1]))
+            elif command := self.get_command(ctx, name):
+                rows.append((name, command.get_short_help_str(80)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=_Commands, epilog=_EPILOG)
+@click.version_option(__version__, prog_name="tierkv", message="%(prog)s %(version)s")
+def main() -> None:
+    """Keep the KV cache of LLM inference in three tiers: Device, Host and Storage.
+
+    `tierkv demo` shows what it does; `tierkv serve` runs a node.
+    """
+
+
+@main.command()
+@click.option(
+    "--role",
+    type=click.Choice(["prefill", "decode", "both"]),
+    help="Which half of the work this node takes.  [default: both]",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Settings, as TOML with the tables node, cache, handoff, storage, model and engine. "
+    "Everything has a default.",
+)
+@click.option("--host", help="The address to listen on.  [default: 127.0.0.1]")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="The port to listen on; 0 takes a free one.  [default: 8100]",
+)
+@click.option(
+    "--storage",
+    metavar="URL",
+    help="The storage tier: file:///DIRECTORY, redis://HOST:PORT/DB, memory:// or none. Nodes "
+    "hand prompts over through it.  [default: files in $XDG_CACHE_HOME/tierkv/store, which is "
+    "~/.cache/tierkv/store if that is not set]",
+)
+@click.option("--name", help="What this node is called in logs and tickets.")
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Listen on an address that other machines can reach, although no caller is asked who it "
+    "is. For a private network only.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="How much goes to the log, on stderr.",
+)
+def serve(log_level: str, *, insecure: bool, config: Path | None, **options: str | int) -> None:
+    """Run a node until SIGTERM or Ctrl-C.
+
+    Prints one line to stdout with the URL it listens on, once it answers there; the log goes to
+    stderr. Options win over environment variables (TIERKV_NODE__PORT is the key port of table
+    node), and these over the config file.
+
+    On SIGTERM the node says at /readyz that it is not ready, takes no more work, lets what runs
+    finish within node.drain_grace_s, and exits with 0. A second SIGTERM does not wait.
+    """
+    from tierkv.api.logs import log_to_stderr  # noqa: PLC0415
+    from tierkv.api.server import run  # noqa: PLC0415
+
+    settings = _settings(config, options, insecure=insecure)
+    log_to_stderr(log_level.upper())
+
+    def announce(url: str) -> None:
+        click.echo(f"tierkv {settings.node.role.value} listening on {url}")
+
+    run(settings, announce)
+
+
+def _settings(
+    config: Path | None, options: dict[str, str | int | None], *, insecure: bool
+) -> NodeSettings:
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    from tierkv.api.settings import NodeSettings, Role  # noqa: PLC0415
+    from tierkv.config import load  # noqa: PLC0415
+
+    settings = load(NodeSettings, config, os.environ)
+    given = {key: value for key, value in options.items() if value is not None}
+    storage = given.pop("storage", None)
+    if "role" in given:
+        given["role"] = Role(given["role"])
+    if insecure:
+        given["allow_insecure_bind"] = True
+    settings = replace(settings, node=replace(settings.node, **given))
+    if storage is not None:
+        settings = replace(settings, storage=replace(settings.storage, url=storage))
+    return settings
