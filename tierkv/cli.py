@@ -6,6 +6,8 @@ import asyncio
 import importlib
 import json
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar
 
@@ -112,7 +114,9 @@ def main() -> None:
     show_default=True,
     help="How much goes to the log, on stderr.",
 )
-def serve(log_level: str, *, insecure: bool, config: Path | None, **options: str | int) -> None:
+def serve(
+    log_level: str, *, insecure: bool, config: Path | None, **options: str | int | None
+) -> None:
     """Run a node until SIGTERM or Ctrl-C.
 
     Prints one line to stdout with the URL it listens on, once it answers there; the log goes to
@@ -135,7 +139,7 @@ def serve(log_level: str, *, insecure: bool, config: Path | None, **options: str
 
 
 def _settings(
-    config: Path | None, options: dict[str, str | int | None], *, insecure: bool
+    config: Path | None, options: Mapping[str, str | int | None], *, insecure: bool
 ) -> NodeSettings:
     from msgspec.structs import replace  # noqa: PLC0415
 
@@ -143,7 +147,7 @@ def _settings(
     from tierkv.config import load  # noqa: PLC0415
 
     settings = load(NodeSettings, config, os.environ)
-    given = {key: value for key, value in options.items() if value is not None}
+    given: dict[str, object] = {key: value for key, value in options.items() if value is not None}
     storage = given.pop("storage", None)
     if "role" in given:
         given["role"] = Role(given["role"])
@@ -153,3 +157,116 @@ def _settings(
     if storage is not None:
         settings = replace(settings, storage=replace(settings.storage, url=storage))
     return settings
+
+
+_url = click.option(
+    "--url",
+    default="http://127.0.0.1:8100",
+    envvar="TIERKV_URL",
+    show_default=True,
+    show_envvar=True,
+    help="The node to ask.",
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+_prompt = click.argument("prompt")
+
+
+@main.command()
+@_prompt
+@_url
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="How many tokens to generate.",
+)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sampling.")
+@click.option("--no-cache", is_flag=True, help="Compute every token, and leave nothing cached.")
+@_as_json
+def generate(prompt: str, url: str, *, no_cache: bool, as_json: bool, **sampling: float) -> None:
+    """Generate text that follows PROMPT.
+
+    If PROMPT is "-", it is read from standard input.
+    """
+    body: Answer = {"prompt": _text(prompt), "use_cache": not no_cache, **sampling}
+    answer = _ask(url, "/v1/generate", body)
+    _print(answer, str(answer["text"]), as_json=as_json)
+
+
+@main.command()
+@_prompt
+@_url
+@_as_json
+def lookup(prompt: str, url: str, *, as_json: bool) -> None:
+    """Tell in which tiers the tokens of PROMPT are.
+
+    If PROMPT is "-", it is read from standard input.
+    """
+    answer = _ask(url, "/v1/lookup", {"prompt": _text(prompt)})
+    lines = [f"{key.removesuffix('_tokens'):10} {answer[key]}" for key in answer if "tokens" in key]
+    _print(answer, "\n".join(lines).replace("None", "no answer"), as_json=as_json)
+
+
+@main.command()
+@_url
+@_as_json
+def stats(url: str, *, as_json: bool) -> None:
+    """Print what a node has counted."""
+    answer = _ask(url, "/v1/stats")
+    _print(answer, "\n".join(_flat(answer)), as_json=as_json)
+
+
+@main.command()
+@_url
+@_as_json
+def verify(url: str, *, as_json: bool) -> None:
+    """Let a node recount its blocks and leases.
+
+    Exits with 1 if anything is wrong.
+    """
+    answer = _ask(url, "/v1/verify")
+    findings = answer["findings"]
+    assert isinstance(findings, list), "the node's answer has a list of findings"
+    _print(
+        answer,
+        "\n".join(str(finding) for finding in findings) or "nothing is wrong",
+        as_json=as_json,
+    )
+    if findings:
+        raise _Failure("the node's books are not in order")
+
+
+@main.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"tierkv {__version__}")
+
+
+def _ask(url: str, path: str, body: Answer | None = None) -> Answer:
+    from tierkv.api.calls import ask  # noqa: PLC0415
+
+    return asyncio.run(ask(url, path, body))
+
+
+def _text(prompt: str) -> str:
+    raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt is not valid UTF-8 (byte {error.start})") from error
+
+
+def _print(answer: Answer, text: str, *, as_json: bool) -> None:
+    click.echo(json.dumps(answer, indent=2) if as_json else text)
+
+
+def _flat(answer: Answer, prefix: str = "") -> list[str]:
+    lines = []
+    for key, value in answer.items():
+        if isinstance(value, dict):
+            lines += _flat(value, f"{prefix}{key}.")
+        else:
+            lines.append(f"{prefix}{key} {value}")
+    return lines

@@ -61,6 +61,12 @@ def parent_of(prefix: Prefix) -> Prefix:
     return prefix[: (len(prefix) - 1) // SIZE * SIZE]
 
 
+def is_on_path(prefix: Prefix, end: Prefix) -> bool:
+    """Whether block `prefix` is the block that ends with `end` or one above it. A tail has no
+    blocks below it, though longer prompts may start with its tokens."""
+    return prefix == end or (not len(prefix) % SIZE and end[: len(prefix)] == prefix)
+
+
 class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +104,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def is_held(self, prefix: Prefix) -> bool:
         leases = [*self.held, *(Held(m.lease, m.prefixes[-1]) for m in self.moving)]
-        return any(lease.prefix[: len(prefix)] == prefix for lease in leases)
+        return any(is_on_path(prefix, lease.prefix) for lease in leases)
 
     # Looking
 
@@ -241,7 +247,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def _begin(self, tier: Tier, lease: Lease, first: int, path: list[Prefix]) -> None:
         slots = self.pools[tier].allocate(len(path) - first)
-        self.index.change(tier, lease.node, first, len(path), Change.RESERVE, slots)
+        self.index.change(tier, lease.node, first, len(path), Change.RESERVE, slots=slots)
         for prefix, slot in zip(path[first:], slots.tolist(), strict=True):
             self.copies[tier][prefix] = Copy(slot, CopyState.INCOMING)
         self.moving.append(Moving(tier, lease, first, path[first:], slots))
@@ -266,7 +272,7 @@ class IndexMachine(RuleBasedStateMachine):
         top = movement.prefixes[0]
         if movement.tier is Tier.DEVICE and any(
             other is not movement and other.tier is Tier.DEVICE
-            and other.prefixes[0][: len(top)] == top
+            and is_on_path(top, other.prefixes[0])
             for other in self.moving
         ):
             return  # those that hang below fail first
@@ -313,7 +319,7 @@ class IndexMachine(RuleBasedStateMachine):
         prefixes = [path_tokens(node, node.start + at) for at in range(start, stop)]
         other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
         orphans = any(
-            prefix[: len(prefixes[0])] == prefixes[0] and prefix not in prefixes
+            is_on_path(prefixes[0], prefix) and prefix not in prefixes
             for prefix in self.cached
         )
         is_safe = all(self.state(other, prefix) is CopyState.READY for prefix in prefixes)
@@ -325,7 +331,7 @@ class IndexMachine(RuleBasedStateMachine):
         freed = self.index.forget_below(node, start)
         for each, slots in zip(Tier, freed, strict=True):
             self.pools[each].release(slots)
-            below = [p for p in self.copies[each] if p[: len(prefixes[0])] == prefixes[0]]
+            below = [p for p in self.copies[each] if is_on_path(prefixes[0], p)]
             assert sorted(slots.tolist()) == sorted(self.copies[each].pop(p).slot for p in below)
 
     # After every step

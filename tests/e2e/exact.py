@@ -15,7 +15,8 @@ from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.engine import EngineSettings, GenerateRequest, Generation, ReferenceEngine
+from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
+from tierkv.refmodel.generation import GenerateRequest, Generation
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.sampling import Sampling, sample
 from tierkv.refmodel.text import encode

@@ -23,9 +23,8 @@ def make_app(node: Node) -> web.Application:
     )
     WorkRoutes(node, metrics).add_to(app.router)
     StatusRoutes(node, metrics).add_to(app.router)
-    metrics.know_routes(
-        iter([_NO_ROUTE, *(resource.canonical for resource in app.router.resources())])
-    )
+    metrics.know_routes([_NO_ROUTE, *(one.canonical for one in app.router.resources())])
+    app.on_response_prepare.append(_name_no_versions)
     return app
 
 
@@ -38,3 +37,7 @@ def _counting(metrics: Metrics) -> Middleware:
         return response
 
     return count
+
+
+async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "tierkv"

@@ -9,7 +9,7 @@ import msgspec
 
 from tierkv.errors import TierKVError
 
-Json: TypeAlias = "str | int | float | bool | None | list[Json] | dict[str, Json]"
+Json: TypeAlias = "str | int | float | bool | list[Json] | dict[str, Json] | None"
 Answer: TypeAlias = dict[str, Json]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -13,7 +13,8 @@ import tierkv
 from tierkv.api.node import Node
 from tierkv.cache.pool import PoolStats
 from tierkv.pd.ticket import ClaimProblem
-from tierkv.refmodel.engine import LOAD_FAILED, Generation
+from tierkv.refmodel.engine import LOAD_FAILED
+from tierkv.refmodel.generation import Generation
 from tierkv.service import Stats
 from tierkv.transfer.storage_io import StorageStats
 
@@ -61,7 +62,7 @@ class Metrics:
             for reason in (*(problem.value for problem in ClaimProblem), LOAD_FAILED):
                 self._handoff.labels(side, reason)
 
-    def know_routes(self, routes: Iterator[str]) -> None:
+    def know_routes(self, routes: Iterable[str]) -> None:
         """Begin counting these at 0."""
         for route in routes:
             for status in _STATUS_CLASSES:

@@ -23,7 +23,7 @@ from tierkv.storage.protocol import Store
 
 _PING_DEADLINE_S = 1.0
 
-DEVICES: dict[str, Callable[[], Device]] = {"cpu": cast(Callable[[], Device], CpuDevice)}
+DEVICES: dict[str, Callable[[], Device]] = {"cpu": cast("Callable[[], Device]", CpuDevice)}
 
 
 class Health(Enum):
@@ -58,7 +58,7 @@ class Node:
             self.device,
             Fingerprint(
                 model=model.name,
-                revision=f"{model.revision} seed {model.seed}",
+                revision=model.weights_id,
                 layout=layout,
                 tenant=settings.cache.tenant,
             ),

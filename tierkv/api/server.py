@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager, contextmanager
 
 import uvloop
 from aiohttp import web
+from msgspec.structs import replace
 
 from tierkv.api.app import make_app
 from tierkv.api.node import Node
-from tierkv.api.settings import HttpSettings, NodeSettings
+from tierkv.api.settings import NodeSection, NodeSettings
 from tierkv.errors import ConfigError, TierKVError
 
 log = logging.getLogger("tierkv.server")
@@ -37,6 +38,8 @@ def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
     Raises a TierKVError whose sentence says what to correct, with nothing left open.
     """
     with bind(settings.node) as listener:
+        port: int = listener.getsockname()[1]
+        settings = replace(settings, node=replace(settings.node, port=port))
         try:
             uvloop.run(serve(Node(settings), listener, announce))
         except BaseExceptionGroup as group:
@@ -61,7 +64,7 @@ async def serve(node: Node, listener: socket.socket, announce: Callable[[str], N
         stop.set()
 
     with _signals(on_signal):
-        async with node.running(), _listening(node, listener) as url:
+        async with node.running(), listening(node, listener) as url:
             announce(url)
             await stop.wait()
             grace_s = node.settings.node.drain_grace_s
@@ -72,7 +75,7 @@ async def serve(node: Node, listener: socket.socket, announce: Callable[[str], N
 
 
 @asynccontextmanager
-async def _listening(node: Node, listener: socket.socket) -> AsyncIterator[str]:
+async def listening(node: Node, listener: socket.socket) -> AsyncIterator[str]:
     """Answers on `listener`; yields the URL of it."""
     runner = web.AppRunner(
         make_app(node),
@@ -92,7 +95,7 @@ async def _listening(node: Node, listener: socket.socket) -> AsyncIterator[str]:
 # Addresses
 
 
-def bind(settings: HttpSettings) -> socket.socket:
+def bind(settings: NodeSection) -> socket.socket:
     """A socket bound to the settings' address, not listening yet.
 
     Raises ConfigError if it cannot be had, or is not loopback and that is not allowed.

@@ -38,7 +38,7 @@ class Role(Enum):
         return self is not Role.PREFILL
 
 
-class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the node is and how it is reached.
 
     name: for people, in logs, tickets and metrics; role@host:port where it is empty.
@@ -78,7 +78,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"node.{name} must be a number above 0")
 
 
-class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """url: where the storage tier is: file:///directory, redis://host:port/0, memory:// or none.
     Where it is empty, files in the user's cache directory, which nodes of one machine share."""
 
@@ -94,10 +94,10 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The config file of `tierkv serve`: each field is a table in it."""
 
-    node: HttpSettings = HttpSettings()
+    node: NodeSection = NodeSection()
     cache: CacheSettings = CacheSettings()
     handoff: HandoffSettings = HandoffSettings()
-    storage: StorageSettings = StorageSettings()
+    storage: StorageSection = StorageSection()
     model: ModelConfig = ModelConfig()
     engine: EngineSettings = EngineSettings()
 

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError
 from tierkv.pd.ticket import Ticket
-from tierkv.refmodel.engine import GenerateRequest, Generation, Prefilled
+from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import encode
 from tierkv.service import ClaimPolicy, Lookup

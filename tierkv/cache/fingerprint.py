@@ -16,7 +16,7 @@ class Fingerprint:
     """Identity of the producer of KV bytes. Anything that would make bytes unusable is a field.
 
     model, revision: which weights. weight_dtype: as loaded ("bfloat16").
-    layout: planes and block size of one shard. shard: which slice of heads and layers, "0of1".
+    layout: planes and block size of one shard.
     adapter: LoRA name and revision, "" without. tenant: salt that keeps tenants apart, "" shared.
     """
 
@@ -40,7 +40,8 @@ class Fingerprint:
             "revision": self.revision,
             "weight_dtype": self.weight_dtype,
             "block_size": str(self.layout.block_size),
-            "layout": self.layout.digest.hex()[:32],
+            "layout": f"{len(self.layout.planes)} planes of {self.layout.num_layers} layers, "
+            f"{self.layout.block_bytes} bytes, {self.layout.digest.hex()[:16]}",
             "adapter": self.adapter,
             "tenant": hashlib.sha256(self.tenant.encode()).hexdigest()[:16] if self.tenant else "",
         }

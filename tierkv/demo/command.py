@@ -66,6 +66,10 @@ def demo(
     on wrong usage. Nothing is left running.
     """
     text = read_prompt(prompt, prompt_file)
+    if storage in ("none", "memory://"):
+        raise ConfigError(
+            f"--storage {storage} is not shared by processes: give a directory or a Redis server"
+        )
 
     def say(line: str) -> None:
         if not as_json:
@@ -88,9 +92,10 @@ def demo(
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt's text. Raises ConfigError with one clear sentence if there is none to use."""
+    """The prompt's text. Raises ConfigError with one clear sentence if there is none to use, and
+    click.UsageError if there are two."""
     if prompt is not None and prompt_file is not None:
-        raise ConfigError("give --prompt or --prompt-file, not both")
+        raise click.UsageError("give --prompt or --prompt-file, not both")
     if prompt_file is not None:
         text = _read_file(prompt_file)
     elif prompt is not None:

@@ -102,7 +102,9 @@ def last_words(log: Path) -> str:
 @asynccontextmanager
 async def private_redis(folder: Path) -> AsyncIterator[str]:
     """A redis-server of our own on a free loopback port, without persistence; yields its URL."""
-    program = shutil.which("redis-server")
+    # ./scripts/test puts one beside the interpreter where the system has none on its PATH.
+    beside = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    program = shutil.which("redis-server", path=beside)
     if program is None:
         raise DemoError(
             "--storage redis needs the program redis-server: install it (on Debian: "

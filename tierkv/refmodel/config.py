@@ -70,6 +70,16 @@ class ModelConfig:
         if self.kv_dtype not in _ITEM_BYTES:
             raise ConfigError(f"kv_dtype must be float32 or float16, not {self.kv_dtype!r}")
 
+    @property
+    def weights_id(self) -> str:
+        """Everything besides the name that decides what the weights compute, for a fingerprint:
+        nodes of which these differ must not share KV, even where its layout is the same."""
+        return (
+            f"{self.revision}: {self.num_layers} layers of {self.hidden}, ffn {self.ffn}, "
+            f"{self.num_heads} heads of {self.head_dim}, theta {self.rope_theta:g}, "
+            f"seed {self.seed}"
+        )
+
     def layout(self, block_size: int) -> Layout:
         """A key and a value plane per layer, [block_size, num_kv_heads, head_dim] of kv_dtype.
 

@@ -6,17 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import TOKEN_BYTES, pack, unpack
+from tierkv.cache.tokens import count
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
@@ -29,19 +27,16 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Event
 from tierkv.pd.handoff import Published
 from tierkv.pd.ticket import ClaimProblem, Ticket
-from tierkv.refmodel.config import VOCAB_SIZE
+from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled, Run, Tokens1D
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.paged import Floats
-from tierkv.refmodel.sampling import Sampling, sample
-from tierkv.refmodel.text import decode as decode_text
-from tierkv.sched.request import Matched, Request
+from tierkv.sched.request import Request
 from tierkv.service import ClaimPolicy, Service
-from tierkv.tasks import task_group
+from tierkv.tasks import outlast, task_group
 
 log = logging.getLogger("tierkv.engine")
 
 T = TypeVar("T")
-Tokens1D = npt.NDArray[np.int32]
 
 LOAD_FAILED = "load_failed"  # a claim's reason beside those of ClaimProblem
 _COMMIT_EVERY_TOKENS = 64  # generated ones; a commit costs far less than a step of the model
@@ -61,60 +56,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("engine.load_timeout_s must be more than 0")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """What to generate from.
-
-    tokens: the prompt, packed as `cache.tokens.pack` does.
-    uses_cache: False computes every token and leaves nothing cached, as a node without a cache
-        would; what other paths are compared with.
-    Raises BadRequestError if the model has no such tokens, or none are to be generated.
-    """
-
-    request_id: str
-    tokens: bytes
-    max_tokens: int = 32
-    sampling: Sampling = field(default_factory=Sampling)
-    uses_cache: bool = True
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise BadRequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if self.tokens and int(unpack(self.tokens).max()) >= VOCAB_SIZE:
-            raise BadRequestError(f"a token must be in 0..{VOCAB_SIZE - 1}: the model reads bytes")
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What came out, and what it took on this node.
-
-    tokens: generated ones, those that came with a ticket included; text: the same, decoded.
-    matched: prompt tokens that were found in each tier; computed_tokens: those computed here.
-    load_problem: why cached tokens were not used after all, None if all went well.
-    queue_s: until the request was admitted, its fetch from storage or its ticket included.
-    first_token_s: until this node had computed its first token; total_s: until the end. Seconds
-        from the call, on a monotonic clock.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    prompt_tokens: int
-    computed_tokens: int
-    matched: Matched
-    load_problem: str | None
-    queue_s: float
-    first_token_s: float
-    total_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A prompt that is computed and published; generation holds its first token."""
-
-    generation: Generation
-    published: Published
-
-
 @dataclass(slots=True)
 class EngineStats:
     """Counts since the start."""
@@ -122,54 +63,6 @@ class EngineStats:
     generated_tokens: int = 0
     computed_tokens: int = 0
     failed_loads: int = 0
-
-
-class _Run:
-    """One admitted request on its way through the model."""
-
-    def __init__(self, request: Request, job: GenerateRequest, started: float) -> None:
-        self.request = request
-        self.job = job
-        self.prompt = unpack(job.tokens)
-        self.tokens: list[int] = []
-        self.num_fed = request.cached_tokens  # so many tokens have their KV in the blocks
-        self.is_loaded = False  # every layer's cached tokens have been waited for
-        self.started = started
-        self.admitted = time.monotonic()
-        self.first_token: float | None = None
-
-    @property
-    def fed(self) -> bytes:
-        """The tokens whose KV is in the blocks, packed: all but the last generated one."""
-        return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
-
-    def next_chunk(self, size: int) -> Tokens1D:
-        """Up to `size` tokens that are known and not fed; empty if there are none."""
-        behind = self.num_fed - len(self.prompt)
-        if behind < 0:
-            return self.prompt[self.num_fed : self.num_fed + size]
-        return np.array(self.tokens[behind : behind + size], np.int32)
-
-    def add(self, logits: Floats) -> None:
-        position = len(self.prompt) + len(self.tokens)
-        self.tokens.append(sample(logits, self.job.sampling, position))
-        if self.first_token is None:
-            self.first_token = time.monotonic()
-
-    def result(self, load_problem: str | None) -> Generation:
-        now = time.monotonic()
-        first = now if self.first_token is None else self.first_token
-        return Generation(
-            tokens=tuple(self.tokens),
-            text=decode_text(self.tokens),
-            prompt_tokens=len(self.prompt),
-            computed_tokens=len(self.prompt) - self.request.cached_tokens,
-            matched=self.request.matched,
-            load_problem=load_problem,
-            queue_s=self.admitted - self.started,
-            first_token_s=first - self.started,
-            total_s=now - self.started,
-        )
 
 
 class ReferenceEngine:
@@ -217,7 +110,7 @@ class ReferenceEngine:
             try:
                 await self._first_token(run)
                 await self._continue(run)
-                return self._finished(run, load_problem)
+                return run.result(load_problem)
             finally:
                 self._end(run.request)
 
@@ -246,7 +139,7 @@ class ReferenceEngine:
                 self._end(run.request)
                 raise
             published = await asyncio.shield(publishing)  # the task of it ends the request
-            return Prefilled(self._finished(run, load_problem), published)
+            return Prefilled(run.result(load_problem), published)
 
         return await self._or_recompute(job, attempt)
 
@@ -274,7 +167,7 @@ class ReferenceEngine:
             policy=policy,
             deadline_s=deadline_s,
         )
-        run = _Run(request, job, started)
+        run = Run(request, job, started)
         try:
             return await self._decode(run, ticket, None), ticket
         except DeviceFailedError:
@@ -288,7 +181,7 @@ class ReferenceEngine:
         run = await self._admit(job, started, job.max_tokens - 1, problem)
         return await self._decode(run, ticket, problem), ticket
 
-    async def _decode(self, run: _Run, ticket: Ticket, load_problem: str | None) -> Generation:
+    async def _decode(self, run: Run, ticket: Ticket, load_problem: str | None) -> Generation:
         try:
             if not ticket.first_tokens:
                 raise HandoffError(
@@ -296,7 +189,7 @@ class ReferenceEngine:
                 )
             run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
             await self._continue(run)
-            return self._finished(run, load_problem)
+            return run.result(load_problem)
         finally:
             self._end(run.request)
 
@@ -322,7 +215,7 @@ class ReferenceEngine:
     # Steps of a run
 
     def _check(self, job: GenerateRequest, num_new: int) -> None:
-        end = len(unpack(job.tokens)) + num_new
+        end = count(job.tokens) + num_new
         if end > self._model.config.max_positions:
             raise BadRequestError(
                 f"prompt and output have {end} tokens; the model takes "
@@ -334,7 +227,7 @@ class ReferenceEngine:
 
     async def _admit(
         self, job: GenerateRequest, started: float, room: int, load_problem: str | None
-    ) -> _Run:
+    ) -> Run:
         """Admit the request, with nothing cached if that did not load."""
         request = await self._service.admit(
             job.request_id,
@@ -342,25 +235,25 @@ class ReferenceEngine:
             max_new_tokens=room,
             uses_cache=job.uses_cache and load_problem is None,
         )
-        return _Run(request, job, started)
+        return Run(request, job, started)
 
-    async def _first_token(self, run: _Run) -> None:
+    async def _first_token(self, run: Run) -> None:
         logits = await self._feed(run)
         assert logits is not None, "an admission leaves one token to compute"
-        run.add(logits)
+        self._add(run, logits)
         await self._commit(run)
 
-    async def _continue(self, run: _Run) -> None:
+    async def _continue(self, run: Run) -> None:
         """Generate up to max_tokens, and commit all that was fed."""
         while len(run.tokens) < run.job.max_tokens:
             logits = await self._feed(run)
             assert logits is not None, "the last token is not fed yet"
-            run.add(logits)
+            self._add(run, logits)
             if len(run.tokens) % _COMMIT_EVERY_TOKENS == 0:
                 await self._commit(run)
         await self._commit(run)
 
-    async def _feed(self, run: _Run) -> Floats | None:
+    async def _feed(self, run: Run) -> Floats | None:
         """Write the KV of all known tokens that have none; the logits that follow the last one."""
         logits = None
         while len(chunk := run.next_chunk(self._settings.chunk_tokens)):
@@ -368,13 +261,13 @@ class ReferenceEngine:
             self.stats.computed_tokens += len(chunk)
         return logits
 
-    async def _commit(self, run: _Run) -> None:
+    async def _commit(self, run: Run) -> None:
         if run.job.uses_cache:
             await self._service.commit(run.request, run.fed, after=self._computed())
 
-    def _finished(self, run: _Run, load_problem: str | None) -> Generation:
-        self.stats.generated_tokens += len(run.tokens)
-        return run.result(load_problem)
+    def _add(self, run: Run, logits: Floats) -> None:
+        run.add(logits)
+        self.stats.generated_tokens += 1
 
     def _end(self, request: Request) -> None:
         self._service.end(request, after=self._computed())
@@ -384,7 +277,7 @@ class ReferenceEngine:
 
     # Publishing
 
-    def _start_publish(self, run: _Run, ticket_id: str) -> asyncio.Future[Published]:
+    def _start_publish(self, run: Run, ticket_id: str) -> asyncio.Future[Published]:
         """Publish in a task of the engine's own, which ends the request, waited for or not."""
         assert self._tasks is not None, "the engine is running"
         outcome: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
@@ -408,7 +301,7 @@ class ReferenceEngine:
         task.add_done_callback(ended)
         return outcome
 
-    async def _publish(self, run: _Run, ticket_id: str) -> Published | TierKVError:
+    async def _publish(self, run: Run, ticket_id: str) -> Published | TierKVError:
         """An expected failure is returned: it is for who waits, not for the engine's group."""
         try:
             return await self._service.publish(
@@ -419,34 +312,25 @@ class ReferenceEngine:
 
     # The compute thread
 
-    async def _forward(self, run: _Run, tokens: Tokens1D) -> Floats:
+    async def _forward(self, run: Run, tokens: Tokens1D) -> Floats:
         """One call of the model. A cancel is raised after the thread has left the planes."""
         assert self._thread is not None, "the engine is running"
         call = self._thread.submit(self._call_model, run, tokens)
         future = asyncio.wrap_future(call)
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError as error:
-                cancelled = error
-                call.cancel()  # has an effect only if the thread has not begun it
-        if cancelled is not None:
-            if not future.cancelled():
-                future.exception()  # seen: the cancel is what the caller hears of
-            raise cancelled
-        logits = future.result()
+        await outlast({future}, on_cancel=lambda: _forget(call))
+        future.result()
+        assert run.logits is not None, "the call has ended well"
         run.num_fed += len(tokens)
-        return logits
+        return run.logits
 
-    def _call_model(self, run: _Run, tokens: Tokens1D) -> Floats:
+    def _call_model(self, run: Run, tokens: Tokens1D) -> None:
         request, stream = run.request, self._service.device.compute_stream
 
         def before_layer(layer: int) -> None:
             if not run.is_loaded:
                 request.gate.wait_on(stream, layer, self._settings.load_timeout_s)
 
-        logits = self._model.forward(
+        run.logits = self._model.forward(
             tokens=tokens,
             start=run.num_fed,
             block_table=request.block_table,
@@ -454,9 +338,12 @@ class ReferenceEngine:
             before_layer=before_layer,
         )
         run.is_loaded = True
-        return logits
 
 
 def _retrieve(outcome: asyncio.Future[Published]) -> None:
     """A failed publish nobody waits for any more is no news: the engine has ended its request."""
     outcome.exception()
+
+
+def _forget(call: Future[None]) -> None:
+    call.cancel()  # has an effect only if the thread has not begun it

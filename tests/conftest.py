@@ -1,0 +1,38 @@
+"""For every test: uvloop, as in production, and no blocking call of tierkv's on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+
+import pytest
+import uvloop
+from blockbuster import BlockBuster
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, LoopFactory]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A blocking call on the loop's thread, with tierkv on the stack, raises BlockingError."""
+    if not inspect.iscoroutinefunction(getattr(request, "function", None)):
+        yield
+        return
+    blockbuster = BlockBuster(scanned_modules=["tierkv"])
+    for function in blockbuster.functions.values():
+        # At shutdown, waiting for the device beats freeing memory in flight.
+        function.can_block_in("tierkv/transfer/mover.py", "running")
+        function.can_block_in("tierkv/gpu/cpu.py", "close")
+        function.can_block_in("tierkv/refmodel/engine.py", "running")
+    blockbuster.activate()
+    try:
+        yield
+    finally:
+        blockbuster.deactivate()

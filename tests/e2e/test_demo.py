@@ -1,0 +1,107 @@
+"""`tierkv demo` as its users run it: as a process, with good and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def demo(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tierkv", "demo", *options],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=150,
+        check=False,
+    )
+
+
+def nodes_running() -> list[str]:
+    """Command lines of all `tierkv serve` processes of this interpreter."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue  # it has ended
+            if line[0] == os.fsencode(sys.executable) and b"serve" in line:
+                found.append(b" ".join(line).decode())
+    return found
+
+
+@pytest.mark.parametrize("storage", [[], ["--storage", "redis"]])
+def test_all_four_scenes_are_identical_to_a_single_node(storage: list[str], tmp_path: Path) -> None:
+    done = demo("--json", "--max-tokens", "12", *storage, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    scenes = json.loads(done.stdout)
+    assert [scene["is_identical"] for scene in scenes] == [True] * 4
+    hand_off, device, host, stored = (scene["matched"] for scene in scenes)
+    prompt_tokens = scenes[0]["prompt_tokens"]
+    assert hand_off["storage"] == prompt_tokens
+    assert scenes[0]["tail_tokens"] == prompt_tokens % 16 > 0
+    assert device["device"] >= prompt_tokens
+    assert host["host"] >= prompt_tokens
+    assert stored["storage"] == prompt_tokens - 1
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17])
+def test_short_prompts_work(length: int) -> None:
+    done = demo("--json", "--max-tokens", "3", "--prompt", "x" * length)
+    assert done.returncode == 0, done.stderr
+    assert all(scene["is_identical"] for scene in json.loads(done.stdout))
+
+
+def test_wrong_input_gets_one_clear_sentence(tmp_path: Path) -> None:
+    not_text = tmp_path / "not-text"
+    not_text.write_bytes(b"abc\xff\xfe")
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    file_in_the_way = f"file://{not_text}/store"
+    for options, words in (
+        (["--prompt", ""], "empty"),
+        (["--prompt-file", str(empty)], "empty"),
+        (["--prompt-file", str(not_text)], "not valid UTF-8 (byte 3)"),
+        (["--prompt-file", str(tmp_path / "missing")], "does not exist"),
+        (["--prompt-file", str(tmp_path)], "cannot be read"),
+        (["--prompt", "x", "--storage", "redis://127.0.0.1:1/0"], "cannot be reached"),
+        (["--prompt", "x", "--storage", file_in_the_way], "cannot hold a store"),
+        (["--prompt", "x", "--storage", "gopher://x"], "accepted"),
+        (["--prompt", "x", "--storage", "memory://"], "not shared"),
+    ):
+        done = demo(*options)
+        assert done.returncode == 1, (options, done)
+        assert words in done.stderr
+        assert done.stderr.startswith("error: ")
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert "Traceback" not in done.stdout + done.stderr
+    assert demo("--prompt", "x", "--prompt-file", "y").returncode == 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+async def test_nothing_is_left_running_when_the_demo_is_stopped(how: signal.Signals) -> None:
+    before = set(nodes_running())
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tierkv", "demo", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    while b"identical to a single node" not in await process.stdout.readline():
+        pass  # until all three nodes are up and have worked
+    process.send_signal(how)
+    await process.communicate()
+    assert process.returncode != 0
+    deadline = time.monotonic() + 30
+    while left := set(nodes_running()) - before:  # killed outright, its nodes drain by themselves
+        assert time.monotonic() < deadline, left
+        await asyncio.sleep(0.05)

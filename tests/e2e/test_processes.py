@@ -1,0 +1,175 @@
+"""Real nodes as real processes: hand-off, death, restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.exact import text, truth
+from tests.redis_server import redis_server
+from tierkv.demo.processes import NodeProcess, node, stop
+from tierkv.refmodel.sampling import Sampling
+from tierkv.refmodel.text import decode as decode_text
+
+pytestmark = pytest.mark.timeout(180)
+
+CONFIG = """
+[cache]
+block_size = 16
+device_blocks = 1024
+host_blocks = 2048
+"""
+
+
+@pytest.fixture(params=["file", "redis"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of each kind of store that processes can share."""
+    if request.param == "file":
+        yield f"file://{tmp_path / 'store'}"
+    else:
+        with redis_server() as server:
+            yield server.url
+
+
+class Cluster:
+    """Nodes over one store, and a client."""
+
+    def __init__(self, storage: str, folder: Path, http: aiohttp.ClientSession) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._http = http
+        self._config = folder / "node.toml"
+        self._config.write_text(CONFIG)
+
+    def node(self, name: str, role: str) -> Any:
+        return node(
+            name,
+            role=role,
+            config=self._config,
+            storage=self._storage,
+            folder=self._folder,
+        )
+
+    async def post(self, where: NodeProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._http.post(where.url + path, json=body) as response:
+            answer: dict[str, Any] = await response.json(content_type=None)
+            assert response.status == 200, answer
+            return answer
+
+    async def findings(self, where: NodeProcess) -> list[str]:
+        async with self._http.get(where.url + "/v1/verify") as response:
+            found: list[str] = (await response.json())["findings"]
+            return found
+
+
+@asynccontextmanager
+async def cluster(storage: str, folder: Path) -> AsyncIterator[Cluster]:
+    async with aiohttp.ClientSession() as http:
+        yield Cluster(storage, folder, http)
+
+
+@asynccontextmanager
+async def pair(
+    storage: str, folder: Path
+) -> AsyncIterator[tuple[Cluster, NodeProcess, NodeProcess]]:
+    """A prefill node and a decode node."""
+    async with (
+        cluster(storage, folder) as nodes,
+        nodes.node("prefill", "prefill") as prefill,
+        nodes.node("decode", "decode") as decode,
+    ):
+        yield nodes, prefill, decode
+
+
+async def test_every_length_around_a_block_is_handed_over_exactly(
+    storage: str, tmp_path: Path
+) -> None:
+    async with pair(storage, tmp_path) as (nodes, p, d):
+        for length in (1, 15, 16, 17, 33, 250):
+            prompt = text(length, seed=length)
+            for sampling in (Sampling(), Sampling(temperature=0.8, seed=3, top_k=50)):
+                body = {
+                    "prompt": decode_text(prompt),
+                    "temperature": sampling.temperature,
+                    "seed": sampling.seed,
+                    "top_k": sampling.top_k,
+                    "ticket_id": f"{length}-{sampling.seed}",
+                }
+                await nodes.post(p, "/v1/prefill", body)
+                answer = await nodes.post(d, "/v1/decode", body | {"max_tokens": 12})
+                assert tuple(answer["tokens"]) == truth(prompt, 12, sampling).tokens
+                assert answer["computed_tokens"] == 0
+        assert await nodes.findings(p) == await nodes.findings(d) == []
+        assert await stop(p.process) == await stop(d.process) == 0
+
+
+async def test_ten_thousand_tokens_are_handed_over_exactly(storage: str, tmp_path: Path) -> None:
+    prompt = text(10_000)
+    async with pair(storage, tmp_path) as (nodes, p, d):
+        body = {"prompt": decode_text(prompt), "ticket_id": "long"}
+        published = await nodes.post(p, "/v1/prefill", body)
+        assert published["num_blocks"] == 625
+        answer = await nodes.post(d, "/v1/decode", body | {"max_tokens": 5})
+        assert tuple(answer["tokens"]) == truth(prompt, 5).tokens
+        assert answer["matched"]["storage"] == 10_000
+
+
+async def test_a_decode_node_killed_in_the_middle_of_a_claim_loses_nothing(
+    storage: str, tmp_path: Path
+) -> None:
+    prompt = text(6_000)
+    expected = truth(prompt, 8).tokens
+    async with cluster(storage, tmp_path) as nodes, nodes.node("prefill", "prefill") as p:
+        body = {"prompt": decode_text(prompt), "ticket_id": "t"}
+        await nodes.post(p, "/v1/prefill", body)
+        for number, delay_s in enumerate((0.0, 0.01, 0.02, 0.03, 0.05, 0.08)):
+            async with nodes.node(f"decode-{number}", "decode") as d:
+                claim = asyncio.ensure_future(nodes.post(d, "/v1/decode", body | {"max_tokens": 8}))
+                await asyncio.wait([claim], timeout=delay_s)
+                d.process.kill()
+                await d.process.wait()
+                with contextlib.suppress(aiohttp.ClientError, AssertionError, ValueError):
+                    await claim
+        async with nodes.node("decode", "decode") as d:
+            answer = await nodes.post(d, "/v1/decode", body | {"max_tokens": 8})
+            assert tuple(answer["tokens"]) == expected
+            assert answer["computed_tokens"] == 0
+
+
+async def test_a_claim_that_comes_before_its_prefill_waits_for_it(tmp_path: Path) -> None:
+    prompt = text(700)
+    async with pair(f"file://{tmp_path / 'store'}", tmp_path) as (nodes, p, d):
+        body = {"prompt": decode_text(prompt), "ticket_id": "early"}
+        async with asyncio.TaskGroup() as tasks:
+            claim = tasks.create_task(
+                nodes.post(d, "/v1/decode", body | {"max_tokens": 6, "deadline_s": 60})
+            )
+            await nodes.post(p, "/v1/prefill", body)
+        assert tuple(claim.result()["tokens"]) == truth(prompt, 6).tokens
+
+
+async def test_sigterm_in_the_middle_of_requests_ends_with_status_0(tmp_path: Path) -> None:
+    own = f"file://{tmp_path / 'store'}"
+    async with cluster(own, tmp_path) as nodes, nodes.node("both", "both") as n:
+        work = [
+            asyncio.ensure_future(
+                nodes.post(
+                    n, "/v1/generate", {"prompt": decode_text(text(900, i)), "max_tokens": 40}
+                )
+            )
+            for i in range(4)
+        ]
+        await asyncio.wait(work, timeout=0.3)
+        n.process.send_signal(signal.SIGTERM)
+        assert await n.process.wait() == 0
+        for number, done in enumerate(await asyncio.gather(*work, return_exceptions=True)):
+            if isinstance(done, dict):  # what was let finish is right
+                assert tuple(done["tokens"]) == truth(text(900, number), 40).tokens

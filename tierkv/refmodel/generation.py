@@ -1,0 +1,123 @@
+"""One generation: what is asked for, how far it is, what came out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.cache.tokens import TOKEN_BYTES, pack, unpack
+from tierkv.errors import BadRequestError
+from tierkv.pd.handoff import Published
+from tierkv.refmodel.config import VOCAB_SIZE
+from tierkv.refmodel.paged import Floats
+from tierkv.refmodel.sampling import Sampling, sample
+from tierkv.refmodel.text import decode
+from tierkv.sched.request import Matched, Request
+
+Tokens1D = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What to generate from.
+
+    tokens: the prompt, packed as `cache.tokens.pack` does.
+    uses_cache: False computes every token and leaves nothing cached, as a node without a cache
+        would; what other paths are compared with.
+    Raises BadRequestError if the model has no such tokens, or none are to be generated.
+    """
+
+    request_id: str
+    tokens: bytes
+    max_tokens: int = 32
+    sampling: Sampling = field(default_factory=Sampling)
+    uses_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise BadRequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.tokens and int(unpack(self.tokens).max()) >= VOCAB_SIZE:
+            raise BadRequestError(f"a token must be in 0..{VOCAB_SIZE - 1}: the model reads bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What came out, and what it took on this node.
+
+    tokens: generated ones, those that came with a ticket included; text: the same, decoded.
+    matched: prompt tokens that were found in each tier; computed_tokens: those computed here.
+    load_problem: why cached tokens were not used after all, None if all went well.
+    queue_s: until the request was admitted, its fetch from storage or its ticket included.
+    first_token_s: until this node had computed its first token; total_s: until the end. Seconds
+        from the call, on a monotonic clock.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    prompt_tokens: int
+    computed_tokens: int
+    matched: Matched
+    load_problem: str | None
+    queue_s: float
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt that is computed and published; generation holds its first token."""
+
+    generation: Generation
+    published: Published
+
+
+class Run:
+    """One admitted request on its way through the model."""
+
+    def __init__(self, request: Request, job: GenerateRequest, started: float) -> None:
+        self.request = request
+        self.job = job
+        self.prompt = unpack(job.tokens)
+        self.tokens: list[int] = []
+        self.num_fed = request.cached_tokens  # so many tokens have their KV in the blocks
+        self.is_loaded = False  # every layer's cached tokens have been waited for
+        self.logits: Floats | None = None  # of the last call
+        self.started = started
+        self.admitted = time.monotonic()
+        self.first_token: float | None = None
+
+    @property
+    def fed(self) -> bytes:
+        """The tokens whose KV is in the blocks, packed: all but the last generated one."""
+        return (self.job.tokens + pack(self.tokens))[: self.num_fed * TOKEN_BYTES]
+
+    def next_chunk(self, size: int) -> Tokens1D:
+        """Up to `size` tokens that are known and not fed; empty if there are none."""
+        behind = self.num_fed - len(self.prompt)
+        if behind < 0:
+            return self.prompt[self.num_fed : self.num_fed + size]
+        return np.array(self.tokens[behind : behind + size], np.int32)
+
+    def add(self, logits: Floats) -> None:
+        position = len(self.prompt) + len(self.tokens)
+        self.tokens.append(sample(logits, self.job.sampling, position))
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+
+    def result(self, load_problem: str | None) -> Generation:
+        now = time.monotonic()
+        first = now if self.first_token is None else self.first_token
+        return Generation(
+            tokens=tuple(self.tokens),
+            text=decode(self.tokens),
+            prompt_tokens=len(self.prompt),
+            computed_tokens=len(self.prompt) - self.request.cached_tokens,
+            matched=self.request.matched,
+            load_problem=load_problem,
+            queue_s=self.admitted - self.started,
+            first_token_s=first - self.started,
+            total_s=now - self.started,
+        )

@@ -1,0 +1,190 @@
+"""A non-blocking socket to a Redis server, plain or TLS, that reads into many buffers at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierkv.errors import ConfigError
+
+_MAX_PIECES = 1024  # UIO_MAXIOV
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files. ca: who may sign the server's certificate (None: the system's list).
+
+    certificate, key: ours, where the server wants to see one.
+    """
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Reads the files, blocking. Raises ConfigError if that cannot be done."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate is not None:
+                context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"the TLS files {self} cannot be used: {error}") from error
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens: at host and port, or at a Unix socket's path."""
+
+    host: str = ""
+    port: int = 0
+    socket_path: str | None = None
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.socket_path if self.socket_path is not None else f"{host}:{self.port}"
+
+
+class Pipe(Protocol):
+    """Reading and writing raise BlockingIOError when there is nothing to be had just now, and
+    OSError when there never will be."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes can be read although the socket is not readable."""
+
+    def read(self, into: Sequence[memoryview]) -> int:
+        """How many bytes came; 0 when the peer has ended."""
+
+    def write(self, pieces: Sequence[memoryview]) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class PlainPipe:
+    """TCP or Unix: scattered reads and gathered writes, no copy of ours."""
+
+    has_more = False
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.fd = sock.fileno()
+
+    def read(self, into: Sequence[memoryview]) -> int:
+        if len(into) == 1:
+            return self._socket.recv_into(into[0])
+        return self._socket.recvmsg_into(into[:_MAX_PIECES])[0]
+
+    def write(self, pieces: Sequence[memoryview]) -> int:
+        return self._socket.sendmsg(pieces[:_MAX_PIECES])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TlsPipe:
+    """TLS: one buffer at a time, as OpenSSL takes them."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._socket = sock
+        self.fd = sock.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        return self._socket.pending() > 0
+
+    def read(self, into: Sequence[memoryview]) -> int:
+        try:
+            return self._socket.recv_into(into[0])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+
+    def write(self, pieces: Sequence[memoryview]) -> int:
+        try:
+            return self._socket.send(pieces[0])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
+    """Connect, shaking hands if `tls` is given. Raises OSError (ssl.SSLError among them).
+
+    Has no deadline of its own; a cancel closes the socket.
+    """
+    sock = await _connect(address)
+    if tls is None:
+        return PlainPipe(sock)
+    try:
+        wrapped = tls.wrap_socket(sock, server_hostname=address.host, do_handshake_on_connect=False)
+    except BaseException:
+        sock.close()
+        raise
+    try:
+        await _shake_hands(wrapped)
+    except BaseException:
+        wrapped.close()
+        raise
+    return TlsPipe(wrapped)
+
+
+async def _connect(address: Address) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    if address.socket_path is not None:
+        return await _connected(socket.AF_UNIX, address.socket_path)
+    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    failure = OSError(f"{address.host} has no address")
+    for family, _, _, _, where in found:
+        try:
+            sock = await _connected(family, where)
+        except OSError as error:
+            failure = error
+            continue
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return sock
+    raise failure
+
+
+async def _connected(family: int, where: object) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)  # noqa: FBT003 - the standard library's signature
+        await asyncio.get_running_loop().sock_connect(sock, where)  # type: ignore[arg-type]
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _shake_hands(sock: ssl.SSLSocket) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        ready: asyncio.Future[None] = loop.create_future()
+        try:
+            sock.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            loop.add_reader(sock.fileno(), _set, ready)
+            stop_waiting = loop.remove_reader
+        except ssl.SSLWantWriteError:
+            loop.add_writer(sock.fileno(), _set, ready)
+            stop_waiting = loop.remove_writer
+        try:
+            await ready
+        finally:
+            stop_waiting(sock.fileno())
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

@@ -1,0 +1,229 @@
+"""The Redis protocol (RESP2) without I/O: requests as pieces, replies received where they belong.
+
+    $2097240 \\r\\n | header | host slot ............ | \\r\\n +OK\\r\\n $...
+    '- scratch -'  '------ the caller's buffers ----'  '--- scratch ---'
+
+A parser says where the next bytes shall be received, so that a value lands in the caller's buffers
+straight from the socket. At most what shares the scratch buffer with a reply's first line is copied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from tierkv.storage.buffers import flat
+from tierkv.storage.protocol import Buffer
+
+# What follows a value's last byte, the next reply's first line, and small replies.
+_SCRATCH_BYTES = 8 << 10
+_JUNK_BYTES = 256 << 10
+_MAX_NUMBER_CHARS = 20
+# Redis's own limit (proto-max-bulk-len); a larger number comes from something else.
+_MAX_VALUE_BYTES = 512 << 20
+
+Argument = bytes | str | int
+
+
+class NotRedisError(Exception):
+    """What was received is not RESP2: the connection is of no more use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An error reply, such as "OOM command not allowed ..."."""
+
+    message: str
+
+    @property
+    def code(self) -> str:
+        return self.message.partition(" ")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A value of the expected length is in the buffers that were meant for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherLength:
+    """A value came, `num_bytes` long, and was dropped: its buffers are of another length."""
+
+    num_bytes: int
+
+
+Reply = bytes | int | Refused | Landed | OtherLength | None
+LANDED = Landed()
+
+
+class _State(Enum):
+    LINE = auto()
+    BODY = auto()
+    TRAILER = auto()
+
+
+def pack(*arguments: Argument) -> bytes:
+    """One command."""
+    packed = [b"*%d\r\n" % len(arguments)]
+    for argument in arguments:
+        content = argument if isinstance(argument, bytes) else str(argument).encode()
+        packed.append(b"$%d\r\n%b\r\n" % (len(content), content))
+    return b"".join(packed)
+
+
+def pack_set(name: str, parts: Sequence[Buffer], options: Sequence[Argument]) -> list[memoryview]:
+    """SET in pieces to be sent one after another; those of the value are `parts` themselves."""
+    views = flat(parts)
+    num_bytes = sum(len(view) for view in views)
+    key = name.encode()
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(key), key, num_bytes)
+    tail = b"\r\n" + pack(*options).partition(b"\r\n")[2]
+    return [memoryview(head), *views, memoryview(tail)]
+
+
+class Replies:
+    """Replies in the order in which they were expected."""
+
+    def __init__(self) -> None:
+        self._wanted: deque[tuple[memoryview, ...] | None] = deque()
+        self._scratch = bytearray(_SCRATCH_BYTES)
+        self._start = self._end = 0  # what of the scratch is received and not yet understood
+        self._state = _State.LINE
+        self._body: deque[memoryview] = deque()  # what of a value is still to come, and where to
+        self._drop_bytes = 0  # what of a value is still to come and not wanted
+        self._reply: Reply = None
+        self._own: bytearray | None = None
+
+    @property
+    def num_wanted(self) -> int:
+        return len(self._wanted)
+
+    def expect(self, into: tuple[memoryview, ...] | None) -> None:
+        """One more reply. into: where a value lands; None: it is returned as bytes."""
+        self._wanted.append(into)
+
+    def targets(self, max_bytes: int) -> list[memoryview]:
+        """Where to receive into next, in order; never empty, at most about `max_bytes`."""
+        if self._state is _State.BODY and self._drop_bytes:
+            return [memoryview(bytearray(min(self._drop_bytes, _JUNK_BYTES, max_bytes)))]
+        views: list[memoryview] = []
+        for view in self._body:
+            views.append(view[:max_bytes])
+            max_bytes -= len(view)
+            if max_bytes <= 0:
+                return views
+        views.append(memoryview(self._scratch)[self._end :])
+        return views
+
+    def received(self, num_bytes: int) -> list[Reply]:
+        """Replies that are complete now that `num_bytes` more are in the targets.
+
+        Raises NotRedisError, after which nothing but dropping the connection makes sense.
+        """
+        if self._state is _State.BODY:
+            num_bytes = self._fill(num_bytes)
+        self._end += num_bytes
+        replies: list[Reply] = []
+        while self._step(replies):
+            pass
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._end == _SCRATCH_BYTES:
+            if self._start == 0:
+                raise NotRedisError("a line without an end")
+            rest = self._end - self._start
+            self._scratch[:rest] = self._scratch[self._start : self._end]
+            self._start, self._end = 0, rest
+        return replies
+
+    def _fill(self, num_bytes: int) -> int:
+        """Count bytes received as part of the value; returns those beyond its end."""
+        if self._drop_bytes:
+            self._drop_bytes -= num_bytes
+            num_bytes = 0
+        while num_bytes and self._body:
+            view = self._body[0]
+            if num_bytes < len(view):
+                self._body[0] = view[num_bytes:]
+                return 0
+            num_bytes -= len(view)
+            self._body.popleft()
+        if not self._body and not self._drop_bytes:
+            self._state = _State.TRAILER
+        return num_bytes
+
+    def _step(self, replies: list[Reply]) -> bool:
+        """Understand one more piece of the scratch; False if it holds no whole one."""
+        if self._state is _State.LINE:
+            end = self._scratch.find(b"\r\n", self._start, self._end)
+            if end < 0:
+                return False
+            line = bytes(self._scratch[self._start : end])
+            self._start = end + 2
+            self._take_line(line, replies)
+            return True
+        if self._state is _State.TRAILER and self._end - self._start >= 2:  # noqa: PLR2004 - CRLF
+            if self._scratch[self._start : self._start + 2] != b"\r\n":
+                raise NotRedisError("a value that does not end where it said")
+            self._start += 2
+            self._state = _State.LINE
+            replies.append(self._reply if self._own is None else bytes(self._own))
+            self._own = None
+            return True
+        return False
+
+    def _take_line(self, line: bytes, replies: list[Reply]) -> None:
+        if not self._wanted:
+            raise NotRedisError(f"a reply that nobody asked for: {line[:40]!r}")
+        into = self._wanted.popleft()
+        match line[:1]:
+            case b"+":
+                replies.append(line[1:])
+            case b"-":
+                replies.append(Refused(line[1:].decode("utf-8", "replace")))
+            case b":":
+                replies.append(_number(line))
+            case b"$" if line == b"$-1":
+                replies.append(None)
+            case b"$":
+                self._begin_value(_number(line), into)
+            case _:
+                raise NotRedisError(f"{line[:40]!r}")
+
+    def _begin_value(self, num_bytes: int, into: tuple[memoryview, ...] | None) -> None:
+        if not 0 <= num_bytes <= _MAX_VALUE_BYTES:
+            raise NotRedisError(f"a value of {num_bytes} bytes")
+        self._state = _State.BODY
+        if into is None:
+            self._own = bytearray(num_bytes)
+            self._body.extend(flat([self._own]))
+        elif sum(view.nbytes for view in into) == num_bytes:
+            self._reply = LANDED
+            self._body.extend(flat(into))
+        else:
+            self._reply = OtherLength(num_bytes)
+            self._drop_bytes = num_bytes
+        self._move_from_scratch()
+
+    def _move_from_scratch(self) -> None:
+        """What came together with the value's first line goes where the rest will."""
+        at_hand = self._end - self._start
+        if self._drop_bytes:
+            taken = min(at_hand, self._drop_bytes)
+        else:
+            taken, source = 0, memoryview(self._scratch)[self._start : self._end]
+            for view in self._body:
+                piece = source[taken : taken + len(view)]
+                view[: len(piece)] = piece
+                taken += len(piece)
+        self._start += taken
+        self._fill(taken)
+
+
+def _number(line: bytes) -> int:
+    digits = line[1:].removeprefix(b"-")
+    if not digits.isdigit() or len(digits) > _MAX_NUMBER_CHARS:
+        raise NotRedisError(f"{line[:40]!r} where a number belongs")
+    return int(line[1:])
