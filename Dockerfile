@@ -5,7 +5,7 @@ WORKDIR /src
 RUN python3 -m venv /opt/tierkv
 COPY requirements/run.lock requirements/run.lock
 RUN /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check --require-hashes -r requirements/run.lock
-COPY pyproject.toml LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
 COPY tierkv tierkv
 RUN /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation .
 
