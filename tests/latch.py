@@ -1,4 +1,4 @@
-"""Latches instead of sleeps: hold and break copies, events that a test ends, cancels at an await."""
+"""Latches instead of sleeps: copies that are held, events that a test ends, cancels at an await."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class CopyLatch:
     _open: dict[Direction, threading.Event] = field(
         default_factory=lambda: {direction: threading.Event() for direction in Direction}
     )
-    _failures_due: dict[Direction, int] = field(
-        default_factory=lambda: dict.fromkeys(Direction, 0)
-    )
+    _failures_due: dict[Direction, int] = field(default_factory=lambda: dict.fromkeys(Direction, 0))
 
     def __post_init__(self) -> None:
         self.release()

@@ -107,8 +107,10 @@ class World:
         size = self.layout.block_size
         num_blocks = -(-num_tokens // size)
         return [
-            array[request.block_table[:num_blocks]].reshape(num_blocks * size, -1)[:num_tokens]
-            for array in self.service.planes.arrays
+            array[request.block_table[:num_blocks]].reshape(num_blocks * size, plane.token_bytes)[
+                :num_tokens
+            ]
+            for plane, array in zip(self.layout.planes, self.service.planes.arrays, strict=True)
         ]
 
     def check_kv(self, request: Request, tokens: Sequence[int], num_tokens: int) -> None:

@@ -271,7 +271,8 @@ class IndexMachine(RuleBasedStateMachine):
         movement = data.draw(st.sampled_from(self.moving))
         top = movement.prefixes[0]
         if movement.tier is Tier.DEVICE and any(
-            other is not movement and other.tier is Tier.DEVICE
+            other is not movement
+            and other.tier is Tier.DEVICE
             and is_on_path(top, other.prefixes[0])
             for other in self.moving
         ):
@@ -307,9 +308,9 @@ class IndexMachine(RuleBasedStateMachine):
             prefixes = victim_prefixes(victim)
             gone |= set(prefixes)
             for prefix in prefixes:  # leaves first: fault 1
-                assert all(
-                    other in gone for other in before if parent_of(other) == prefix
-                ), "a block went before its child on the same tier"
+                assert all(other in gone for other in before if parent_of(other) == prefix), (
+                    "a block went before its child on the same tier"
+                )
         for victim in victims:
             self._drop(tier, victim.node, victim.start, victim.stop)
 
@@ -319,8 +320,7 @@ class IndexMachine(RuleBasedStateMachine):
         prefixes = [path_tokens(node, node.start + at) for at in range(start, stop)]
         other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
         orphans = any(
-            is_on_path(prefixes[0], prefix) and prefix not in prefixes
-            for prefix in self.cached
+            is_on_path(prefixes[0], prefix) and prefix not in prefixes for prefix in self.cached
         )
         is_safe = all(self.state(other, prefix) is CopyState.READY for prefix in prefixes)
         if is_safe or not orphans:
@@ -399,9 +399,7 @@ def victim_prefixes(victim: object) -> list[Prefix]:
     return [path_tokens(node, node.start + at) for at in range(start, stop)]
 
 
-IndexMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestIndexMachine = IndexMachine.TestCase
 
 

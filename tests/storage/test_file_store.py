@@ -46,7 +46,7 @@ asyncio.run(main())
 """
 
 
-def file_store(root: Path, clock: TurnedClock | None = None, **settings: float) -> FileStore:
+def file_store(root: Path, clock: TurnedClock | None = None, **settings: float | None) -> FileStore:
     return FileStore(root, FileSettings(**settings), clock or SystemClock())  # type: ignore[arg-type]
 
 
@@ -141,7 +141,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_full_disk_is_full_and_what_is_there_stays_readable(small_disk: Path) -> None:
-    store = file_store(small_disk)
+    store = file_store(small_disk, min_free_bytes=0)
     async with store.running():
         statuses = [
             await put_one(store, f"t:f:{index}:0", content_of(f"{index}", 300_000))
@@ -158,6 +158,65 @@ async def test_a_full_disk_is_full_and_what_is_there_stays_readable(small_disk: 
         assert await put_one(store, "t:f:4:0", b"x" * 300_000) is PutStatus.STORED
         [own] = (small_disk / ".writers").iterdir()
         assert [path.name for path in own.iterdir()] == ["lock"]
+
+
+def names_in(root: Path) -> set[str]:
+    return {path.name for path in root.glob("t,f/*/*/*")}
+
+
+async def test_beyond_its_capacity_the_values_used_longest_ago_are_evicted(tmp_path: Path) -> None:
+    clock = TurnedClock()
+    store = file_store(tmp_path, clock, capacity_bytes=10_000)
+    async with store.running():
+        for index in range(9):
+            assert await put_one(store, f"t:f:{index}:0", bytes(1_000)) is PutStatus.STORED
+            clock.now += 100
+        assert (await get_one(store, "t:f:0:0", 1_000))[0] is GetStatus.HIT
+        assert await put_one(store, "t:f:9:0", bytes(1_000)) is PutStatus.STORED
+        assert await store.usage("t") == Usage(10, 10_000)
+        clock.now += 100
+        assert await put_one(store, "t:f:10:0", bytes(1_000)) is PutStatus.STORED
+        assert names_in(tmp_path) == {f"{index},0" for index in (0, 3, 4, 5, 6, 7, 8, 9, 10)}
+        assert await put_one(store, "t:f:large:0", bytes(10_001)) is PutStatus.FULL
+        assert len(names_in(tmp_path)) == 9
+
+
+async def test_of_values_used_together_the_end_is_evicted_not_the_head(tmp_path: Path) -> None:
+    clock = TurnedClock()
+    clock.now -= clock.now % 60
+    store = file_store(tmp_path, clock, capacity_bytes=10_000)
+    async with store.running():
+        for index in range(10):
+            await put_one(store, f"t:f:{index}:0", bytes(1_000))
+            clock.now += 0.1
+        clock.now += 100
+        await put_one(store, "t:f:new:0", bytes(1_000))
+        assert names_in(tmp_path) == {f"{index},0" for index in range(8)} | {"new,0"}
+
+
+async def test_two_stores_on_one_directory_keep_to_the_capacity_together(tmp_path: Path) -> None:
+    stores = [file_store(tmp_path, capacity_bytes=1_000_000) for _ in range(2)]
+    async with stores[0].running(), stores[1].running():
+        async with asyncio.TaskGroup() as group:
+            for index in range(200):
+                name = f"t:f:{index}:0"
+                group.create_task(put_one(stores[index % 2], name, bytes(20_000)))
+        await stores[0].sweep()
+        await put_one(stores[0], "t:f:last:0", bytes(20_000))
+        assert (await stores[0].usage("t")).num_bytes <= 1_000_000
+
+
+async def test_the_disk_is_not_filled_beyond_the_floor(small_disk: Path) -> None:
+    store = file_store(small_disk, min_free_bytes=500_000)
+    async with store.running():
+        for index in range(20):
+            assert await put_one(store, f"t:f:{index}:0", bytes(100_000)) is PutStatus.STORED
+            disk = os.statvfs(small_disk)
+            assert disk.f_bavail * disk.f_frsize >= 450_000  # a block of the file system or two
+        assert len(names_in(small_disk)) >= 3
+    store = file_store(small_disk, min_free_bytes=1 << 30)
+    async with store.running():
+        assert await put_one(store, "t:f:more:0", bytes(100_000)) is PutStatus.FULL
 
 
 async def test_a_value_larger_than_files_may_be_is_full_and_leaves_nothing(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_connection import TlsFiles
+from tierkv.storage.redis_socket import TlsFiles
 from tierkv.storage.redis_url import parse_redis_url
 
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
@@ -129,7 +129,7 @@ async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
 async def test_a_connection_given_up_is_closed_though_its_peer_took_nothing(
     empty_redis: RedisServer,
 ) -> None:
-    store = redis_store(empty_redis.url, RedisSettings(num_connections=1))
+    store = redis_store(empty_redis.url, RedisSettings(write_connections=1))
     async with store.running():
         await put_one(store, "t:f:a:0", b"value")
         open_before = num_open_files()
@@ -233,7 +233,7 @@ async def test_a_wrong_password_is_named_as_the_cause(
     locked_redis: RedisServer, login: str
 ) -> None:
     sentence = await refusal(f"redis://{login}127.0.0.1:{locked_redis.port}")
-    assert "check user and password" in sentence
+    assert "check user, password and database" in sentence
     assert "s3cret" not in sentence
 
 
@@ -253,7 +253,7 @@ async def test_a_user_without_the_rights_gets_an_outcome_that_says_so(
 
 
 async def test_a_database_that_is_not_there_is_reported(empty_redis: RedisServer) -> None:
-    assert "cannot be reached" in await refusal(f"redis://127.0.0.1:{empty_redis.port}/99")
+    assert "refused to log us in" in await refusal(f"redis://127.0.0.1:{empty_redis.port}/99")
 
 
 async def test_other_kinds_of_values_and_strange_keys_are_damage_or_not_there(
@@ -302,14 +302,17 @@ async def connections_made(server: RedisServer) -> int:
 
 
 async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisServer) -> None:
-    store = redis_store(empty_redis.url, RedisSettings(num_connections=3, timeout_s=10.0))
+    store = redis_store(
+        empty_redis.url, RedisSettings(num_connections=3, write_connections=2, timeout_s=10.0)
+    )
     async with store.running():
         async with asyncio.TaskGroup() as group:
             for start in range(50):
                 items = [PutItem(f"t:{start}:{i}", (bytes(50_000),)) for i in range(10)]
                 group.create_task(store.put(items))
                 group.create_task(store.exists(NAMES))
-        assert await asyncio.to_thread(empty_redis.num_connections) == 3 + 1
+                group.create_task(store.get_into([landing(name, 1)[0] for name in NAMES]))
+        assert await asyncio.to_thread(empty_redis.num_connections) == 3 + 2 + 1
     async with asyncio.timeout(5):
         while await asyncio.to_thread(empty_redis.num_connections):  # the server's own pace
             pass
@@ -325,7 +328,7 @@ async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServ
         finally:
             empty_redis.resume()
         sentences = [question.result() for question in questions]
-        assert sum("1024 exchanges waiting" in sentence for sentence in sentences) >= 170
+        assert sum("1024 requests waiting" in sentence for sentence in sentences) >= 170
         assert sum("did not answer" in sentence for sentence in sentences) >= 1_024
         await store.ping()
 

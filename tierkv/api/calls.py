@@ -32,14 +32,16 @@ async def ask(
             session.request(method, url.rstrip("/") + path, json=body) as response,
         ):
             raw = await response.read()
-    except aiohttp.InvalidURL as error:
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
         raise CallError(f"{url!r} is not the URL of a node, such as http://127.0.0.1:8100") from (
             error
         )
     except TimeoutError as error:
         raise CallError(f"{url} did not answer within {timeout_s:g} s") from error
+    except aiohttp.ClientConnectorError as error:
+        raise CallError(f"no node listens at {url}") from error
     except aiohttp.ClientError as error:
-        raise CallError(f"no node answers at {url}: {error}") from error
+        raise CallError(f"{url} broke off: {error}") from error
     return _read(url, response.status, raw)
 
 

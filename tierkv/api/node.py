@@ -7,12 +7,11 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
-from typing import cast
 
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, ShuttingDownError, StoreUnavailableError
+from tierkv.errors import ConfigError, ShuttingDownError, StoreUnavailableError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device
 from tierkv.refmodel.engine import ReferenceEngine
@@ -23,7 +22,7 @@ from tierkv.storage.protocol import Store
 
 _PING_DEADLINE_S = 1.0
 
-DEVICES: dict[str, Callable[[], Device]] = {"cpu": cast("Callable[[], Device]", CpuDevice)}
+DEVICES: dict[str, Callable[[], Device]] = {"cpu": CpuDevice}
 
 
 class Health(Enum):
@@ -32,6 +31,10 @@ class Health(Enum):
     OK = "ok"
     DEGRADED = "degraded"  # answers are right, but slower than they could be
     DOWN = "down"
+
+
+class NotReadyError(TierKVError):
+    """The node cannot answer this now: ask again, or another one."""
 
 
 class Node:
@@ -70,22 +73,33 @@ class Node:
         self.engine = ReferenceEngine(
             self.service, ReferenceModel(model, settings.cache.block_size), settings.engine
         )
+        self.has_started = False
         self._work: set[asyncio.Timeout] = set()
         self._changed = asyncio.Event()  # a work has ended, or there is a hurry
         self._is_hurried = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Opens all; at the end waits for publishes and copies, checks the books, closes all.
+        """Opens all. At the end cuts off what work there still is, waits for publishes and copies,
+        checks the books, closes all.
 
-        Leave it only after `idle`. Raises StoreUnavailableError or ConfigError if the store cannot
-        be used.
+        Raises StoreUnavailableError or ConfigError if the store cannot be used.
         """
         try:
             async with self.service.running(), self.engine.running():
-                yield
+                self.has_started = True
+                try:
+                    yield
+                finally:
+                    self.drain()
+                    await self.idle(grace_s=0)
         finally:
             self.device.close()
+
+    def check_started(self) -> None:
+        """Raise NotReadyError if there is nothing to ask yet."""
+        if not self.has_started:
+            raise NotReadyError("this node has not started yet")
 
     # Work and its end
 
@@ -93,11 +107,16 @@ class Node:
     def is_draining(self) -> bool:
         return self.service.is_draining
 
+    @property
+    def num_working(self) -> int:
+        return len(self._work)
+
     @asynccontextmanager
     async def work(self) -> AsyncIterator[None]:
         """One request's work. Raises ShuttingDownError once draining, and in the middle of the
         work when its time is up."""
-        if self.is_draining or not self.service.is_ready:
+        self.check_started()
+        if self.is_draining:
             raise ShuttingDownError("this node is shutting down")
         scope = asyncio.timeout(None)
         try:
@@ -133,7 +152,8 @@ class Node:
         except TimeoutError:
             pass
         for scope in self._work:
-            scope.reschedule(asyncio.get_running_loop().time())
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
         while self._work:
             self._changed.clear()
             await self._changed.wait()
@@ -158,10 +178,10 @@ class Node:
         return parts
 
     def _service_health(self) -> tuple[Health, str]:
+        if not self.has_started:
+            return Health.DOWN, "this node has not started yet"
         if self.is_draining:
             return Health.DOWN, "this node is shutting down"
-        if not self.service.is_ready:
-            return Health.DOWN, "this node has not started"
         return Health.OK, "takes requests"
 
 

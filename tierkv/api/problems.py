@@ -18,6 +18,7 @@ from tierkv.api.bodies import (
     MediaTypeError,
     first_id,
 )
+from tierkv.api.node import NotReadyError
 from tierkv.api.types import FieldError
 from tierkv.errors import (
     BadRequestError,
@@ -40,10 +41,6 @@ _RETRY_AFTER_S = 1
 
 class WrongRoleError(BadRequestError):
     """This node's role does not include what was asked: ask a node that has it."""
-
-
-class NotReadyError(TierKVError):
-    """A probe was answered: not ready."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

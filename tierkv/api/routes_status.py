@@ -7,8 +7,7 @@ from aiohttp import web
 import tierkv
 from tierkv.api import bodies
 from tierkv.api.metrics import Metrics
-from tierkv.api.node import Health, Node
-from tierkv.api.problems import NotReadyError
+from tierkv.api.node import Health, Node, NotReadyError
 from tierkv.api.types import PartHealth, ReadyAnswer, VerifyAnswer, VersionAnswer
 
 
@@ -59,11 +58,14 @@ class StatusRoutes:
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
+        self._node.check_started()
         body, content_type = self._metrics.render(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def stats(self, request: web.Request) -> web.Response:
+        self._node.check_started()
         return bodies.answer(request, self._node.service.stats())
 
     async def verify(self, request: web.Request) -> web.Response:
+        self._node.check_started()
         return bodies.answer(request, VerifyAnswer(self._node.service.verify()))

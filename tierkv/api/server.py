@@ -18,11 +18,12 @@ from msgspec.structs import replace
 from tierkv.api.app import make_app
 from tierkv.api.node import Node
 from tierkv.api.settings import NodeSection, NodeSettings
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ConfigError
 
 log = logging.getLogger("tierkv.server")
 
 _BACKLOG = 1024
+_LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
 _LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
 _WHY_NOT = {
     errno.EADDRINUSE: "is taken by another process",
@@ -40,20 +41,15 @@ def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
     with bind(settings.node) as listener:
         port: int = listener.getsockname()[1]
         settings = replace(settings, node=replace(settings.node, port=port))
-        try:
-            uvloop.run(serve(Node(settings), listener, announce))
-        except BaseExceptionGroup as group:
-            # The groups of tasks that the node is made of wrap what ends them.
-            if (only := _only_error(group)) is None:
-                raise
-            raise only from group
+        uvloop.run(serve(Node(settings), listener, announce))
 
 
 async def serve(node: Node, listener: socket.socket, announce: Callable[[str], None]) -> None:
     """Run `node` behind `listener` until a signal; then drain it.
 
     First it is unready and takes no more work; what runs may end within the grace time, and is
-    cut off then; publishes under way end by themselves. A second signal cuts off all of it.
+    cut off then; publishes under way end by themselves. A second signal cuts off all of it. The
+    address answers from the first moment to the last, so a probe is told, not left to guess.
     """
     stop = asyncio.Event()
 
@@ -64,7 +60,8 @@ async def serve(node: Node, listener: socket.socket, announce: Callable[[str], N
         stop.set()
 
     with _signals(on_signal):
-        async with node.running(), listening(node, listener) as url:
+        async with listening(node, listener) as url, node.running():
+            log.info("%s is ready at %s", node.name, url)
             announce(url)
             await stop.wait()
             grace_s = node.settings.node.drain_grace_s
@@ -81,6 +78,7 @@ async def listening(node: Node, listener: socket.socket) -> AsyncIterator[str]:
         make_app(node),
         access_log=None,
         handler_cancellation=True,  # a client that has gone needs no tokens
+        lingering_time=_LINGER_S,
         keepalive_timeout=node.settings.node.idle_timeout_s,
         shutdown_timeout=_LAST_ANSWERS_S,
     )
@@ -135,7 +133,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-# Signals and errors
+# Signals
 
 
 @contextmanager
@@ -149,11 +147,3 @@ def _signals(call: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def _only_error(group: BaseExceptionGroup[BaseException]) -> TierKVError | None:
-    """The one error that the group is about, None if it is more than one or not ours."""
-    inner: BaseException = group
-    while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
-        inner = inner.exceptions[0]
-    return inner if isinstance(inner, TierKVError) else None

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
-from tierkv.errors import DeviceFailedError, GateTimeoutError, LayoutError, TransferError
+from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, LayoutError, TransferError
 from tierkv.gpu.protocol import (
     BlockCopy,
     Direction,
@@ -76,7 +76,12 @@ class CallerStream:
 
 def _aligned(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     """uint8 [num_rows, row_bytes], page-aligned, untouched (the kernel zeroes pages on use)."""
-    raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
+    try:
+        raw = np.zeros(num_rows * row_bytes + _PAGE, np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: more bytes than an index can count
+        raise ConfigError(
+            f"{num_rows} blocks of {row_bytes} bytes do not fit into memory: set fewer blocks"
+        ) from error
     start = -raw.ctypes.data % _PAGE
     return raw[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes)
 
@@ -200,6 +205,8 @@ class CpuDevice:
 
     def __init__(self, before_copy: Callable[[BlockCopy], None] | None = None) -> None:
         self.name = "cpu"
+        self.array_module = np
+        self.failure: str | None = None
         self.compute_stream: Stream = CallerStream()
         self._before_copy = before_copy
         self._within = ThreadPoolExecutor(1, thread_name_prefix="tierkv-copy")

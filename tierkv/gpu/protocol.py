@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from types import ModuleType
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,18 @@ class Event(Protocol):
     def block_until_done(self, timeout_s: float) -> None:
         """Block the calling thread, never the event loop's. Raises GateTimeoutError after
         `timeout_s`, and what `is_done` raises."""
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """An event that says where it stands: events of one line are done in the order of their
+    positions, so that of many only the first of each line need be looked at."""
+
+    @property
+    def line(self) -> object: ...
+
+    @property
+    def position(self) -> int: ...
 
 
 class Stream(Protocol):
@@ -133,9 +146,19 @@ class Device(Protocol):
     @property
     def name(self) -> str: ...
 
-    def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes: ...
+    @property
+    def array_module(self) -> ModuleType:
+        """What the planes' arrays are of: NumPy, or CuPy."""
 
-    def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots: ...
+    @property
+    def failure(self) -> str | None:
+        """Why the device is lost to this process, for good; None while it works."""
+
+    def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
+        """Raises ConfigError if the device has no room for so many blocks."""
+
+    def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
+        """Raises ConfigError if there is no memory for so many slots."""
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane: ...
 

@@ -131,6 +131,10 @@ class FaultyStore:
         await self._pass()
         return await self._inner.delete(names)
 
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        await self._pass()
+        return await self._inner.touch(names, ttl_s=ttl_s)
+
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         await self._pass()
         return await self._inner.list(prefix, limit=limit, cursor=cursor)

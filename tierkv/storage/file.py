@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.storage.file_room import Room
 from tierkv.storage.file_scratch import Scratch
 from tierkv.storage.file_values import ValueFiles
 from tierkv.storage.protocol import (
@@ -29,6 +30,7 @@ from tierkv.storage.protocol import (
     check_name,
     check_names,
     check_prefix,
+    check_ttl,
 )
 from tierkv.storage.threads import WorkerThreads
 from tierkv.tasks import background
@@ -44,24 +46,33 @@ class FileSettings:
         lost in a power cut is a miss, a torn one is caught by its length and checksum, and with
         flushes 64 values of 2 MiB were written at 0.8-1.1 GB/s instead of 1.2-2.7.
     sweep_interval_s: how often expired values are removed; they are invisible before that.
+    capacity_bytes: of all values; those used longest ago are evicted. None: no limit.
+    min_free_bytes: of the file system, kept free the same way; 0: whatever the system allows.
     """
 
     num_threads: int = 4
     syncs_values: bool = False
     sweep_interval_s: float = 600.0
+    capacity_bytes: int | None = None
+    min_free_bytes: int = 512 << 20
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_threads <= 64:  # noqa: PLR2004
             raise ConfigError(f"a file store has 1 to 64 threads, not {self.num_threads}")
         if not self.sweep_interval_s > 0:
             raise ConfigError(f"sweep_interval_s must be above 0, not {self.sweep_interval_s}")
+        if self.capacity_bytes is not None and self.capacity_bytes < 1:
+            raise ConfigError(f"a file store cannot hold {self.capacity_bytes} bytes")
+        if self.min_free_bytes < 0:
+            raise ConfigError(f"min_free_bytes must not be negative, as {self.min_free_bytes} is")
 
 
 class FileStore:
     """`Store` in files below a directory, which any number of processes may share.
 
     All file work is done in the store's own threads; a cancelled caller is held until the thread
-    that has its buffers is done with them. There is no deadline: no system call on a file has one.
+    that has its buffers is done with them. There is no deadline here: no system call on a file has
+    one, and a read that hangs has its buffers for as long.
     """
 
     def __init__(self, root: Path, settings: FileSettings, clock: Clock) -> None:
@@ -85,7 +96,13 @@ class FileStore:
         stop = threading.Event()
         async with self._threads.running():
             scratch = await self._threads.run(self._open)
-            files = ValueFiles(self._root, scratch, self._clock, syncs=self._settings.syncs_values)
+            room = Room(
+                self._root,
+                capacity_bytes=self._settings.capacity_bytes,
+                min_free_bytes=self._settings.min_free_bytes,
+            )
+            syncs = self._settings.syncs_values
+            files = ValueFiles(self._root, scratch, room, self._clock, syncs=syncs)
             try:
                 async with background({"tierkv-file-sweep": self._keep_sweeping(files, stop)}):
                     self._files = files
@@ -131,6 +148,12 @@ class FileStore:
         check_names(names)
         files = self._opened()
         return sum(await self._threads.run_each(files.delete, names))
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        check_names(names)
+        check_ttl(ttl_s)
+        files = self._opened()
+        return sum(await self._threads.run_each(lambda name: files.touch(name, ttl_s), names))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-_WRITERS = ".writers"
+WRITERS = ".writers"
 _LOCK = "lock"
 # Another process can clear a directory away before we have locked it; that it does so again and
 # again has no cause but a file system without locks.
@@ -34,7 +34,7 @@ class Scratch:
 
     def __init__(self, root: Path) -> None:
         """Clear away what the dead left, then make the directory. Raises OSError."""
-        writers = root / _WRITERS
+        writers = root / WRITERS
         os.makedirs(writers, mode=0o700, exist_ok=True)
         with os.scandir(writers) as entries:
             for entry in entries:

@@ -25,6 +25,7 @@ from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.buffers import read_fully, write_fully
 from tierkv.storage.file_paths import name_of, relative_path, walk
+from tierkv.storage.file_room import USE_GRAIN_S, Room
 from tierkv.storage.file_scratch import Scratch, locked_directory
 from tierkv.storage.protocol import (
     GetItem,
@@ -49,9 +50,12 @@ class ValueFiles:
         returns.
     """
 
-    def __init__(self, root: Path, scratch: Scratch, clock: Clock, *, syncs: bool) -> None:
+    def __init__(
+        self, root: Path, scratch: Scratch, room: Room, clock: Clock, *, syncs: bool
+    ) -> None:
         self._root = root
         self._scratch = scratch
+        self._room = room
         self._clock = clock
         self._syncs = syncs
 
@@ -95,10 +99,15 @@ class ValueFiles:
         try:
             if item.keep_existing and self._is_live(path):
                 return PutOutcome(PutStatus.EXISTED)
+            if reason := self._room.make(item.num_bytes, _unlink):
+                return PutOutcome(PutStatus.FULL, f"{item.name}: {reason}")
             temporary = self._scratch.new_path()
             try:
                 self._write(temporary, item)
-                return PutOutcome(self._publish(temporary, path, item))
+                status = self._publish(temporary, path, item)
+                if status is PutStatus.STORED:
+                    self._room.added(item.num_bytes)
+                return PutOutcome(status)
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
@@ -110,13 +119,30 @@ class ValueFiles:
         """Whether there was a value. Raises StoreUnavailableError."""
         path = self._path(name)
         try:
-            was_live = self._is_live(path)
+            status = os.stat(path, follow_symlinks=False)
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
             raise StoreUnavailableError(_reason(name, error)) from error
-        return was_live
+        self._room.added(-status.st_size)
+        return not self._is_expired(status)
+
+    def touch(self, name: str, ttl_s: float) -> bool:
+        """Whether there was a value, which now lives for `ttl_s`. Raises StoreUnavailableError."""
+        path = self._path(name)
+        expires_ns = math.ceil((self._clock.wall() + ttl_s) * 1e9)
+        try:
+            with locked_directory(_parent(path)):
+                if not self._is_live(path):
+                    return False
+                used_ns = int(self._clock.wall() * 1e9)
+                os.utime(path, ns=(used_ns, expires_ns), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise StoreUnavailableError(_reason(name, error)) from error
+        return True
 
     def count_leading(self, names: Sequence[str]) -> int:
         try:
@@ -146,6 +172,7 @@ class ValueFiles:
     def sweep(self, stop: threading.Event) -> int:
         """Remove expired values until done or told to stop; returns how many. Raises OSError."""
         removed = 0
+        self._room.forget_size()
         for _, entry in walk(self._root, ""):
             if stop.is_set():
                 break
@@ -186,6 +213,7 @@ class ValueFiles:
                 self._remove_expired(path)
                 yield None
             else:
+                self._mark_used(path, status)
                 yield fd
         finally:
             os.close(fd)
@@ -200,6 +228,15 @@ class ValueFiles:
     def _is_expired(self, status: os.stat_result) -> bool:
         expires_at = _expires_at(status)
         return expires_at is not None and expires_at <= self._clock.wall()
+
+    def _mark_used(self, path: str, status: os.stat_result) -> None:
+        """Note for the eviction when the value was last used, to the minute."""
+        now = self._clock.wall()
+        if now - status.st_atime < USE_GRAIN_S:
+            return
+        with contextlib.suppress(FileNotFoundError), locked_directory(_parent(path)):
+            expires_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
+            os.utime(path, ns=(int(now * 1e9), expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
         with locked_directory(_parent(path)), contextlib.suppress(FileNotFoundError):
@@ -216,7 +253,7 @@ class ValueFiles:
             expires_ns = _NEVER_NS
             if item.ttl_s is not None:
                 expires_ns = math.ceil((self._clock.wall() + item.ttl_s) * 1e9)
-            os.utime(fd, ns=(expires_ns, expires_ns))
+            os.utime(fd, ns=(int(self._clock.wall() * 1e9), expires_ns))
             if self._syncs:
                 os.fsync(fd)
         finally:
@@ -235,6 +272,14 @@ class ValueFiles:
             finally:
                 os.close(fd)
         return PutStatus.STORED
+
+
+def _unlink(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _parent(path: str) -> str:

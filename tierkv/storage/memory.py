@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, StoreUnavailableError
@@ -25,6 +25,7 @@ from tierkv.storage.protocol import (
     check_name,
     check_names,
     check_prefix,
+    check_ttl,
 )
 
 
@@ -120,6 +121,17 @@ class MemoryStore:
                 self._forget(name)
                 deleted += 1
         return deleted
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        check_names(names)
+        check_ttl(ttl_s)
+        self._check_open()
+        touched = 0
+        for name in names:
+            if (value := self._live(name)) is not None:
+                self._values[name] = replace(value, expires_at=self._clock.wall() + ttl_s)
+                touched += 1
+        return touched
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)

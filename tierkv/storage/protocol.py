@@ -57,6 +57,12 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
+def check_ttl(ttl_s: float) -> None:
+    """Raise BadRequestError unless `ttl_s` is above 0 and at most ten years."""
+    if not (math.isfinite(ttl_s) and 0 < ttl_s <= _MAX_TTL_S):
+        raise BadRequestError(f"{ttl_s} s is not a time to live: above 0, up to ten years")
+
+
 class GetStatus(Enum):
     HIT = "hit"  # every byte of the value is in the caller's buffers
     MISS = "miss"  # no such value
@@ -107,6 +113,7 @@ class PutItem:
 
     keep_existing: a value already there is the same by construction (block keys), so leave it.
         False replaces it atomically (tickets).
+    worth: of writes that wait for a store too slow for them, the one worth least is dropped first.
     A value of no bytes at all is a value. Raises BadRequestError if the name is bad, or ttl_s is
     not above 0 and at most ten years.
     """
@@ -115,15 +122,14 @@ class PutItem:
     parts: tuple[Buffer, ...]
     ttl_s: float | None = None
     keep_existing: bool = True
+    worth: float = 0.0
 
     def __post_init__(self) -> None:
         check_name(self.name)
         for part in self.parts:
             assert memoryview(part).c_contiguous, "a value is made of plain memory"
-        if self.ttl_s is not None and not (
-            math.isfinite(self.ttl_s) and 0 < self.ttl_s <= _MAX_TTL_S
-        ):
-            raise BadRequestError(f"{self.ttl_s} s is not a time to live: above 0, up to ten years")
+        if self.ttl_s is not None:
+            check_ttl(self.ttl_s)
 
     @property
     def num_bytes(self) -> int:
@@ -217,6 +223,10 @@ class Store(Protocol):
 
     async def delete(self, names: Sequence[str]) -> int:
         """Forget values; returns how many there were. Raises StoreUnavailableError."""
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        """Let values live for `ttl_s` from now on; returns how many there were. One that lives for
+        ever does so no more. Raises StoreUnavailableError."""
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """Values whose name starts with `prefix`, in parts of about `limit`, in no order.

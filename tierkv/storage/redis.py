@@ -1,17 +1,14 @@
-"""The store on one Redis server, through redis-py."""
+"""The store on Redis: one server, the master that sentinels name, or a cluster."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import TypeVar
-
-from redis.exceptions import ResponseError
 
 from tierkv.clock import Clock
-from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import BadRequestError, StoreCorruptError
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -19,80 +16,61 @@ from tierkv.storage.protocol import (
     ListPage,
     PutItem,
     PutOutcome,
-    StoredValue,
     Usage,
     check_limit,
     check_name,
     check_names,
     check_prefix,
-    is_name,
+    check_ttl,
 )
-from tierkv.storage.redis_bulk import BulkLanes, Pace, is_wrong_type
-from tierkv.storage.redis_connection import TlsFiles, connection_factory
-from tierkv.storage.redis_lanes import Command, RedisLanes, Reply
-from tierkv.storage.redis_url import RedisUrl
+from tierkv.storage.redis_bulk import (
+    FixedAddress,
+    Login,
+    get_outcome,
+    get_request,
+    put_outcome,
+    put_request,
+    question,
+)
+from tierkv.storage.redis_cluster import ClusterRouter
+from tierkv.storage.redis_node import (
+    NAMES_PER_COMMAND,
+    Access,
+    Lane,
+    RedisNode,
+    RedisSettings,
+    expect,
+    understood,
+)
+from tierkv.storage.redis_router import Call, OneNode, Router
+from tierkv.storage.redis_sentinel import SentinelLocator
+from tierkv.storage.redis_url import RedisUrl, Setup
+from tierkv.storage.redis_wire import Failure, WireStats
+from tierkv.storage.resp import Reply
 
-# Names in one command. The server does nothing else meanwhile; 1,000 take it 1.2 ms.
-_NAMES_PER_COMMAND = 512
-_SCAN_COUNT = 1000
-_CURSOR_CHARS = 20  # of a 64-bit number
-_PTTL_NO_EXPIRY = -1
-
-T = TypeVar("T")
+_CURSOR_CHARS = 25  # of a node's index, a dot, and a 64-bit number
 
 
-@dataclass(frozen=True, slots=True)
-class RedisSettings:
-    """num_connections: for values; one more is kept for questions, so they never queue behind.
-        GET and SET of 64 values of 2 MiB on loopback, uvloop, 2 cores, GB/s: 1.6 and 1.3 with one
-        connection, 1.6 and 1.7 with two, 1.1 and 1.7 with four.
-
-    timeout_s: how long the server may take for one exchange, connecting included, apart from the
-        time that its bytes take at slowest_bytes_per_s.
-    connect_timeout_s: the part of it that connecting may take.
-    """
-
-    num_connections: int = 2
-    timeout_s: float = 0.25
-    connect_timeout_s: float = 0.25
-    slowest_bytes_per_s: float = 200e6
-    tls: TlsFiles = field(default_factory=TlsFiles)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_connections <= 256:  # noqa: PLR2004
-            raise ConfigError(f"num_connections must be 1 to 256, not {self.num_connections}")
-        for name, number in (
-            ("timeout_s", self.timeout_s),
-            ("connect_timeout_s", self.connect_timeout_s),
-            ("slowest_bytes_per_s", self.slowest_bytes_per_s),
-        ):
-            if not (math.isfinite(number) and number > 0):
-                raise ConfigError(f"{name} must be a number above 0, not {number}")
+__all__ = ["RedisSettings", "RedisStore"]
 
 
 class RedisStore:
-    """`Store` on a Redis server: a name is a key, a value a string, with PX for its time to live.
+    """`Store` on Redis: a name is a key, a value a string, with PX for its time to live.
 
-    Commands: GET SET EXISTS UNLINK SCAN STRLEN PTTL PING (and AUTH SELECT CLIENT when connecting).
-    A batch stops at the first exchange that fails: what is left is FAILED without being tried.
+    Commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a cluster
+    ASKING and CLUSTER SLOTS), and for listings SCAN STRLEN PTTL.
     """
 
     def __init__(self, url: RedisUrl, settings: RedisSettings, clock: Clock) -> None:
-        self._url = str(url)
-        self._pace = Pace(settings.timeout_s, settings.slowest_bytes_per_s)
+        self._url = url
+        self._settings = settings
         self._clock = clock
-        new_connection = connection_factory(
-            url, settings.tls, connect_timeout_s=settings.connect_timeout_s
-        )
-        self._values = RedisLanes(
-            new_connection, num_connections=settings.num_connections, url=self._url
-        )
-        self._bulk = BulkLanes(self._values, settings.num_connections, self._pace)
-        self._questions = RedisLanes(new_connection, num_connections=1, url=self._url)
+        self._router: Router | None = None
+        self.stats = WireStats()
 
     @property
     def url(self) -> str:
-        return self._url
+        return str(self._url)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -100,33 +78,42 @@ class RedisStore:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self._questions.running():
-            await self.ping()
-            async with self._values.running():
+        files = self._settings.tls if self._url.is_tls else None
+        context = None if files is None else await asyncio.to_thread(files.context)
+        login = Login(self._url.username, self._url.password, self._url.db)
+        access = Access(self._settings, login, files, context, self.stats)
+        router = _router(self._url, access, self._clock)
+        async with router.running():
+            for node in router.nodes():
+                await node.ask("PING")
+            self._router = router
+            try:
                 yield
+            finally:
+                self._router = None
 
     async def ping(self) -> None:
-        await self._question(("PING",))
+        for node in self._opened().nodes():
+            await node.ask("PING")
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
-        found = 0
-        for part in _cut(names, _NAMES_PER_COMMAND):
-            leading = await self._count_leading(part)
-            found += leading
-            if leading < len(part):
-                break
-        return found
+        return await self._opened().count_leading(names)
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        return await self._bulk.get_into(items)
+        replies = await self._carry_out(
+            [Call(item.name, lambda item=item: get_request(item)) for item in items],  # type: ignore[misc]
+            Lane.READ,
+        )
+        return [get_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
-        reply = await self._question(("GET", name), num_bytes=max_bytes)
-        if reply is None:
+        call = Call(name, lambda: question("GET", name, num_bytes=max_bytes))
+        [reply] = await self._carry_out([call], Lane.QUESTION)
+        if understood(reply, ("GET", name)) is None:
             return None
-        content = _expect(bytes, reply)
+        content = expect(bytes, reply)
         if len(content) > max_bytes:
             raise StoreCorruptError(
                 f"{name} has {len(content)} bytes, more than the {max_bytes} it may have"
@@ -134,101 +121,83 @@ class RedisStore:
         return content
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        return await self._bulk.put(items)
+        replies = await self._carry_out(
+            [Call(item.name, lambda item=item: put_request(item)) for item in items],  # type: ignore[misc]
+            Lane.WRITE,
+        )
+        return [put_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
-        deleted = 0
-        for part in _cut(names, _NAMES_PER_COMMAND):
-            deleted += _expect(int, await self._question(("UNLINK", *part)))
-        return deleted
+        return await self._count("UNLINK", names)
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        check_names(names)
+        check_ttl(ttl_s)
+        return await self._count("PEXPIRE", names, math.ceil(ttl_s * 1000))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)
         check_limit(limit)
-        position = _parse_cursor(cursor)
-        values: dict[str, StoredValue] = {}
-        while True:
-            position, names = await self._scan(prefix, position, limit)
-            values |= {value.name: value for value in await self._describe(names)}
-            if position == 0 or len(values) >= limit:
-                return ListPage(tuple(values.values()), str(position) if position else None)
+        index, position = _parse_cursor(cursor)
+        nodes = self._opened().nodes()
+        if index >= len(nodes):
+            raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
+        position, values = await nodes[index].list(prefix, position, limit)
+        if position == 0:
+            index += 1
+        is_last = index == len(nodes)
+        return ListPage(tuple(values.values()), None if is_last else f"{index}.{position}")
 
     async def usage(self, prefix: str) -> Usage:
         """As in `Store`; a value can be counted twice while the server rebuilds its key table."""
-        check_prefix(prefix)
-        num_values, num_bytes, position = 0, 0, None
-        while position != 0:
-            position, names = await self._scan(prefix, position or 0, _SCAN_COUNT)
-            values = await self._describe(names)
-            num_values += len(values)
-            num_bytes += sum(value.num_bytes for value in values)
-        return Usage(num_values, num_bytes)
+        num_values, num_bytes, cursor = 0, 0, None
+        while True:
+            page = await self.list(prefix, limit=NAMES_PER_COMMAND, cursor=cursor)
+            num_values += len(page.values)
+            num_bytes += sum(value.num_bytes for value in page.values)
+            cursor = page.cursor
+            if cursor is None:
+                return Usage(num_values, num_bytes)
 
-    async def _count_leading(self, names: Sequence[str]) -> int:
-        """Bisection: as many questions as `names` has binary digits, 1.4 ms for 1,000 names."""
-        if await self._count(names) == len(names):
-            return len(names)
-        present, gap = 0, len(names)  # names[:present] are all there, names[present:gap] are not
-        while gap - present > 1:
-            middle = (present + gap) // 2
-            if await self._count(names[present:middle]) == middle - present:
-                present = middle
-            else:
-                gap = middle
-        return present
+    async def _carry_out(self, calls: Sequence[Call], lane: Lane) -> Sequence[Reply | Failure]:
+        if self._router is None:
+            return [Failure(f"{self.url} is closed")] * len(calls)
+        return await self._router.carry_out(calls, lane)
 
-    async def _count(self, names: Sequence[str]) -> int:
-        return _expect(int, await self._question(("EXISTS", *names)))
+    async def _count(self, verb: str, names: Sequence[str], *more: int) -> int:
+        """Of how many names `verb` says 1."""
+        calls = [Call(name, lambda name=name: question(verb, name, *more)) for name in names]  # type: ignore[misc]
+        count = 0
+        for at in range(0, len(calls), NAMES_PER_COMMAND):
+            for reply in await self._carry_out(calls[at : at + NAMES_PER_COMMAND], Lane.QUESTION):
+                count += expect(int, understood(reply, (verb,)))
+        return count
 
-    async def _scan(self, prefix: str, position: int, count: int) -> tuple[int, Sequence[str]]:
-        # check_prefix lets no glob character through, so there is nothing to escape.
-        reply = await self._question(
-            ("SCAN", position, "MATCH", f"{prefix}*", "COUNT", min(count, _SCAN_COUNT))
-        )
-        position_reply, found = _expect(list, reply)
-        names = [_expect(bytes, name).decode("ascii", "replace") for name in _expect(list, found)]
-        return int(_expect(bytes, position_reply)), [name for name in names if is_name(name)]
-
-    async def _describe(self, names: Sequence[str]) -> Sequence[StoredValue]:
-        """What is known of each name, less those that are gone or are not strings."""
-        values = []
-        now = self._clock.wall()
-        for part in _cut(names, _NAMES_PER_COMMAND):
-            commands = [(verb, name) for name in part for verb in ("STRLEN", "PTTL")]
-            replies = await self._questions.ask(commands, deadline_s=self._pace.deadline_s(0))
-            for name, num_bytes, ttl_ms in zip(part, replies[::2], replies[1::2], strict=True):
-                if not isinstance(num_bytes, int) or not isinstance(ttl_ms, int):
-                    continue
-                if ttl_ms >= _PTTL_NO_EXPIRY:  # below it stands "no such key"
-                    expires_at = None if ttl_ms == _PTTL_NO_EXPIRY else now + ttl_ms / 1000
-                    values.append(StoredValue(name, num_bytes, expires_at))
-        return values
-
-    async def _question(self, command: Command, *, num_bytes: int = 0) -> Reply:
-        deadline_s = self._pace.deadline_s(num_bytes)
-        [reply] = await self._questions.ask([command], deadline_s=deadline_s)
-        if isinstance(reply, ResponseError):
-            if is_wrong_type(reply):
-                raise StoreCorruptError(f"{command[1]!s} is not a string: {reply}") from reply
-            raise StoreUnavailableError(f"{self._url} refused {command[0]!s}: {reply}") from reply
-        return reply
+    def _opened(self) -> Router:
+        if self._router is None:
+            understood(Failure(f"{self.url} is closed"), ())
+        assert self._router is not None, "the line above raises"
+        return self._router
 
 
-def _parse_cursor(cursor: str | None) -> int:
+def _router(url: RedisUrl, access: Access, clock: Clock) -> Router:
+    match url.setup:
+        case Setup.SERVER:
+            return OneNode(RedisNode(FixedAddress(url.addresses[0]), access, clock, url=str(url)))
+        case Setup.SENTINEL:
+            return OneNode(RedisNode(SentinelLocator(url, access), access, clock, url=str(url)))
+        case Setup.CLUSTER:
+            return ClusterRouter(url, access, clock)
+
+
+def _parse_cursor(cursor: str | None) -> tuple[int, int]:
     if cursor is None:
-        return 0
-    is_number = len(cursor) <= _CURSOR_CHARS and cursor.isascii() and cursor.isdecimal()
-    if not (is_number and 0 < int(cursor) < 1 << 64):
+        return 0, 0
+    index, dot, position = cursor.partition(".")
+    for text in (index, position):
+        if not (dot and len(cursor) <= _CURSOR_CHARS and text.isascii() and text.isdecimal()):
+            raise BadRequestError(f"{cursor[:80]!r} is not a cursor of this store")
+    if int(position) >= 1 << 64:
         raise BadRequestError(f"{cursor[:80]!r} is not a cursor of this store")
-    return int(cursor)
-
-
-def _cut(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    return (names[at : at + size] for at in range(0, len(names), size))
-
-
-def _expect(kind: type[T], reply: object) -> T:
-    if not isinstance(reply, kind):
-        raise StoreUnavailableError(f"a Redis server does not answer {reply!r:.80} to this")
-    return reply
+    return int(index), int(position)

@@ -1,17 +1,17 @@
-"""A batch of values, cut into exchanges that are spread over a server's connections."""
+"""Connections for values to one Redis server, each owned by a task that feeds it requests."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
-
-from redis.exceptions import OutOfMemoryError, ResponseError
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from ssl import SSLContext
+from typing import Protocol, cast
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.buffers import copy_into
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -20,137 +20,256 @@ from tierkv.storage.protocol import (
     PutOutcome,
     PutStatus,
 )
-from tierkv.storage.redis_lanes import Command, RedisLanes, Reply
-
-Item = TypeVar("Item", GetItem, PutItem)
-Outcome = TypeVar("Outcome", GetOutcome, PutOutcome)
-
-# One exchange holds its connection, so it ends soon; 4 values of 2 MiB keep the pipe full (2.6 GB/s
-# against 1.2 with 64 in flight: loopback, Redis 7.0, 2 cores).
-_EXCHANGE_BYTES = 8 << 20
-_EXCHANGE_VALUES = 64
+from tierkv.storage.redis_socket import Address, open_pipe
+from tierkv.storage.redis_wire import Failure, Outcome, Pace, Request, Wire, WireStats
+from tierkv.storage.resp import LANDED, Argument, OtherLength, Refused, Reply, pack, pack_set
+from tierkv.tasks import background, outlast
 
 
-def is_wrong_type(error: ResponseError) -> bool:
-    """Whether someone keeps another kind of Redis value under a name of ours."""
-    return str(error).startswith("WRONGTYPE")
+class Locator(Protocol):
+    """Where the server is just now; asked before each connection."""
+
+    async def locate(self) -> Address:
+        """Raises StoreUnavailableError."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How long an exchange may take: timeout_s, and its bytes at slowest_bytes_per_s."""
+class FixedAddress:
+    address: Address
 
-    timeout_s: float
-    slowest_bytes_per_s: float
-
-    def deadline_s(self, num_bytes: int) -> float:
-        return self.timeout_s + num_bytes / self.slowest_bytes_per_s
+    async def locate(self) -> Address:
+        return self.address
 
 
 @dataclass(frozen=True, slots=True)
-class BulkLanes:
-    """The connections that values go over."""
+class Login:
+    """What a new connection says first."""
 
-    lanes: RedisLanes
-    num_connections: int
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    db: int = 0
+
+    def commands(self) -> list[tuple[Argument, ...]]:
+        commands: list[tuple[Argument, ...]] = []
+        if self.password is not None or self.username is not None:
+            user = () if self.username is None else (self.username,)
+            commands.append(("AUTH", *user, self.password or ""))
+        if self.db:
+            commands.append(("SELECT", self.db))
+        return commands
+
+
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """How to get a connection that is logged in."""
+
+    locator: Locator
+    login: Login
+    tls: SSLContext | None
+    connect_timeout_s: float
     pace: Pace
-
-    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        return await self._work_off(
-            items,
-            command=lambda item: ("GET", item.name),
-            outcome=_get_outcome,
-            failed=lambda reason: GetOutcome(GetStatus.FAILED, reason),
-        )
-
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        return await self._work_off(
-            items,
-            command=_set_command,
-            outcome=_put_outcome,
-            failed=lambda reason: PutOutcome(PutStatus.FAILED, reason),
-        )
-
-    async def _work_off(
-        self,
-        items: Sequence[Item],
-        *,
-        command: Callable[[Item], Command],
-        outcome: Callable[[Item, Reply], Outcome],
-        failed: Callable[[str], Outcome],
-    ) -> list[Outcome]:
-        """One outcome per item. After an exchange that failed no other is begun."""
-        outcomes: list[Outcome | None] = [None] * len(items)
-        exchanges = _exchanges(items, self.num_connections)
-        failure = ""
-
-        async def work() -> None:
-            nonlocal failure
-            for start, part in exchanges:
-                if failure:
-                    return
-                try:
-                    replies = await self.lanes.ask(
-                        [command(item) for item in part],
-                        deadline_s=self.pace.deadline_s(sum(item.num_bytes for item in part)),
-                    )
-                except StoreUnavailableError as error:
-                    failure = str(error)
-                    return
-                for index, (item, reply) in enumerate(zip(part, replies, strict=True), start):
-                    outcomes[index] = outcome(item, reply)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self.num_connections):
-                group.create_task(work())
-        return [failed(failure) if outcome is None else outcome for outcome in outcomes]
+    stats: WireStats = field(default_factory=WireStats)
 
 
-def _exchanges(items: Sequence[Item], num_lanes: int) -> Iterator[tuple[int, Sequence[Item]]]:
-    """`items` in parts for one exchange each, with the index of each part's first item.
+class BulkLanes:
+    """`num_connections` connections, opened when first needed and again after a failure.
 
-    Small enough that every lane has one, if there are items enough.
+    A connection that fails takes the requests with it that wait for one: the server that is silent
+    for one is silent for all. One that its peer closed while it was idle costs nobody an answer.
     """
-    share = math.ceil(sum(item.num_bytes for item in items) / num_lanes)
-    most_bytes = min(share, _EXCHANGE_BYTES)
-    start, num_bytes = 0, 0
-    for index, item in enumerate(items):
-        is_full = num_bytes + item.num_bytes > most_bytes or index - start >= _EXCHANGE_VALUES
-        if index > start and is_full:
-            yield start, items[start:index]
-            start, num_bytes = index, 0
-        num_bytes += item.num_bytes
-    if items:
-        yield start, items[start:]
+
+    def __init__(self, dialer: Dialer, *, num_connections: int, max_waiting: int, url: str) -> None:
+        """max_waiting: requests that may wait for a connection, over all callers."""
+        self._dialer = dialer
+        self._num_connections = num_connections
+        self._max_waiting = max_waiting
+        self._url = url
+        self._waiting: deque[Request] = deque()
+        self._came = asyncio.Event()
+        self._is_open = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leaving closes the connections; whoever still waits gets a Failure."""
+        lanes = {f"tierkv-redis-{lane}": self._serve() for lane in range(self._num_connections)}
+        try:
+            async with background(lanes):
+                self._is_open = True
+                try:
+                    yield
+                finally:
+                    self._is_open = False
+        finally:
+            self._fail_waiting(f"{self._url} is closed")
+
+    async def ask(self, requests: Sequence[Request]) -> list[Outcome]:
+        """The outcome of each. A cancel is raised when no buffer of theirs is in use any more."""
+        self.begin(requests)
+        return await finished(requests)
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Have `requests` carried out; their outcomes tell the rest."""
+        if not self._is_open:
+            refusal = f"{self._url} is closed"
+        elif len(self._waiting) + len(requests) > self._max_waiting:
+            refusal = f"{self._url} has {len(self._waiting)} requests waiting for it"
+        else:
+            self._waiting.extend(requests)
+            self._came.set()
+            return
+        for request in requests:
+            request.settle(Failure(refusal))
+
+    async def _serve(self) -> None:
+        wire: Wire | None = None
+        try:
+            while True:
+                request = await self._next()
+                if wire is None or wire.is_lost:
+                    try:
+                        wire = await self._connect()
+                    except StoreUnavailableError as error:
+                        request.settle(Failure(str(error)))
+                        self._fail_waiting(str(error))
+                        continue
+                    except asyncio.CancelledError:
+                        request.settle(Failure(f"{self._url} is closed"))
+                        raise
+                wire.submit(request)
+                await asyncio.sleep(0)  # the other lanes take their share
+                await wire.until_room()
+        finally:
+            if wire is not None:
+                wire.close(Failure("is closed"))
+
+    async def _next(self) -> Request:
+        while True:
+            while self._waiting:
+                request = self._waiting.popleft()
+                if not request.outcome.done():
+                    return request
+            self._came.clear()
+            await self._came.wait()
+
+    async def _connect(self) -> Wire:
+        """Raises StoreUnavailableError."""
+        dialer = self._dialer
+        try:
+            async with asyncio.timeout(dialer.connect_timeout_s):
+                address = await dialer.locator.locate()
+                pipe = await open_pipe(address, dialer.tls)
+        except TimeoutError as error:
+            raise StoreUnavailableError(
+                f"{self._url} did not answer within {dialer.connect_timeout_s * 1000:.0f} ms"
+            ) from error
+        except OSError as error:
+            raise StoreUnavailableError(f"{self._url} cannot be reached ({error})") from error
+        wire = Wire(pipe, dialer.pace, dialer.stats, on_lost=self._take_back)
+        try:
+            await self._log_in(wire)
+        except BaseException:
+            wire.close(Failure("is closed"))
+            raise
+        return wire
+
+    async def _log_in(self, wire: Wire) -> None:
+        for command in self._dialer.login.commands():
+            request = new_request([memoryview(pack(*command))], None, 0)
+            request.was_retried = True
+            wire.submit(request)
+            outcome = await request.outcome
+            if isinstance(outcome, Failure):
+                raise StoreUnavailableError(outcome.reason)
+            if isinstance(outcome[0], Refused):
+                raise StoreUnavailableError(
+                    f"{self._url} refused to log us in ({outcome[0].message}): "
+                    "check user, password and database"
+                )
+
+    def _take_back(self, requests: Sequence[Request], failure: Failure) -> None:
+        """Try once more what a peer that closed an idle connection has not seen; fail the rest."""
+        reason = f"{self._url} {failure.reason}"
+        again = [r for r in requests if failure.was_silent and not r.was_retried and self._is_open]
+        for request in requests:
+            if request not in again:
+                request.settle(Failure(reason))
+        if requests and not again:
+            self._fail_waiting(reason)
+        for request in reversed(again):
+            request.was_retried, request.was_sent = True, False
+            self._waiting.appendleft(request)
+            self._came.set()
+
+    def _fail_waiting(self, reason: str) -> None:
+        while self._waiting:
+            self._waiting.popleft().settle(Failure(reason))
 
 
-def _set_command(item: PutItem) -> Command:
-    # Joined even where there is one part: the exchange outlives a cancelled caller's buffers.
-    command: Command = ("SET", item.name, b"".join(item.parts))
+async def finished(requests: Sequence[Request]) -> list[Outcome]:
+    """The outcome of each request begun. A cancel keeps back those that have not been sent, and is
+    raised when the others have ended."""
+
+    def abandon() -> None:
+        for request in requests:
+            request.abandon()
+
+    futures = cast("set[asyncio.Future[None]]", {request.outcome for request in requests})
+    await outlast(futures, on_cancel=abandon)
+    return [request.outcome.result() for request in requests]
+
+
+def new_request(
+    pieces: Sequence[memoryview], into: tuple[memoryview, ...] | None, num_bytes: int
+) -> Request:
+    return Request(pieces, into, num_bytes, asyncio.get_running_loop().create_future())
+
+
+def question(*command: Argument, num_bytes: int = 0) -> Request:
+    """A command whose reply is small, or at most `num_bytes`."""
+    return new_request([memoryview(pack(*command))], None, num_bytes)
+
+
+def get_request(item: GetItem) -> Request:
+    return new_request([memoryview(pack("GET", item.name))], item.into, item.num_bytes)
+
+
+def put_request(item: PutItem) -> Request:
+    options: list[Argument] = []
     if item.ttl_s is not None:
-        command += ("PX", math.ceil(item.ttl_s * 1000))
-    return (*command, "NX") if item.keep_existing else command
+        options += ["PX", math.ceil(item.ttl_s * 1000)]
+    if item.keep_existing:
+        options.append("NX")
+    return new_request(pack_set(item.name, item.parts, options), None, item.num_bytes)
 
 
-def _get_outcome(item: GetItem, reply: Reply) -> GetOutcome:
-    if reply is None:
-        return GetOutcome(GetStatus.MISS)
-    if isinstance(reply, bytes):
-        if len(reply) == item.num_bytes:
-            copy_into(reply, item.into)
+def get_outcome(item: GetItem, reply: Reply | Failure) -> GetOutcome:  # noqa: PLR0911 - a table
+    match reply:
+        case None:
+            return GetOutcome(GetStatus.MISS)
+        case OtherLength(num_bytes):
+            return GetOutcome(
+                GetStatus.DAMAGED, f"{item.name} has {num_bytes} bytes, not {item.num_bytes}"
+            )
+        case Refused(message) if reply.code == "WRONGTYPE":
+            return GetOutcome(GetStatus.DAMAGED, f"{item.name} is not a string: {message}")
+        case Refused(message):
+            return GetOutcome(GetStatus.FAILED, f"{item.name}: {message}")
+        case Failure(reason):
+            return GetOutcome(GetStatus.FAILED, reason)
+        case _ if reply is LANDED:
             return GetOutcome(GetStatus.HIT)
-        return GetOutcome(
-            GetStatus.DAMAGED, f"{item.name} has {len(reply)} bytes, not {item.num_bytes}"
-        )
-    if isinstance(reply, ResponseError) and is_wrong_type(reply):
-        return GetOutcome(GetStatus.DAMAGED, f"{item.name} is not a string: {reply}")
-    return GetOutcome(GetStatus.FAILED, f"{item.name}: {reply!s}")
+    return GetOutcome(GetStatus.FAILED, f"{item.name}: {reply!r:.80} is no answer to a GET")
 
 
-def _put_outcome(item: PutItem, reply: Reply) -> PutOutcome:
-    if reply is None:
-        return PutOutcome(PutStatus.EXISTED)
-    if reply == b"OK":
-        return PutOutcome(PutStatus.STORED)
-    status = PutStatus.FULL if isinstance(reply, OutOfMemoryError) else PutStatus.FAILED
-    return PutOutcome(status, f"{item.name}: {reply!s}")
+def put_outcome(item: PutItem, reply: Reply | Failure) -> PutOutcome:
+    match reply:
+        case None:
+            return PutOutcome(PutStatus.EXISTED)
+        case b"OK":
+            return PutOutcome(PutStatus.STORED)
+        case Refused(message):
+            status = PutStatus.FULL if reply.code == "OOM" else PutStatus.FAILED
+            return PutOutcome(status, f"{item.name}: {message}")
+        case Failure(reason):
+            return PutOutcome(PutStatus.FAILED, reason)
+    return PutOutcome(PutStatus.FAILED, f"{item.name}: {reply!r:.80} is no answer to a SET")

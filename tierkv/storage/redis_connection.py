@@ -8,27 +8,17 @@ from __future__ import annotations
 
 from asyncio import StreamWriter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypedDict, cast
 
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ResponseError
 
-from tierkv.storage.redis_lanes import RedisConnection
-from tierkv.storage.redis_url import RedisUrl
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Paths of PEM files. ca: who may sign the server's certificate (None: the system's list).
-
-    certificate, key: ours, where the server wants to see one.
-    """
-
-    ca: str | None = None
-    certificate: str | None = None
-    key: str | None = None
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.redis_bulk import Login
+from tierkv.storage.redis_lanes import Command, RedisConnection, RedisLanes, Reply
+from tierkv.storage.redis_socket import Address, TlsFiles
 
 
 class _ClosesAtOnce:
@@ -64,29 +54,34 @@ class _Options(TypedDict):
 
 
 def connection_factory(
-    url: RedisUrl, tls: TlsFiles, *, connect_timeout_s: float
+    address: Address,
+    login: Login,
+    tls: TlsFiles | None,
+    *,
+    connect_timeout_s: float,
 ) -> Callable[[], RedisConnection]:
     """Makes connections that are not connected yet."""
     options = _Options(
-        db=url.db,
-        username=url.username,
-        password=url.password,
+        db=login.db,
+        username=login.username,
+        password=login.password,
         socket_connect_timeout=connect_timeout_s,
         socket_timeout=None,  # the exchange's deadline covers every read and write
         retry=Retry(NoBackoff(), 0),
         decode_responses=False,
         protocol=2,
     )
-    socket_path = url.socket_path
+    socket_path = address.socket_path
     if socket_path is not None:
         return lambda: cast("RedisConnection", _Unix(path=socket_path, **options))
-    if not url.is_tls:
-        return lambda: cast("RedisConnection", _Tcp(host=url.host, port=url.port, **options))
+    host, port = address.host, address.port
+    if tls is None:
+        return lambda: cast("RedisConnection", _Tcp(host=host, port=port, **options))
     return lambda: cast(
         "RedisConnection",
         _Tls(
-            host=url.host,
-            port=url.port,
+            host=host,
+            port=port,
             ssl_ca_certs=tls.ca,
             ssl_certfile=tls.certificate,
             ssl_keyfile=tls.key,
@@ -95,3 +90,15 @@ def connection_factory(
             **options,
         ),
     )
+
+
+async def ask_once(
+    connection: Callable[[], RedisConnection], command: Command, *, url: str, deadline_s: float
+) -> Reply:
+    """One answer over a connection of its own. Raises StoreUnavailableError."""
+    lanes = RedisLanes(connection, num_connections=1, url=url)
+    async with lanes.running():
+        [reply] = await lanes.ask([command], deadline_s=deadline_s)
+    if isinstance(reply, ResponseError):
+        raise StoreUnavailableError(f"{url} refused {command[0]!s}: {reply}") from reply
+    return reply

@@ -1,74 +1,151 @@
-"""Which Redis server a URL names, and what it is called in logs."""
+"""Which Redis servers a URL names, and what they are called in logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from tierkv.errors import ConfigError
+from tierkv.storage.redis_socket import Address
 
-REDIS_SCHEMES = ("redis", "rediss", "unix")
 ACCEPTED = (
     "redis://[user:password@]host[:port][/db], the same with rediss:// for TLS, "
-    "or unix://[user:password@]/path/to/socket[?db=n], special characters percent-encoded"
+    "unix://[user:password@]/path/to/socket[?db=n], "
+    "redis+sentinel://[user:password@]host:port,host:port/service[/db] or "
+    "redis+cluster://[user:password@]host:port,host:port (rediss+... for TLS), "
+    "special characters percent-encoded"
 )
 _DEFAULT_PORT = 6379
+_SENTINEL_PORT = 26379
+_MAX_PORT = 65_535
+
+
+class Setup(Enum):
+    """How the servers named in the URL make one store."""
+
+    SERVER = "server"
+    SENTINEL = "sentinel"  # the URL names sentinels, which know the master of a service
+    CLUSTER = "cluster"  # the URL names some of the nodes
+
+
+_SCHEMES = {
+    "redis": (Setup.SERVER, False),
+    "rediss": (Setup.SERVER, True),
+    "unix": (Setup.SERVER, False),
+    "redis+sentinel": (Setup.SENTINEL, False),
+    "rediss+sentinel": (Setup.SENTINEL, True),
+    "redis+cluster": (Setup.CLUSTER, False),
+    "rediss+cluster": (Setup.CLUSTER, True),
+}
+REDIS_SCHEMES = tuple(_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """Where a server listens. socket_path: of a Unix socket, or None for host and port."""
+    """addresses: of the server, of the sentinels, or of some nodes of the cluster.
 
-    host: str
-    port: int
-    socket_path: str | None
+    service: what the sentinels call the master; empty otherwise.
+    """
+
+    setup: Setup
+    addresses: tuple[Address, ...]
     is_tls: bool
     db: int
-    username: str | None
-    password: str | None = field(repr=False)
+    service: str = ""
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         """The URL without user and password."""
-        if self.socket_path is not None:
-            return f"unix://{self.socket_path}" + (f"?db={self.db}" if self.db else "")
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'rediss' if self.is_tls else 'redis'}://{host}:{self.port}/{self.db}"
+        path = self.addresses[0].socket_path
+        if path is not None:
+            return f"unix://{path}" + (f"?db={self.db}" if self.db else "")
+        scheme = "rediss" if self.is_tls else "redis"
+        hosts = ",".join(str(address) for address in self.addresses)
+        match self.setup:
+            case Setup.SENTINEL:
+                return f"{scheme}+sentinel://{hosts}/{self.service}/{self.db}"
+            case Setup.CLUSTER:
+                return f"{scheme}+cluster://{hosts}"
+            case Setup.SERVER:
+                return f"{scheme}://{hosts}/{self.db}"
 
 
 def parse_redis_url(url: str) -> RedisUrl:
     """Raises ConfigError, which never quotes the URL: it may hold a password."""
     try:
         parts = urlsplit(url)
-        port = _DEFAULT_PORT if parts.port is None else parts.port
-    except ValueError:
-        # The cause is not chained: it quotes what it took for the port.
-        raise ConfigError(
-            f"the storage URL's host or port is malformed; accepted: {ACCEPTED}"
-        ) from None
-    if parts.scheme not in REDIS_SCHEMES:
-        raise ConfigError(f"the storage URL is not one of a Redis server; accepted: {ACCEPTED}")
+    except ValueError:  # not chained: it quotes what it could not read
+        raise _wrong("host or port is malformed") from None
+    if parts.scheme not in _SCHEMES:
+        raise _wrong("scheme is not one of Redis")
+    setup, is_tls = _SCHEMES[parts.scheme]
     is_unix = parts.scheme == "unix"
     if parts.fragment or (parts.query and not is_unix):
-        raise ConfigError(f"the storage URL has parts that mean nothing; accepted: {ACCEPTED}")
-    if is_unix and (parts.hostname or not parts.path):
-        raise ConfigError(f"the storage URL names no socket's path; accepted: {ACCEPTED}")
-    if not is_unix and not (parts.hostname and port):
-        raise ConfigError(f"the storage URL names no host or port 0; accepted: {ACCEPTED}")
+        raise _wrong("parts mean nothing, some of them")
+    login, _, hosts = parts.netloc.rpartition("@")
+    username, _, password = login.partition(":")
+    service, db = "", _db(parts, setup)
+    if is_unix:
+        if hosts or not parts.path:
+            raise _wrong("path of a socket is missing")
+        addresses: tuple[Address, ...] = (Address(socket_path=unquote(parts.path)),)
+    else:
+        default_port = _SENTINEL_PORT if setup is Setup.SENTINEL else _DEFAULT_PORT
+        addresses = tuple(_address(host, default_port) for host in hosts.split(","))
+    if setup is Setup.SENTINEL:
+        service = unquote(parts.path.strip("/").partition("/")[0])
+        if not service:
+            raise _wrong("service, the name that the sentinels know, is missing")
+    if setup is Setup.SERVER and len(addresses) > 1:
+        raise _wrong("hosts are several, but it names one server")
     return RedisUrl(
-        host=parts.hostname or "",
-        port=port,
-        socket_path=unquote(parts.path) if is_unix else None,
-        is_tls=parts.scheme == "rediss",
-        db=_db(parts, is_unix=is_unix),
-        username=unquote(parts.username) if parts.username else None,
-        password=unquote(parts.password) if parts.password else None,
+        setup=setup,
+        addresses=addresses,
+        is_tls=is_tls,
+        db=db,
+        service=service,
+        username=unquote(username) or None,
+        password=unquote(password) or None,
     )
 
 
-def _db(parts: SplitResult, *, is_unix: bool) -> int:
-    text = parts.query.removeprefix("db=") if is_unix else parts.path.strip("/")
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"the storage URL's {what}; accepted: {ACCEPTED}")
+
+
+def _address(text: str, default_port: int) -> Address:
+    host, port_text = text, ""
+    if text.startswith("["):
+        host, bracket, port_text = text[1:].partition("]")
+        if not bracket or (port_text and not port_text.startswith(":")):
+            raise _wrong("host or port is malformed")
+        port_text = port_text[1:]
+    elif ":" in text:
+        host, _, port_text = text.partition(":")
+    if not host or (port_text and not (port_text.isascii() and port_text.isdecimal())):
+        raise _wrong("host or port is malformed")
+    port = int(port_text) if port_text else default_port
+    if not 0 < port <= _MAX_PORT:
+        raise _wrong("host or port is malformed")
+    return Address(host.lower(), port)
+
+
+def _db(parts: SplitResult, setup: Setup) -> int:
+    text = ""
+    match setup:
+        case Setup.CLUSTER:
+            if parts.path.strip("/"):
+                raise _wrong("database is given, but a cluster has one only")
+        case Setup.SENTINEL:
+            text = parts.path.strip("/").partition("/")[2]
+        case Setup.SERVER if parts.scheme == "unix":
+            text = parts.query.removeprefix("db=")
+        case Setup.SERVER:
+            text = parts.path.strip("/")
     if not text:
         return 0
     if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"the storage URL's database is not a number; accepted: {ACCEPTED}")
+        raise _wrong("database is not a number")
     return int(text)

@@ -4,7 +4,7 @@
     '- scratch -'  '------ the caller's buffers ----'  '--- scratch ---'
 
 A parser says where the next bytes shall be received, so that a value lands in the caller's buffers
-straight from the socket. At most what shares the scratch buffer with a reply's first line is copied.
+straight from the socket. Only what shares the scratch buffer with its first line is copied.
 """
 
 from __future__ import annotations
@@ -78,7 +78,12 @@ def pack_set(name: str, parts: Sequence[Buffer], options: Sequence[Argument]) ->
     views = flat(parts)
     num_bytes = sum(len(view) for view in views)
     key = name.encode()
-    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(key), key, num_bytes)
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+        3 + len(options),
+        len(key),
+        key,
+        num_bytes,
+    )
     tail = b"\r\n" + pack(*options).partition(b"\r\n")[2]
     return [memoryview(head), *views, memoryview(tail)]
 

@@ -1,0 +1,196 @@
+"""Nodes to talk to: in this process with latches, or as processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import aiohttp
+
+from tests.latch import CopyLatch, until
+from tierkv.api.node import Node
+from tierkv.api.server import bind, listening
+from tierkv.api.settings import NodeSection, NodeSettings, Role
+from tierkv.clock import SystemClock
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.service import CacheSettings
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+Json = dict[str, Any]
+_START_S = 60.0
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: Any
+
+    @property
+    def code(self) -> str:
+        """The code of a problem, of which it also checks the shape."""
+        assert self.headers["Content-Type"] == "application/problem+json"
+        assert self.body["status"] == self.status
+        assert self.body["request_id"] == self.headers["X-Request-Id"]
+        assert self.body["title"]
+        assert self.body["detail"]
+        assert "Traceback" not in str(self.body)
+        assert ("Retry-After" in self.headers) == (self.status in (429, 503))
+        code: str = self.body["code"]
+        return code
+
+
+class Client:
+    """Asks one node."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.session = session
+
+    async def get(self, path: str, **options: Any) -> Answer:
+        return await self.ask("GET", path, **options)
+
+    async def post(self, path: str, body: Json) -> Answer:
+        return await self.ask("POST", path, json=body)
+
+    async def ask(self, method: str, path: str, **options: Any) -> Answer:
+        async with self.session.request(method, self.url + path, **options) as response:
+            raw = await response.read()
+            is_json = response.content_type.endswith("json")
+            body = await response.json(content_type=None) if is_json else raw
+            return Answer(response.status, response.headers.copy(), body)
+
+    async def running_requests(self) -> int:
+        count: int = (await self.get("/v1/stats")).body["running_requests"]
+        return count
+
+
+@dataclass
+class Here:
+    """A node in this process."""
+
+    node: Node
+    client: Client
+    latch: CopyLatch
+    store: FaultyStore
+
+    async def settle(self) -> None:
+        """Nothing runs any more, and the books are right."""
+        service = self.node.service
+        await until(lambda: service.stats().running_requests == 0, "no running request")
+        await until(lambda: service.tiers.num_tasks == 0, "an idle node")
+        assert service.verify() == []
+
+
+def settings(role: Role = Role.BOTH, **options: Any) -> NodeSettings:
+    return NodeSettings(
+        node=NodeSection(role=role, port=0, **options),
+        cache=CacheSettings(device_blocks=64, host_blocks=64),
+    )
+
+
+@asynccontextmanager
+async def here(role: Role = Role.BOTH, *, store: Any = None, **options: Any) -> AsyncIterator[Here]:
+    """A running node that answers on a port of its own. options: of its table `node`."""
+    latch = CopyLatch()
+    faulty = FaultyStore(store or MemoryStore(MemorySettings(), SystemClock()))
+    chosen = settings(role, **options)
+    node = Node(chosen, device=CpuDevice(before_copy=latch), store=faulty)
+    async with (
+        listening(node, bind(chosen.node)) as url,
+        node.running(),
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+    ):
+        try:
+            yield Here(node, Client(url, session), latch, faulty)
+        finally:
+            latch.release()
+            faulty.release()
+
+
+@dataclass
+class Process:
+    """`tierkv serve` in a process of its own."""
+
+    url: str
+    process: asyncio.subprocess.Process
+    client: Client
+    log: Path
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    async def ended(self) -> int:
+        """Its exit status; its log says nothing of a traceback."""
+        async with asyncio.timeout(_START_S):
+            status = await self.process.wait()
+        assert "Traceback" not in self.log_text()
+        return status
+
+    def log_text(self) -> str:
+        return self.log.read_text()
+
+
+def tierkv(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "tierkv", *map(str, arguments)]
+
+
+@asynccontextmanager
+async def process(folder: Path, *arguments: str | Path) -> AsyncIterator[Process]:
+    """Started and listening; killed at the end if it still runs."""
+    log = folder / f"{uuid4().hex}.log"
+    with log.open("wb") as stderr:
+        child = await asyncio.create_subprocess_exec(
+            *tierkv("serve", "--port", "0", *arguments),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            env=clean_environ(folder),
+        )
+    try:
+        assert child.stdout is not None
+        async with asyncio.timeout(_START_S):
+            line = (await child.stdout.readline()).decode()
+        found = re.fullmatch(r"tierkv \w+ listening on (http://\S+)\n", line)
+        assert found, f"{line!r}: {log.read_text()}"
+        async with aiohttp.ClientSession() as session:
+            yield Process(found[1], child, Client(found[1], session), log)
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+async def run_to_end(folder: Path, *arguments: str | Path, **environ: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command that should end by itself."""
+    child = await asyncio.create_subprocess_exec(
+        *tierkv(*arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=clean_environ(folder) | environ,
+    )
+    try:
+        async with asyncio.timeout(_START_S):
+            out, err = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    assert child.returncode is not None
+    return child.returncode, out.decode(), err.decode()
+
+
+def clean_environ(folder: Path) -> dict[str, str]:
+    """This process's environment without settings of tierkv, and with a cache of the test's own."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("TIERKV_")}
+    return kept | {"XDG_CACHE_HOME": str(folder / "cache")}

@@ -1,0 +1,100 @@
+"""The command line: its help, its exit codes, its client commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import tierkv
+from tests.api.nodes import process, run_to_end
+from tests.redis_server import free_port
+from tierkv.cli import main
+
+COMMANDS = ["demo", "generate", "lookup", "serve", "stats", "verify", "version"]
+
+
+def test_help_lists_every_command_with_a_sentence() -> None:
+    shown = CliRunner().invoke(main, ["--help"])
+    assert shown.exit_code == 0
+    for command in COMMANDS:
+        assert f"\n  {command} " in shown.output
+    assert "Exit codes: 0" in shown.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_every_option_of_it_has_help(command: str) -> None:
+    with click.Context(main) as context:
+        found = main.get_command(context, command)
+    assert found is not None
+    assert found.help
+    for option in found.params:
+        if isinstance(option, click.Option):
+            assert option.help, option.name
+    shown = CliRunner().invoke(main, [command, "--help"])
+    assert shown.exit_code == 0
+    assert max(len(line) for line in shown.output.splitlines()) <= 80
+
+
+def test_help_does_not_wait_for_heavy_imports() -> None:
+    code = (
+        "import sys\nfrom tierkv.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print(*[m for m in ('aiohttp', 'numpy', 'uvloop', 'redis') if m in sys.modules], 'end')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].strip() == "end"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--role", "king"],
+        ["serve", "--port", "70000"],
+        ["serve", "--prot", "1"],
+        ["nothing"],
+        ["generate"],
+        ["generate", "a", "--max-tokens", "0"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(main, arguments).exit_code == 2
+
+
+def test_version_is_the_packages() -> None:
+    for arguments in (["version"], ["--version"]):
+        assert CliRunner().invoke(main, arguments).output == f"tierkv {tierkv.__version__}\n"
+
+
+async def test_client_commands_ask_a_node(tmp_path: Path) -> None:
+    async with process(tmp_path) as node:
+        asked = {"TIERKV_URL": node.url}
+        status, out, err = await run_to_end(tmp_path, "generate", "hello", **asked)
+        assert (status, err) == (0, "")
+        assert len(out.rstrip("\n")) > 0
+        status, out, _ = await run_to_end(tmp_path, "generate", "hello", "--json", **asked)
+        assert status == 0
+        assert json.loads(out)["matched"]["device"] == 4
+        status, out, _ = await run_to_end(tmp_path, "lookup", "hello", "--json", "--url", node.url)
+        assert json.loads(out)["num_tokens"] == 5
+        status, out, _ = await run_to_end(tmp_path, "stats", **asked)
+        assert "requests.admitted_requests 2\n" in out
+        status, out, _ = await run_to_end(tmp_path, "verify", **asked)
+        assert (status, out) == (0, "nothing is wrong\n")
+        status, out, err = await run_to_end(tmp_path, "generate", "", **asked)
+        assert (status, out) == (1, "")
+        assert err == "error: the prompt is empty: give at least one token (bad_request)\n"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}", "127.0.0.1", "ftp://a", "http://"])
+async def test_no_node_at_the_url_is_one_sentence(url: str, tmp_path: Path) -> None:
+    asked = url.format(port=free_port())
+    status, out, err = await run_to_end(tmp_path, "stats", "--url", asked)
+    assert (status, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1

@@ -1,0 +1,125 @@
+"""How a node ends: what runs may finish, what does not is told, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from tests.api.nodes import Answer, Here, here
+from tests.latch import finish, turns, until
+from tierkv.clock import SystemClock
+from tierkv.gpu.protocol import Direction
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+LONG = {"prompt": "hello", "max_tokens": 1000}
+
+
+@asynccontextmanager
+async def generating(on: Here) -> AsyncIterator[asyncio.Task[Answer]]:
+    """A request that is in the middle of its tokens when the body begins."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(on.client.post("/v1/generate", LONG))
+        await until(lambda: on.node.engine.stats.generated_tokens > 0)
+        yield task
+
+
+async def test_running_work_may_finish_and_no_other_is_taken() -> None:
+    async with here() as on, generating(on) as task:
+        on.node.drain()
+        refused = await on.client.post("/v1/generate", LONG)
+        assert (refused.status, refused.code) == (503, "shutting_down")
+        await finish(on.node.idle(grace_s=60))
+        assert len((await task).body["tokens"]) == 1000
+        assert on.node.num_working == 0
+
+
+async def test_work_that_is_not_done_in_time_is_cut_off_and_told() -> None:
+    async with here() as on, generating(on) as task:
+        on.node.drain()
+        await finish(on.node.idle(grace_s=0.01))
+        assert ((await task).status, (await task).code) == (503, "shutting_down")
+        assert "before the request was done" in (await task).body["detail"]
+        await on.settle()
+
+
+async def test_a_hurry_ends_the_grace() -> None:
+    async with here() as on, generating(on) as task, asyncio.TaskGroup() as group:
+        on.node.drain()
+        idle = group.create_task(on.node.idle(grace_s=3600))
+        await turns(5)
+        assert not idle.done()
+        on.node.hurry()
+        await finish(idle)
+        assert (await task).status == 503
+
+
+async def test_a_publish_under_way_ends_well_although_its_request_is_cut_off() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    body = {"prompt": "hello", "ticket_id": "t"}
+    async with here(store=store) as on, asyncio.TaskGroup() as group:
+        on.latch.hold(Direction.OFFLOAD)
+        task = group.create_task(on.client.post("/v1/prefill", body))
+        await on.latch.until_held()
+        on.node.drain()
+        await finish(on.node.idle(grace_s=0))
+        assert (await task).status == 503
+        # leaving opens the latch, and the node waits for the publish
+    async with here(store=store) as on:
+        assert (await on.client.post("/v1/decode", body)).status == 200
+
+
+async def test_a_hurry_gives_up_a_publish() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as on, asyncio.TaskGroup() as group:
+        on.store.hold()
+        body = {"prompt": "hello", "ticket_id": "t"}
+        before = on.store.num_operations
+        task = group.create_task(on.client.post("/v1/prefill", body | {"request_id": "r"}))
+        await until(lambda: on.store.num_operations > before)
+        on.store.release()
+        on.latch.hold(Direction.OFFLOAD)
+        await on.latch.until_held()
+        on.node.drain()
+        on.node.hurry()
+        await finish(on.node.idle(grace_s=3600))
+        assert (await task).status == 503
+        on.latch.release()
+        await on.settle()
+
+
+async def test_an_ended_node_leaves_no_task_behind() -> None:
+    async with here() as on:
+        await on.client.post("/v1/generate", {"prompt": "hello"})
+        async with generating(on):
+            on.node.drain()
+            await finish(on.node.idle(grace_s=0))
+    await turns(5)
+    left = {task.get_name() for task in asyncio.all_tasks()} - {asyncio.current_task().get_name()}  # type: ignore[union-attr]
+    assert left == set()
+
+
+@pytest.mark.parametrize("at_once", [1, 30])
+async def test_clients_that_go_at_any_moment_leave_nothing(at_once: int) -> None:
+    prompts = [f"prompt {number} " + "of some words " * (number % 7) for number in range(at_once)]
+    async with here() as on:
+        for ticks in range(0, 60, 6):
+            async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        session.post(
+                            f"{on.client.url}/v1/{'prefill' if ticks % 12 else 'generate'}",
+                            json={"prompt": prompt},
+                        )
+                    )
+                    for prompt in prompts
+                ]
+                await turns(ticks)
+                for task in tasks:
+                    task.cancel()
+            await until(lambda: on.node.num_working == 0)
+            await on.settle()
+        assert (await on.client.post("/v1/generate", {"prompt": "hello"})).status == 200

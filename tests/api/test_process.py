@@ -1,0 +1,253 @@
+"""`tierkv serve` as a process: signals, addresses, settings, and two nodes over one store."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.api.nodes import Process, process, run_to_end
+from tests.e2e.exact import text
+from tests.latch import finish
+from tests.redis_server import free_port
+from tierkv.refmodel.text import decode as decode_text
+
+LONG = {"prompt": "hello", "max_tokens": 20_000}
+SOME = {"prompt": "hello", "max_tokens": 1500}
+
+
+async def running(of: Process, count: int) -> None:
+    """Return when so many requests hold blocks."""
+    async with asyncio.timeout(30):
+        while await of.client.running_requests() != count:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.005)
+
+
+async def test_sigterm_lets_work_finish_and_says_meanwhile_that_it_is_not_ready(
+    tmp_path: Path,
+) -> None:
+    async with process(tmp_path) as node, asyncio.TaskGroup() as group:
+        work = group.create_task(node.client.post("/v1/generate", SOME))
+        await running(node, 1)
+        node.terminate()
+        async with asyncio.timeout(20):
+            while (ready := await node.client.get("/readyz")).status == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert ready.code == "not_ready"
+        assert (await node.client.get("/livez")).status == 200
+        assert (await node.client.post("/v1/generate", SOME)).code == "shutting_down"
+        assert len((await work).body["tokens"]) == 1500
+        assert await node.ended() == 0
+
+
+async def test_work_longer_than_the_grace_is_cut_off_and_the_exit_is_clean(tmp_path: Path) -> None:
+    config = tmp_path / "node.toml"
+    config.write_text("[node]\ndrain_grace_s = 0.05\n")
+    async with process(tmp_path, "--config", config) as node, asyncio.TaskGroup() as group:
+        work = group.create_task(node.client.post("/v1/generate", LONG))
+        await running(node, 1)
+        node.terminate()
+        assert (await work).code == "shutting_down"
+        assert await node.ended() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_does_not_wait(number: signal.Signals, tmp_path: Path) -> None:
+    config = tmp_path / "node.toml"
+    config.write_text("[node]\ndrain_grace_s = 3600\n")
+    async with process(tmp_path, "--config", config) as node, asyncio.TaskGroup() as group:
+        work = group.create_task(node.client.post("/v1/generate", LONG))
+        await running(node, 1)
+        node.process.send_signal(number)
+        async with asyncio.timeout(20):
+            while (await node.client.get("/readyz")).status == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        node.process.send_signal(number)
+        assert (await work).code == "shutting_down"
+        assert await node.ended() == 0
+    assert "second signal" in await asyncio.to_thread(node.log_text)
+
+
+async def test_an_idle_node_ends_at_once_even_with_open_connections(tmp_path: Path) -> None:
+    async with process(tmp_path) as node:
+        await node.client.get("/livez")  # the session keeps its connection
+        _, writer = await asyncio.open_connection("127.0.0.1", int(node.url.rsplit(":", 1)[1]))
+        node.terminate()
+        assert await node.ended() == 0
+        writer.close()
+
+
+async def test_two_nodes_hand_a_prompt_over_through_files(tmp_path: Path) -> None:
+    store = ("--storage", f"file://{tmp_path / 'store'}")
+    prompt = decode_text(text(333))
+    async with (
+        process(tmp_path, "--role", "prefill", *store) as prefill,
+        process(tmp_path, "--role", "decode", "--name", "d", *store) as decode,
+    ):
+        body = {"prompt": prompt, "ticket_id": "t"}
+        published = await prefill.client.post("/v1/prefill", body)
+        assert published.body["num_blocks"] == 21
+        claimed = await decode.client.post("/v1/decode", body)
+        alone = await decode.client.post("/v1/generate", {"prompt": prompt, "use_cache": False})
+        assert claimed.body["tokens"] == alone.body["tokens"]
+        assert claimed.body["matched"]["storage"] == 333
+        assert claimed.body["computed_tokens"] == 0
+        for node in (prefill, decode):
+            assert (await node.client.get("/v1/verify")).body == {"findings": []}
+            node.terminate()
+            assert await node.ended() == 0
+
+
+async def test_nodes_without_settings_share_the_users_cache_directory(tmp_path: Path) -> None:
+    body = {"prompt": "hello there", "ticket_id": "t"}
+    async with process(tmp_path) as one:
+        await one.client.post("/v1/prefill", body)
+    async with process(tmp_path) as other:
+        assert (await other.client.post("/v1/decode", body)).status == 200
+    assert (tmp_path / "cache" / "tierkv" / "store").is_dir()
+
+
+async def test_a_prompt_outlives_a_decode_node_killed_while_it_claims(tmp_path: Path) -> None:
+    store = ("--storage", f"file://{tmp_path / 'store'}")
+    body = {"prompt": decode_text(text(2000)), "ticket_id": "t"}
+    async with process(tmp_path, "--role", "prefill", *store) as prefill:
+        await prefill.client.post("/v1/prefill", body)
+    for _ in range(3):
+        async with (
+            process(tmp_path, "--role", "decode", *store) as decode,
+            asyncio.TaskGroup() as group,
+        ):
+            group.create_task(unanswered(decode, body | {"max_tokens": 2000}))
+            await running(decode, 1)
+            decode.process.kill()
+    async with process(tmp_path, "--role", "decode", *store) as decode:
+        claimed = await decode.client.post("/v1/decode", body)
+        alone = await decode.client.post(
+            "/v1/generate", {"prompt": body["prompt"], "use_cache": False}
+        )
+        assert claimed.body["tokens"] == alone.body["tokens"]
+
+
+async def unanswered(of: Process, body: dict[str, object]) -> None:
+    """Claim from a node that does not live to answer."""
+    with pytest.raises(aiohttp.ClientError):
+        await of.client.post("/v1/decode", body)
+
+
+# What cannot be started
+
+
+async def refused(folder: Path, *arguments: str | Path, **environ: str) -> str:
+    """The one sentence with which `tierkv serve` ends, with exit code 1."""
+    status, out, err = await finish(run_to_end(folder, "serve", *arguments, **environ))
+    assert (status, out) == (1, "")
+    lines = [line for line in err.splitlines() if " INFO " not in line]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = await refused(tmp_path, "--port", str(port))
+        assert f"127.0.0.1:{port} is taken" in said
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("0.0.0.0", "--insecure"),
+        ("::", "--insecure"),
+        ("192.0.2.1", "--insecure"),
+        ("no.such.host.invalid", "is not known"),
+        ("", "node.host is empty"),
+        ("a" * 300, "is not known"),
+    ],
+)
+async def test_an_address_that_cannot_be_used_is_one_sentence(
+    host: str, words: str, tmp_path: Path
+) -> None:
+    assert words in await refused(tmp_path, "--host", host, "--port", "0")
+
+
+async def test_an_address_of_another_machine_is_one_sentence(tmp_path: Path) -> None:
+    said = await refused(tmp_path, "--host", "192.0.2.1", "--insecure")
+    assert "is not an address of this machine" in said
+
+
+async def test_insecure_allows_every_address(tmp_path: Path) -> None:
+    async with process(tmp_path, "--host", "0.0.0.0", "--insecure") as node:
+        port = int(node.url.rsplit(":", 1)[1])
+        url = f"http://127.0.0.1:{port}/livez"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            assert answer.status == 200
+
+
+async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    assert "file" in await refused(
+        tmp_path, "--port", "0", "--storage", f"file://{tmp_path / 'file' / 'store'}"
+    )
+    said = await refused(tmp_path, "--port", "0", "--storage", "file:///proc/nobody/may/write")
+    assert "/proc/nobody/may/write" in said
+    address = f"127.0.0.1:{free_port()}"
+    said = await refused(tmp_path, "--port", "0", "--storage", f"redis://user:secret@{address}/0")
+    assert address in said
+    assert "secret" not in said
+    assert "starts with 'gopher'" in await refused(
+        tmp_path, "--port", "0", "--storage", "gopher://"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("[node]\nprot = 1\n", "there is no setting node.prot"),
+        ("[nodes]\n", "there is no setting nodes"),
+        ("[node]\nport = 70000\n", "node.port must be in 0..65535"),
+        ('[node]\nport = "many"\n', "port"),
+        ('[node]\nrole = "king"\n', "role"),
+        ("node = 3\n", "node"),
+        ("[node\n", "not valid TOML"),
+        ("[cache]\nblock_size = 0\n", "cache.block_size must be at least 1"),
+        ('[node]\ndevice = "abacus"\n', "there is no device 'abacus'"),
+        ("[model]\nhead_dim = 3\n", "head_dim must be even"),
+        ("[engine]\nchunk_tokens = 0\n", "chunk_tokens must be at least 1"),
+        ("[storage.file]\nnum_threads = 0\n", "1 to 64 threads"),
+        ("[node]\nidle_timeout_s = nan\n", "idle_timeout_s"),
+    ],
+)
+async def test_a_wrong_setting_is_one_sentence_that_names_it(
+    config: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(config)
+    said = await refused(tmp_path, "--port", "0", "--config", path)
+    assert words in said
+
+
+async def test_a_config_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    assert "does not exist" in await refused(tmp_path, "--config", tmp_path / "none.toml")
+    assert "cannot be read" in await refused(tmp_path, "--config", tmp_path)
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
+    assert "not valid TOML" in await refused(tmp_path, "--config", tmp_path / "bad.toml")
+
+
+async def test_an_unknown_variable_is_not_ignored(tmp_path: Path) -> None:
+    said = await refused(tmp_path, "--port", "0", TIERKV_NODE__PROT="1")
+    assert "prot" in said
+
+
+async def test_options_win_over_variables_and_these_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text('[node]\nname = "file"\nrole = "prefill"\nport = 1\n[storage]\nurl = "none"\n')
+    async with process(tmp_path, "--config", path, "--name", "option") as node:
+        version = (await node.client.get("/version")).body
+        assert (version["name"], version["role"]) == ("option", "prefill")
+        answer = await node.client.post("/v1/prefill", {"prompt": "a"})
+        assert (answer.code, answer.body["reason"]) == ("handoff_failed", "storage_unavailable")

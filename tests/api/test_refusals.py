@@ -1,0 +1,269 @@
+"""Whatever comes in, the answer is a problem with a stable code, never a 500 or a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+from contextlib import suppress
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.api.nodes import here
+from tests.latch import until
+from tierkv.api.bodies import JSON, MSGPACK, decode
+from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
+from tierkv.errors import BadRequestError
+
+HUGE = "9" * 5000
+DEEP = b'{"prompt": ' + b"[" * 200_000
+
+JSON_BODIES = [
+    (b"", 400, "malformed_body"),
+    (b"{", 400, "malformed_body"),
+    (b'{"prompt": "a"} and more', 400, "malformed_body"),
+    (b'{"prompt": "\xff\xfe"}', 400, "malformed_body"),
+    (b'{"prompt": "\\ud800"}', 400, "malformed_body"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "malformed_body"),
+    (b'{"prompt": "a", "temperature": -Infinity}', 400, "malformed_body"),
+    (b'{"unknown": ' + b"[" * 200_000, 422, "invalid_body"),
+    (b"[]", 422, "invalid_body"),
+    (b"null", 422, "invalid_body"),
+    (b"{}", 422, "invalid_body"),
+    (DEEP, 422, "invalid_body"),
+    (b'{"prompt": "a", "tokens": [1]}', 422, "invalid_body"),
+    (b'{"prompt": null, "tokens": null}', 422, "invalid_body"),
+    (b'{"prompt": "a", "promt": "b"}', 422, "invalid_body"),
+    (b'{"prompt": 7}', 422, "invalid_body"),
+    (b'{"tokens": [1.5]}', 422, "invalid_body"),
+    (b'{"tokens": [true]}', 422, "invalid_body"),
+    (b'{"tokens": "not base64!"}', 422, "invalid_body"),
+    (f'{{"tokens": [{HUGE}]}}'.encode(), 422, "invalid_body"),
+    (b'{"prompt": "a", "max_tokens": 0}', 422, "invalid_body"),
+    (b'{"prompt": "a", "max_tokens": -1}', 422, "invalid_body"),
+    (f'{{"prompt": "a", "max_tokens": {HUGE}}}'.encode(), 422, "invalid_body"),
+    (b'{"prompt": "a", "temperature": 1e999}', 422, "invalid_body"),
+    (f'{{"prompt": "a", "seed": {HUGE}}}'.encode(), 422, "invalid_body"),
+    (b'{"prompt": "a", "request_id": ""}', 422, "invalid_body"),
+    (b'{"prompt": "a", "request_id": "a b"}', 422, "invalid_body"),
+    (b'{"prompt": "a", "request_id": "a\\r\\nX-Evil: 1"}', 422, "invalid_body"),
+    (f'{{"prompt": "a", "request_id": "{"x" * 257}"}}'.encode(), 422, "invalid_body"),
+    (b'{"prompt": ""}', 400, "bad_request"),
+    (b'{"tokens": []}', 400, "bad_request"),
+    (b'{"tokens": ""}', 400, "bad_request"),
+    (b'{"tokens": "YWJj"}', 400, "bad_request"),  # 3 bytes
+    (b'{"tokens": [256]}', 400, "bad_request"),
+    (b'{"tokens": [-1]}', 400, "bad_request"),
+    (b'{"tokens": [99999999999999999999]}', 400, "bad_request"),
+    (b'{"prompt": "a", "temperature": -1}', 400, "bad_request"),
+    (b'{"prompt": "a", "seed": -1}', 400, "bad_request"),
+    (b'{"prompt": "a", "seed": 18446744073709551616}', 400, "bad_request"),
+    (b'{"prompt": "a", "top_k": -1}', 400, "bad_request"),
+    (b'{"prompt": "a", "max_tokens": 131072}', 400, "bad_request"),
+    (b'{"prompt": "a", "max_tokens": 9223372036854775808}', 400, "bad_request"),
+    (b'{"prompt": "a", "max_tokens": 2000}', 422, "request_too_large"),
+]
+
+MSGPACK_BODIES = [
+    (b"", 400, "malformed_body"),
+    (b"\xc1", 400, "malformed_body"),
+    (msgpack.packb({"prompt": "a"})[:-1], 400, "malformed_body"),
+    (b"\x81\xa6prompt\xa1\xff", 400, "malformed_body"),
+    (b"\x81\xa1x" + b"\x91" * 200_000, 422, "invalid_body"),
+    (b"\x81\xa6prompt" + b"\x91" * 200_000, 422, "invalid_body"),
+    (msgpack.packb({"prompt": b"a"}), 422, "invalid_body"),
+    (msgpack.packb({"tokens": b"abc"}), 400, "bad_request"),
+    (msgpack.packb({"tokens": b"\xff\xff\xff\xff"}), 400, "bad_request"),
+    (msgpack.packb({"tokens": b"\x00\x01\x00\x00"}), 400, "bad_request"),
+    (msgpack.packb({"tokens": [2**64 - 1]}), 400, "bad_request"),
+    (msgpack.packb({"prompt": "a", "temperature": float("nan")}), 400, "bad_request"),
+    (msgpack.packb({"prompt": "a", "temperature": float("inf")}), 400, "bad_request"),
+]
+
+
+async def test_bad_bodies_are_refused_with_a_stable_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cases = [(JSON, *case) for case in JSON_BODIES] + [(MSGPACK, *case) for case in MSGPACK_BODIES]
+    async with here() as on:
+        for content_type, raw, status, code in cases:
+            headers = {"Content-Type": content_type}
+            answer = await on.client.ask("POST", "/v1/generate", data=raw, headers=headers)
+            assert (answer.status, answer.code) == (status, code), raw[:80]
+            assert len(answer.body["detail"]) < 500
+        await on.settle()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code"),
+    [
+        ({"ticket_id": "with space"}, 422, "invalid_body"),
+        ({"ticket_id": ""}, 422, "invalid_body"),
+        ({"ticket_id": None}, 422, "invalid_body"),
+        ({"policy": "perhaps"}, 422, "invalid_body"),
+        ({"deadline_s": 0}, 422, "invalid_body"),
+        ({"deadline_s": -1}, 422, "invalid_body"),
+        ({"deadline_s": 3601}, 422, "invalid_body"),
+    ],
+)
+async def test_bad_claims_are_refused(change: dict[str, object], status: int, code: str) -> None:
+    async with here() as on:
+        body = {"prompt": "a", "ticket_id": "t"} | change
+        answer = await on.client.post("/v1/decode", body)
+        assert (answer.status, answer.code) == (status, code)
+
+
+@given(raw=st.binary(max_size=200), content_type=st.sampled_from([JSON, MSGPACK]))
+def test_any_bytes_decode_or_are_refused(raw: bytes, content_type: str) -> None:
+    decoded_or_refused(raw, content_type)
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+_fields = st.sampled_from(
+    ["prompt", "tokens", "max_tokens", "temperature", "seed", "top_k", "request_id", "ticket_id"]
+)
+
+
+@settings(deadline=None)
+@given(body=st.dictionaries(_fields, _json))
+def test_any_fields_make_a_job_or_are_refused(body: dict[str, object]) -> None:
+    decoded_or_refused(json.dumps(body).encode(), JSON)
+
+
+def decoded_or_refused(raw: bytes, content_type: str) -> None:
+    with suppress(BadRequestError):
+        decode(raw, GenerateBody, content_type=content_type).job("id")
+    with suppress(BadRequestError):
+        decode(raw, PrefillBody, content_type=content_type).job("id")
+    with suppress(BadRequestError):
+        decode(raw, DecodeBody, content_type=content_type).job("id")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/%00/../../etc/passwd", 404, "not_found"),
+        ("GET", "/v1/generate", 405, "method_not_allowed"),
+        ("DELETE", "/v1/stats", 405, "method_not_allowed"),
+        ("POST", "/readyz", 405, "method_not_allowed"),
+    ],
+)
+async def test_paths_and_methods_that_there_are_not(
+    method: str, path: str, status: int, code: str
+) -> None:
+    async with here() as on:
+        answer = await on.client.ask(method, path)
+        assert (answer.status, answer.code) == (status, code)
+        assert ("Allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "application/xml", "x"]
+)
+async def test_bodies_of_other_types_are_not_guessed_at(content_type: str) -> None:
+    async with here() as on:
+        answer = await on.client.ask(
+            "POST", "/v1/generate", data=b'{"prompt": "a"}', headers={"Content-Type": content_type}
+        )
+        assert (answer.status, answer.code) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("is_zipped", [False, True])
+async def test_a_body_over_the_limit_is_refused_however_it_comes(*, is_zipped: bool) -> None:
+    async with here(max_body_bytes=10_000) as on:
+        raw = json.dumps({"prompt": "a" * 20_000_000 if is_zipped else "a" * 10_000}).encode()
+        headers = {"Content-Type": JSON}
+        if is_zipped:
+            raw = await asyncio.to_thread(gzip.compress, raw)
+            headers["Content-Encoding"] = "gzip"
+        answer = await on.client.ask("POST", "/v1/generate", data=raw, headers=headers)
+        assert (answer.status, answer.code) == (413, "body_too_large")
+        assert (await on.client.post("/v1/generate", {"prompt": "a"})).status == 200
+
+
+async def test_a_body_that_is_not_what_its_encoding_says_is_refused() -> None:
+    async with here() as on:
+        headers = {"Content-Type": JSON, "Content-Encoding": "gzip"}
+        answer = await on.client.ask("POST", "/v1/generate", data=b"not gzip", headers=headers)
+        assert (answer.status, answer.code) == (400, "malformed_body")
+
+
+# Slow and broken connections
+
+
+CHUNKS = b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n"
+
+
+async def raw_exchange(url: str, sent: bytes) -> bytes:
+    """What comes back until the node closes the connection."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(sent)
+        await writer.drain()
+        async with asyncio.timeout(20):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"GET /livez HTTP/1.1\r\nHost: a\r\nX-Slow: ", b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"],
+)
+async def test_a_connection_without_a_whole_request_head_is_closed_in_time(sent: bytes) -> None:
+    async with here(idle_timeout_s=0.2) as on:
+        answered = await raw_exchange(on.client.url, sent)
+        assert answered.startswith(b"HTTP/1.1 200") == sent.endswith(b"\r\n\r\n")
+
+
+async def test_a_body_that_does_not_arrive_in_time_is_given_up() -> None:
+    async with here(body_timeout_s=0.1) as on:
+        head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        answered = await raw_exchange(on.client.url, head + b'Content-Length: 20\r\n\r\n{"prom')
+        assert answered.startswith(b"HTTP/1.1 408")
+        assert b"body_timeout" in answered
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"BREW /livez HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET /livez HTTP/9.9\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n" + CHUNKS,
+    ],
+)
+async def test_what_is_not_http_is_refused_without_a_traceback(sent: bytes) -> None:
+    async with here() as on:
+        answered = await raw_exchange(on.client.url, sent)
+        assert answered[:12] in (b"HTTP/1.0 400", b"HTTP/1.1 400")
+        assert b"Traceback" not in answered
+        assert (await on.client.get("/livez")).status == 200
+
+
+async def test_a_client_that_goes_in_the_middle_of_its_body_leaves_nothing() -> None:
+    async with here() as on:
+        host, port = on.client.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        await writer.drain()
+        await until(lambda: on.node.num_working == 1)
+        writer.close()
+        await until(lambda: on.node.num_working == 0)
+        await on.settle()

@@ -1,0 +1,171 @@
+"""The routes that tell: probes, version, metrics, stats, verify."""
+
+from __future__ import annotations
+
+import re
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import tierkv
+from tests.api.nodes import Client, here, settings
+from tierkv.api.node import Node
+from tierkv.api.server import bind, listening
+from tierkv.api.settings import Role
+
+
+@pytest.mark.parametrize("path", ["/readyz", "/healthz"])
+async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(path: str) -> None:
+    async with here() as on:
+        assert (await on.client.get(path)).body == {"status": "ok"}
+        verbose = (await on.client.get(f"{path}?verbose")).body
+        assert verbose == {
+            "status": "ok",
+            "parts": {
+                "service": {"status": "ok", "detail": "takes requests"},
+                "storage": {"status": "ok", "detail": "memory://"},
+            },
+        }
+
+
+async def test_a_node_whose_store_is_down_is_ready_but_degraded() -> None:
+    async with here() as on:
+        on.store.fail_next(1)
+        answer = await on.client.get("/readyz?verbose")
+        assert answer.status == 200
+        assert answer.body["status"] == "degraded"
+        assert answer.body["parts"]["storage"]["status"] == "degraded"
+        on.store.fail_next(100)
+        answer = await on.client.post("/v1/generate", {"prompt": "still answers"})
+        assert answer.status == 200
+        on.store.fail_next(0)
+        assert (await on.client.get("/readyz")).body == {"status": "ok"}
+
+
+async def test_a_store_that_says_nothing_makes_a_node_degraded_not_silent() -> None:
+    async with here() as on:
+        on.store.hold()
+        answer = await on.client.get("/readyz?verbose")
+        assert (answer.status, answer.body["status"]) == (200, "degraded")
+        assert "does not answer" in answer.body["parts"]["storage"]["detail"]
+
+
+async def test_a_draining_node_is_alive_and_not_ready_and_takes_no_work() -> None:
+    async with here() as on:
+        on.node.drain()
+        assert (await on.client.get("/livez")).status == 200
+        for verbose in ("", "?verbose"):
+            answer = await on.client.get(f"/readyz{verbose}")
+            assert (answer.status, answer.code) == (503, "not_ready")
+            assert "shutting down" in answer.body["detail"]
+        for path in ("generate", "prefill", "decode", "lookup"):
+            refused = await on.client.post(f"/v1/{path}", {"prompt": "a", "ticket_id": "t"})
+            assert (refused.status, refused.code) == (503, "shutting_down")
+
+
+async def test_a_node_that_has_not_started_is_alive_and_not_ready() -> None:
+    node = Node(settings(), environ={"XDG_CACHE_HOME": "/nonexistent"})
+    async with (
+        listening(node, bind(node.settings.node)) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        client = Client(url, session)
+        assert (await client.get("/livez")).status == 200
+        assert (await client.get("/version")).status == 200
+        for path in ("/readyz", "/v1/stats", "/v1/verify", "/metrics"):
+            answer = await client.get(path)
+            assert (answer.status, answer.code) == (503, "not_ready")
+        answer = await client.post("/v1/generate", {"prompt": "a"})
+        assert (answer.status, answer.code) == (503, "not_ready")
+    node.device.close()
+
+
+async def test_version_tells_what_two_nodes_must_share() -> None:
+    async with here(Role.DECODE, name="d1") as on:
+        answer = (await on.client.get("/version")).body
+        assert (answer["version"], answer["name"], answer["role"]) == (
+            tierkv.__version__,
+            "d1",
+            "decode",
+        )
+        assert answer["fingerprint"]["model"] == "tierkv-ref-tiny"
+
+
+async def test_the_books_are_open() -> None:
+    async with here() as on:
+        await on.client.post("/v1/generate", {"prompt": "hello " * 20})
+        assert (await on.client.get("/v1/verify")).body == {"findings": []}
+        stats = (await on.client.get("/v1/stats")).body
+        assert stats["requests"]["admitted_requests"] == 1
+        assert stats["device"]["capacity"] == 64
+        assert stats["storage"]["fetched_bytes"] == 0
+
+
+# Metrics
+
+
+async def samples(client: Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = (await client.get("/metrics")).body.decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_every_series_is_there_before_the_first_request() -> None:
+    async with here() as on:
+        before = await samples(on.client)
+        await on.client.post("/v1/prefill", {"prompt": "hello " * 20, "ticket_id": "t"})
+        await on.client.post("/v1/decode", {"prompt": "hello " * 20, "ticket_id": "t"})
+        await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "t"})
+        await on.client.post("/v1/generate", {"prompt": ""})
+        await on.client.get("/nothing")
+        after = await samples(on.client)
+        assert set(after) == set(before)
+
+
+async def test_names_say_whose_they_are_and_in_which_unit() -> None:
+    async with here() as on:
+        text = (await on.client.get("/metrics")).body.decode()
+        families = list(text_string_to_metric_families(text))
+        for family in families:
+            assert re.fullmatch(r"tierkv(_[a-z0-9]+)+", family.name)
+            assert family.documentation
+            if family.type == "counter":
+                names = {s.name for s in family.samples if not s.name.endswith("_created")}
+                assert names == {f"{family.name}_total"}
+
+
+async def test_counts_follow_what_happens() -> None:
+    async with here() as on:
+        prompt = "a prompt of some words, " * 4  # 96 tokens
+        await on.client.post("/v1/generate", {"prompt": prompt, "max_tokens": 4})
+        await on.client.post("/v1/generate", {"prompt": prompt, "max_tokens": 4})
+        await on.client.post("/v1/prefill", {"prompt": prompt, "ticket_id": "t"})
+        found = await samples(on.client)
+
+        def value(name: str, **labels: str) -> float:
+            return found[name, tuple(sorted(labels.items()))]
+
+        assert value("tierkv_ready") == 1
+        assert value("tierkv_lookup_tokens_total", result="hit_device") == 2 * 95
+        assert value("tierkv_lookup_tokens_total", result="miss") == 96 + 2
+        assert value("tierkv_admitted_requests_total") == 3
+        assert value("tierkv_generated_tokens_total") == 9
+        assert value("tierkv_transfer_bytes_total", direction="storage_write") > 0
+        assert value("tierkv_tier_capacity_bytes", tier="device") == 64 * 16 * 1024
+        used = value("tierkv_blocks", tier="device", state="used")
+        assert value("tierkv_tier_used_bytes", tier="device") == used * 16 * 1024
+        assert value("tierkv_http_requests_total", route="/v1/generate", status="2xx") == 2
+        assert value("tierkv_time_to_first_token_seconds_count", operation="generate") == 2
+        assert value("tierkv_time_to_first_token_seconds_count", operation="prefill") == 1
+
+
+async def test_openmetrics_is_spoken_to_who_asks_for_it() -> None:
+    async with here() as on:
+        accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        answer = await on.client.get("/metrics", headers=accept)
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        assert answer.body.endswith(b"# EOF\n")

@@ -1,0 +1,215 @@
+"""The routes that work: what they answer, in which formats, to which roles."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+import aiohttp
+import msgpack
+import numpy as np
+import pytest
+
+from tests.api.nodes import here
+from tests.e2e.exact import text, truth
+from tests.latch import until
+from tierkv.api.settings import Role
+from tierkv.clock import SystemClock
+from tierkv.gpu.protocol import Direction
+from tierkv.refmodel.sampling import Sampling
+from tierkv.refmodel.text import decode as decode_text
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+PROMPT = text(100)
+BODY = {"prompt": decode_text(PROMPT), "max_tokens": 8}
+
+
+async def test_text_goes_in_and_comes_out_the_same_from_the_cache() -> None:
+    async with here() as on:
+        cold = await on.client.post("/v1/generate", BODY)
+        warm = await on.client.post("/v1/generate", BODY)
+        assert cold.status == warm.status == 200
+        assert cold.body["tokens"] == warm.body["tokens"] == list(truth(PROMPT, 8).tokens)
+        assert cold.body["text"] == decode_text(cold.body["tokens"])
+        assert cold.body["matched"] == {"device": 0, "host": 0, "storage": 0}
+        assert warm.body["matched"] == {"device": 99, "host": 0, "storage": 0}
+        assert (warm.body["prompt_tokens"], warm.body["computed_tokens"]) == (100, 1)
+        assert warm.body["load_problem"] is None
+        assert 0 < warm.body["time_to_first_token_s"] <= warm.body["total_s"]
+
+
+async def test_32_tokens_are_generated_if_nobody_says_how_many() -> None:
+    async with here() as on:
+        answer = await on.client.post("/v1/generate", {"prompt": "hello"})
+        assert len(answer.body["tokens"]) == 32
+
+
+async def test_sampling_is_what_the_body_says() -> None:
+    sampling = {"temperature": 0.9, "seed": 2**64 - 1, "top_k": 40}
+    async with here() as on:
+        answer = await on.client.post("/v1/generate", BODY | sampling)
+        expected = truth(PROMPT, 8, Sampling(temperature=0.9, seed=2**64 - 1, top_k=40))
+        assert answer.body["tokens"] == list(expected.tokens)
+
+
+async def test_without_the_cache_nothing_is_used_and_nothing_stays() -> None:
+    async with here() as on:
+        answer = await on.client.post("/v1/generate", BODY | {"use_cache": False})
+        assert answer.body["tokens"] == list(truth(PROMPT, 8).tokens)
+        found = (await on.client.post("/v1/lookup", {"tokens": PROMPT})).body
+        assert (found["num_tokens"], found["device_tokens"]) == (100, 0)
+
+
+PACKED = np.array(PROMPT, "<u4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        ("application/json", {"tokens": PROMPT}),
+        ("application/json", {"tokens": base64.b64encode(PACKED).decode()}),
+        ("application/json; charset=utf-8", {"prompt": decode_text(PROMPT)}),
+        ("application/msgpack", {"tokens": PROMPT}),
+        ("application/msgpack", {"tokens": PACKED}),
+        ("application/msgpack", {"prompt": decode_text(PROMPT)}),
+    ],
+)
+async def test_the_same_tokens_in_any_format_are_the_same_prompt(
+    content_type: str, body: dict[str, object]
+) -> None:
+    async with here() as on:
+        await on.client.post("/v1/generate", BODY)
+        raw = msgpack.packb(body) if "msgpack" in content_type else aiohttp.JsonPayload(body)
+        found = await on.client.ask(
+            "POST", "/v1/lookup", data=raw, headers={"Content-Type": content_type}
+        )
+        assert found.body["device_tokens"] == 96  # the whole blocks of 16
+
+
+async def test_an_answer_is_msgpack_for_who_accepts_that() -> None:
+    async with here() as on:
+        answer = await on.client.ask(
+            "POST", "/v1/generate", json=BODY, headers={"Accept": "application/msgpack"}
+        )
+        assert answer.headers["Content-Type"] == "application/msgpack"
+        assert msgpack.unpackb(answer.body)["tokens"] == list(truth(PROMPT, 8).tokens)
+
+
+async def test_one_node_publishes_and_another_goes_on() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(Role.PREFILL, store=store) as on:
+        body = {"prompt": BODY["prompt"], "ticket_id": "a ticket/1".replace(" ", "-")}
+        published = await on.client.post("/v1/prefill", body)
+        assert published.status == 200
+        assert published.body["ticket_id"] == body["ticket_id"]
+        assert published.body["tokens"] == list(truth(PROMPT, 1).tokens)
+        assert (published.body["num_blocks"], published.body["tail_tokens"]) == (7, 4)
+        assert published.body["flushed_bytes"] > 0
+    async with here(Role.DECODE, store=store) as on:
+        answer = await on.client.post("/v1/decode", body | {"max_tokens": 8})
+        assert answer.status == 200
+        assert answer.body["tokens"] == list(truth(PROMPT, 8).tokens)
+        assert answer.body["matched"] == {"device": 0, "host": 0, "storage": 100}
+        assert answer.body["computed_tokens"] == 0
+        assert answer.body["first_tokens"] == published.body["tokens"]
+        assert answer.body["producer"].startswith("prefill@127.0.0.1:")
+
+
+async def test_a_ticket_is_named_like_its_request_if_it_has_no_name() -> None:
+    async with here() as on:
+        body = {"prompt": "hello", "request_id": "r-1"}
+        published = await on.client.post("/v1/prefill", body)
+        assert published.body["ticket_id"] == "r-1"
+        answer = await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "r-1"})
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("role", "path", "right"),
+    [(Role.DECODE, "/v1/prefill", "prefill"), (Role.PREFILL, "/v1/decode", "decode")],
+)
+async def test_the_wrong_role_names_the_right_one(role: Role, path: str, right: str) -> None:
+    async with here(role) as on:
+        answer = await on.client.post(path, {"prompt": "hello", "ticket_id": "t"})
+        assert (answer.status, answer.code) == (409, "wrong_role")
+        assert f"role is {right} or both" in answer.body["detail"]
+        assert (await on.client.post("/v1/generate", {"prompt": "hello"})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"ticket_id": "another", "deadline_s": 0.05}, "not_yet"),
+        ({"prompt": "another prompt"}, "other_prompt"),
+    ],
+)
+async def test_a_claim_that_fails_says_why(change: dict[str, object], reason: str) -> None:
+    async with here() as on:
+        await on.client.post("/v1/prefill", {"prompt": "hello", "ticket_id": "t"})
+        answer = await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "t"} | change)
+        assert (answer.status, answer.code) == (502, "handoff_failed")
+        assert answer.body["reason"] == reason
+        metrics = (await on.client.get("/metrics")).body.decode()
+        counted = f'tierkv_handoff_failures_total{{reason="{reason}",side="claim"}} 1.0'
+        assert counted in metrics
+
+
+async def test_a_claim_waits_for_its_ticket() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as on, asyncio.TaskGroup() as group:
+        claim = group.create_task(
+            on.client.post("/v1/decode", BODY | {"ticket_id": "late", "deadline_s": 20})
+        )
+        before = on.store.num_operations
+        await until(lambda: on.store.num_operations > before, "the claim to look for its ticket")
+        await on.client.post("/v1/prefill", {"prompt": BODY["prompt"], "ticket_id": "late"})
+        assert (await claim).body["tokens"] == list(truth(PROMPT, 8).tokens)
+
+
+# Ids
+
+
+async def test_the_request_id_of_body_or_header_comes_back_and_one_is_made_otherwise() -> None:
+    async with here() as on:
+        given = await on.client.post("/v1/generate", {"prompt": "a", "request_id": "mine"})
+        assert given.headers["X-Request-Id"] == given.body["request_id"] == "mine"
+        asked = {"json": {"prompt": "a"}, "headers": {"X-Request-Id": "header-id"}}
+        header = await on.client.ask("POST", "/v1/generate", **asked)
+        assert header.headers["X-Request-Id"] == header.body["request_id"] == "header-id"
+        made = [await on.client.post("/v1/generate", {"prompt": "a"}) for _ in range(2)]
+        assert len({answer.body["request_id"] for answer in made}) == 2
+
+
+async def test_a_running_id_cannot_be_used_twice() -> None:
+    async with here() as on, asyncio.TaskGroup() as group:
+        on.latch.hold(Direction.OFFLOAD)
+        body = {"prompt": "hello", "request_id": "same"}
+        first = group.create_task(on.client.post("/v1/prefill", body))
+        await on.latch.until_held()  # it publishes
+        second = await on.client.post("/v1/generate", body)
+        assert (second.status, second.code) == (409, "duplicate_request")
+        on.latch.release()
+        assert (await first).status == 200
+        assert (await on.client.post("/v1/generate", body)).status == 200
+
+
+# Who goes
+
+
+async def test_work_that_nobody_waits_for_is_stopped() -> None:
+    async with here() as on:
+        body = {"prompt": "hello", "max_tokens": 1000}
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+            task = group.create_task(session.post(on.client.url + "/v1/generate", json=body))
+            await until(lambda: on.node.engine.stats.generated_tokens > 0)
+            task.cancel()
+        await on.settle()
+        assert on.node.engine.stats.generated_tokens < 1000
+
+
+async def test_a_lookup_changes_nothing_and_says_if_storage_did_not_answer() -> None:
+    async with here() as on:
+        on.store.fail_next(1)
+        answer = await on.client.post("/v1/lookup", {"prompt": "x" * 40})
+        assert answer.body["storage_tokens"] is None
+        assert answer.body["num_tokens"] == 40

@@ -1,0 +1,84 @@
+"""A GPU for tests, and a latch that holds a stream of it until the test lets go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tierkv.cache.layout import Layout
+from tierkv.gpu.protocol import Planes
+
+Bytes2D = npt.NDArray[np.uint8]
+
+_HOLD = r"""
+// Spins until the word in mapped host memory is no longer 0: holds its stream for as long.
+extern "C" __global__ void hold(const volatile int* word) {
+    while (*word == 0) __nanosleep(1000);
+}
+"""
+
+
+def cupy_or_skip() -> ModuleType:
+    module: ModuleType = pytest.importorskip("cupy", reason="CuPy is not installed")
+    try:
+        module.cuda.runtime.getDeviceCount()
+    except module.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"no CUDA device: {error}")
+    return module
+
+
+class StreamLatch:
+    """Work submitted to `stream` (CuPy's) after `hold` waits for `release`."""
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._cupy = cupy
+        self._memory = cupy.cuda.alloc_pinned_memory(4)
+        self._word = np.frombuffer(self._memory, np.int32, 1)
+        self._kernel = cupy.RawKernel(_HOLD, "hold")
+
+    def hold(self, stream: object) -> None:
+        self._word[0] = 0
+        self._kernel((1,), (1,), (np.uint64(self._memory.ptr),), stream=stream)
+
+    def release(self) -> None:
+        self._word[0] = 1
+
+
+@contextmanager
+def held(cupy: ModuleType, stream: object) -> Iterator[StreamLatch]:
+    """A latch that holds `stream` now, and never longer than the body."""
+    latch = StreamLatch(cupy)
+    latch.hold(stream)
+    try:
+        yield latch
+    finally:
+        latch.release()
+
+
+def write_plane(cupy: ModuleType, planes: Planes, index: int, rows: Bytes2D) -> None:
+    planes.arrays[index][...] = cupy.asarray(rows)
+    cupy.cuda.runtime.deviceSynchronize()
+
+
+def read_plane(cupy: ModuleType, planes: Planes, index: int) -> Bytes2D:
+    cupy.cuda.runtime.deviceSynchronize()
+    rows: Bytes2D = cupy.asnumpy(planes.arrays[index])
+    return rows
+
+
+def blocks_of(cupy: ModuleType, planes: Planes) -> Bytes2D:
+    """Every block in the order of a host slot, uint8 [num_blocks, block_bytes]."""
+    return np.concatenate(
+        [read_plane(cupy, planes, index) for index in range(len(planes.layout.planes))], axis=1
+    )
+
+
+def write_blocks(cupy: ModuleType, planes: Planes, blocks: Bytes2D) -> None:
+    layout: Layout = planes.layout
+    for index, (plane, start) in enumerate(zip(layout.planes, layout.offsets, strict=True)):
+        write_plane(cupy, planes, index, blocks[:, start : start + plane.block_bytes])

@@ -1,0 +1,269 @@
+"""CUDA lanes: every byte of every layout arrives, in any cut into units, at any alignment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from tests.gpu.cuda import blocks_of, cupy_or_skip, read_plane, write_blocks
+from tests.layouts import ALL_LAYOUTS, LAYOUTS
+from tierkv.cache.layout import Layout, Plane, attention_layout, layered
+from tierkv.errors import ConfigError, DeviceFailedError, LayoutError, TransferError
+from tierkv.gpu.protocol import BlockCopy, Direction
+from tierkv.gpu.units import Order, UnitSizes
+
+pytestmark = pytest.mark.gpu
+
+WAIT_S = 20.0
+BIG_LAYOUTS = {
+    "gqa-128k": attention_layout(
+        num_layers=4, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
+    ),
+    "mla-72k": layered(64, [("latent", "bfloat16", 1152)], num_layers=5),
+    "fp8-scales": layered(
+        64,
+        [("key", "float8", 1024), ("value", "float8", 1024), ("scale", "float32", 64)],
+        num_layers=3,
+    ),
+    "odd-4097": Layout(1, tuple(Plane(n, "key", "uint8", 4097 * (n + 1)) for n in range(4))),
+}
+SIZES = {
+    "usual": UnitSizes(),
+    "a row each": UnitSizes(least=1, most=1, piece=1),
+    "small": UnitSizes(least=1 << 16, most=1 << 17, piece=1 << 12),
+}
+
+
+@pytest.fixture(scope="module")
+def cupy() -> ModuleType:
+    return cupy_or_skip()
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def patterns(num_blocks: int) -> dict[str, np.ndarray]:
+    every = np.arange(num_blocks, dtype=np.int32)
+    shuffled = np.random.default_rng(7).permutation(num_blocks).astype(np.int32)
+    return {
+        "none": every[:0],
+        "one": every[-1:],
+        "consecutive": every[1:-1],
+        "reversed": every[::-1],
+        "random": shuffled[: num_blocks * 2 // 3],
+    }
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("order", Order, ids=lambda order: order.value)
+@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
+@pytest.mark.parametrize("name", [*ALL_LAYOUTS, *BIG_LAYOUTS])
+def test_exactly_the_named_blocks_arrive(
+    cupy: ModuleType, name: str, direction: Direction, order: Order, sizes: str
+) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice
+    from tierkv.gpu.cuda_lane import LaneSettings
+
+    layout = (ALL_LAYOUTS | BIG_LAYOUTS)[name]
+    device = CudaDevice(lanes=LaneSettings(staging_bytes=1 << 20, units=SIZES[sizes]))
+    num_blocks = 23
+    planes = device.allocate_planes(layout, num_blocks)
+    host = device.allocate_host(layout, num_blocks + 2)
+    lane = device.open_ordered_lane(direction, planes, host, order)
+    rng = np.random.default_rng(len(name))
+    for pattern, block_ids in patterns(num_blocks).items():
+        blocks = rng.integers(0, 256, (num_blocks, layout.block_bytes), np.uint8)
+        slots = rng.integers(0, 256, (num_blocks + 2, layout.block_bytes), np.uint8)
+        write_blocks(cupy, planes, blocks)
+        host.array[:] = slots
+        slot_ids = rng.permutation(num_blocks + 2).astype(np.int32)[: len(block_ids)]
+        events = lane.submit(BlockCopy(direction, slot_ids, block_ids))
+        assert len(events) == layout.num_layers
+        for event in events:
+            event.block_until_done(WAIT_S)
+        if direction is Direction.LOAD:
+            blocks[block_ids] = slots[slot_ids]
+        else:
+            slots[slot_ids] = blocks[block_ids]
+        assert np.array_equal(blocks_of(cupy, planes), blocks), pattern
+        assert np.array_equal(host.array, slots), pattern
+    lane.close()
+    host.close()
+    planes.close()
+    device.close()
+
+
+def engine_tensors(cupy: ModuleType, layout: Layout, num_blocks: int, kind: str) -> list[object]:
+    """KV tensors as engines lay them out, of random bytes."""
+    rng = np.random.default_rng(3)
+    tensors: list[object] = []
+    for plane in layout.planes:
+        width = plane.block_bytes
+        data = cupy.asarray(rng.integers(0, 256, (num_blocks, 2, width), np.uint8))
+        if kind == "interleaved":  # [num_blocks, 2, ...]: another plane lies between two blocks
+            tensors.append(data[:, 1])
+        elif kind == "unaligned":
+            raw = cupy.asarray(rng.integers(0, 256, num_blocks * (width + 3) + 1, np.uint8))
+            tensors.append(raw[1:].reshape(num_blocks, width + 3)[:, :width])
+        else:  # dimensions inside the block in another order
+            shaped = cupy.asarray(rng.integers(0, 256, (num_blocks, 4, width // 4), np.uint8))
+            tensors.append(shaped.transpose(0, 2, 1))
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "unaligned", "transposed"])
+@pytest.mark.parametrize("name", ["gqa", "mla", "dsa", "fp8", "gqa-128k"])
+def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, kind: str) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice
+
+    layout = (LAYOUTS | BIG_LAYOUTS)[name]
+    device = CudaDevice()
+    tensors = engine_tensors(cupy, layout, 9, kind)
+    planes = device.adopt_planes(layout, tensors)
+    host = device.allocate_host(layout, 9)
+    there = device.open_lane(Direction.OFFLOAD, planes, host)
+    back = device.open_lane(Direction.LOAD, planes, host)
+    before = blocks_of(cupy, planes)
+    every = np.arange(9, dtype=np.int32)
+    there.submit(BlockCopy(Direction.OFFLOAD, every[::-1].copy(), every))[-1].block_until_done(WAIT_S)
+    assert np.array_equal(host.array[::-1], before)
+    host.array[:] = np.random.default_rng(1).integers(0, 256, host.array.shape, np.uint8)
+    back.submit(BlockCopy(Direction.LOAD, every, every))[-1].block_until_done(WAIT_S)
+    assert np.array_equal(blocks_of(cupy, planes), host.array)
+    if kind == "interleaved":
+        first = cupy.asnumpy(tensors[0])
+        assert np.array_equal(first, host.array[:, : layout.planes[0].block_bytes])
+    for lane in (there, back):
+        lane.close()
+    host.close()
+    planes.close()
+    device.close()
+
+
+def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice
+
+    device = CudaDevice()
+    layout = Layout(1, (Plane(0, "key", "uint8", 64), Plane(0, "value", "uint8", 64)))
+    good = cupy.zeros((5, 64), cupy.uint8)
+    for tensors, what in (
+        ([good], "2 planes"),
+        ([good, good[:4]], "4 blocks"),
+        ([good, cupy.zeros((5, 32), cupy.uint8)], "32 bytes"),
+        ([good, cupy.zeros((5, 128), cupy.uint8)[:, ::2]], "gaps"),
+        ([good, cupy.broadcast_to(good[0], (5, 64))], "overlap"),
+    ):
+        with pytest.raises(LayoutError, match=what):
+            device.adopt_planes(layout, tensors)
+    with pytest.raises(ConfigError, match="uint8"):
+        device.adopt_planes(layout, [good, object()])
+    device.close()
+
+
+def test_blocks_are_copied_within_the_gpu_after_compute(cupy: ModuleType) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice
+
+    device = CudaDevice()
+    for layout in ALL_LAYOUTS.values():
+        planes = device.allocate_planes(layout, 1300)
+        blocks = np.random.default_rng(5).integers(0, 256, (1300, layout.block_bytes), np.uint8)
+        write_blocks(cupy, planes, blocks)
+        order = np.random.default_rng(6).permutation(1300).astype(np.int32)
+        sources, targets = order[:600], order[600:1200]
+        device.copy_blocks(planes, sources, targets).block_until_done(WAIT_S)
+        blocks[targets] = blocks[sources]
+        assert np.array_equal(blocks_of(cupy, planes), blocks)
+        assert device.copy_blocks(planes, sources[:0], targets[:0]).is_done
+        for wrong in (ids(1300), ids(-1)):
+            with pytest.raises(LayoutError, match="outside"):
+                device.copy_blocks(planes, wrong, ids(0))
+        planes.close()
+    device.close()
+
+
+def test_a_ring_that_is_wrapped_many_times_loses_nothing(cupy: ModuleType) -> None:
+    """Many transfers in flight through 1 MiB of staging, both directions, no wait between them."""
+    from tierkv.gpu.cuda_device import CudaDevice
+    from tierkv.gpu.cuda_lane import LaneSettings
+
+    layout = BIG_LAYOUTS["fp8-scales"]
+    device = CudaDevice(lanes=LaneSettings(staging_bytes=1 << 20))
+    planes = device.allocate_planes(layout, 64)
+    host = device.allocate_host(layout, 128)
+    load = device.open_lane(Direction.LOAD, planes, host)
+    offload = device.open_lane(Direction.OFFLOAD, planes, host)
+    rng = np.random.default_rng(9)
+    host.array[:] = rng.integers(0, 256, host.array.shape, np.uint8)
+    expected = host.array.copy()
+    last = None
+    for _ in range(200):
+        blocks = rng.permutation(32).astype(np.int32)[:20]
+        into = rng.permutation(64).astype(np.int32)[:20]
+        loaded = load.submit(BlockCopy(Direction.LOAD, into, blocks))
+        # ordered on the GPU alone: the offload waits for the load, and the next load for it
+        after = (loaded[-1],)
+        last = offload.submit(BlockCopy(Direction.OFFLOAD, into + 64, blocks, after))
+        last[-1].block_until_done(WAIT_S)
+        expected[into + 64] = expected[into]
+    assert np.array_equal(host.array, expected)
+    for lane in (load, offload):
+        lane.close()
+    host.close()
+    planes.close()
+    device.close()
+
+
+@pytest.fixture
+def opened(cupy: ModuleType) -> Iterator[tuple[object, ...]]:
+    from tierkv.gpu.cuda_device import CudaDevice
+
+    device = CudaDevice()
+    layout = LAYOUTS["gqa"]
+    planes, host = device.allocate_planes(layout, 8), device.allocate_host(layout, 8)
+    yield device, planes, host
+    host.close()
+    planes.close()
+    device.close()
+
+
+def test_what_a_lane_cannot_do_is_refused_with_nothing_submitted(
+    cupy: ModuleType, opened: tuple[object, ...]
+) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice
+
+    device, planes, host = opened
+    assert isinstance(device, CudaDevice)
+    lane = device.open_lane(Direction.LOAD, planes, host)  # type: ignore[arg-type]
+    for slots, blocks in ((8, 0), (0, 8), (-1, 0), (0, -1)):
+        with pytest.raises(LayoutError, match="outside"):
+            lane.submit(BlockCopy(Direction.LOAD, ids(slots), ids(blocks)))
+    with pytest.raises(LayoutError, match="load lane"):
+        lane.submit(BlockCopy(Direction.OFFLOAD, ids(0), ids(0)))
+    lane.close()
+    with pytest.raises(DeviceFailedError):
+        lane.submit(BlockCopy(Direction.LOAD, ids(0), ids(0)))
+
+
+def test_too_little_memory_is_an_error_that_leaves_the_gpu_usable(cupy: ModuleType) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice
+
+    device = CudaDevice()
+    layout = BIG_LAYOUTS["gqa-128k"]
+    with pytest.raises(TransferError, match="memory"):
+        device.allocate_planes(layout, 10**7)
+    assert device.failure is None
+    planes = device.allocate_planes(layout, 4)
+    assert read_plane(cupy, planes, 0).shape == (4, layout.planes[0].block_bytes)
+    planes.close()
+    device.close()
+
+
+def test_a_gpu_that_is_not_there_is_a_config_error(cupy: ModuleType) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice
+
+    with pytest.raises(ConfigError, match="no GPU 99"):
+        CudaDevice(99)

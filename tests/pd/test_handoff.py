@@ -1,0 +1,513 @@
+"""A decode node gets exactly what a prefill node published, or one reason why not."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.layouts import LAYOUTS
+from tests.storage.values import TurnedClock, put_one
+from tests.world import World, fingerprint, kv_of, world
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Names
+from tierkv.cache.tokens import pack
+from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError, OwnershipError
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.handoff import Published
+from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.service import ClaimPolicy, HandoffSettings
+from tierkv.storage.codec import HEADER_BYTES
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+SHORT = HandoffSettings(publish_deadline_s=20, claim_deadline_s=0.02, lookup_deadline_s=20)
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def publish(node: World, prompt: list[int], ticket_id: str = "ticket") -> Published:
+    request = await node.admit(prompt)
+    await node.prefill(request, prompt)
+    published = await finish(node.service.publish(request, ticket_id, [42, 43]))
+    node.service.end(request)
+    await node.settle()
+    return published
+
+
+@asynccontextmanager
+async def pair(
+    clock: TurnedClock | None = None, who: Fingerprint | None = None, **settings: object
+) -> AsyncIterator[tuple[World, World]]:
+    """A prefill node, and a decode node `who`, with one store."""
+    store = MemoryStore(MemorySettings(), clock or SystemClock())
+    async with (
+        world(store=store, clock=clock, handoff=SHORT, device_blocks=64) as prefill,
+        world(store=store, clock=clock, handoff=SHORT, who=who, **settings) as decode,
+    ):
+        yield prefill, decode
+
+
+async def refused(
+    decode: World,
+    prompt: list[int],
+    ticket_id: str = "ticket",
+    policy: ClaimPolicy = ClaimPolicy.WHOLE,
+) -> HandoffError:
+    with pytest.raises(HandoffError) as error:
+        await finish(
+            decode.service.claim(
+                "claim", ticket_id, decode.prompt(prompt), max_new_tokens=1, policy=policy
+            )
+        )
+    await decode.settle()
+    assert decode.service.stats().device.used == 0 or decode.service.stats().running_requests == 0
+    return error.value
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 11, 40, 200])
+async def test_what_was_published_is_claimed_byte_for_byte_tail_included(count: int) -> None:
+    async with pair(device_blocks=64, host_blocks=64) as (prefill, decode):
+        published = await publish(prefill, tokens(count))
+        assert published.num_blocks == -(-count // 4)
+        request, ticket = await finish(
+            decode.service.claim("claim", "ticket", decode.prompt(tokens(count)), max_new_tokens=3)
+        )
+        await finish(request.gate.all_layers(20))
+        assert request.cached_tokens == count  # not one token is left to compute
+        decode.check_kv(request, tokens(count), count)
+        assert ticket.first_tokens == (42, 43)
+        assert ticket == published.ticket
+        tail = count % 4
+        if tail:  # nothing of anybody else's tokens came along
+            for plane, array in zip(
+                decode.layout.planes, decode.service.planes.arrays, strict=True
+            ):
+                rest = array[request.block_table[count // 4]][tail * (plane.token_bytes or 0) :]
+                assert not rest.any()
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_a_claimed_prompt_grows_like_any_other() -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(6))
+        request, _ = await finish(
+            decode.service.claim("claim", "ticket", decode.prompt(tokens(6)), max_new_tokens=4)
+        )
+        await finish(request.gate.all_layers(20))
+        grown = [*tokens(6), 42, 43, 44, 45]
+        decode.compute(request, grown, 6)
+        await finish(decode.service.commit(request, pack(grown)))
+        decode.service.end(request)
+        assert (await decode.run([*grown, 1])).device_tokens == 10
+
+
+async def test_many_claims_at_once_get_one_fetch() -> None:
+    async with pair(device_blocks=64) as (prefill, decode):
+        await publish(prefill, tokens(16))
+
+        async def one(number: int) -> None:
+            request, _ = await finish(
+                decode.service.claim(
+                    f"c{number}", "ticket", decode.prompt(tokens(16)), max_new_tokens=1
+                )
+            )
+            await finish(request.gate.all_layers(20))
+            decode.check_kv(request, tokens(16), 16)
+            decode.service.end(request)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(one(number))
+        assert decode.storage_stats.fetched_blocks == 4
+        await decode.settle()
+
+
+async def test_a_claim_that_comes_first_waits_for_the_ticket() -> None:
+    async with pair() as (prefill, decode):
+        async with asyncio.TaskGroup() as group:
+            claiming = group.create_task(
+                decode.service.claim(
+                    "claim", "ticket", decode.prompt(tokens(9)), max_new_tokens=0, deadline_s=20
+                )
+            )
+            await turns(20)
+            assert not claiming.done()
+            await publish(prefill, tokens(9))
+        request, _ = claiming.result()
+        await finish(request.gate.all_layers(20))
+        decode.check_kv(request, tokens(9), 9)
+        decode.service.end(request)
+
+
+async def test_the_ticket_is_written_after_every_block() -> None:
+    async with pair() as (prefill, decode):
+        request = await prefill.admit(tokens(9))
+        await prefill.prefill(request, tokens(9))
+        name = Names("tierkv", "").ticket("ticket")
+        prefill.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            publishing = group.create_task(prefill.service.publish(request, "ticket", [1]))
+            while not publishing.done():
+                await prefill.the_store.until_held(1)
+                present = await decode.the_store.exists(prefill.names(tokens(9)))
+                if await decode.the_store.exists([name]):
+                    assert present == 3
+                prefill.the_store.release()
+                await turns(1)
+                prefill.the_store.hold()
+                await turns(200)
+                if publishing.done():
+                    break
+                await until(lambda: publishing.done() or prefill.the_store.num_operations > 0)
+                prefill.the_store.release()
+        prefill.the_store.release()
+        assert await decode.the_store.exists([name, *prefill.names(tokens(9))]) == 4
+        prefill.service.end(request)
+
+
+async def test_publishing_again_writes_only_the_ticket() -> None:
+    async with pair() as (prefill, _):
+        first = await publish(prefill, tokens(18), "a")
+        second = await publish(prefill, tokens(18), "b")
+        assert (first.present_blocks, second.present_blocks) == (0, 5)
+        assert second.flushed_bytes == 0
+
+
+async def test_a_publish_that_storage_does_not_take_leaves_no_ticket() -> None:
+    async with pair() as (prefill, decode):
+        for failures in range(1, 3):
+            request = await prefill.admit(tokens(9, 100 * failures))
+            await prefill.prefill(request, tokens(9, 100 * failures))
+            for _ in range(failures - 1):
+                pass
+            prefill.the_store.fail_next(failures)
+            with pytest.raises(HandoffError) as error:
+                await finish(prefill.service.publish(request, f"t{failures}", [1]))
+            assert error.value.reason == "storage_unavailable"
+            prefill.the_store.fail_next(0)
+            prefill.service.end(request)
+            await prefill.settle()
+            problem = await refused(decode, tokens(9, 100 * failures), f"t{failures}")
+            assert problem.reason == "not_yet"
+
+
+async def test_a_publish_has_a_deadline() -> None:  # fault 12
+    settings = HandoffSettings(publish_deadline_s=0.02)
+    async with world(with_store=True, handoff=settings) as here:
+        request = await here.admit(tokens(9))
+        await here.prefill(request, tokens(9))
+        here.the_store.hold()
+        with pytest.raises(HandoffError, match="within") as error:
+            await finish(here.service.publish(request, "ticket", [1]))
+        assert error.value.reason == "storage_unavailable"
+        here.the_store.release()
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_a_publish_whose_copy_fails_says_so() -> None:
+    async with world(with_store=True) as here:
+        request = await here.admit(tokens(9))
+        await here.prefill(request, tokens(9))
+        here.latch.fail_next(Direction.OFFLOAD)
+        with pytest.raises(HandoffError, match="caught fire"):
+            await finish(here.service.publish(request, "ticket", [1]))
+        await finish(here.service.publish(request, "ticket", [1]))
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_staging_is_reused_only_when_the_copy_into_it_has_ended() -> None:
+    """A publish that is cancelled while the device writes its staging slots."""
+    async with pair(device_blocks=64) as (prefill, decode):
+        requests = []
+        for number in range(3):
+            request = await prefill.admit(tokens(9, 100 * number))
+            await prefill.prefill(request, tokens(9, 100 * number))
+            requests.append(request)
+        prefill.latch.hold(Direction.OFFLOAD)
+        async with asyncio.TaskGroup() as group:
+            publishing = [
+                group.create_task(prefill.service.publish(request, f"t{n}", [1]))
+                for n, request in enumerate(requests)
+            ]
+            await prefill.latch.until_held()
+            publishing[0].cancel()
+            await turns(20)
+            assert prefill.service.verify() == []
+            assert not publishing[2].done()
+            prefill.latch.release()
+        for number in (1, 2):
+            claimed, _ = await finish(
+                decode.service.claim(
+                    f"c{number}",
+                    f"t{number}",
+                    decode.prompt(tokens(9, 100 * number)),
+                    max_new_tokens=0,
+                )
+            )
+            await finish(claimed.gate.all_layers(20))
+            decode.check_kv(claimed, tokens(9, 100 * number), 9)
+            decode.service.end(claimed)
+        for request in requests:
+            prefill.service.end(request)
+        await prefill.settle()
+
+
+@pytest.mark.parametrize("state", ["not computed", "half computed", "ended"])
+async def test_only_a_running_request_whose_prompt_is_computed_can_be_published(state: str) -> None:
+    """Anything else would put bytes under keys that are not theirs, for every node to read."""
+    async with world(with_store=True) as here:
+        request = await here.admit(tokens(9))
+        if state != "not computed":
+            here.compute(request, tokens(9))
+            computed = tokens(9) if state == "ended" else tokens(4)
+            await finish(here.service.commit(request, pack(computed)))
+        if state == "ended":
+            here.service.end(request)
+        with pytest.raises(OwnershipError):
+            await finish(here.service.publish(request, "ticket", [1]))
+        assert await here.the_store.exists(here.names(tokens(9))[2:]) == 0
+        if state != "ended":
+            here.service.end(request)
+        await here.settle()
+
+
+# Why a claim cannot be served
+
+
+async def test_no_ticket_in_time_is_not_yet() -> None:
+    async with pair() as (_, decode):
+        problem = await refused(decode, tokens(9))
+        assert problem.reason == "not_yet"
+        assert "ticket" in str(problem)
+
+
+async def test_a_ticket_whose_time_is_over_is_expired() -> None:
+    clock = TurnedClock()
+    async with pair(clock) as (prefill, decode):
+        await publish(prefill, tokens(9))
+        clock.now += SHORT.ticket_ttl_s + 1
+        assert (await refused(decode, tokens(9))).reason == "expired"
+        clock.now += 3600
+        assert (await refused(decode, tokens(9))).reason == "not_yet"
+
+
+async def test_partial_keys_and_tickets_have_a_time_to_live() -> None:  # fault 13
+    clock = TurnedClock()
+    async with pair(clock) as (prefill, decode):
+        await publish(prefill, tokens(9))
+        page = await decode.the_store.list("tierkv", limit=100)
+        assert len(page.values) == 4
+        assert all(value.expires_at is not None for value in page.values)
+        clock.now += 2 * 86_400
+        assert (await decode.the_store.list("tierkv", limit=100)).values == ()
+
+
+@pytest.mark.parametrize("byte", [0, 4, 6, 20, 30, -1])
+async def test_a_damaged_ticket_is_damaged(byte: int) -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        name = Names("tierkv", "").ticket("ticket")
+        content = bytearray(await decode.the_store.get(name, max_bytes=1 << 20) or b"")
+        content[byte] ^= 4
+        await put_one(decode.the_store, name, bytes(content), keep_existing=False)
+        problem = await refused(decode, tokens(9))
+        assert problem.reason == "damaged"
+        assert "ticket" in str(problem)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"TKVT" + bytes(40)])
+async def test_something_else_in_the_tickets_place_is_damaged(content: bytes) -> None:
+    async with pair() as (_, decode):
+        await put_one(decode.the_store, Names("tierkv", "").ticket("ticket"), content)
+        assert (await refused(decode, tokens(9))).reason == "damaged"
+
+
+OTHERS = {
+    "model": Fingerprint("other", LAYOUTS["gqa"]),
+    "revision": fingerprint(revision="v2"),
+    "weight_dtype": fingerprint(weight_dtype="float16"),
+    "adapter": fingerprint(adapter="lora"),
+    "tenant": fingerprint(tenant="someone else"),
+    "layout": dataclasses.replace(fingerprint(), layout=LAYOUTS["mla"]),
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+async def test_a_node_that_cannot_use_the_kv_names_the_field(field: str) -> None:
+    async with pair(who=OTHERS[field]) as (prefill, decode):
+        await publish(prefill, tokens(9))
+        problem = await refused(decode, tokens(9))
+        assert problem.reason == "incompatible"
+        assert f"{field} (here " in str(problem)
+        assert "someone else" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [tokens(8), tokens(10), tokens(9, 1), [*tokens(8), 99], [99, *tokens(9)[1:]]],
+    ids=["shorter", "longer", "other", "other tail", "other start"],
+)
+async def test_a_ticket_for_another_prompt_is_refused(other: list[int]) -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        problem = await refused(decode, other)
+        assert problem.reason == "other_prompt"
+        assert "of 9 tokens" in str(problem)
+
+
+@pytest.mark.parametrize("gone", range(3))
+async def test_a_block_that_is_gone_is_incomplete_or_recomputed(gone: int) -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        await decode.the_store.delete([prefill.names(tokens(9))[gone]])
+        problem = await refused(decode, tokens(9))
+        assert problem.reason == "incomplete"
+        assert f"only {4 * gone} of 9" in str(problem)
+        request, _ = await finish(
+            decode.service.claim(
+                "again",
+                "ticket",
+                decode.prompt(tokens(9)),
+                max_new_tokens=0,
+                policy=ClaimPolicy.RECOMPUTE,
+            )
+        )
+        assert request.cached_tokens == 4 * gone
+        await decode.prefill(request, tokens(9))
+        decode.service.end(request)
+        await decode.settle()
+
+
+@pytest.mark.parametrize("at", range(3))
+async def test_a_damaged_block_is_damaged(at: int) -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        name = prefill.names(tokens(9))[at]
+        content = bytearray(await decode.the_store.get(name, max_bytes=1 << 20) or b"")
+        content[HEADER_BYTES + 1] ^= 1
+        await put_one(decode.the_store, name, bytes(content), keep_existing=False)
+        assert (await refused(decode, tokens(9))).reason == "damaged"
+        # Deleted by now, so the prefill node can publish it again.
+        await publish(prefill, tokens(9))
+        request, _ = await finish(
+            decode.service.claim("again", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
+        )
+        await finish(request.gate.all_layers(20))
+        decode.check_kv(request, tokens(9), 9)
+        decode.service.end(request)
+
+
+async def test_a_store_that_does_not_answer_is_unavailable_first_and_last() -> None:  # fault 12
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        decode.the_store.fail_next(10_000)
+        assert (await refused(decode, tokens(9))).reason == "storage_unavailable"
+        decode.the_store.fail_next(0)
+        request, _ = await finish(
+            decode.service.claim("again", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
+        )
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_a_store_that_fails_after_the_ticket_was_read_is_unavailable() -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        decode.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            claiming = group.create_task(refused(decode, tokens(9)))
+            await decode.the_store.until_held(1)
+            decode.the_store.release()
+            await turns(1)
+            decode.the_store.fail_next(10_000)
+        assert claiming.result().reason == "storage_unavailable"
+        decode.the_store.fail_next(0)
+
+
+async def test_a_store_that_hangs_is_unavailable_within_the_deadline() -> None:  # fault 12
+    async with pair() as (_, decode):
+        decode.the_store.hold()
+        problem = await refused(decode, tokens(9))
+        assert problem.reason in {"not_yet", "storage_unavailable"}
+        decode.the_store.release()
+
+
+async def test_without_a_store_there_is_no_handoff_and_it_says_so() -> None:
+    async with world() as here:
+        assert (await refused(here, tokens(9))).reason == "storage_unavailable"
+        request = await here.admit(tokens(9))
+        with pytest.raises(HandoffError, match=r"storage\.url"):
+            await here.service.publish(request, "ticket", [1])
+        here.service.end(request)
+
+
+async def test_a_decode_node_that_dies_in_a_claim_loses_nothing_that_was_published() -> None:
+    async with pair(device_blocks=8) as (prefill, decode):
+        await publish(prefill, tokens(9))
+        decode.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            dying = group.create_task(
+                decode.service.claim("claim", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
+            )
+            await decode.the_store.until_held(1)
+            dying.cancel()
+        decode.the_store.release()
+        await decode.settle()
+        request, _ = await finish(
+            decode.service.claim("claim", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
+        )
+        await finish(request.gate.all_layers(20))
+        decode.check_kv(request, tokens(9), 9)
+        decode.service.end(request)
+
+
+def test_every_reason_has_a_test_here() -> None:
+    assert {problem.value for problem in ClaimProblem} == {
+        "not_yet",
+        "expired",
+        "damaged",
+        "incomplete",
+        "incompatible",
+        "other_prompt",
+        "storage_unavailable",
+    }
+
+
+def test_swapped_blocks_and_a_zeroed_tail_would_be_noticed() -> None:
+    """Negative controls: the comparison used above tells what token equality would not."""
+    rows = kv_of(tokens(8), LAYOUTS["gqa"])
+    for plane in rows:
+        swapped = np.concatenate([plane[4:], plane[:4]])
+        assert not np.array_equal(swapped, plane)
+        zeroed = plane.copy()
+        zeroed[7] = 0
+        assert not np.array_equal(zeroed, plane)
+
+
+def test_a_ticket_survives_its_encoding() -> None:
+    ticket = Ticket(
+        ticket_id="t",
+        fingerprint=fingerprint().readable(),
+        block_size=4,
+        num_tokens=9,
+        digests=(b"a" * 32, b"b" * 32, b"c" * 32),
+        first_tokens=(1, 2),
+        created_at=1.5,
+        expires_at=2.5,
+        producer="node",
+    )
+    assert Ticket.decode(ticket.encode()) == ticket
+    keys = ticket.keys()
+    assert [key.num_tokens for key in keys] == [4, 4, 1]
+    assert [key.is_tail for key in keys] == [False, False, True]

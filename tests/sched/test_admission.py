@@ -1,0 +1,332 @@
+"""Requests get their blocks in the order in which they came, or a clear refusal."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import PATIENCE_S, finish, turns, until
+from tests.world import BLOCK, World, background_tasks, world
+from tierkv.cache.keys import Prompt
+from tierkv.cache.tokens import pack
+from tierkv.errors import (
+    BadRequestError,
+    DuplicateRequestError,
+    OwnershipError,
+    RequestTooLargeError,
+    ShuttingDownError,
+)
+from tierkv.sched.request import Request
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def test_a_request_gets_blocks_for_its_prompt_and_all_it_may_generate() -> None:
+    async with world(device_blocks=8) as here:
+        request = await here.admit(tokens(5), new=8)
+        assert len(set(request.block_table.tolist())) == 4
+        assert here.free_device_blocks == 4
+        here.service.end(request)
+        assert here.free_device_blocks == 8
+
+
+async def test_one_that_waits_is_admitted_when_blocks_come_free_first_come_first_served() -> None:
+    async with world(device_blocks=4) as here:
+        running = await here.admit(tokens(16))
+        order: list[int] = []
+
+        async def one(number: int) -> None:
+            request = await here.admit(tokens(8, 100 * number), name=f"waiting {number}")
+            order.append(number)
+            await turns(2)
+            here.service.end(request)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(one(number))
+                await turns(2)
+            assert here.service.stats().waiting_requests == 6
+            assert order == []
+            here.service.end(running)
+        assert order == list(range(6))
+        await here.settle()
+
+
+async def test_a_small_request_does_not_overtake_a_large_one_so_none_starves() -> None:
+    async with world(device_blocks=4) as here:
+        first = await here.admit(tokens(8))
+        order: list[str] = []
+
+        async def one(name: str, count: int) -> Request:
+            request = await here.admit(tokens(count, 1000), name=name)
+            order.append(name)
+            return request
+
+        async with asyncio.TaskGroup() as group:
+            large = group.create_task(one("large", 16))
+            await turns(2)
+            small = group.create_task(one("small", 4))
+            await turns(10)
+            assert here.free_device_blocks == 2  # the small one would fit
+            assert order == []
+            here.service.end(first)
+            await until(large.done)
+            assert order == ["large"]
+            here.service.end(large.result())
+        here.service.end(small.result())
+        assert order == ["large", "small"]
+        await here.settle()
+
+
+async def test_a_request_larger_than_the_device_is_refused_in_a_clear_sentence() -> None:
+    async with world(device_blocks=4) as here:
+        message = "the request needs 5 blocks of 4 tokens, but the device holds 4"
+        with pytest.raises(RequestTooLargeError, match=message):
+            await here.admit(tokens(17))
+        with pytest.raises(RequestTooLargeError):
+            await here.admit(tokens(9), new=8)
+        assert here.service.stats().waiting_requests == 0
+        request = await here.admit(tokens(9), new=7)
+        here.service.end(request)
+        await here.settle()
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+async def test_a_running_or_waiting_request_of_the_same_id_is_refused(with_store: bool) -> None:
+    async with world(device_blocks=4, with_store=with_store) as here:
+        running = await here.admit(tokens(16), name="a")
+        with pytest.raises(DuplicateRequestError, match="'a' is already running"):
+            await here.admit(tokens(4), name="a")
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(here.admit(tokens(16, 50), name="b"))
+            await until(lambda: here.service.stats().waiting_requests == 1)
+            with pytest.raises(DuplicateRequestError, match="'b'"):
+                await here.admit(tokens(4), name="b")
+            here.service.end(running)
+        here.service.end(waiting.result())
+        again = await here.admit(tokens(4), name="a")
+        here.service.end(again)
+        await here.settle()
+
+
+async def test_two_of_one_id_at_the_same_moment_are_one_and_a_refusal() -> None:
+    async with world(with_store=True) as here:
+        here.the_store.hold()
+
+        async def one() -> Request | None:
+            try:
+                return await here.admit(tokens(9), name="twin")
+            except DuplicateRequestError:
+                return None
+
+        async with asyncio.TaskGroup() as group:
+            twins = [group.create_task(one()) for _ in range(2)]
+            await here.the_store.until_held(1)
+            here.the_store.release()
+        [request] = [twin.result() for twin in twins if twin.result() is not None]
+        assert request is not None
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_an_empty_prompt_or_negative_numbers_are_refused() -> None:
+    async with world() as here:
+        with pytest.raises(BadRequestError, match="empty"):
+            await here.admit([])
+        with pytest.raises(BadRequestError, match="negative"):
+            await here.admit([1], new=-1)
+        with pytest.raises(BadRequestError):
+            Prompt.of([-1], BLOCK)
+
+
+@pytest.mark.parametrize("count", [1, BLOCK - 1, BLOCK, BLOCK + 1, 10_000])
+async def test_any_length_is_cached_and_found_again(count: int) -> None:
+    async with world(device_blocks=2501, host_blocks=8) as here:
+        prompt = [token % 7 for token in range(count)]
+        first = await here.run(prompt)
+        second = await here.run(prompt)
+        assert first.total_tokens == 0
+        assert second.device_tokens == count - 1  # one is left to compute
+
+
+@pytest.mark.parametrize("count", [13, 14, 15, 16])
+async def test_a_request_that_fits_is_admitted_though_its_own_cache_fills_the_device(
+    count: int,
+) -> None:
+    """The block it would copy its last tokens from may have to go to make room for the copy."""
+    async with world(device_blocks=4) as here:
+        await here.run(tokens(count))
+        await here.run(tokens(count))
+
+
+async def test_a_grown_conversation_fits_though_its_tail_fills_the_device() -> None:
+    async with world(device_blocks=4) as here:
+        await here.run(tokens(14))
+        await here.run([*tokens(15), 99])
+
+
+async def test_waiting_requests_do_not_hold_each_other_up_by_what_they_fetched() -> None:
+    async with world(device_blocks=4, with_store=True) as here:
+        await here.run(tokens(8))
+        here.the_store.hold()
+
+        async def one(prompt: list[int], name: str) -> None:
+            request = await here.admit(prompt, name=name)
+            here.service.end(request)
+
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+            group.create_task(one(tokens(16, 100), "large"))
+            group.create_task(one([*tokens(8), 50], "cached"))
+            group.create_task(one([*tokens(8), 60], "cached too"))
+            await here.the_store.until_held(2)
+            here.the_store.release()
+        await here.settle()
+
+
+async def test_a_cancelled_request_leaves_the_queue_and_the_next_one_comes() -> None:
+    async with world(device_blocks=4) as here:
+        running = await here.admit(tokens(8))
+        async with asyncio.TaskGroup() as group:
+            large = group.create_task(here.admit(tokens(16, 100)))
+            await turns(2)
+            small = group.create_task(here.admit(tokens(8, 200)))
+            await turns(2)
+            assert not small.done()
+            large.cancel()
+            await until(small.done)  # it fits beside the running one
+        assert large.cancelled()
+        here.service.end(small.result())
+        here.service.end(running)
+        await here.settle()
+
+
+async def test_a_request_ends_once() -> None:  # fault 9
+    async with world() as here:
+        request = await here.admit(tokens(5))
+        here.service.end(request)
+        with pytest.raises(OwnershipError, match="has ended"):
+            here.service.end(request)
+        with pytest.raises(OwnershipError, match="has ended"):
+            await here.service.commit(request, pack(tokens(5)))
+
+
+async def test_without_cache_everything_is_computed_and_nothing_breaks() -> None:
+    async with world() as here:
+        await here.run(tokens(10))
+        request = await here.admit(tokens(10), uses_cache=False)
+        assert request.cached_tokens == 0
+        assert all(request.is_private)
+        await here.prefill(request, tokens(10))
+        here.check_kv(request, tokens(10), 10)
+        here.service.end(request)
+        await here.settle()
+        assert (await here.run(tokens(10))).device_tokens == 9
+
+
+async def test_requests_in_parallel_share_blocks_and_each_reads_its_own_kv() -> None:
+    async with world(device_blocks=40) as here:
+
+        async def one(number: int) -> None:
+            prompt = [*tokens(9), number, number]
+            request = await here.admit(prompt, new=4)
+            await here.prefill(request, prompt)
+            for step in range(4):
+                prompt.append(step)
+                here.compute(request, prompt, len(prompt) - 1)
+                await finish(here.service.commit(request, pack(prompt)))
+                await turns(1)
+            here.check_kv(request, prompt, len(prompt))
+            here.service.end(request)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(20, 26):
+                group.create_task(one(number))
+        await here.settle()
+
+
+async def test_generated_tokens_are_cached_too_tail_included() -> None:
+    async with world() as here:
+        prompt = tokens(6)
+        request = await here.admit(prompt, new=5)
+        await here.prefill(request, prompt)
+        prompt += [7, 7, 7, 7, 7]
+        here.compute(request, prompt, 6)
+        await here.service.commit(request, pack(prompt))
+        here.service.end(request)
+        assert (await here.run([*prompt, 1])).device_tokens == 11
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [*tokens(4), 99, 98, 97, 96],  # not what was committed before
+        tokens(100),  # more than there are blocks for
+        tokens(3),  # less than the prompt
+    ],
+    ids=["other", "too many", "too few"],
+)
+async def test_a_commit_that_cannot_be_true_is_refused_and_changes_nothing(bad: list[int]) -> None:
+    async with world() as here:
+        request = await here.admit(tokens(8), new=4)
+        await here.prefill(request, tokens(8))
+        with pytest.raises(BadRequestError):
+            await here.service.commit(request, pack(bad))
+        assert here.service.verify() == []
+        await here.service.commit(request, pack(tokens(9)))
+        here.service.end(request)
+        await here.settle()
+
+
+# Leaving
+
+
+async def test_after_drain_new_requests_are_refused_waiting_ones_too_running_ones_go_on() -> None:
+    async with world(device_blocks=4) as here:
+        running = await here.admit(tokens(16))
+
+        async def waits() -> None:
+            with pytest.raises(ShuttingDownError):
+                await here.admit(tokens(16, 50))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(waits())
+            await turns(2)
+            here.service.drain()
+        with pytest.raises(ShuttingDownError):
+            await here.admit(tokens(4))
+        await here.prefill(running, tokens(16))
+        here.service.end(running)
+        await here.settle()
+
+
+async def test_leaving_waits_for_the_requests_that_run() -> None:
+    """`drain` promises: `running()` then ends once the running ones have."""
+    ended = False
+    async with asyncio.TaskGroup() as group:
+        async with world() as here:
+            request = await here.admit(tokens(8))
+
+            async def end_later() -> None:
+                nonlocal ended
+                await until(lambda: here.service.is_draining)
+                await turns(5)
+                ended = True
+                here.service.end(request)
+
+            group.create_task(end_later())
+        assert ended
+
+
+async def test_nothing_is_left_running_after_a_service() -> None:
+    before = background_tasks()
+
+    async def live() -> World:
+        async with world(with_store=True) as here:
+            await here.run(tokens(10))
+            return here
+
+    await live()
+    await until(lambda: background_tasks() == before)

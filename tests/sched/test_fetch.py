@@ -1,0 +1,226 @@
+"""What storage has of a prompt comes in order, without a gap, once; faults only make it less."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.storage.values import put_one
+from tests.world import World, fingerprint, world
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.service import Lookup
+from tierkv.storage.codec import HEADER_BYTES
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+THROUGH = WritePolicy.WRITE_THROUGH
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def filled(*prompts: list[int]) -> MemoryStore:
+    """A store that another node has filled with these prompts."""
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with world(
+        store=store, host_write=THROUGH, storage_write=THROUGH, device_blocks=64, host_blocks=64
+    ) as other:
+        for prompt in prompts:
+            await other.run(prompt)
+            assert await store.exists(other.names(prompt)) == len(other.names(prompt))
+    return store
+
+
+async def test_another_node_finds_the_whole_prompt_tail_included() -> None:
+    async with world(store=await filled(tokens(18))) as here:
+        matched = await here.run(tokens(18))  # checks every byte
+        assert (matched.storage_tokens, matched.total_tokens) == (17, 17)
+        assert here.storage_stats.fetched_blocks == 5
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 40])
+async def test_any_length_comes_from_storage(count: int) -> None:
+    async with world(store=await filled(tokens(count))) as here:
+        assert (await here.run([*tokens(count), 999])).storage_tokens in (
+            count,  # the tail's key is that of an identical prompt only
+            count // 4 * 4,
+        )
+        again = await here.run(tokens(count))
+        assert again.total_tokens == count - 1
+
+
+async def test_fetched_blocks_are_matched_again_and_can_be_evicted() -> None:  # fault 3
+    async with world(
+        store=await filled(tokens(16)), device_blocks=5, host_blocks=5, host_write=THROUGH
+    ) as here:
+        await here.run(tokens(16))
+        before = here.storage_stats.fetched_blocks
+        assert (await here.run(tokens(16))).storage_tokens == 0
+        assert here.storage_stats.fetched_blocks == before
+        for base in range(100, 600, 100):
+            await here.run(tokens(16, base))
+        match = here.service.index.match(here.prompt(tokens(16)))
+        assert match.num_blocks == 0
+        assert (await here.run(tokens(16))).storage_tokens == 15
+
+
+async def test_identical_prompts_at_the_same_time_share_one_fetch() -> None:
+    async with world(store=await filled(tokens(18)), device_blocks=64) as here:
+        here.the_store.hold()
+
+        async def one(number: int) -> int:
+            request = await here.admit([*tokens(16), 100 + number])
+            await here.prefill(request, [*tokens(16), 100 + number])
+            here.service.end(request)
+            return request.cached_tokens
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(number)) for number in range(5)]
+            await here.the_store.until_held(1)
+            await turns(20)
+            here.the_store.release()
+        assert [task.result() for task in tasks] == [16] * 5
+        assert here.storage_stats.fetched_blocks == 4
+        await here.settle()
+
+
+async def test_a_cancelled_fetcher_does_not_take_the_fetch_from_the_others() -> None:
+    async with world(store=await filled(tokens(18))) as here:
+        here.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(here.admit(tokens(18)))
+            await here.the_store.until_held(1)
+            second = group.create_task(here.admit(tokens(18)))
+            await turns(10)
+            first.cancel()
+            await turns(10)
+            assert here.service.verify() == []
+            here.the_store.release()
+        request = second.result()
+        await here.prefill(request, tokens(18))
+        assert request.cached_tokens == 17
+        here.service.end(request)
+        await here.settle()
+        assert here.storage_stats.fetched_blocks == 5
+
+
+@pytest.mark.parametrize("hole", range(5))
+async def test_a_hole_ends_the_run_before_it(hole: int) -> None:  # fault 11
+    store = await filled(tokens(18))
+    async with world(store=store) as here:
+        await here.the_store.delete([here.names(tokens(18))[hole]])
+        matched = await here.run(tokens(18))  # checks every byte
+        assert matched.storage_tokens == hole * 4
+
+
+@pytest.mark.parametrize("at", range(5))
+async def test_a_damaged_block_ends_the_run_before_it_and_is_deleted(at: int) -> None:
+    async with world(store=await filled(tokens(18))) as here:
+        # The flips go to the first values read; the first bit of the version is harmless nowhere.
+        name = here.names(tokens(18))[at]
+        content = await here.the_store.get(name, max_bytes=1 << 20)
+        assert content is not None
+        broken = bytearray(content)
+        broken[HEADER_BYTES + 3] ^= 1
+        await replace(here, name, bytes(broken))
+        matched = await here.run(tokens(18))
+        assert matched.storage_tokens == at * 4
+        assert here.storage_stats.damaged_blocks == 1
+        assert await here.the_store.exists([name]) == 0
+
+
+async def replace(here: World, name: str, content: bytes) -> None:
+    await put_one(here.the_store, name, content, keep_existing=False)
+
+
+@pytest.mark.parametrize("failures", range(1, 4))
+async def test_a_store_that_fails_makes_it_slower_never_wrong(failures: int) -> None:  # fault 12
+    async with world(store=await filled(tokens(18))) as here:
+        here.the_store.fail_next(failures)
+        assert (await here.run(tokens(18))).total_tokens in (0, 17)
+        here.the_store.fail_next(0)
+        assert (await here.run(tokens(18))).total_tokens == 17
+
+
+async def test_a_store_that_hangs_costs_at_most_the_deadline() -> None:  # fault 12
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.02) as here:
+        here.the_store.hold()
+        matched = await here.run(tokens(18))
+        assert matched.total_tokens == 0
+        here.the_store.release()
+        await here.run(tokens(18, 100))
+
+
+async def test_a_fetch_that_is_cut_off_keeps_the_groups_that_arrived() -> None:
+    prompt = [token % 50 for token in range(320)]  # 80 blocks: three groups
+    async with world(
+        store=await filled_long(prompt), device_blocks=90, host_blocks=90, fetch_deadline_s=0.5
+    ) as here:
+        async with asyncio.TaskGroup() as group:
+            admitting = group.create_task(here.admit(prompt))
+            await until(lambda: here.storage_stats.fetched_blocks >= 32)
+            here.the_store.hold()
+        request = admitting.result()
+        assert request.cached_tokens % 4 == 0 or request.cached_tokens == 319
+        assert request.cached_tokens >= 128
+        here.the_store.release()
+        await here.prefill(request, prompt)
+        here.service.end(request)
+        await here.settle()
+
+
+async def filled_long(prompt: list[int]) -> MemoryStore:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with world(
+        store=store, host_write=THROUGH, storage_write=THROUGH, device_blocks=90, host_blocks=90
+    ) as other:
+        await other.run(prompt)
+    return store
+
+
+async def test_a_host_without_room_gives_a_shorter_run() -> None:
+    async with world(store=await filled(tokens(34)), host_blocks=3) as here:
+        matched = await here.run(tokens(34))
+        assert 0 < matched.total_tokens <= 12
+
+
+async def test_nodes_of_another_fingerprint_never_share_a_block() -> None:  # fault 10
+    for field in ("model", "tenant", "adapter", "revision"):
+        store = await filled(tokens(18))
+        who = fingerprint(**{field: "x"}) if field != "model" else None
+        if who is None:
+            continue
+        async with world(store=store, who=who) as here:
+            assert (await here.run(tokens(18))).total_tokens == 0
+
+
+async def test_lookup_tells_where_the_tokens_are_and_changes_nothing() -> None:
+    async with world(store=await filled(tokens(18)), host_write=THROUGH, device_blocks=8) as here:
+        lookup = await here.service.lookup(here.prompt(tokens(18)))
+        assert lookup == Lookup(18, 0, 0, 18)
+        assert here.service.stats().host.used == 0
+        await here.run(tokens(10))
+        lookup = await here.service.lookup(here.prompt(tokens(18)))
+        assert (lookup.device_tokens, lookup.host_tokens, lookup.storage_tokens) == (8, 0, 10)
+        here.the_store.fail_next(1)
+        assert (await here.service.lookup(here.prompt(tokens(18)))).storage_tokens is None
+        await here.settle()
+
+
+async def test_a_node_without_storage_looks_at_itself_only() -> None:
+    async with world() as here:
+        await here.run(tokens(9))
+        assert await here.service.lookup(here.prompt(tokens(9))) == Lookup(9, 8, 0, 0)
+
+
+async def test_a_longer_and_a_shorter_prompt_find_the_shared_part_of_a_tail() -> None:
+    async with world() as here:
+        await here.run(tokens(11))  # two blocks and a tail of three
+        assert (await here.run([*tokens(10), 500])).device_tokens == 10  # shorter by one, then on
+        assert (await here.run([*tokens(11), 600, 601])).device_tokens == 11  # longer
+        assert (await here.run(tokens(9))).device_tokens == 8
+        assert (await finish(here.admit([*tokens(9), 700], name="last"))).cached_tokens == 9
+        here.service.end(here.service.scheduler.running_requests[0])

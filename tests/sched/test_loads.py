@@ -1,0 +1,361 @@
+"""Blocks come back from the host whole, for whoever waits, and nobody else gets them meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.latch import CopyLatch, ManualEvent, cancelled_at, finish, turns, until
+from tests.world import World, fingerprint, world
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import TransferError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Planes
+from tierkv.service import CacheSettings, HandoffSettings, Service
+
+LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+@asynccontextmanager
+async def with_host_copies(prompt: list[int], **settings: object) -> AsyncIterator[World]:
+    """A node of 8 device blocks on which `prompt` is on the host only."""
+    chosen = {"device_blocks": 8, "host_blocks": 32} | settings
+    async with world(host_write=WritePolicy.WRITE_THROUGH, **chosen) as here:
+        await here.run(prompt)
+        await here.run(tokens(32, 5000))  # needs all of the device
+        match = here.service.index.match(here.prompt(prompt))
+        assert match.device_blocks == 0
+        assert match.host_blocks == len(prompt) // 4
+        yield here
+
+
+async def test_a_host_hit_brings_the_same_bytes_back() -> None:
+    async with with_host_copies(tokens(18)) as here:
+        matched = await here.run(tokens(18))
+        assert (matched.device_tokens, matched.host_tokens) == (0, 17)
+        assert here.service.stats().loaded_bytes == 5 * here.layout.block_bytes
+
+
+async def test_a_match_lists_blocks_in_order_whatever_tier_they_sit_on() -> None:  # fault 2
+    async with with_host_copies(tokens(24)) as here:
+        await here.run(tokens(9))  # the first two blocks are on the device again, the rest is not
+        matched = await here.run(tokens(24))  # checks every byte at its place
+        assert (matched.device_tokens, matched.host_tokens) == (8, 15)
+
+
+async def test_layers_open_as_they_arrive_and_not_before() -> None:  # faults 4 and 5
+    async with with_host_copies(tokens(8)) as here:
+        here.latch.hold(LOAD)
+        request = await here.admit([*tokens(8), 77])
+        await here.latch.until_held()
+        assert not request.gate.is_open(0)
+        match = here.service.index.match(here.prompt(tokens(8)))
+        assert (match.device_blocks, match.loading_blocks) == (0, 2)
+        here.latch.release()
+        await finish(request.gate.all_layers(20))
+        here.check_kv(request, tokens(8), 8)
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_identical_prompts_at_the_same_time_share_one_load() -> None:
+    async with with_host_copies(tokens(16)) as here:
+        here.latch.hold(LOAD)
+        before = here.latch.count(LOAD)
+        requests = [await here.admit([*tokens(16), 90 + n]) for n in range(3)]
+        assert [request.cached_tokens for request in requests] == [16] * 3
+        await here.latch.until_held()
+        assert not any(request.gate.is_open(0) for request in requests)
+        here.latch.release()
+        for request in requests:
+            await finish(request.gate.all_layers(20))
+            here.check_kv(request, tokens(16), 16)
+        assert here.latch.count(LOAD) == before + 1
+        assert len({tuple(request.block_table[:4].tolist()) for request in requests}) == 1
+        for request in requests:
+            here.service.end(request)
+        await here.settle()
+
+
+async def test_blocks_stay_leased_until_the_device_is_done_even_if_the_request_ends() -> None:
+    async with with_host_copies(tokens(32)) as here:
+        here.latch.hold(LOAD)
+        request = await here.admit(tokens(32))
+        await here.latch.until_held()
+        here.service.end(request)
+        async with asyncio.TaskGroup() as group:
+            other = group.create_task(here.admit(tokens(32, 900)))
+            await turns(50)
+            assert not other.done()  # every block is still being written to
+            assert here.service.verify() == []
+            here.latch.release()
+        here.service.end(other.result())
+        await here.settle()
+
+
+async def test_a_private_block_is_not_given_away_while_a_load_writes_into_it() -> None:
+    async with with_host_copies(tokens(6)) as here:
+        await here.run(tokens(6))
+        await here.run(tokens(32, 6000))
+        here.latch.hold(LOAD)
+        request = await here.admit(tokens(6))  # its private second block gets a copy of the tail
+        assert request.cached_tokens == 5
+        private = int(request.block_table[1])
+        await here.latch.until_held()
+        here.service.end(request)
+        others = [await here.admit(tokens(4, 100 * n), name=f"o{n}") for n in range(1, 7)]
+        assert private not in [slot for other in others for slot in other.block_table.tolist()]
+        here.latch.release()
+        await here.service.commit(others[0], pack(tokens(4, 100)))
+        for other in others:
+            here.service.end(other)
+        await here.settle()
+        assert here.service.stats().running_requests == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", range(2))
+async def test_a_cancelled_wait_for_a_load_leaves_the_load_alone(at: int, late: bool) -> None:
+    async with with_host_copies(tokens(16)) as here:
+        here.latch.hold(LOAD)
+        request = await here.admit([*tokens(16), 5])
+        if late:
+            here.latch.release()
+        await cancelled_at(at, request.gate.all_layers(20), late=late)
+        here.latch.release()
+        await finish(request.gate.all_layers(20))
+        here.check_kv(request, tokens(16), 16)
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_a_failed_load_names_its_blocks_and_the_index_forgets_the_device_copies() -> None:
+    async with with_host_copies(tokens(16)) as here:
+        free = here.service.stats().device.free
+        here.latch.fail_next(LOAD)
+        request = await here.admit([*tokens(16), 5])
+        for _ in range(2):
+            with pytest.raises(TransferError, match="caught fire") as error:
+                await finish(request.gate.all_layers(20))
+            assert sorted(error.value.blocks) == sorted(request.block_table[:4].tolist())
+        with pytest.raises(TransferError, match="caught fire"):
+            await finish(here.service.commit(request, pack([*tokens(16), 5])))
+        await here.settle()
+        match = here.service.index.match(here.prompt(tokens(16)))
+        assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 4)
+        here.service.end(request)
+        await here.settle()
+        assert here.service.stats().device.free >= free
+        assert here.service.stats().tiers.failed_transfers == 1
+        assert (await here.run([*tokens(16), 5])).host_tokens == 16  # the host copy is still good
+
+
+async def test_a_failed_load_fails_everyone_who_waits_for_it_and_all_blocks_below_it() -> None:
+    async with with_host_copies(tokens(24)) as here:
+        here.latch.hold(LOAD)
+        here.latch.fail_next(LOAD)
+        first = await here.admit([*tokens(8), 70])
+        second = await here.admit([*tokens(24), 71])
+        here.latch.release()
+        for request in (first, second):
+            with pytest.raises(TransferError, match="caught fire"):
+                await finish(request.gate.all_layers(20))
+        await here.settle()
+        match = here.service.index.match(here.prompt(tokens(24)))
+        assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 6)
+        for request in (first, second):
+            here.service.end(request)
+        assert (await here.run([*tokens(24), 72])).host_tokens == 24
+
+
+async def test_the_books_are_right_at_every_moment_while_loads_fail() -> None:
+    async with with_host_copies(tokens(24)) as here:
+        here.latch.hold(LOAD)
+        here.latch.fail_next(LOAD, 2)
+        requests = [await here.admit([*tokens(8), 70]), await here.admit([*tokens(24), 71])]
+        here.latch.release()
+        found: list[str] = []
+        while here.service.tiers.num_tasks:
+            found += here.service.verify()
+            await turns(1)
+        for request in requests:
+            here.service.end(request)
+        assert found == []
+
+
+async def test_a_failed_copy_of_a_partial_match_fails_only_that_request() -> None:
+    async with with_host_copies(tokens(6)) as here:
+        here.latch.fail_next(LOAD, 2)
+        request = await here.admit(tokens(6))
+        with pytest.raises(TransferError):
+            await finish(request.gate.all_layers(20))
+        here.service.end(request)
+        await here.settle()
+        assert (await here.run(tokens(6))).host_tokens == 5
+
+
+# Two loads of one path whose ends are seen in the other order
+
+
+class _SeenLate:
+    """An event of the first load: nobody has looked since it was done, until `watch` is on."""
+
+    def __init__(self, inner: Event, watch: _SwitchingDevice, *, switches: bool) -> None:
+        self._inner = inner
+        self._watch = watch
+        self._switches = switches
+
+    @property
+    def is_done(self) -> bool:
+        if self._switches:
+            self._inner.block_until_done(20)
+            self._watch.is_on = True
+        return self._watch.is_on and self._inner.is_done
+
+    def block_until_done(self, timeout_s: float) -> None:
+        self._inner.block_until_done(timeout_s)
+
+
+class _SwitchingLane:
+    def __init__(self, inner: Lane, device: _SwitchingDevice) -> None:
+        self._inner = inner
+        self._device = device
+
+    def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
+        events = self._inner.submit(copy)
+        if copy.direction is OFFLOAD or not self._device.is_armed:
+            return events
+        self._device.num_loads += 1
+        is_second = self._device.num_loads == 2
+        return tuple(_SeenLate(event, self._device, switches=is_second) for event in events)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _SwitchingDevice(CpuDevice):
+    """Its first load is seen to be done only when the second one is: between two looks of the
+    poller both became done, and the second one's submission came to be known last."""
+
+    is_armed = False
+    is_on = False
+    num_loads = 0
+
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
+        return _SwitchingLane(super().open_lane(direction, planes, host), self)
+
+
+async def test_a_load_that_joined_another_keeps_its_blocks_in_whatever_order_they_are_seen() -> (
+    None
+):
+    """A spurious failure would free blocks that a running request reads."""
+    device = _SwitchingDevice()
+    service = Service(
+        device,
+        fingerprint(),
+        CacheSettings(
+            block_size=4, device_blocks=8, host_blocks=32, host_write=WritePolicy.WRITE_THROUGH
+        ),
+        HandoffSettings(),
+        None,
+    )
+    async with service.running():
+        here = World(service, CopyLatch())
+        await here.run(tokens(16))
+        await here.run(tokens(32, 5000))
+        device.is_armed = True
+        first = await here.admit([*tokens(8), 70])
+        await turns(20)
+        second = await here.admit([*tokens(16), 71])
+        await finish(second.gate.all_layers(20))
+        await finish(first.gate.all_layers(20))
+        await here.settle()
+        device.is_armed = False
+        assert service.stats().tiers.failed_transfers == 0
+        assert service.stats().device.free == 2  # six blocks are in use by the two
+        third = await here.admit(tokens(8, 7000))
+        assert set(third.block_table.tolist()).isdisjoint(second.block_table.tolist())
+        here.compute(third, tokens(8, 7000))
+        here.check_kv(second, tokens(16), 16)
+        for request in (first, second, third):
+            here.service.end(request)
+        await here.settle()
+
+
+# The engine's kernels (rule 7)
+
+
+async def test_no_block_is_written_while_a_kernel_of_its_last_request_may_read_it() -> None:
+    async with world(device_blocks=2, host_write=WritePolicy.NONE) as here:
+        kernel = ManualEvent()
+        request = await here.admit(tokens(8))
+        here.compute(request, tokens(8))
+        await finish(here.service.commit(request, pack(tokens(8)), after=[kernel]))
+        here.service.end(request, after=[kernel])
+        async with asyncio.TaskGroup() as group:
+            other = group.create_task(here.admit(tokens(8, 100)))
+            await turns(50)
+            was_early = other.done()
+            kernel.finish()
+        here.service.end(other.result())
+        assert not was_early, "blocks were given away under a running kernel"
+        await here.settle()
+
+
+async def test_private_blocks_wait_for_the_kernels_too() -> None:
+    async with world(device_blocks=2) as here:
+        kernel = ManualEvent()
+        request = await here.admit(tokens(8))
+        here.service.end(request, after=[kernel])
+        async with asyncio.TaskGroup() as group:
+            other = group.create_task(here.admit(tokens(8, 100)))
+            await turns(50)
+            assert not other.done()
+            kernel.finish(TransferError("even if the kernel fails"))
+        here.service.end(other.result())
+        await here.settle()
+
+
+async def test_an_offload_for_room_starts_after_the_kernels_that_wrote_the_blocks() -> None:
+    async with world(device_blocks=3, host_write=WritePolicy.WRITE_BACK) as here:
+        kernel = ManualEvent()
+        request = await here.admit(tokens(8))
+        await finish(here.service.commit(request, pack(tokens(8)), after=[kernel]))
+        here.service.end(request, after=[kernel])
+        async with asyncio.TaskGroup() as group:
+            other = group.create_task(here.admit(tokens(12, 100)))
+            await turns(50)
+            here.compute(request, tokens(8))  # the kernels run only now
+            kernel.finish()
+        here.service.end(other.result())
+        await here.settle()
+        found = await here.admit([*tokens(8), 1])
+        await finish(found.gate.all_layers(20))
+        assert found.cached_tokens == 8
+        here.check_kv(found, tokens(8), 8)
+        here.service.end(found)
+        await here.settle()
+
+
+async def test_a_write_through_copy_waits_for_the_kernels_that_wrote_the_blocks() -> None:
+    async with world(host_write=WritePolicy.WRITE_THROUGH) as here:
+        kernel = ManualEvent()
+        request = await here.admit(tokens(8))
+        await finish(here.service.commit(request, pack(tokens(8)), after=[kernel]))
+        await turns(50)
+        assert here.service.stats().offloaded_bytes == 0
+        here.compute(request, tokens(8))
+        kernel.finish()
+        await until(lambda: here.service.stats().offloaded_bytes > 0)
+        here.service.end(request)
+        await here.settle()
+        await here.run(tokens(128, 5000))  # from the host from now on
+        assert (await here.run([*tokens(8), 1])).host_tokens == 8  # checks every byte

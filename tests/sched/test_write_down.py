@@ -1,0 +1,281 @@
+"""Copies go down the tiers when the policy says so, and no slot is reused before they are there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.world import World, world
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.gpu.protocol import Direction
+
+NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
+SELECTIVE, BACK = WritePolicy.SELECTIVE, WritePolicy.WRITE_BACK
+OFFLOAD = Direction.OFFLOAD
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+def on_host(here: World) -> int:
+    return here.service.stats().host.used
+
+
+async def stored(here: World, prompt: list[int]) -> int:
+    return await here.the_store.exists(here.names(prompt))
+
+
+async def test_write_through_copies_as_soon_as_blocks_are_whole() -> None:
+    async with world(host_write=THROUGH, storage_write=THROUGH, with_store=True) as here:
+        request = await here.admit(tokens(10))
+        await here.prefill(request, tokens(10))
+        await until(lambda: on_host(here) == 2)
+        here.service.end(request)  # the tail follows
+        await here.settle()
+        assert on_host(here) == 3
+        assert await stored(here, tokens(10)) == 3
+
+
+@pytest.mark.parametrize("tier", ["host", "storage"])
+async def test_selective_copies_what_was_matched_so_often(tier: str) -> None:
+    rules = {f"{tier}_write": SELECTIVE, f"{tier}_after_hits": 2}
+    async with world(with_store=True, **({"host_write": NONE} | rules)) as here:
+        for expected in (0, 0, 2):
+            await here.run([*tokens(8), 50 + expected])
+            assert min(on_host(here), 2) == expected
+            if tier == "storage":
+                assert await stored(here, tokens(8)) == expected
+
+
+async def test_a_block_that_was_never_matched_is_not_written_for_its_parents_hits() -> None:
+    async with world(host_write=SELECTIVE, host_after_hits=2) as here:
+        await here.run(tokens(8))
+        for number in range(3):
+            request = await here.admit([*tokens(8), 90 + number])
+            await finish(request.gate.all_layers(20))
+            here.service.end(request)
+        await here.settle()
+        assert on_host(here) == 2
+        await here.run(tokens(16))
+        assert on_host(here) == 2
+
+
+async def test_none_never_copies_and_an_evicted_block_is_computed_again() -> None:
+    async with world(host_write=NONE, device_blocks=4, with_store=True) as here:
+        await here.run(tokens(16))
+        await here.run(tokens(16, 100))
+        assert on_host(here) == 0
+        assert (await here.run(tokens(16))).total_tokens == 0
+        assert here.service.stats().tiers.forgotten_blocks
+
+
+async def test_write_back_copies_on_eviction_and_the_slot_is_reused_only_after_the_copy() -> None:
+    async with world(host_write=BACK, device_blocks=4) as here:
+        await here.run(tokens(16))
+        assert on_host(here) == 0
+        here.latch.hold(OFFLOAD)
+        async with asyncio.TaskGroup() as group:
+            other = group.create_task(here.admit(tokens(16, 100)))
+            await here.latch.until_held()
+            await turns(50)
+            assert not other.done()
+            assert here.service.verify() == []
+            here.latch.release()
+        here.compute(other.result(), tokens(16, 100))
+        here.service.end(other.result())
+        await here.settle()
+        assert (await here.run([*tokens(15), 99])).host_tokens == 15  # checks every byte
+
+
+async def test_a_waiter_that_is_cancelled_during_write_back_leaves_the_copy_alone() -> None:  # 6
+    async with world(host_write=BACK, device_blocks=4) as here:
+        await here.run(tokens(16))
+        here.latch.hold(OFFLOAD)
+        async with asyncio.TaskGroup() as group:
+            other = group.create_task(here.admit(tokens(16, 100)))
+            await here.latch.until_held()
+            other.cancel()
+            await turns(10)
+            assert here.service.verify() == []
+            here.latch.release()
+        await here.settle()
+        assert on_host(here) == 4
+        assert here.service.stats().device.used == 4  # nobody needed the room after all
+
+
+async def test_write_back_to_storage_happens_when_the_host_is_full() -> None:
+    async with world(
+        host_write=BACK, storage_write=BACK, device_blocks=4, host_blocks=4, with_store=True
+    ) as here:
+        for base in (0, 100, 200):
+            await here.run(tokens(16, base))
+        assert await stored(here, tokens(16)) == 4
+        matched = await here.run(tokens(16))
+        assert matched.storage_tokens == 15
+
+
+async def test_eviction_takes_the_end_of_a_prefix_first() -> None:  # fault 1
+    async with world(host_write=NONE, device_blocks=5) as here:
+        await here.run(tokens(16))
+        await here.run(tokens(8, 100))  # takes the free block and one of the four
+        match = here.service.index.match(here.prompt(tokens(16)))
+        assert match.device_blocks == 3
+        assert (await here.run(tokens(12))).device_tokens == 11
+
+
+async def test_the_least_recently_used_prefix_goes_first() -> None:
+    async with world(host_write=NONE, device_blocks=6) as here:
+        await here.run(tokens(8))
+        await here.run(tokens(8, 100))
+        await here.run([*tokens(7), 9])  # the first one is used again
+        await here.run(tokens(8, 200))
+        assert here.service.index.match(here.prompt(tokens(4))).device_blocks == 1
+        assert here.service.index.match(here.prompt(tokens(8, 100))).device_blocks < 2
+
+
+async def test_match_order_is_right_after_write_back() -> None:  # fault 2
+    async with world(host_write=BACK, device_blocks=6) as here:
+        await here.run(tokens(24))
+        await here.run(tokens(12, 100))  # half of it goes down
+        match = here.service.index.match(here.prompt(tokens(24)))
+        assert (match.device_blocks, match.host_blocks) == (3, 3)
+        matched = await here.run(tokens(24))  # checks every byte at its place
+        assert (matched.device_tokens + matched.host_tokens, matched.total_tokens) == (23, 23)
+
+
+async def test_a_failed_offload_costs_the_copy_and_nothing_else() -> None:
+    async with world(host_write=THROUGH) as here:
+        here.latch.fail_next(OFFLOAD)
+        await here.run(tokens(8))
+        assert on_host(here) == 0
+        assert here.service.stats().tiers.failed_transfers == 1
+        assert (await here.run([*tokens(8), 1])).device_tokens == 8
+
+
+async def test_a_failed_write_back_lets_the_request_in_all_the_same() -> None:
+    async with world(host_write=BACK, device_blocks=4) as here:
+        await here.run(tokens(16))
+        here.latch.fail_next(OFFLOAD)
+        await here.run(tokens(16, 100))
+        assert (await here.run(tokens(16))).total_tokens == 0
+
+
+@pytest.mark.parametrize("storage_write", [THROUGH, BACK])
+async def test_a_store_that_fails_never_holds_up_inference(storage_write: WritePolicy) -> None:
+    async with world(
+        host_write=BACK,
+        storage_write=storage_write,
+        device_blocks=4,
+        host_blocks=4,
+        with_store=True,
+    ) as here:  # fault 12
+        for base in range(0, 500, 100):
+            here.the_store.fail_next(1000)
+            await here.run(tokens(16, base))
+        here.the_store.fail_next(0)
+        assert await stored(here, tokens(16)) == 0
+        assert here.storage_stats.failed_writes > 0
+        await here.run(tokens(16, 900))
+
+
+async def test_what_the_store_did_not_take_is_offered_again() -> None:  # fault 11
+    async with world(host_write=THROUGH, storage_write=THROUGH, with_store=True) as here:
+        await here.run(tokens(8))
+        await here.the_store.delete(here.names(tokens(8)))
+        request = await here.admit(tokens(16, 100))
+        here.the_store.fail_next(1)
+        await here.prefill(request, tokens(16, 100))
+        await until(lambda: here.storage_stats.failed_writes == 4)
+        here.service.end(request)
+        await here.settle()
+        await here.run([*tokens(16, 100), 1])
+        assert await stored(here, tokens(16, 100)) == 4
+
+
+async def test_copies_in_the_background_are_bounded() -> None:
+    async with world(host_write=THROUGH, device_blocks=64, host_blocks=64, background_copies=2) as (
+        here
+    ):
+        here.latch.hold(OFFLOAD)
+        for base in range(0, 800, 100):
+            request = await here.admit(tokens(8, base))
+            here.compute(request, tokens(8, base))
+            await finish(here.service.commit(request, pack(tokens(8, base))))
+            here.service.end(request)
+        await here.latch.until_held()
+        await turns(50)
+        assert on_host(here) == 4  # two groups of two blocks, the rest waits its turn
+        here.latch.release()
+        await here.settle()
+        assert on_host(here) == 16
+
+
+async def test_a_write_down_does_not_hold_up_the_request() -> None:  # fault 13
+    async with world(host_write=THROUGH, storage_write=THROUGH, with_store=True) as here:
+        request = await here.admit(tokens(16))
+        here.the_store.hold()
+        here.latch.hold(OFFLOAD)
+        await here.prefill(request, tokens(16))
+        here.service.end(request)
+        other = await here.admit([*tokens(8, 500)], uses_cache=False)
+        here.service.end(other)
+        here.the_store.release()
+        here.latch.release()
+        await here.settle()
+
+
+async def test_a_host_that_is_full_of_held_blocks_skips_the_copy() -> None:
+    async with world(host_write=THROUGH, device_blocks=16, host_blocks=2) as here:
+        await here.run(tokens(8))
+        running = await here.admit([*tokens(8), 1])  # holds the two on the host
+        await here.run(tokens(8, 100))
+        assert here.service.stats().tiers.skipped_offloads == 2
+        here.service.end(running)
+        await here.settle()
+
+
+@pytest.mark.parametrize("host_write", WritePolicy)
+@pytest.mark.parametrize("storage_write", WritePolicy)
+async def test_under_pressure_every_policy_keeps_the_bytes_and_the_books(
+    host_write: WritePolicy, storage_write: WritePolicy
+) -> None:
+    """Six requests at a time on a node much too small for them; every byte is checked."""
+    async with world(
+        host_write=host_write,
+        storage_write=storage_write,
+        device_blocks=16,
+        host_blocks=9,
+        with_store=True,
+    ) as here:
+
+        async def one(number: int) -> None:
+            prompt = [1] * (number % 3 * 4) + [
+                (number * 7 + at * at) % 3 for at in range(3 + number * 5 % 17)
+            ]
+            request = await here.admit(prompt, new=2, name=f"n{number}")
+            await here.prefill(request, prompt)
+            if number % 7 == 0:
+                await finish(here.service.publish(request, f"ticket {number}", [1]))
+            for step in range(2):
+                prompt.append(step)
+                here.compute(request, prompt, len(prompt) - 1)
+                await finish(here.service.commit(request, pack(prompt)))
+            here.check_kv(request, prompt, len(prompt))
+            here.service.end(request)
+            assert here.service.verify() == []
+
+        for start in range(0, 60, 6):
+            async with asyncio.TaskGroup() as group:
+                for number in range(start, start + 6):
+                    task = group.create_task(one(number))
+                    if number % 11 == 3:
+                        await turns(number % 5)
+                        task.cancel()
+                        # A cancelled engine ends its request, as every engine must.
+            for request in here.service.scheduler.running_requests:
+                here.service.end(request)
+        await here.settle()

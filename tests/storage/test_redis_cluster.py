@@ -1,0 +1,178 @@
+"""The store on a Redis cluster: where names go, and what happens when slots and masters move."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+from redis.crc import key_slot
+
+from tests.redis_groups import RedisCluster, redis_cluster, sentinel_group
+from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
+from tierkv.clock import SystemClock
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_slots import masters, parse_slots, redirection, slot_of
+from tierkv.storage.redis_socket import Address
+from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.resp import Refused
+
+PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+NAMES = [f"t:f:{index:04}:0" for index in range(400)]
+HERE = Address("127.0.0.1", 1)
+
+
+def cluster_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:
+    return RedisStore(parse_redis_url(url), settings, SystemClock())
+
+
+def test_slots_are_those_that_redis_computes() -> None:
+    for name in (*NAMES, "a", "tierkv:" + "f" * 64):
+        assert slot_of(name) == key_slot(name.encode())
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("MOVED 3999 127.0.0.1:6381", (3999, Address("127.0.0.1", 6381), False)),
+        ("ASK 0 ::1:7", (0, Address("::1", 7), True)),
+        ("MOVED 1 :6381", (1, Address("127.0.0.1", 6381), False)),
+        ("MOVED x 127.0.0.1:6381", None),
+        ("MOVED 16384 127.0.0.1:6381", None),
+        ("MOVED 3999", None),
+        ("ERR no such thing", None),
+    ],
+)
+def test_redirections_are_understood(message: str, says: tuple[int, Address, bool] | None) -> None:
+    found = redirection(Refused(message), HERE)
+    assert (None if found is None else (found.slot, found.address, found.is_ask)) == says
+
+
+def test_a_slot_table_names_each_master_once() -> None:
+    table = parse_slots([[0, 99, [b"b", 2, b"id"], [b"r", 9]], [100, 16_383, [b"", 1]]], HERE)
+    assert (table[0], table[99], table[100]) == (Address("b", 2), Address("b", 2), HERE)
+    assert masters(table) == [HERE, Address("b", 2)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    with redis_cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def store(cluster: RedisCluster) -> AsyncIterator[RedisStore]:
+    cluster.empty()
+    store = cluster_store(cluster.url)
+    async with store.running():
+        yield store
+
+
+async def filled(store: RedisStore) -> None:
+    puts = await store.put([PutItem(name, (content_of(name, 5_000),)) for name in NAMES])
+    assert {put.status for put in puts} == {PutStatus.STORED}
+
+
+async def check_all(store: RedisStore) -> Counter[GetStatus]:
+    """Read every value; a hit with other bytes is a failure of the test."""
+    landings = [landing(name, 5_000) for name in NAMES]
+    outcomes = await store.get_into([item for item, _ in landings])
+    for (item, [buffer]), outcome in zip(landings, outcomes, strict=True):
+        if outcome.status is GetStatus.HIT:
+            assert buffer == content_of(item.name, 5_000)
+    return Counter(outcome.status for outcome in outcomes)
+
+
+async def test_values_spread_over_all_masters(store: RedisStore, cluster: RedisCluster) -> None:
+    await filled(store)
+    counts = [await asyncio.to_thread(server.execute, "DBSIZE") for server in cluster.masters]
+    assert sum(int(str(count)) for count in counts) == len(NAMES)
+    assert all(int(str(count)) > 50 for count in counts)
+    assert await check_all(store) == {GetStatus.HIT: len(NAMES)}
+
+
+async def reshard(cluster: RedisCluster, start: int, count: int) -> None:
+    """Move slots away from the first master, which has the lowest, and back."""
+    first, second = cluster.masters[:2]
+    slots = range(start, start + count)
+    await asyncio.to_thread(cluster.move_slots, slots, first, second)
+    await asyncio.to_thread(cluster.move_slots, slots, second, first)
+
+
+@pytest.mark.parametrize(
+    ("trials", "count"),
+    [(1, 150), pytest.param(20, 1_500, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+async def test_resharding_shows_in_no_answer(
+    store: RedisStore, cluster: RedisCluster, trials: int, count: int
+) -> None:
+    await filled(store)
+    for trial in range(trials):
+        async with asyncio.TaskGroup() as group:
+            moving = group.create_task(reshard(cluster, trial * 50, count))
+            rounds = 0
+            while not moving.done():
+                assert await check_all(store) == {GetStatus.HIT: len(NAMES)}
+                fresh = f"t:new:{trial}-{rounds}:0"
+                assert await put_one(store, fresh, b"x") is PutStatus.STORED
+                assert await store.exists([*NAMES, fresh]) == len(NAMES) + 1
+                rounds += 1
+        assert rounds
+
+
+async def test_cancels_in_a_cluster_mix_up_no_replies(store: RedisStore) -> None:
+    await filled(store)
+    for round_number in range(100):
+        items = [landing(name, 5_000)[0] for name in NAMES[:50]]
+        await cancelled_after(round_number % 40, store.get_into(items))
+        name = NAMES[round_number]
+        assert await get_one(store, name, 5_000) == (GetStatus.HIT, content_of(name, 5_000))
+
+
+@pytest.mark.parametrize(
+    "trials", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_over(
+    trials: int, record_property: Callable[[str, object], None]
+) -> None:
+    recoveries = []
+    for _ in range(trials):
+        with redis_cluster(3, has_replicas=True) as cluster:
+            store = cluster_store(cluster.url, RedisSettings())
+            async with store.running():
+                await filled(store)
+                for master in cluster.masters:
+                    await asyncio.to_thread(master.execute, "WAIT", 1, 5_000)
+                await asyncio.sleep(1.2)  # a failover is refused to replicas that are too new
+                cluster.masters[0].kill()
+                killed_at = time.monotonic()
+                failed = True
+                while failed:
+                    counts = await check_all(store)
+                    assert counts[GetStatus.MISS] == counts[GetStatus.DAMAGED] == 0
+                    failed = counts[GetStatus.HIT] < len(NAMES)
+                    await asyncio.sleep(0.01)
+                recoveries.append(time.monotonic() - killed_at)
+                assert await store.exists(NAMES) == len(NAMES)
+                puts = await store.put([PutItem(f"t:g:{i}:0", (b"x",)) for i in range(100)])
+                assert {put.status for put in puts} == {PutStatus.STORED}
+    record_property("recovery_s", f"{min(recoveries):.2f} to {max(recoveries):.2f}")
+    assert max(recoveries) <= 5.0
+
+
+async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
+    with sentinel_group() as group:
+        store = cluster_store(group.url, RedisSettings(connect_timeout_s=2.0))
+        async with store.running():
+            assert await put_one(store, "t:f:a:0", b"before") is PutStatus.STORED
+            await asyncio.to_thread(group.master.execute, "WAIT", 1, 5_000)
+            group.master.kill()
+            async with asyncio.timeout(30):
+                while await put_one(store, "t:f:b:0", b"after") is PutStatus.FAILED:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            assert await asyncio.to_thread(group.master_port) == group.replica.port
+            assert await store.get("t:f:a:0", max_bytes=10) == b"before"
+            assert await store.get("t:f:b:0", max_bytes=10) == b"after"

@@ -1,0 +1,230 @@
+"""A failing store is left alone, asked again, and never holds a caller up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tests.latch import until
+from tests.storage.values import content_of, get_one, landing, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.storage.breaker import BreakerState
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutOutcome, PutStatus
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+
+NAMES = [f"t:f:{index:03}:0" for index in range(50)]
+BLOCK = bytes(1_000)
+
+
+Make = Callable[..., Awaitable["Pair"]]
+
+
+class Pair:
+    """A resilient store around one that fails when told to."""
+
+    def __init__(self, capacity_bytes: int | None = None, **settings: float) -> None:
+        memory = MemoryStore(MemorySettings(capacity_bytes), SystemClock())
+        self.faulty = FaultyStore(memory)
+        all_settings: dict[str, float] = {"probe_interval_s": 0.02, "retries_per_operation": 0}
+        all_settings |= settings
+        self.store = ResilientStore(
+            self.faulty,
+            ResilienceSettings(**all_settings),  # type: ignore[arg-type]
+            SystemClock(),
+        )
+        self.store._tokens = 0.0 if not all_settings["retries_per_operation"] else 5.0  # noqa: SLF001
+
+    @property
+    def state(self) -> BreakerState:
+        return self.store.snapshot().breaker.state
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Make]:
+    async with AsyncExitStack() as stack:
+
+        async def open_pair(capacity_bytes: int | None = None, **settings: float) -> Pair:
+            pair = Pair(capacity_bytes, **settings)
+            await stack.enter_async_context(pair.store.running())
+            return pair
+
+        yield open_pair
+
+
+async def failed(pair: Pair) -> str:
+    with pytest.raises(StoreUnavailableError) as caught:
+        await pair.store.exists(NAMES)
+    return str(caught.value)
+
+
+async def test_the_breaker_opens_after_the_failures_it_was_set_to(make: Make) -> None:
+    pair = await make(failures_to_open=3, probe_interval_s=100.0)
+    pair.faulty.fail_next(1_000)
+    for _ in range(3):
+        assert pair.state is BreakerState.CLOSED
+        assert "does not answer" in await failed(pair)
+    assert pair.state is BreakerState.OPEN
+    asked = pair.faulty.num_operations
+    assert "left alone" in await failed(pair)
+    assert (await get_one(pair.store, NAMES[0], 1))[0] is GetStatus.FAILED
+    assert await put_one(pair.store, NAMES[0], BLOCK) is PutStatus.FAILED
+    with pytest.raises(StoreUnavailableError, match="left alone"):
+        await pair.store.get(NAMES[0], max_bytes=1)
+    assert pair.faulty.num_operations == asked
+    assert pair.store.snapshot().num_refused == 4
+
+
+async def test_a_success_in_between_keeps_the_breaker_closed(make: Make) -> None:
+    pair = await make(failures_to_open=2, negative_ttl_s=0.0)
+    for _ in range(10):
+        pair.faulty.fail_next(1)
+        await failed(pair)
+        assert await pair.store.exists(NAMES) == 0
+    assert pair.state is BreakerState.CLOSED
+
+
+async def test_probes_close_the_breaker_when_the_store_is_back(make: Make) -> None:
+    pair = await make(failures_to_open=1)
+    pair.faulty.fail_next(5)
+    await failed(pair)
+    asked = pair.faulty.num_operations
+    await until(lambda: pair.state is BreakerState.CLOSED, "a closed breaker")
+    assert pair.faulty.num_operations - asked == 5  # four probes that failed and one that did not
+    assert await put_one(pair.store, NAMES[0], BLOCK) is PutStatus.STORED
+    assert pair.store.snapshot().breaker.num_opened == 1
+
+
+async def test_a_batch_that_fails_in_part_is_no_failure_of_the_store(make: Make) -> None:
+    pair = await make(failures_to_open=1)
+    pair.store._judge(["one node of many"], 2)  # noqa: SLF001 - no store fails in part on demand
+    assert pair.state is BreakerState.CLOSED
+
+
+async def test_a_silent_store_costs_one_deadline(make: Make) -> None:
+    pair = await make(timeout_s=0.05, failures_to_open=100, probe_interval_s=100.0)
+    pair.faulty.hold()
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    assert "did not answer within 50 ms" in await failed(pair)
+    assert (await get_one(pair.store, NAMES[0], 1))[0] is GetStatus.FAILED
+    assert await put_one(pair.store, NAMES[0], b"x") is PutStatus.FAILED
+    assert 0.14 <= loop.time() - started <= 1.0
+
+
+async def test_a_read_is_tried_again_within_the_budget_and_a_write_never(make: Make) -> None:
+    pair = await make(retries_per_operation=0.1, failures_to_open=1_000)
+    await put_one(pair.store, NAMES[0], BLOCK)
+    pair.faulty.fail_next(1)
+    assert (await get_one(pair.store, NAMES[0], 1_000))[0] is GetStatus.HIT
+    pair.faulty.fail_next(1)
+    assert await pair.store.exists(NAMES[:1]) == 1
+    pair.faulty.fail_next(1)
+    assert await put_one(pair.store, NAMES[1], BLOCK) is PutStatus.FAILED
+    before = pair.faulty.num_operations
+    pair.faulty.fail_next(10_000)
+    for _ in range(200):
+        await failed(pair)
+    assert pair.faulty.num_operations - before <= 200 * 1.1 + 11
+
+
+async def test_reads_do_not_wait_behind_writes(make: Make) -> None:
+    pair = await make(timeout_s=5.0)
+    await put_one(pair.store, NAMES[0], BLOCK)
+    pair.faulty.hold()
+    async with asyncio.TaskGroup() as group:
+        for name in NAMES[1:]:
+            group.create_task(put_one(pair.store, name, BLOCK))
+        await pair.faulty.until_held(1)
+        pair.faulty._latch.set()  # noqa: SLF001 - reads pass, the writes under way are held again
+        assert (await get_one(pair.store, NAMES[0], 1_000))[0] is GetStatus.HIT
+        pair.faulty.release()
+
+
+async def test_under_pressure_the_writes_worth_least_are_dropped(make: Make) -> None:
+    pair = await make(max_waiting_write_bytes=10_000, write_batches=1, timeout_s=30.0)
+    pair.faulty.hold()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(put_one(pair.store, "t:f:first:0", BLOCK))
+        await pair.faulty.until_held(1)
+        items = [PutItem(name, (BLOCK,), worth=float(i % 5)) for i, name in enumerate(NAMES)]
+        blocks = group.create_task(pair.store.put(items))
+        ticket = group.create_task(put_one(pair.store, "t:ticket", BLOCK, keep_existing=False))
+        await until(lambda: pair.store.snapshot().num_dropped_writes == 41, "drops")
+        assert pair.store.snapshot().waiting_write_bytes <= 10_000
+        pair.faulty.release()
+    assert ticket.result() is PutStatus.STORED
+    kept = [
+        item.worth
+        for item, outcome in zip(items, blocks.result(), strict=True)
+        if outcome.status is PutStatus.STORED
+    ]
+    assert kept == [4.0] * 9
+    assert {outcome.status for outcome in blocks.result()} == {PutStatus.STORED, PutStatus.FULL}
+
+
+async def test_a_cancelled_write_is_withdrawn_or_ends_with_its_buffers_free(make: Make) -> None:
+    pair = await make(write_batches=1, timeout_s=30.0)
+    pair.faulty.hold_firmly()
+    under_way: asyncio.Task[PutStatus] = asyncio.create_task(put_one(pair.store, NAMES[0], BLOCK))
+    await pair.faulty.until_held(1)
+    waiting: asyncio.Task[PutStatus] = asyncio.create_task(put_one(pair.store, NAMES[1], BLOCK))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    under_way.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    assert not under_way.done()
+    pair.faulty.release()
+    await asyncio.wait([under_way])
+    assert await pair.store.exists(NAMES[:2]) == 1
+
+
+async def test_a_full_store_is_not_written_to_for_a_while_and_read_all_the_same(make: Make) -> None:
+    pair = await make(capacity_bytes=5_000, full_pause_s=100.0)
+    statuses = [await put_one(pair.store, name, BLOCK) for name in NAMES]
+    assert statuses == [PutStatus.STORED] * 5 + [PutStatus.FULL] * 45
+    assert pair.faulty.num_operations == 6
+    for name in NAMES[:5]:
+        assert (await get_one(pair.store, name, 1_000))[0] is GetStatus.HIT
+
+
+async def test_what_is_not_there_is_not_asked_for_again_until_somebody_writes(make: Make) -> None:
+    pair = await make(negative_ttl_s=100.0)
+    assert await pair.store.exists(NAMES) == 0
+    asked = pair.faulty.num_operations
+    assert await pair.store.exists(NAMES) == 0
+    assert pair.faulty.num_operations == asked
+    assert pair.store.snapshot().negative_hits == 1
+    await pair.store.put([PutItem(name, (BLOCK,)) for name in NAMES[:10]])
+    assert await pair.store.exists(NAMES) == 10
+    # Another node publishes the rest, and a ticket that tells of them.
+    await pair.faulty.put([PutItem(name, (BLOCK,)) for name in NAMES[10:]])
+    await pair.faulty.put([PutItem("t:ticket", (b"x",))])
+    assert await pair.store.exists(NAMES) == 10
+    assert await pair.store.get("t:ticket", max_bytes=1) == b"x"
+    assert await pair.store.exists(NAMES) == 50
+
+
+async def test_answers_pass_through_unchanged(make: Make) -> None:
+    pair = await make()
+    puts = await pair.store.put([PutItem(n, (content_of(n, 100),)) for n in NAMES[::2]])
+    assert puts == [PutOutcome(PutStatus.STORED)] * 25
+    landings = [landing(name, 100) for name in NAMES]
+    outcomes = await pair.store.get_into([item for item, _ in landings])
+    assert [o.status for o in outcomes] == [GetStatus.HIT, GetStatus.MISS] * 25
+    assert await pair.store.get_into([GetItem(NAMES[0], ())]) != []
+    assert await pair.store.delete(NAMES) == 25
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout_s": 0.0}, {"max_reads": 0}, {"negative_ttl_s": -1.0}, {"full_pause_s": -1}]
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        ResilienceSettings(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,125 @@
+"""The poller turns device events into futures, many per look, and sleeps when there are none."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import ManualEvent, finish, turns, until
+from tierkv.errors import ShuttingDownError, TransferError
+from tierkv.transfer.completion import EventPoller
+
+
+async def test_a_future_resolves_only_after_its_event_is_done() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        event = ManualEvent()
+        future = poller.done(event)
+        await until(lambda: event.num_looks > 3)
+        assert not future.done()
+        event.finish()
+        await finish(future)
+        assert poller.num_in_flight == 0
+
+
+async def test_an_event_that_is_done_already_needs_no_look_of_the_poller() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        event = ManualEvent()
+        event.finish()
+        assert poller.done(event).done()
+        assert event.num_looks == 1
+
+
+async def test_many_events_resolve_in_one_look() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        events = [ManualEvent() for _ in range(500)]
+        futures = [poller.done(event) for event in events]
+        await turns(3)
+        for event in events:
+            event.finish()
+        await finish(futures[0])
+        await turns(1)
+        assert all(future.done() for future in futures)
+
+
+async def test_it_leaves_a_finished_event_alone_and_sleeps_until_the_next() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        first = ManualEvent()
+        future = poller.done(first)
+        first.finish()
+        await finish(future)
+        looks = first.num_looks
+        await turns(200)
+        assert first.num_looks == looks
+        second = ManualEvent()
+        waiting = poller.done(second)
+        second.finish()
+        await finish(waiting)
+        assert first.num_looks == looks
+
+
+async def test_it_looks_rarely_at_what_takes_long() -> None:
+    """After some eager looks the poller leaves the loop to others between two looks."""
+    poller = EventPoller()
+    async with poller.running():
+        slow = ManualEvent()
+        future = poller.done(slow)
+        await turns(2000)
+        assert slow.num_looks < 1000
+        slow.finish()
+        await finish(future)
+
+
+async def test_a_failure_reaches_only_its_own_future() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        good, bad = ManualEvent(), ManualEvent()
+        fine, broken = poller.done(good), poller.done(bad)
+        bad.finish(TransferError("broken", blocks=(3,)))
+        with pytest.raises(TransferError, match="broken") as error:
+            await finish(broken)
+        assert error.value.blocks == (3,)
+        assert not fine.done()
+        good.finish()
+        await finish(fine)
+
+
+async def test_a_cancelled_waiter_harms_nobody() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        event = ManualEvent()
+        given_up, other = poller.done(event), poller.done(event)
+        given_up.cancel()
+        await turns(2)
+        event.finish(TransferError("late"))
+        with pytest.raises(TransferError, match="late"):
+            await finish(other)
+        again = ManualEvent()
+        waiting = poller.done(again)
+        again.finish()
+        await finish(waiting)
+
+
+async def test_leaving_waits_for_what_is_in_flight_and_then_refuses() -> None:
+    poller = EventPoller()
+    event = ManualEvent()
+    left = asyncio.Event()
+
+    async def live() -> asyncio.Future[None]:
+        async with poller.running():
+            future = poller.done(event)
+        left.set()
+        return future
+
+    async with asyncio.TaskGroup() as group:
+        living = group.create_task(live())
+        await until(lambda: event.num_looks > 2)
+        assert not left.is_set()
+        event.finish()
+    assert living.result().done()
+    with pytest.raises(ShuttingDownError):
+        poller.done(ManualEvent())

@@ -1,0 +1,188 @@
+"""A gate opens layer by layer, and tells every waiter the same, early or late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+
+import pytest
+
+from tests.latch import ManualEvent, finish, turns, until
+from tierkv.errors import DeviceFailedError, GateTimeoutError, TransferError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.transfer.completion import EventPoller
+from tierkv.transfer.gate import LayerGate, Submission, submitted
+
+LAYERS = 3
+
+
+@pytest.fixture
+async def poller() -> AsyncIterator[EventPoller]:
+    poller = EventPoller()
+    async with poller.running():
+        yield poller
+
+
+def events() -> tuple[ManualEvent, ...]:
+    return tuple(ManualEvent() for _ in range(LAYERS))
+
+
+async def test_layers_open_one_by_one_not_at_submission(poller: EventPoller) -> None:  # fault 5
+    layers = events()
+    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    assert not gate.is_open(0)
+    for at in range(LAYERS):
+        with pytest.raises(GateTimeoutError, match=f"layer {at}"):
+            await gate.layer(at, 0.0)
+        layers[at].finish()
+        await finish(gate.layer(at, 20))
+        assert [gate.is_open(layer) for layer in range(LAYERS)] == [
+            layer <= at for layer in range(LAYERS)
+        ]
+    await finish(gate.all_layers(20))
+
+
+async def test_a_late_waiter_gets_the_same_answer_as_an_early_one(
+    poller: EventPoller,
+) -> None:  # fault 5
+    layers = events()
+    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    async with asyncio.TaskGroup() as group:
+        early = group.create_task(gate.layer(1, 20))
+        await turns(2)
+        assert not early.done()
+        layers[0].finish()
+        layers[1].finish()
+    for _ in range(3):
+        await finish(gate.layer(1, 20))
+        assert gate.is_open(1)
+        assert not gate.is_open(2)
+    layers[2].finish()
+
+
+async def test_a_failed_layer_fails_for_everyone_each_time_and_earlier_layers_stay_open(
+    poller: EventPoller,
+) -> None:  # fault 5
+    layers = events()
+    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    layers[0].finish()
+    error = TransferError("the copy broke", blocks=(4, 5))
+    for event in layers[1:]:
+        event.finish(error)
+    for _ in range(2):
+        await finish(gate.layer(0, 20))
+        for layer in (1, 2):
+            with pytest.raises(TransferError, match="broke") as raised:
+                await finish(gate.layer(layer, 20))
+            assert raised.value.blocks == (4, 5)
+            with pytest.raises(TransferError, match="broke"):
+                gate.is_open(layer)
+    with pytest.raises(TransferError, match="broke"):
+        await finish(gate.all_layers(20))
+
+
+async def test_a_gate_with_nothing_behind_it_is_open(poller: EventPoller) -> None:  # fault 5
+    gate = LayerGate(LAYERS, [], poller)
+    for layer in range(LAYERS):
+        await finish(gate.layer(layer, 20))
+        assert gate.is_open(layer)
+        gate.wait_on(CpuDevice().compute_stream, layer, 0.0)
+    await finish(gate.all_layers(20))
+
+
+async def test_an_empty_copy_opens_the_gate(poller: EventPoller) -> None:  # fault 5
+    layers = events()
+    for event in layers:
+        event.finish()
+    await finish(LayerGate(LAYERS, [submitted(layers)], poller).all_layers(20))
+
+
+async def test_a_gate_over_several_movements_waits_for_all_of_them(poller: EventPoller) -> None:
+    first, second = events(), events()
+    gate = LayerGate(LAYERS, [submitted(first), submitted(second)], poller)
+    for event in first:
+        event.finish()
+    assert not gate.is_open(0)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(gate.layer(0, 20))
+        await turns(3)
+        assert not waiting.done()
+        second[0].finish()
+    assert gate.is_open(0)
+    assert not gate.is_open(1)
+    second[1].finish(TransferError("one of two broke"))
+    with pytest.raises(TransferError, match="one of two"):
+        await finish(gate.layer(1, 20))
+    second[2].finish()
+
+
+async def test_a_timeout_leaves_the_copy_and_the_gate_as_they_are(poller: EventPoller) -> None:
+    layers = events()
+    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    with pytest.raises(GateTimeoutError):
+        await gate.all_layers(0.001)
+    for event in layers:
+        event.finish()
+    await finish(gate.all_layers(20))
+
+
+async def test_a_cancelled_waiter_does_not_cancel_the_submission(poller: EventPoller) -> None:
+    submission: Submission = Future()
+    gate = LayerGate(LAYERS, [submission], poller)
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(gate.layer(0, 20))
+        await turns(3)
+        waiting.cancel()
+    assert not submission.cancelled()
+    assert not submission.done()
+    layers = events()
+    layers[0].finish()
+    submission.set_result(layers)
+    await finish(gate.layer(0, 20))
+    for event in layers[1:]:
+        event.finish()
+
+
+async def test_a_copy_that_is_not_submitted_yet_is_not_open(poller: EventPoller) -> None:
+    submission: Submission = Future()
+    gate = LayerGate(LAYERS, [submission], poller)
+    assert not gate.is_open(0)
+    with pytest.raises(GateTimeoutError):
+        await gate.layer(0, 0.001)
+    submission.set_exception(DeviceFailedError("the device is gone"))
+    for _ in range(2):
+        with pytest.raises(DeviceFailedError):
+            await finish(gate.layer(0, 20))
+
+
+async def test_an_engines_thread_waits_on_its_stream(poller: EventPoller) -> None:
+    layers = events()
+    gate = LayerGate(LAYERS, [submitted(layers)], poller)
+    stream = CpuDevice().compute_stream
+    waiting = asyncio.ensure_future(asyncio.to_thread(gate.wait_on, stream, 1, 20.0))
+    await turns(3)
+    assert not waiting.done()
+    layers[0].finish()
+    layers[1].finish()
+    await finish(waiting)
+    with pytest.raises(GateTimeoutError):
+        await asyncio.to_thread(gate.wait_on, stream, 2, 0.001)
+    layers[2].finish(TransferError("broke"))
+    with pytest.raises(TransferError, match="broke"):
+        await asyncio.to_thread(gate.wait_on, stream, 2, 20.0)
+    unsubmitted = LayerGate(LAYERS, [Future()], poller)
+    with pytest.raises(GateTimeoutError, match="not on its way"):
+        await asyncio.to_thread(unsubmitted.wait_on, stream, 0, 0.001)
+
+
+async def test_a_gate_answers_after_the_poller_has_closed() -> None:
+    layers = events()
+    poller = EventPoller()
+    async with poller.running():
+        gate = LayerGate(LAYERS, [submitted(layers)], poller)
+        for event in layers:
+            event.finish()
+        await finish(gate.all_layers(20))
+    await until(lambda: gate.is_open(LAYERS - 1))
+    await finish(gate.all_layers(20))

@@ -1,0 +1,208 @@
+"""Movements end when the device says so, whoever waits; closing waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests.latch import CopyLatch, ManualEvent, cancelled_at, finish, turns, until
+from tests.layouts import LAYOUTS
+from tierkv.errors import LayoutError, TransferError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Direction, HostSlots, Planes
+from tierkv.transfer.mover import Mover
+
+LAYOUT = LAYOUTS["fp8"]
+NUM_BLOCKS, NUM_SLOTS = 8, 10
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+@dataclass
+class Ground:
+    mover: Mover
+    planes: Planes
+    host: HostSlots
+    latch: CopyLatch
+
+    def block(self, block: int) -> bytes:
+        """A device block in the order of its host slot."""
+        return b"".join(array[block].tobytes() for array in self.planes.arrays)
+
+    def slot(self, slot: int) -> bytes:
+        return self.host.array[slot].tobytes()
+
+
+@asynccontextmanager
+async def ground() -> AsyncIterator[Ground]:
+    latch = CopyLatch()
+    device = CpuDevice(before_copy=latch)
+    planes, host = device.allocate_planes(LAYOUT, NUM_BLOCKS), device.allocate_host(LAYOUT, 10)
+    rng = np.random.default_rng(7)
+    host.array[:] = rng.integers(0, 256, host.array.shape, np.uint8)
+    for array in planes.arrays:
+        array[:] = rng.integers(0, 256, array.shape, np.uint8)
+    mover = Mover(device, planes, host)
+    async with mover.running():
+        try:
+            yield Ground(mover, planes, host, latch)
+        finally:
+            latch.release()
+    host.close()
+    planes.close()
+    device.close()
+
+
+async def test_load_and_offload_move_every_plane_of_a_block() -> None:  # fault 6
+    async with ground() as here:
+        before = here.slot(3), here.block(5)
+        load = here.mover.load(ids(3), ids(2))
+        offload = here.mover.offload(ids(9), ids(5))
+        await finish(load.done())
+        await finish(offload.done())
+        assert (here.block(2), here.slot(9)) == before
+        assert here.mover.bytes_moved == dict.fromkeys(Direction, LAYOUT.block_bytes)
+
+
+async def test_a_movement_is_not_done_when_it_is_merely_submitted() -> None:  # fault 5
+    async with ground() as here:
+        for direction in Direction:
+            here.latch.hold(direction)
+            expected = here.slot(0)
+            move = here.mover.load if direction is Direction.LOAD else here.mover.offload
+            movement = move(ids(0), ids(0))
+            await here.latch.until_held()
+            await turns(50)
+            assert not movement.has_ended
+            assert here.mover.bytes_moved[direction] == 0
+            here.latch.release()
+            await finish(movement.done())
+            assert movement.has_ended
+            if direction is Direction.LOAD:
+                assert here.block(0) == expected
+
+
+async def test_a_copy_starts_after_the_events_it_must_come_after() -> None:  # fault 7
+    async with ground() as here:
+        kernel = ManualEvent()
+        movement = here.mover.offload(ids(1), ids(1), [kernel])
+        await turns(20)
+        for array in here.planes.arrays:
+            array[1] = 0xAB  # what the kernel writes before its event
+        kernel.finish()
+        await finish(movement.done())
+        assert set(here.slot(1)) == {0xAB}
+
+
+async def test_a_copy_whose_kernel_failed_fails_and_moves_nothing() -> None:
+    async with ground() as here:
+        kernel = ManualEvent()
+        before = here.slot(1)
+        movement = here.mover.offload(ids(1), ids(1), [kernel])
+        kernel.finish(TransferError("the kernel crashed"))
+        with pytest.raises(TransferError, match="the kernel crashed") as error:
+            await finish(movement.done())
+        assert error.value.blocks == (1,)
+        assert here.slot(1) == before
+
+
+async def test_the_lanes_do_not_wait_for_each_other() -> None:
+    async with ground() as here:
+        here.latch.hold(Direction.LOAD)
+        load = here.mover.load(ids(0), ids(0))
+        offload = here.mover.offload(ids(1), ids(1))
+        await finish(offload.done())
+        assert not load.has_ended
+        here.latch.release()
+        await finish(load.done())
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_cancelled_waiter_does_not_stop_the_copy(late: bool) -> None:
+    async with ground() as here:
+        here.latch.hold()
+        expected = here.slot(4)
+        movement = here.mover.load(ids(4), ids(4))
+        if late:
+            here.latch.release()
+        assert await cancelled_at(0, movement.done(), late=late)
+        here.latch.release()
+        await finish(movement.done())
+        assert here.block(4) == expected
+
+
+async def test_a_failed_copy_names_its_blocks_and_the_next_one_works() -> None:
+    async with ground() as here:
+        here.latch.fail_next(Direction.LOAD)
+        broken, fine = here.mover.load(ids(0, 1), ids(6, 7)), here.mover.load(ids(2), ids(5))
+        with pytest.raises(TransferError, match="caught fire") as error:
+            await finish(broken.done())
+        assert error.value.blocks == (6, 7)
+        await finish(fine.done())
+        assert here.block(5) == here.slot(2)
+        assert here.mover.bytes_moved[Direction.LOAD] == LAYOUT.block_bytes
+
+
+async def test_ids_that_do_not_exist_fail_the_movement_not_the_mover() -> None:
+    async with ground() as here:
+        movement = here.mover.load(ids(NUM_SLOTS), ids(0))
+        with pytest.raises(TransferError, match="slot id"):
+            await finish(movement.done())
+        with pytest.raises(LayoutError, match="twice"):
+            here.mover.load(ids(0, 1), ids(2, 2))
+        await finish(here.mover.load(ids(1), ids(0)).done())
+
+
+async def test_an_empty_movement_ends() -> None:  # fault 5
+    async with ground() as here:
+        await finish(here.mover.load(ids(), ids()).done())
+        await finish(here.mover.gate([here.mover.load(ids(), ids()).submission]).all_layers(20))
+
+
+async def test_a_copy_within_the_device_is_whole() -> None:
+    async with ground() as here:
+        expected = here.block(3)
+        movement = here.mover.copy_within(ids(3), ids(0))
+        await finish(movement.done())
+        assert here.block(0) == expected == here.block(3)
+
+
+async def test_callbacks_hear_of_the_end_well_or_not_and_even_late() -> None:
+    async with ground() as here:
+        heard: list[str] = []
+        here.latch.fail_next(Direction.LOAD)
+        broken, fine = here.mover.load(ids(0), ids(0)), here.mover.offload(ids(1), ids(1))
+        broken.when_ended(lambda: heard.append("broken"))
+        fine.when_ended(lambda: heard.append("fine"))
+        await until(lambda: len(heard) == 2)
+        broken.when_ended(lambda: heard.append("late"))
+        await until(lambda: heard[-1] == "late")
+
+
+async def test_leaving_waits_for_copies_in_flight() -> None:
+    latch = CopyLatch()
+    device = CpuDevice(before_copy=latch)
+    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
+    host.array[:] = 0x5A
+    latch.hold()
+
+    async def live() -> None:
+        mover = Mover(device, planes, host)
+        async with mover.running():
+            mover.load(ids(2), ids(3))
+
+    async with asyncio.TaskGroup() as group:
+        living = group.create_task(live())
+        await latch.until_held()
+        await turns(20)
+        assert not living.done()
+        latch.release()
+    assert all((array[3] == 0x5A).all() for array in planes.arrays)
+    device.close()

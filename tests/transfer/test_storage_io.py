@@ -1,0 +1,228 @@
+"""What comes from a store is what was put there, or it is not there at all."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests.latch import CopyLatch
+from tests.layouts import LAYOUTS
+from tests.storage.values import put_one
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.layout import Layout
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import HostSlots
+from tierkv.storage.codec import HEADER_BYTES
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetStatus, PutStatus
+from tierkv.transfer.storage_io import StorageIO
+
+NUM_SLOTS = 12
+
+
+@dataclass
+class Ground:
+    io: StorageIO
+    store: FaultyStore
+    host: HostSlots
+    names: Names
+    layout: Layout
+    keys: list[StoredKey]
+
+    async def sizes(self) -> dict[str, int]:
+        page = await self.store.list("tierkv", limit=1000)
+        return {value.name: value.num_bytes for value in page.values}
+
+
+@asynccontextmanager
+async def ground(
+    layout: Layout = LAYOUTS["fp8"], num_tokens: int = 11, capacity_bytes: int | None = None
+) -> AsyncIterator[Ground]:
+    """A host whose slots 0, 1, 2... hold random blocks of a prompt of `num_tokens`."""
+    who = Fingerprint("model", layout)
+    store = FaultyStore(MemoryStore(MemorySettings(capacity_bytes), SystemClock()))
+    host = CpuDevice(CopyLatch()).allocate_host(layout, NUM_SLOTS)
+    host.array[:] = np.random.default_rng(3).integers(1, 256, host.array.shape, np.uint8)
+    names = Names("tierkv", who.short)
+    io = StorageIO(store, names, layout, host, deadline_s=20.0, block_ttl_s=None)
+    prompt = Prompt.of(range(num_tokens), layout.block_size)
+    async with store.running(), io.running():
+        yield Ground(io, store, host, names, layout, stored_keys(who.root(), prompt))
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 11, 12])
+async def test_blocks_and_tails_come_back_byte_for_byte(name: str, num_tokens: int) -> None:
+    async with ground(LAYOUTS[name], num_tokens) as here:
+        n = len(here.keys)
+        put = await here.io.flush(here.keys, ids(*range(n)))
+        assert [outcome.status for outcome in put] == [PutStatus.STORED] * n
+        assert await here.io.count_present(here.keys) == n
+        back = ids(*range(11, 11 - n, -1))
+        here.host.array[back] = 0xEE
+        got = await here.io.fetch(here.keys, back)
+        assert [outcome.status for outcome in got] == [GetStatus.HIT] * n
+        for key, slot, target in zip(here.keys, range(n), back.tolist(), strict=True):
+            expected = np.zeros(here.layout.block_bytes, np.uint8)
+            payload = here.layout.cut_tail(here.host.array[slot], key.num_tokens).copy()
+            here.layout.paste_tail(payload, expected, key.num_tokens)
+            assert np.array_equal(here.host.array[target], expected)
+        assert here.io.stats.fetched_blocks == here.io.stats.flushed_blocks == n
+
+
+async def test_a_tail_is_stored_cut_to_its_tokens_under_its_own_name() -> None:
+    async with ground(num_tokens=11) as here:
+        await here.io.flush(here.keys, ids(0, 1, 2))
+        sizes = await here.sizes()
+        [tail] = [name for name in sizes if name.endswith(":partial:3")]
+        assert sizes[tail] == HEADER_BYTES + here.layout.stored_bytes(3)
+        assert sizes[tail] < HEADER_BYTES + here.layout.block_bytes
+        others = [size for name, size in sizes.items() if name != tail]
+        assert others == [HEADER_BYTES + here.layout.block_bytes] * 2
+
+
+@pytest.mark.parametrize("bit", [0, 8 * 5, 8 * 40, 8 * HEADER_BYTES, 8 * (HEADER_BYTES + 71) + 7])
+@pytest.mark.parametrize("at", [0, 1, 2])
+async def test_one_flipped_bit_is_a_damaged_block_that_is_deleted_and_counted(
+    bit: int, at: int
+) -> None:
+    async with ground() as here:
+        await here.io.flush(here.keys, ids(0, 1, 2))
+        flips = [0] * at
+        here.store.flip_next_get(*flips, bit)
+        for _ in range(at):
+            here.store.flip_next_get()
+        # Only value `at` shall be damaged: read the ones before it alone, with their own flips.
+        for before in range(at):
+            [outcome] = await here.io.fetch([here.keys[before]], ids(8))
+            assert outcome.status is GetStatus.DAMAGED
+            await here.io.flush([here.keys[before]], ids(before))
+        [outcome] = await here.io.fetch([here.keys[at]], ids(9))
+        assert outcome.status is GetStatus.DAMAGED
+        assert outcome.reason
+        assert here.io.stats.damaged_blocks == at + 1
+        assert await here.io.count_present([here.keys[at]]) == 0
+        [again] = await here.io.fetch([here.keys[at]], ids(9))
+        assert again.status is GetStatus.MISS
+
+
+async def test_damage_of_one_block_leaves_the_others_of_the_batch() -> None:
+    async with ground() as here:
+        await here.io.flush(here.keys, ids(0, 1, 2))
+        here.store.flip_next_get(8 * HEADER_BYTES)
+        outcomes = await here.io.fetch(here.keys, ids(6, 7, 8))
+        assert [outcome.status for outcome in outcomes] == [
+            GetStatus.DAMAGED,
+            GetStatus.HIT,
+            GetStatus.HIT,
+        ]
+        assert np.array_equal(here.host.array[7], here.host.array[1])
+
+
+@pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 10])
+async def test_a_value_of_the_wrong_length_is_damaged(length: int) -> None:  # fault 11
+    async with ground() as here:
+        here.store.cut_next_put(length)
+        [put] = await here.io.flush(here.keys[:1], ids(0))
+        assert put.status is PutStatus.STORED
+        [outcome] = await here.io.fetch(here.keys[:1], ids(5))
+        assert outcome.status is GetStatus.DAMAGED
+        assert here.io.stats.damaged_blocks == 1
+        assert await here.sizes() == {}
+
+
+async def test_a_right_value_under_a_wrong_name_is_damaged() -> None:
+    async with ground() as here:
+        await here.io.flush(here.keys, ids(0, 1, 2))
+        first, second = (here.names.name(key) for key in here.keys[:2])
+        content = await here.store.get(first, max_bytes=1 << 20)
+        assert content is not None
+        await here.store.delete([second])
+        await put_one(here.store, second, content)
+        outcomes = await here.io.fetch(here.keys[:2], ids(5, 6))
+        assert [outcome.status for outcome in outcomes] == [GetStatus.HIT, GetStatus.DAMAGED]
+        assert "belongs to block" in outcomes[1].reason
+
+
+async def test_a_block_of_another_layout_is_damaged() -> None:
+    """Same sizes, another order of planes: only the layout digest can tell."""
+    layout = LAYOUTS["fp8"]
+    swapped = Layout(
+        layout.block_size,
+        tuple(layout.planes[i] for i in (1, 0, 2, 4, 3, 5)),
+    )
+    async with ground(layout) as here:
+        await here.io.flush(here.keys, ids(0, 1, 2))
+        other = StorageIO(
+            here.store, here.names, swapped, here.host, deadline_s=20.0, block_ttl_s=None
+        )
+        async with other.running():
+            outcomes = await other.fetch(here.keys[:1], ids(5))
+        assert outcomes[0].status is GetStatus.DAMAGED
+        assert "layout" in outcomes[0].reason
+
+
+async def test_a_gap_is_not_counted_over() -> None:  # fault 11
+    async with ground(num_tokens=20) as here:
+        await here.io.flush(here.keys, ids(0, 1, 2, 3, 4))
+        await here.store.delete([here.names.name(here.keys[2])])
+        assert await here.io.count_present(here.keys) == 2
+        assert await here.io.count_present(here.keys[3:]) == 2
+
+
+async def test_what_is_stored_already_is_not_written_again() -> None:  # fault 11
+    async with ground() as here:
+        await here.io.flush(here.keys[:2], ids(0, 1))
+        written = here.io.stats.flushed_bytes
+        outcomes = await here.io.flush(here.keys, ids(0, 1, 2))
+        assert [outcome.status for outcome in outcomes] == [
+            PutStatus.EXISTED,
+            PutStatus.EXISTED,
+            PutStatus.STORED,
+        ]
+        assert here.io.stats.skipped_blocks == 2
+        tail = HEADER_BYTES + here.layout.stored_bytes(3)
+        assert here.io.stats.flushed_bytes == written + tail
+
+
+async def test_a_store_that_fails_or_is_full_says_so_per_block() -> None:  # faults 11 and 15
+    async with ground(capacity_bytes=400) as here:
+        outcomes = await here.io.flush(here.keys, ids(0, 1, 2))
+        assert PutStatus.FULL in {outcome.status for outcome in outcomes}
+        assert here.io.stats.failed_writes
+        here.store.fail_next(1)
+        [outcome] = await here.io.fetch(here.keys[:1], ids(5))
+        assert outcome.status is GetStatus.FAILED
+        assert "does not answer" in outcome.reason
+        assert here.io.stats.failed_reads == 1
+
+
+async def test_a_store_that_does_not_answer_in_time_is_unavailable() -> None:  # fault 12
+    async with ground() as here:
+        slow = StorageIO(
+            here.store, here.names, here.layout, here.host, deadline_s=0.01, block_ttl_s=None
+        )
+        here.store.hold()
+        async with slow.running():
+            with pytest.raises(StoreUnavailableError, match=r"0\.01 s"):
+                await slow.count_present(here.keys)
+        here.store.release()
+
+
+async def test_nothing_asked_is_nothing_done() -> None:
+    async with ground() as here:
+        assert await here.io.fetch([], ids()) == []
+        assert await here.io.flush([], ids()) == []
+        assert await here.io.count_present([]) == 0

@@ -1,0 +1,131 @@
+"""A GPU as a device: opens lanes over planes and pinned slots, and copies within."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+
+from tierkv.cache.layout import Layout
+from tierkv.errors import LayoutError, TransferError
+from tierkv.gpu.cpu import done_event
+from tierkv.gpu.cuda import ARRAY_MODULE, Gpu, adopted_stream, new_stream
+from tierkv.gpu.cuda_lane import CudaLane, LaneSettings
+from tierkv.gpu.cuda_planes import (
+    CudaPlanes,
+    SharedPlane,
+    adopted_planes,
+    allocated_planes,
+    opened_planes,
+    shared_planes,
+)
+from tierkv.gpu.kernels import PlaneKernels
+from tierkv.gpu.pinned import PinnedSlots
+from tierkv.gpu.protocol import Direction, Event, HostSlots, Ids, Lane, Planes
+from tierkv.gpu.units import Order
+
+
+class CudaDevice:
+    """One GPU of this process. See Device.
+
+    compute_stream: the cudaStream_t on which the engine's kernels run; 0 is the legacy default
+        stream, which is also CuPy's unless it is told otherwise.
+    Raises ConfigError if there is no such GPU.
+    """
+
+    def __init__(
+        self, index: int = 0, *, compute_stream: int = 0, lanes: LaneSettings | None = None
+    ) -> None:
+        self.gpu = Gpu(index)
+        self.name = f"cuda:{index} ({self.gpu.model})"
+        self.compute_stream = adopted_stream(self.gpu, compute_stream)
+        self._lane_settings = lanes or LaneSettings()
+        self._within = new_stream(self.gpu, is_urgent=True)
+        self._kernels: tuple[CudaPlanes, PlaneKernels] | None = None
+
+    @property
+    def array_module(self) -> ModuleType:
+        """Of the planes' arrays: CuPy."""
+        return ARRAY_MODULE
+
+    @property
+    def failure(self) -> str | None:
+        """Why this GPU is lost to this process, None while it works."""
+        return self.gpu.failure
+
+    def allocate_planes(self, layout: Layout, num_blocks: int) -> CudaPlanes:
+        return allocated_planes(self.gpu, layout, num_blocks)
+
+    def adopt_planes(self, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
+        """See adopted_planes."""
+        return adopted_planes(self.gpu, layout, tensors)
+
+    def share_planes(self, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
+        """See shared_planes."""
+        return shared_planes(self.gpu, planes)
+
+    def open_planes(
+        self, layout: Layout, num_blocks: int, shared: Sequence[SharedPlane]
+    ) -> CudaPlanes:
+        """See opened_planes."""
+        return opened_planes(self.gpu, layout, num_blocks, shared)
+
+    def allocate_host(self, layout: Layout, num_slots: int) -> PinnedSlots:
+        return PinnedSlots(self.gpu, layout, num_slots)
+
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
+        """Loads run layer by layer, offloads block by block."""
+        order = Order.LAYERS if direction is Direction.LOAD else Order.BLOCKS
+        return self.open_ordered_lane(direction, planes, host, order)
+
+    def open_ordered_lane(
+        self, direction: Direction, planes: Planes, host: HostSlots, order: Order
+    ) -> CudaLane:
+        planes, host = self._ours(planes), _pinned(host)
+        return CudaLane(self.gpu, direction, planes, host, self._lane_settings, order)
+
+    def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
+        ours = self._ours(planes)
+        _check_pairs(source_ids, target_ids, ours.num_blocks)
+        if not len(source_ids):
+            return done_event()
+        try:
+            with self.gpu.bound():
+                if self._kernels is None or self._kernels[0] is not ours:
+                    num_ctas = self._lane_settings.num_ctas
+                    self._kernels = (ours, PlaneKernels(self.gpu, ours, num_ctas=num_ctas))
+                self._within.wait(self.compute_stream.record(), 0.0)
+                self._kernels[1].within(source_ids, target_ids, self._within)
+                return self._within.record()
+        except TransferError as error:
+            error.blocks = tuple(target_ids.tolist())
+            raise
+
+    def _ours(self, planes: Planes) -> CudaPlanes:
+        if not isinstance(planes, CudaPlanes):
+            raise LayoutError("these planes are another device's")
+        return planes
+
+    def close(self) -> None:
+        with self.gpu.bound_to_close():
+            self._within.raw.synchronize()
+        self._kernels = None
+
+
+def _pinned(host: HostSlots) -> PinnedSlots:
+    if not isinstance(host, PinnedSlots):
+        raise LayoutError("these host slots are not pinned for a GPU")
+    return host
+
+
+def _check_pairs(source_ids: Ids, target_ids: Ids, num_blocks: int) -> None:
+    if source_ids.shape != target_ids.shape:
+        raise LayoutError("a copy needs as many sources as targets")
+    if set(source_ids.tolist()) & set(target_ids.tolist()):
+        raise LayoutError("a block cannot be source and target of one copy")
+    if len(np.unique(target_ids)) != len(target_ids):
+        raise LayoutError("a destination appears twice in one copy")
+    for ids in (source_ids, target_ids):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
+            raise LayoutError(f"a block id lies outside 0..{num_blocks - 1}")

@@ -1,0 +1,147 @@
+"""The few driver calls that CuPy lacks or that must not hold the interpreter: by ctypes.
+
+A call through ctypes lets other Python threads run, and takes NumPy arrays of addresses as they
+are: 2,048 pieces cost no Python object each, so the event loop goes on beside a big submission.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.errors import ConfigError
+
+Addresses = npt.NDArray[np.uint64]
+
+_SUCCESS = 0
+_PORTABLE = 1  # registered for every GPU of the process
+_STREAM_ORDER = 1  # a copy reads its source when the stream gets there
+
+
+class DriverError(Exception):
+    """A driver call failed. Never leaves tierkv.gpu: `Gpu.bound` translates it."""
+
+    def __init__(self, call: str, status: int) -> None:
+        super().__init__(f"{call} failed with CUDA error {status}")
+        self.status = status
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: access order, two (type, id) location hints, flags."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_uint),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """libcuda of this machine. Every call needs the GPU's context bound to the calling thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._attributes = _Attributes(source_order=_STREAM_ORDER)
+        self._zero = ctypes.c_size_t(0)
+        self._batch, self._has_fail_index = self._find_batch()
+
+    def _find_batch(self) -> tuple[ctypes._NamedFuncPointer | None, bool]:
+        # CUDA 12.8 came with a variant that reports a failed index, 13.0 dropped the argument.
+        try:
+            return self._library.cuMemcpyBatchAsync_v2, False
+        except AttributeError:
+            pass
+        try:
+            return self._library.cuMemcpyBatchAsync, True
+        except AttributeError:
+            return None, False
+
+    @property
+    def has_batch_copy(self) -> bool:
+        """Whether `copy_batch` is one driver call instead of one per piece."""
+        return self._batch is not None
+
+    def copy_batch(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, *, stream: int
+    ) -> None:
+        """Copy sizes[i] bytes from sources[i] to targets[i], all i in any order, in stream order.
+
+        Pieces must not overlap, and host memory be pinned until the stream has passed this point.
+        """
+        if self._batch is None:
+            self.copy_each(targets, sources, sizes, stream=stream)
+            return
+        fail_index = (ctypes.c_void_p(None),) if self._has_fail_index else ()
+        _check(
+            "cuMemcpyBatchAsync",
+            self._batch(
+                ctypes.c_void_p(targets.ctypes.data),
+                ctypes.c_void_p(sources.ctypes.data),
+                ctypes.c_void_p(sizes.ctypes.data),
+                ctypes.c_size_t(len(sizes)),
+                ctypes.byref(self._attributes),
+                ctypes.byref(self._zero),
+                ctypes.c_size_t(1),
+                *fail_index,
+                ctypes.c_void_p(stream),
+            ),
+        )
+
+    def copy_each(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, *, stream: int
+    ) -> None:
+        """The same as `copy_batch`, by a call per piece: for drivers older than CUDA 12.8."""
+        copy = self._library.cuMemcpyAsync
+        for target, source, size in zip(
+            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
+        ):
+            _check(
+                "cuMemcpyAsync",
+                copy(
+                    ctypes.c_uint64(target),
+                    ctypes.c_uint64(source),
+                    ctypes.c_size_t(size),
+                    ctypes.c_void_p(stream),
+                ),
+            )
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Pin memory that is mapped already."""
+        _check(
+            "cuMemHostRegister",
+            self._library.cuMemHostRegister_v2(
+                ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(_PORTABLE)
+            ),
+        )
+
+    def unregister_host(self, address: int) -> None:
+        _check("cuMemHostUnregister", self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Start and size of the device allocation that `address` lies in."""
+        start, size = ctypes.c_uint64(), ctypes.c_size_t()
+        _check(
+            "cuMemGetAddressRange",
+            self._library.cuMemGetAddressRange_v2(
+                ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address)
+            ),
+        )
+        return start.value, size.value
+
+
+def _check(call: str, status: int) -> None:
+    if status != _SUCCESS:
+        raise DriverError(call, status)
+
+
+@cache
+def load_driver() -> Driver:
+    """The driver of this machine. Raises ConfigError if there is none."""
+    try:
+        return Driver(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        raise ConfigError(f"no NVIDIA driver on this machine: {error}") from error

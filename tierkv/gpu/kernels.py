@@ -1,0 +1,112 @@
+"""The kernels of csrc/planes.cu over one set of planes: what they are told, and how many run."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.cache.layout import Layout
+from tierkv.gpu.cuda import CudaStream, DeviceMemory, Gpu, Kernel
+from tierkv.gpu.cuda_planes import CudaPlanes, PlaneMemory
+from tierkv.gpu.protocol import Ids
+from tierkv.gpu.units import MAX_BLOCKS, Unit
+
+TILE_BYTES = 4096
+NUM_THREADS = 512
+_WARPS = NUM_THREADS // 32
+# The structs of csrc/planes.cu.
+_TILE = np.dtype([("first", "<u8"), ("stride", "<i8"), ("block_byte", "<u4"), ("num_bytes", "<u4")])
+_UNIT = np.dtype(
+    [
+        ("tiles", "<u8"),
+        ("staging", "<u8"),
+        ("num_tiles", "<u4"),
+        ("num_blocks", "<u4"),
+        ("row_bytes", "<u4"),
+        ("first_byte", "<u4"),
+        ("block_ids", "<i4", MAX_BLOCKS),
+    ]
+)
+_PAIRS = np.dtype(
+    [
+        ("tiles", "<u8"),
+        ("num_tiles", "<u4"),
+        ("num_blocks", "<u4"),
+        ("source_ids", "<i4", MAX_BLOCKS // 2),
+        ("target_ids", "<i4", MAX_BLOCKS // 2),
+    ]
+)
+
+
+def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[np.void]:
+    """Every byte of a block once, in tiles of one plane each, in the layout's order."""
+    rows = [
+        (place.address + at, place.stride, start + at, min(TILE_BYTES, plane.block_bytes - at))
+        for plane, start, place in zip(layout.planes, layout.offsets, memory, strict=True)
+        for at in range(0, plane.block_bytes, TILE_BYTES)
+    ]
+    return np.array(rows, _TILE)
+
+
+class PlaneKernels:
+    """gather, scatter and within, over `planes`. For one thread at a time; the GPU must be bound.
+
+    num_ctas: blocks of threads at most per launch.
+    """
+
+    def __init__(self, gpu: Gpu, planes: CudaPlanes, *, num_ctas: int) -> None:
+        self._num_ctas = num_ctas
+        self._kernels = {name: Kernel(gpu, name) for name in ("gather", "scatter", "within")}
+        table = tile_table(planes.layout, planes.memory)
+        self._table = DeviceMemory(gpu, table.nbytes)
+        with gpu.bound():
+            self._table.write(table)
+        self._starts = table["block_byte"].astype(np.int64)
+        self._num_tiles = len(table)
+        self._unit = np.zeros((), _UNIT)
+        self._pairs = np.zeros((), _PAIRS)
+
+    def gather(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
+        """Planes to rows of staging."""
+        self._move("gather", unit, block_ids, staging, stream)
+
+    def scatter(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
+        """Rows of staging to planes. block_ids: of the unit's rows, distinct."""
+        self._move("scatter", unit, block_ids, staging, stream)
+
+    def _move(
+        self, name: str, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream
+    ) -> None:
+        first, stop = np.searchsorted(
+            self._starts, (unit.first_byte, unit.first_byte + unit.num_bytes)
+        ).tolist()
+        self._unit["tiles"] = self._table.address + first * _TILE.itemsize
+        self._unit["staging"] = staging
+        self._unit["num_tiles"] = stop - first
+        self._unit["num_blocks"] = len(block_ids)
+        self._unit["row_bytes"] = unit.row_bytes
+        self._unit["first_byte"] = unit.first_byte
+        self._unit["block_ids"][: len(block_ids)] = block_ids
+        self._launch(name, self._unit, (stop - first) * len(block_ids), stream)
+
+    def within(self, source_ids: Ids, target_ids: Ids, stream: CudaStream) -> None:
+        """Block source_ids[i] to target_ids[i]; no target may be a source."""
+        most = MAX_BLOCKS // 2
+        self._pairs["tiles"] = self._table.address
+        self._pairs["num_tiles"] = self._num_tiles
+        for start in range(0, len(source_ids), most):
+            count = len(source_ids[start : start + most])
+            self._pairs["num_blocks"] = count
+            self._pairs["source_ids"][:count] = source_ids[start : start + most]
+            self._pairs["target_ids"][:count] = target_ids[start : start + most]
+            self._launch("within", self._pairs, count * self._num_tiles, stream)
+
+    def _launch(
+        self, name: str, argument: npt.NDArray[np.void], num_tiles: int, stream: CudaStream
+    ) -> None:
+        self._kernels[name].launch(
+            argument,
+            num_ctas=min(-(-num_tiles // _WARPS), self._num_ctas),
+            num_threads=NUM_THREADS,
+            stream=stream,
+        )

@@ -1,0 +1,224 @@
+"""Pinned host memory as slots: near the GPU, on huge pages, pinned chunk by chunk by threads."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import gcd
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.cache.layout import Layout
+from tierkv.errors import ConfigError, LayoutError, TransferError
+from tierkv.gpu import numa
+from tierkv.gpu.cuda import Gpu
+from tierkv.gpu.driver import DriverError, load_driver
+from tierkv.gpu.protocol import Ids
+
+log = logging.getLogger("tierkv.gpu")
+
+_PAGE = 4096
+_HUGE_PAGE = 2 << 20
+_MAP_HUGETLB = 0x40000
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_FREE_HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
+_GIB = 1 << 30
+
+
+class PinnedSlots:
+    """Host slots that a GPU's copy engines can reach. See HostSlots.
+
+    The memory is usable by this process at once. The first chunk is pinned when the constructor
+    returns, the others follow in the background; a copy waits for the chunks of its slots.
+
+    chunk_bytes: about how much is pinned at a time.
+    Raises ConfigError, with what to do, if there is too little memory or it cannot be pinned.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        layout: Layout,
+        num_slots: int,
+        *,
+        num_threads: int = 8,
+        chunk_bytes: int = 256 << 20,
+    ) -> None:
+        self.num_slots = num_slots
+        self._gpu = gpu
+        self._block_bytes = layout.block_bytes
+        self.num_bytes = num_slots * layout.block_bytes
+        _check_room(self.num_bytes)
+        self._array: npt.NDArray[np.uint8] | None = _mapped(gpu, num_slots, layout.block_bytes)
+        self.address = self._array.ctypes.data
+        self._chunks = _chunks(num_slots, layout.block_bytes, chunk_bytes)
+        self._slots_per_chunk = len(self._chunks[0])
+        self._registered: list[int] = []  # addresses
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tierkv-pin")
+        self._pins = [self._threads.submit(self._pin, chunk) for chunk in self._chunks]
+        self._is_pinned = False
+        try:
+            self._pins[0].result()
+        except ConfigError:
+            self.close()
+            raise
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        if self._array is None:
+            raise LayoutError("these host slots are closed")
+        return self._array
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How far pinning has come, of `num_bytes`."""
+        with self._lock:
+            pinned = sum(pin.done() and not pin.cancelled() for pin in self._pins)
+        return min(pinned * self._slots_per_chunk * self._block_bytes, self.num_bytes)
+
+    def wait_until_pinned(self, slot_ids: Ids | None = None) -> None:
+        """Block until these slots (all, if None) are pinned. Raises TransferError if they cannot
+        be; the text says what to do."""
+        if self._is_pinned:
+            return
+        wanted = range(len(self._pins))
+        if slot_ids is not None:
+            wanted = np.unique(slot_ids // self._slots_per_chunk).tolist()
+        try:
+            for index in wanted:
+                self._pins[index].result()
+        except ConfigError as error:
+            raise TransferError(str(error)) from error
+        self._is_pinned = all(_is_good(pin) for pin in self._pins)
+
+    def close(self) -> None:
+        """Unpin and unmap. Nothing may be in flight. The pages go when no view is left."""
+        if self._array is None:
+            raise LayoutError("these host slots are closed already")
+        self._is_closing = True
+        self._threads.shutdown(wait=True)
+        self._array = None
+        driver = load_driver()
+        with self._gpu.bound_to_close():
+            while self._registered:
+                driver.unregister_host(self._registered.pop())
+
+    def _pin(self, chunk: range) -> None:
+        """Pre-fault and register the slots of `chunk`; runs on one of the pinning threads."""
+        if self._is_closing:
+            return
+        address = self.address + chunk.start * self._block_bytes
+        num_bytes = len(chunk) * self._block_bytes
+        _populate(address, num_bytes)
+        try:
+            with self._gpu.bound():
+                try:
+                    load_driver().register_host(address, num_bytes)
+                except DriverError as error:
+                    raise _cannot_pin(error, self.num_bytes) from error
+        except ConfigError as error:
+            log.error("%s", error)
+            raise
+        with self._lock:
+            self._registered.append(address)
+            pinned = len(self._registered)
+        log.debug("host tier: %d of %d chunks pinned", pinned, len(self._chunks))
+        if pinned == len(self._chunks):
+            log.info("host tier: %.1f GiB pinned", self.num_bytes / _GIB)
+
+
+def _is_good(pin: Future[None]) -> bool:
+    return pin.done() and pin.exception() is None
+
+
+def _chunks(num_slots: int, block_bytes: int, chunk_bytes: int) -> list[range]:
+    """Runs of slots whose bytes start and end at pages: two registrations may not share a page,
+    and one copy may not span two registrations."""
+    least = _PAGE // gcd(block_bytes, _PAGE)
+    step = max(chunk_bytes // (block_bytes * least), 1) * least
+    return [
+        range(start, min(start + step, num_slots)) for start in range(0, max(num_slots, 1), step)
+    ]
+
+
+def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]:
+    """uint8 [num_slots, block_bytes] of anonymous memory, aligned to huge pages, untouched."""
+    num_bytes = num_slots * block_bytes
+    length = -(-max(num_bytes, 1) // _HUGE_PAGE) * _HUGE_PAGE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    try:
+        if _free_huge_pages() * _HUGE_PAGE >= length:
+            pages = mmap.mmap(-1, length, flags=flags | _MAP_HUGETLB)
+        else:
+            pages = mmap.mmap(-1, length + _HUGE_PAGE, flags=flags)
+    except OSError as error:
+        raise ConfigError(
+            f"{num_bytes / _GIB:.1f} GiB of host memory cannot be mapped ({error}): "
+            "lower cache.host_blocks"
+        ) from error
+    raw = np.frombuffer(pages, np.uint8)
+    start = -raw.ctypes.data % _HUGE_PAGE
+    array = raw[start : start + num_bytes].reshape(num_slots, block_bytes)
+    address = raw.ctypes.data + start
+    numa.libc().madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_HUGEPAGE)
+    )
+    node = numa.numa_node_of(gpu.pci_bus_id)
+    if node is not None and not numa.prefer_node(address, length, node):
+        log.warning("host tier: the kernel does not place memory on NUMA node %d", node)
+    return array
+
+
+def _free_huge_pages() -> int:
+    try:
+        return int(_FREE_HUGE_PAGES.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    """Give every page of the range memory, without changing what is there. Where the kernel is too
+    old for it, registering does so, more slowly."""
+    start = address // _PAGE * _PAGE
+    length = -(-(address + num_bytes) // _PAGE) * _PAGE - start
+    numa.libc().madvise(
+        ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
+    )
+
+
+def _check_room(num_bytes: int) -> None:
+    """Raise ConfigError where filling the pages would get this process killed."""
+    room = numa.cgroup_room()
+    if room is not None and num_bytes > room:
+        raise ConfigError(
+            f"the host tier needs {num_bytes / _GIB:.1f} GiB and this container may use "
+            f"{room / _GIB:.1f} more: raise its memory limit or lower cache.host_blocks"
+        )
+    available = numa.memory_available()
+    if available is not None and num_bytes > available:
+        # Only a warning: machines exist whose memory grows as it is used.
+        log.warning(
+            "the host tier needs %.1f GiB, the machine says it has %.1f left",
+            num_bytes / _GIB,
+            available / _GIB,
+        )
+
+
+def _cannot_pin(error: DriverError, num_bytes: int) -> ConfigError:
+    limit = numa.memlock_limit()
+    if limit is not None and limit < num_bytes:
+        remedy = (
+            f"this process may lock {limit / _GIB:.2f} GiB: raise the limit (ulimit -l unlimited, "
+            "LimitMEMLOCK=infinity, or --ulimit memlock=-1 for a container)"
+        )
+    else:
+        remedy = "lower cache.host_blocks, or free memory on this machine"
+    needed = f"{num_bytes / _GIB:.1f} GiB of host memory"
+    return ConfigError(f"{needed} cannot be pinned ({error}): {remedy}")

@@ -1,0 +1,93 @@
+"""A circuit breaker: stops asking a store that fails, and asks again now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tierkv.clock import Clock
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"  # operations reach the store
+    OPEN = "open"  # they fail at once
+    HALF_OPEN = "half_open"  # they fail at once, and one probe is under way
+
+
+_TRANSITIONS = {
+    BreakerState.CLOSED: {BreakerState.OPEN},
+    BreakerState.OPEN: {BreakerState.HALF_OPEN},
+    BreakerState.HALF_OPEN: {BreakerState.OPEN, BreakerState.CLOSED},
+}
+
+
+def advance(current: BreakerState, to: BreakerState) -> BreakerState:
+    assert to in _TRANSITIONS[current], f"a breaker does not go from {current} to {to}"
+    return to
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSnapshot:
+    """since: Unix time of the last change. reason: of the failure that opened it last."""
+
+    state: BreakerState
+    since: float
+    num_opened: int
+    reason: str
+
+
+class Breaker:
+    """Opens after `failures_to_open` failures with no success in between. Synchronous."""
+
+    def __init__(self, failures_to_open: int, clock: Clock) -> None:
+        self._failures_to_open = failures_to_open
+        self._clock = clock
+        self._state = BreakerState.CLOSED
+        self._since = clock.wall()
+        self._num_failures = 0
+        self._num_opened = 0
+        self._reason = ""
+
+    @property
+    def is_closed(self) -> bool:
+        return self._state is BreakerState.CLOSED
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    def snapshot(self) -> BreakerSnapshot:
+        return BreakerSnapshot(self._state, self._since, self._num_opened, self._reason)
+
+    def succeed(self) -> None:
+        """An operation was answered; one that was begun before the breaker opened says nothing."""
+        if self.is_closed:
+            self._num_failures = 0
+
+    def fail(self, reason: str) -> bool:
+        """An operation was not answered; whether that has opened the breaker."""
+        if not self.is_closed:
+            return False
+        self._num_failures += 1
+        self._reason = reason
+        if self._num_failures < self._failures_to_open:
+            return False
+        self._num_opened += 1
+        self._move(BreakerState.OPEN)
+        return True
+
+    def begin_probe(self) -> None:
+        self._move(BreakerState.HALF_OPEN)
+
+    def end_probe(self, failure: str | None) -> None:
+        """failure: why the probe was not answered; None if it was."""
+        self._num_failures = 0
+        if failure is None:
+            self._move(BreakerState.CLOSED)
+            return
+        self._reason = failure
+        self._move(BreakerState.OPEN)
+
+    def _move(self, to: BreakerState) -> None:
+        self._state = advance(self._state, to)
+        self._since = self._clock.wall()

@@ -1,0 +1,130 @@
+"""Writes that wait for a store: bounded in bytes, the least valuable dropped first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
+from tierkv.tasks import background, outlast
+
+# One write at the store: enough for its connections, few enough to end soon.
+_BATCH_BYTES = 16 << 20
+_BATCH_ITEMS = 64
+
+
+@dataclass(eq=False, slots=True)
+class _Write:
+    item: PutItem
+    outcome: asyncio.Future[PutOutcome]
+
+
+class WriteQueue:
+    """`num_writers` tasks write what callers have queued, oldest first, in batches.
+
+    A caller's buffers are in use until its outcomes are there.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Sequence[PutItem]], Awaitable[Sequence[PutOutcome]]],
+        *,
+        num_writers: int,
+        max_bytes: int,
+        owner: str,
+    ) -> None:
+        self._write = write
+        self._num_writers = num_writers
+        self._max_bytes = max_bytes
+        self._owner = owner
+        self._waiting: OrderedDict[int, _Write] = OrderedDict()
+        self._came = asyncio.Event()
+        self._is_open = False
+        self.waiting_bytes = 0
+        self.num_dropped = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leaving drops what waits, and ends what is being written as the store's `put` does."""
+        writers = {f"tierkv-write-{i}": self._keep_writing() for i in range(self._num_writers)}
+        async with background(writers):
+            self._is_open = True
+            try:
+                yield
+            finally:
+                self._is_open = False
+                for key in list(self._waiting):
+                    self._settle(key, PutOutcome(PutStatus.FAILED, f"{self._owner} is closed"))
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        """As `Store.put`. A cancel withdraws what is not being written yet, waits for the rest."""
+        if not self._is_open:
+            return [PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")] * len(items)
+        loop = asyncio.get_running_loop()
+        writes = [_Write(item, loop.create_future()) for item in items]
+        for write in writes:
+            self._waiting[id(write)] = write
+            self.waiting_bytes += write.item.num_bytes
+        self._drop_the_least()
+        self._came.set()
+
+        def withdraw() -> None:
+            for write in writes:
+                if id(write) in self._waiting:
+                    self._settle(id(write), PutOutcome(PutStatus.FAILED, "nobody waits for it"))
+
+        await outlast({write.outcome for write in writes}, on_cancel=withdraw)  # type: ignore[misc]
+        return [write.outcome.result() for write in writes]
+
+    def _drop_the_least(self) -> None:
+        if self.waiting_bytes <= self._max_bytes:
+            return
+        outcome = PutOutcome(
+            PutStatus.FULL, f"dropped: more is written to {self._owner} than it takes"
+        )
+        # Tickets (replacing) are small and somebody waits for them; then worth; then the newest.
+        by_worth = sorted(
+            (not write.item.keep_existing, write.item.worth, -index, key)
+            for index, (key, write) in enumerate(self._waiting.items())
+        )
+        for *_, key in by_worth:
+            if self.waiting_bytes <= self._max_bytes:
+                return
+            self.num_dropped += 1
+            self._settle(key, outcome)
+
+    def _settle(self, key: int, outcome: PutOutcome) -> None:
+        write = self._waiting.pop(key)
+        self.waiting_bytes -= write.item.num_bytes
+        write.outcome.set_result(outcome)
+
+    async def _keep_writing(self) -> None:
+        while True:
+            while not self._waiting:
+                self._came.clear()
+                await self._came.wait()
+            batch = self._take()
+            outcomes: Sequence[PutOutcome] = [
+                PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")
+            ] * len(batch)
+            try:
+                outcomes = await self._write([write.item for write in batch])
+            finally:
+                for write, outcome in zip(batch, outcomes, strict=True):
+                    write.outcome.set_result(outcome)
+
+    def _take(self) -> list[_Write]:
+        batch: list[_Write] = []
+        num_bytes = 0
+        while self._waiting and len(batch) < _BATCH_ITEMS:
+            key, write = next(iter(self._waiting.items()))
+            if batch and num_bytes + write.item.num_bytes > _BATCH_BYTES:
+                break
+            del self._waiting[key]
+            self.waiting_bytes -= write.item.num_bytes
+            num_bytes += write.item.num_bytes
+            batch.append(write)
+        return batch
