@@ -14,6 +14,7 @@ class Row:
 
     value: a median, in `unit`. spread: (max - min) / median of the repetitions.
     ratio: value / the value of `against`, None where nothing is compared.
+    most: the target: what ratio, or value where there is no ratio, is to be at most.
     """
 
     what: str
@@ -22,15 +23,29 @@ class Row:
     spread: float
     against: str | None = None
     ratio: float | None = None
+    most: float | None = None
+
+    @property
+    def is_met(self) -> bool | None:
+        if self.most is None:
+            return None
+        return (self.value if self.ratio is None else self.ratio) <= self.most
 
 
-def row(what: str, samples: Sequence[float], unit: str, *, against: Row | None = None) -> Row:
-    """The median of `samples`, compared with another row of the same run."""
+def row(
+    what: str,
+    samples: Sequence[float],
+    unit: str,
+    *,
+    against: Row | None = None,
+    most: float | None = None,
+) -> Row:
+    """The median of `samples`, compared with another row of the same run and with a target."""
     median = statistics.median(samples)
     spread = (max(samples) - min(samples)) / median if median else 0.0
     if against is None:
-        return Row(what, median, unit, spread)
-    return Row(what, median, unit, spread, against.what, median / against.value)
+        return Row(what, median, unit, spread, most=most)
+    return Row(what, median, unit, spread, against.what, median / against.value, most)
 
 
 def show(rows: Sequence[Row], *, as_json: bool) -> None:
@@ -39,7 +54,11 @@ def show(rows: Sequence[Row], *, as_json: bool) -> None:
         print(json.dumps({"rows": [asdict(one) for one in rows]}))
         return
     width = max(len(one.what) for one in rows)
-    print(f"{'':{width}}  {'median':>10} {'unit':8} {'spread':>7}  ratio")
+    print(f"{'':{width}}  {'median':>10} {'unit':8} {'spread':>7}  target  ratio")
     for one in rows:
-        compared = f"{one.ratio:6.2f} x {one.against}" if one.ratio is not None else ""
-        print(f"{one.what:{width}}  {one.value:10.3f} {one.unit:8} {one.spread:6.0%}  {compared}")
+        compared = f"{one.ratio:6.3f} x {one.against}" if one.ratio is not None else ""
+        target = "" if one.most is None else f"{one.most:g}{'' if one.is_met else ' missed'}"
+        print(
+            f"{one.what:{width}}  {one.value:10.3f} {one.unit:8} {one.spread:6.0%}  "
+            f"{target:>6}  {compared}"
+        )

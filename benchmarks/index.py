@@ -1,114 +1,245 @@
-"""Cost of the index per block of a prompt: match, allocate, insert, release, under eviction.
+"""Cost of the index: per block of a prompt, of one long match, of making room, and in memory.
 
-Measured against one `hashlib.sha256(previous digest + block)` call in the same run, which is what
-any cache that keys blocks by digest pays at the least.
+Per block: match, allocate, commit and finish under eviction, planner included, against one
+`hashlib.sha256(previous digest + block)` call in the same run, which is what any cache that keys
+blocks by digest pays at the least. Each figure is printed beside its target.
 
     python benchmarks/index.py [--quick] [--json] [--trace FILE]
 
-FILE has one JSON object a line with `input_length` (tokens) and `hash_ids` (one id per 512 tokens;
-equal ids mean equal tokens), as in the traces published with Mooncake (FAST'25). Without it a
-synthetic conversation workload is used: many sessions that share system prompts and grow by turns.
+FILE has one JSON object a line with `hash_ids` (one id per 512 tokens; equal ids mean equal
+tokens), as in the traces published with Mooncake (FAST'25). Without it a synthetic conversation
+workload is used: many sessions that share system prompts and grow by turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
-import json
-import random
+import statistics
 import time
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.bench import Row, row, show
+from benchmarks.workload import Pieces, synthetic_requests, trace_requests
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import BlockPool
+from tierkv.cache.tokens import Tokens
+from tierkv.cache.write_policy import WritePolicy, WriteRule
+from tierkv.sched.planner import plan_room
 
-_PIECE = 512  # tokens per hash id
-
-
-def synthetic_requests(count: int, seed: int = 1) -> list[list[int]]:
-    """Hash ids of `count` requests of growing sessions over a few system prompts."""
-    rng = random.Random(seed)
-    sessions: list[list[int]] = []
-    next_id = 1000
-    requests = []
-    for _ in range(count):
-        if not sessions or rng.random() < 0.3:
-            sessions.append([rng.randrange(8) * 10 + i for i in range(rng.randrange(1, 4))])
-        session = rng.choice(sessions[-200:])
-        for _ in range(rng.randrange(1, 8)):
-            session.append(next_id)
-            next_id += 1
-        requests.append(list(session[:64]))
-    return requests
+_RULE = WriteRule(WritePolicy.SELECTIVE)
+_FORMS = ("bytes", "list", "bytes, digests of new blocks")
+_MOST = {  # the targets, as ratios to sha256, by block size
+    16: {"bytes": 0.08, "list": 0.40, "bytes, digests of new blocks": 1.2},
+    64: {"bytes": 0.22, "list": 1.4, "bytes, digests of new blocks": 2.3},
+}
 
 
-def tokens_of(hash_ids: Sequence[int]) -> bytes:
-    """512 seeded tokens per hash id, packed."""
-    pieces = [
-        np.random.default_rng(one).integers(0, 100_000, _PIECE, dtype=np.int32).tobytes()
-        for one in hash_ids
-    ]
-    return b"".join(pieces)
+class Cache:
+    """An index and its device pool, driven as the scheduler drives them."""
 
+    def __init__(self, block_size: int, capacity: int) -> None:
+        self.index = Index(block_size, b"root".ljust(32, b"\0"))
+        self.pool = BlockPool("device", capacity)
+        self.host = BlockPool("host", 1)
+        self.hit_blocks = 0
+        self.blocks = 0
 
-def run_index(prompts: Sequence[bytes], block_size: int, capacity: int) -> tuple[float, float]:
-    """Seconds per block, and the share of blocks that were hits."""
-    index, pool = Index(block_size), BlockPool("device", capacity)
-    blocks = hits = 0
-    started = time.perf_counter()
-    for tokens in prompts:
-        prompt = Prompt(tokens, block_size)
+    def make_room(self, needed: int) -> None:
+        index, pool = self.index, self.pool
+        steps = plan_room(index, pool, Tier.DEVICE, needed=needed, on_the_way=0, rule=_RULE)
+        freed = [index.drop(Tier.DEVICE, *step.victim) for step in steps]
+        if freed:
+            pool.release(freed[0] if len(freed) == 1 else np.concatenate(freed))
+
+    def run(self, tokens: Tokens, *, digests: bool = False) -> None:
+        """A request that is admitted, computes all it lacks, and ends."""
+        index, pool = self.index, self.pool
+        prompt = Prompt.of(tokens, index.block_size)
         match = index.match(prompt)
         lease = index.hold(match.node, match.num_blocks)
-        needed = min(prompt.num_blocks, capacity) - match.num_blocks
-        if needed > pool.num_free:
-            for victim in index.order[Tier.DEVICE].victims(needed - pool.num_free):
-                pool.release(index.drop(Tier.DEVICE, victim.node, victim.start, victim.stop))
+        stop = min(prompt.num_blocks, pool.capacity)
+        needed = stop - match.num_blocks
+        self.make_room(needed)
         slots = pool.allocate(needed)
-        lease, _ = index.insert(Tier.DEVICE, lease, prompt, match.num_blocks + needed, slots)
+        lease, _ = index.insert(Tier.DEVICE, lease, prompt, stop, slots)
+        if digests:
+            index.digests(lease.node, lease.num_blocks)
         index.release(lease)
-        blocks += prompt.num_blocks
-        hits += match.num_blocks
-    return (time.perf_counter() - started) / blocks, hits / blocks
+        self.blocks += prompt.num_blocks
+        self.hit_blocks += match.num_blocks
 
 
-def run_sha256(prompts: Sequence[bytes], block_size: int) -> float:
+def run_trace(requests: Sequence[Sequence[int]], pieces: Pieces, cache: Cache, form: str) -> float:
+    """Seconds per block."""
+    total = 0.0
+    for packed in pieces.prompts(requests):
+        tokens: Tokens = packed
+        if form == "list":
+            tokens = np.frombuffer(packed, np.int32).tolist()
+        started = time.thread_time()
+        cache.run(tokens, digests="digests" in form)
+        total += time.thread_time() - started
+    return total / cache.blocks
+
+
+def run_sha256(packed: bytes, block_size: int) -> float:
     """Seconds per chained digest."""
     width = block_size * 4
-    count, digest = 0, bytes(32)
-    started = time.perf_counter()
-    for tokens in prompts[:50]:
-        for at in range(0, len(tokens), width):
-            digest = hashlib.sha256(digest + tokens[at : at + width]).digest()
-            count += 1
-    return (time.perf_counter() - started) / count
+    digest = bytes(32)
+    started = time.thread_time()
+    for at in range(0, len(packed), width):
+        digest = hashlib.sha256(digest + packed[at : at + width]).digest()
+    return (time.thread_time() - started) / (len(packed) // width)
 
 
-def measure(requests: Sequence[Sequence[int]], repeats: int) -> list[Row]:
-    prompts = [tokens_of(ids) for ids in requests]
-    rows = []
-    for block_size in (16, 64):
-        capacity = 50_000 * 16 // block_size
+def measure_trace(requests: Sequence[Sequence[int]], repeats: int, block_size: int) -> list[Row]:
+    pieces, rows = Pieces(), []
+    sample = b"".join(pieces.prompts(requests[:100]))
+    for capacity in (50_000, 500_000):
         hashes: list[float] = []
-        costs: list[float] = []
+        costs: dict[str, list[float]] = {form: [] for form in _FORMS}
         share = 0.0
-        for _ in range(repeats):  # interleaved, so that both see the same machine
-            hashes.append(run_sha256(prompts, block_size) * 1e6)
-            cost, share = run_index(prompts, block_size, capacity)
-            costs.append(cost * 1e6)
-        sha = row(f"sha256 of a block, {block_size} tokens", hashes, "us")
+        for _ in range(repeats):  # interleaved, so that all see the same machine
+            for form in _FORMS:
+                hashes.append(run_sha256(sample, block_size) * 1e6)
+                cache = Cache(block_size, capacity)
+                costs[form].append(run_trace(requests, pieces, cache, form) * 1e6)
+                share = cache.hit_blocks / cache.blocks
+        sha = row(f"sha256 of a block of {block_size} tokens", hashes, "us")
+        rows.append(sha)
+        what = f"a block of {block_size}, {capacity:,} cached, {share:.1%} hits"
         rows += [
-            sha,
             row(
-                f"index per block, {block_size} tokens, {share:.0%} hits", costs, "us", against=sha
-            ),
+                f"{what}, from {form}", costs[form], "us", against=sha, most=_MOST[block_size][form]
+            )
+            for form in _FORMS
         ]
+    return rows
+
+
+def filled(capacity: int, *, prompt_blocks: int = 512, block_size: int = 16) -> Cache:
+    """A full cache of prompts that share a first quarter by groups of eight."""
+    cache = Cache(block_size, capacity)
+    rng = np.random.default_rng(capacity)
+    shared = b""
+    for at in range(capacity // (prompt_blocks * 3 // 4) + 9):
+        if at % 8 == 0:
+            shared = _tokens(rng, prompt_blocks // 4 * block_size)
+        cache.run(shared + _tokens(rng, prompt_blocks * 3 // 4 * block_size))
+    return cache
+
+
+def _tokens(rng: np.random.Generator, count: int) -> bytes:
+    return rng.integers(0, 100_000, count, dtype=np.int32).tobytes()
+
+
+def measure_long(capacity: int, repeats: int) -> list[Row]:
+    """A 128k-token prompt of which 90 % are shared, in a cache of `capacity` blocks."""
+    cache = filled(capacity)
+    rng = np.random.default_rng(7)
+    shared = _tokens(rng, 115_200)
+    cache.run(shared + _tokens(rng, 12_800))
+    prompts = [shared + _tokens(rng, 12_800) for _ in range(20)]
+    from_bytes, from_list = [], []
+    for at in range(repeats):
+        packed = prompts[at % len(prompts)]
+        prompt = Prompt.of(packed, 16)
+        started = time.thread_time()
+        match = cache.index.match(prompt)
+        from_bytes.append((time.thread_time() - started) * 1e3)
+        assert match.num_blocks == 7200, "nine tenths are cached"
+    for at in range(max(repeats // 20, 5)):
+        tokens = np.frombuffer(prompts[at % len(prompts)], np.int32).tolist()
+        started = time.thread_time()
+        cache.index.match(Prompt.of(tokens, 16))
+        from_list.append((time.thread_time() - started) * 1e3)
+    freed = []
+    for at in range(repeats):
+        started = time.thread_time()
+        cache.make_room(cache.pool.num_free + 128)
+        freed.append((time.thread_time() - started) * 1e6)
+        if at % 4 == 3:
+            cache.run(_tokens(rng, 512 * 16))
+    where = f"in {capacity:,} blocks"
+    return [
+        row(f"match of 128k tokens {where}, p99", [_p99(from_bytes)], "ms", most=0.3),
+        row(f"match of 128k tokens {where}, median", from_bytes, "ms"),
+        row("the same from a list, p99", [_p99(from_list)], "ms", most=4.0),
+        row(f"free 128 blocks {where}", freed, "us", most=60.0),
+    ]
+
+
+def _p99(samples: Sequence[float]) -> float:
+    return statistics.quantiles(samples, n=100)[98] if len(samples) > 1 else samples[0]
+
+
+def measure_flat(repeats: int) -> list[Row]:
+    """The same requests against a small and a big cache."""
+    rows: list[Row] = []
+    for capacity in (10_000, 100_000, 1_000_000):
+        cache = filled(capacity)
+        rng = np.random.default_rng(3)
+        costs = []
+        for _ in range(repeats):
+            prompts = [_tokens(rng, 512 * 16) for _ in range(100)]
+            started = time.thread_time()
+            for packed in prompts:
+                cache.run(packed)
+            costs.append((time.thread_time() - started) / (100 * 512) * 1e6)
+        base = rows[0] if rows else None
+        most = 1.5 if rows else None
+        rows.append(
+            row(f"a block of 16, full cache of {capacity:,}", costs, "us", against=base, most=most)
+        )
+    return rows
+
+
+def measure_memory(requests: Sequence[Sequence[int]]) -> list[Row]:
+    """Bytes per cached block of 16 tokens, its tokens not counted; no eviction."""
+    pieces = Pieces()
+    capacity = sum(map(len, requests)) * 32
+    prompts = list(pieces.prompts(requests))
+    del pieces
+    rows = []
+    for digests, most in ((False, 40.0), (True, 130.0)):
+        pool = BlockPool("device", capacity)
+        gc.collect()
+        tracemalloc.start()
+        index = Index(16, b"root".ljust(32, b"\0"))
+        cached = 0
+        for packed in prompts:
+            prompt = Prompt.of(bytes(bytearray(packed)), 16)  # a copy, so that it is counted
+            match = index.match(prompt)
+            lease = index.hold(match.node, match.num_blocks)
+            slots = pool.allocate(prompt.num_blocks - match.num_blocks)
+            lease, _ = index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+            if digests:
+                index.digests(lease.node, lease.num_blocks)
+            index.release(lease)
+            cached += len(slots)
+        prompt = Prompt.of(b"", 16)
+        gc.collect()
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        # 12: the pool's three int32 of each slot, allocated before.
+        what = "with digests" if digests else "without digests"
+        tokens = sum(node.token_bytes for node in index.nodes())
+        rows.append(
+            row(
+                f"memory of a block, {what}",
+                [(size - tokens) / cached + 12],
+                "B",
+                most=most,
+            )
+        )
     return rows
 
 
@@ -118,15 +249,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--trace", type=Path, help="a trace instead of the synthetic workload")
     args = parser.parse_args(argv)
-    limit = 300 if args.quick else 2000
+    limit = 1500 if args.quick else 100_000
     if args.trace:
-        with args.trace.open() as lines:
-            requests = [
-                json.loads(line)["hash_ids"] for line, _ in zip(lines, range(limit), strict=False)
-            ]
+        requests = trace_requests(args.trace, limit)
     else:
-        requests = synthetic_requests(limit)
-    show(measure(requests, 3 if args.quick else 5), as_json=args.json)
+        requests = synthetic_requests(min(limit, 6000))
+    repeats = 2 if args.quick else 3
+    rows = []
+    for block_size in (16, 64):
+        rows += measure_trace(requests, repeats, block_size)
+    rows += measure_long(100_000 if args.quick else 1_000_000, 200 if args.quick else 1000)
+    rows += measure_flat(3 if args.quick else 10)
+    rows += measure_memory(requests[:1000])
+    show(rows, as_json=args.json)
 
 
 if __name__ == "__main__":

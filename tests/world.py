@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -107,9 +108,9 @@ class World:
         size = self.layout.block_size
         num_blocks = -(-num_tokens // size)
         return [
-            array[request.block_table[:num_blocks]].reshape(num_blocks * size, plane.token_bytes)[
-                :num_tokens
-            ]
+            array[request.block_table[:num_blocks]].reshape(
+                num_blocks * size, plane.token_bytes or 0
+            )[:num_tokens]
             for plane, array in zip(self.layout.planes, self.service.planes.arrays, strict=True)
         ]
 
@@ -148,8 +149,8 @@ class World:
         return self.service.stats().device.free
 
 
-def fingerprint(**fields: str) -> Fingerprint:
-    return Fingerprint("model", GQA, **fields)  # type: ignore[arg-type] - all of them are texts
+def fingerprint(**fields: Any) -> Fingerprint:
+    return Fingerprint("model", GQA, **fields)
 
 
 @asynccontextmanager
@@ -160,7 +161,7 @@ async def world(
     handoff: HandoffSettings | None = None,
     clock: Clock | None = None,
     who: Fingerprint | None = None,
-    **settings: object,
+    **settings: Any,
 ) -> AsyncIterator[World]:
     """A running node with its latches open; on leaving they are opened again.
 
@@ -177,7 +178,7 @@ async def world(
     service = Service(
         CpuDevice(before_copy=latch),
         who,
-        CacheSettings(block_size=who.layout.block_size, **chosen),  # type: ignore[arg-type]
+        CacheSettings(block_size=who.layout.block_size, **chosen),
         handoff or HandoffSettings(),
         faulty,
         clock=clock,

@@ -179,6 +179,7 @@ class Service:
             finally:
                 self.is_ready = False
                 self.drain()
+            await self.scheduler.until_idle()
         log.info("service %s closed", self._name)
 
     @contextmanager
@@ -355,7 +356,9 @@ class Service:
 
     def verify(self) -> list[str]:
         """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
-        private = [request.private_slots() for request in self.scheduler.running_requests]
+        scheduler = self.scheduler
+        requests = (*scheduler.running_requests, *scheduler.ending_requests)
+        private = [request.private_slots() for request in requests]
         wrong = invariants.findings(
             self.index,
             self.tiers.pools,

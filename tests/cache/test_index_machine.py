@@ -191,7 +191,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.pools[tier].release(slot)
 
     def _keep_or_release(self, held: Held, data: st.DataObject) -> None:
-        if held.prefix and data.draw(st.booleans()):
+        keeps: bool = data.draw(st.booleans())
+        if held.prefix and keeps:
             self.held.append(held)
         else:
             self.index.release(held.lease)

@@ -25,7 +25,7 @@ def test_a_list_arrays_json_and_packed_bytes_are_the_same_tokens(tokens: list[in
     assert pack(json.loads(json.dumps(tokens))) == packed
     for dtype in ("<i4", ">i4", "<i8", ">i8", "u4", "u8"):
         assert pack(np.array(tokens, dtype=dtype)) == packed
-    assert pack([np.int64(token) for token in tokens]) == packed  # type: ignore[arg-type]
+    assert pack(list(np.array(tokens, np.int64))) == packed  # a list of NumPy integers
     assert pack(np.repeat(np.array(tokens, np.int32), 2)[::2]) == packed
 
 

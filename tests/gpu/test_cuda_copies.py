@@ -15,6 +15,10 @@ from tierkv.errors import ConfigError, DeviceFailedError, LayoutError, TransferE
 from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.gpu.units import Order, UnitSizes
 
+pytest.importorskip("cupy", reason="CuPy is not installed")
+from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.cuda_lane import LaneSettings
+
 pytestmark = pytest.mark.gpu
 
 WAIT_S = 20.0
@@ -65,8 +69,6 @@ def patterns(num_blocks: int) -> dict[str, np.ndarray]:
 def test_exactly_the_named_blocks_arrive(
     cupy: ModuleType, name: str, direction: Direction, order: Order, sizes: str
 ) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice
-    from tierkv.gpu.cuda_lane import LaneSettings
 
     layout = (ALL_LAYOUTS | BIG_LAYOUTS)[name]
     device = CudaDevice(lanes=LaneSettings(staging_bytes=1 << 20, units=SIZES[sizes]))
@@ -118,7 +120,6 @@ def engine_tensors(cupy: ModuleType, layout: Layout, num_blocks: int, kind: str)
 @pytest.mark.parametrize("kind", ["interleaved", "unaligned", "transposed"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "dsa", "fp8", "gqa-128k"])
 def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, kind: str) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice
 
     layout = (LAYOUTS | BIG_LAYOUTS)[name]
     device = CudaDevice()
@@ -129,7 +130,9 @@ def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, ki
     back = device.open_lane(Direction.LOAD, planes, host)
     before = blocks_of(cupy, planes)
     every = np.arange(9, dtype=np.int32)
-    there.submit(BlockCopy(Direction.OFFLOAD, every[::-1].copy(), every))[-1].block_until_done(WAIT_S)
+    there.submit(BlockCopy(Direction.OFFLOAD, every[::-1].copy(), every))[-1].block_until_done(
+        WAIT_S
+    )
     assert np.array_equal(host.array[::-1], before)
     host.array[:] = np.random.default_rng(1).integers(0, 256, host.array.shape, np.uint8)
     back.submit(BlockCopy(Direction.LOAD, every, every))[-1].block_until_done(WAIT_S)
@@ -145,7 +148,6 @@ def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, ki
 
 
 def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice
 
     device = CudaDevice()
     layout = Layout(1, (Plane(0, "key", "uint8", 64), Plane(0, "value", "uint8", 64)))
@@ -165,7 +167,6 @@ def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
 
 
 def test_blocks_are_copied_within_the_gpu_after_compute(cupy: ModuleType) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice
 
     device = CudaDevice()
     for layout in ALL_LAYOUTS.values():
@@ -187,8 +188,6 @@ def test_blocks_are_copied_within_the_gpu_after_compute(cupy: ModuleType) -> Non
 
 def test_a_ring_that_is_wrapped_many_times_loses_nothing(cupy: ModuleType) -> None:
     """Many transfers in flight through 1 MiB of staging, both directions, no wait between them."""
-    from tierkv.gpu.cuda_device import CudaDevice
-    from tierkv.gpu.cuda_lane import LaneSettings
 
     layout = BIG_LAYOUTS["fp8-scales"]
     device = CudaDevice(lanes=LaneSettings(staging_bytes=1 << 20))
@@ -219,7 +218,6 @@ def test_a_ring_that_is_wrapped_many_times_loses_nothing(cupy: ModuleType) -> No
 
 @pytest.fixture
 def opened(cupy: ModuleType) -> Iterator[tuple[object, ...]]:
-    from tierkv.gpu.cuda_device import CudaDevice
 
     device = CudaDevice()
     layout = LAYOUTS["gqa"]
@@ -233,7 +231,6 @@ def opened(cupy: ModuleType) -> Iterator[tuple[object, ...]]:
 def test_what_a_lane_cannot_do_is_refused_with_nothing_submitted(
     cupy: ModuleType, opened: tuple[object, ...]
 ) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice
 
     device, planes, host = opened
     assert isinstance(device, CudaDevice)
@@ -249,7 +246,6 @@ def test_what_a_lane_cannot_do_is_refused_with_nothing_submitted(
 
 
 def test_too_little_memory_is_an_error_that_leaves_the_gpu_usable(cupy: ModuleType) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice
 
     device = CudaDevice()
     layout = BIG_LAYOUTS["gqa-128k"]
@@ -263,7 +259,6 @@ def test_too_little_memory_is_an_error_that_leaves_the_gpu_usable(cupy: ModuleTy
 
 
 def test_a_gpu_that_is_not_there_is_a_config_error(cupy: ModuleType) -> None:
-    from tierkv.gpu.cuda_device import CudaDevice
 
     with pytest.raises(ConfigError, match="no GPU 99"):
         CudaDevice(99)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ async def publish(node: World, prompt: list[int], ticket_id: str = "ticket") -> 
 
 @asynccontextmanager
 async def pair(
-    clock: TurnedClock | None = None, who: Fingerprint | None = None, **settings: object
+    clock: TurnedClock | None = None, who: Fingerprint | None = None, **settings: Any
 ) -> AsyncIterator[tuple[World, World]]:
     """A prefill node, and a decode node `who`, with one store."""
     store = MemoryStore(MemorySettings(), clock or SystemClock())

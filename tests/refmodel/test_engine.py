@@ -23,8 +23,8 @@ from tierkv.errors import (
     RequestTooLargeError,
     ShuttingDownError,
 )
-from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.protocol import Direction
+from tierkv.gpu.cpu import CallerStream, CpuDevice
+from tierkv.gpu.protocol import Direction, Event
 from tierkv.pd.ticket import MAX_TICKET_BYTES, Ticket
 from tierkv.refmodel.engine import LOAD_FAILED
 from tierkv.refmodel.generation import GenerateRequest
@@ -38,6 +38,17 @@ PROMPT = text(3 * BLOCK_SIZE + 5)
 NEW = 6
 
 
+class WatchedStream(CallerStream):
+    """A compute stream that tells whether the compute thread waits on it."""
+
+    is_waiting = False
+
+    def wait(self, event: Event, timeout_s: float) -> None:
+        self.is_waiting = True
+        super().wait(event, timeout_s)
+        self.is_waiting = False
+
+
 @dataclass
 class Bench:
     """A node with its latches, and what must be true of it when nothing runs."""
@@ -45,6 +56,7 @@ class Bench:
     node: ExactNode
     latch: CopyLatch
     store: FaultyStore
+    stream: WatchedStream
 
     async def settle(self) -> None:
         service = self.node.service
@@ -69,9 +81,10 @@ async def bench(store: MemoryStore | None = None, **settings: int) -> AsyncItera
     latch = CopyLatch()
     faulty = FaultyStore(store or MemoryStore(MemorySettings(), SystemClock()))
     device = CpuDevice(before_copy=latch)
+    device.compute_stream = stream = WatchedStream()
     async with exact_node(faulty, device=device, **{"device_blocks": 24, **settings}) as node:  # type: ignore[arg-type]
         try:
-            yield Bench(node, latch, faulty)
+            yield Bench(node, latch, faulty, stream)
         finally:
             latch.release()
             faulty.release()
@@ -256,8 +269,7 @@ async def test_a_cancelled_caller_is_held_until_the_thread_has_left_the_blocks()
         on.latch.hold(Direction.LOAD)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(on.node.generate(PROMPT, NEW))
-            await on.latch.until_held()  # so the compute thread waits at the gate, or soon will
-            await turns(20)
+            await until(lambda: on.stream.is_waiting, "the compute thread at the gate")
             task.cancel()
             await turns(20)
             task.cancel()  # impatience changes nothing

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,10 @@ class Stage:
 async def stage(*, published: bool) -> AsyncIterator[Stage]:
     """A node beside another one that has computed PROMPT, and published it if asked for."""
     store = MemoryStore(MemorySettings(), SystemClock())
-    settings = {"host_write": WritePolicy.WRITE_THROUGH, "storage_write": WritePolicy.WRITE_THROUGH}
+    settings: dict[str, Any] = {
+        "host_write": WritePolicy.WRITE_THROUGH,
+        "storage_write": WritePolicy.WRITE_THROUGH,
+    }
     async with world(store=store, **settings) as other:
         if published:
             request = await other.admit(PROMPT)

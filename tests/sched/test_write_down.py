@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ async def test_write_through_copies_as_soon_as_blocks_are_whole() -> None:
 
 @pytest.mark.parametrize("tier", ["host", "storage"])
 async def test_selective_copies_what_was_matched_so_often(tier: str) -> None:
-    rules = {f"{tier}_write": SELECTIVE, f"{tier}_after_hits": 2}
+    rules: dict[str, Any] = {f"{tier}_write": SELECTIVE, f"{tier}_after_hits": 2}
     async with world(with_store=True, **({"host_write": NONE} | rules)) as here:
         for expected in (0, 0, 2):
             await here.run([*tokens(8), 50 + expected])

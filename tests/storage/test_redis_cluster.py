@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis.crc import key_slot
@@ -136,7 +136,7 @@ async def test_cancels_in_a_cluster_mix_up_no_replies(store: RedisStore) -> None
     "trials", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_over(
-    trials: int, record_property: Callable[[str, object], None]
+    trials: int,
 ) -> None:
     recoveries = []
     for _ in range(trials):
@@ -159,7 +159,7 @@ async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_ove
                 assert await store.exists(NAMES) == len(NAMES)
                 puts = await store.put([PutItem(f"t:g:{i}:0", (b"x",)) for i in range(100)])
                 assert {put.status for put in puts} == {PutStatus.STORED}
-    record_property("recovery_s", f"{min(recoveries):.2f} to {max(recoveries):.2f}")
+    print(f"recovered after {min(recoveries):.2f} to {max(recoveries):.2f} s")  # noqa: T201 - for docs
     assert max(recoveries) <= 5.0
 
 

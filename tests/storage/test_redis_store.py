@@ -392,3 +392,17 @@ async def test_tls_reaches_the_server_and_trusts_nobody_unknown(
 async def test_a_get_of_nothing_known_is_a_miss(store: RedisStore) -> None:
     outcomes = await store.get_into([GetItem("t:f:a:0", ()), landing("t:f:b:0", 5)[0]])
     assert [outcome.status for outcome in outcomes] == [GetStatus.MISS] * 2
+
+
+async def test_a_caller_that_goes_while_its_connection_is_made_gets_its_buffers_untouched(
+    empty_redis: RedisServer,
+) -> None:
+    for ticks in range(40):
+        store = redis_store(empty_redis.url)
+        async with store.running():
+            await put_one(store, "t:f:a:0", b"x" * 1_000, keep_existing=False)
+            item, [buffer] = landing("t:f:a:0", 1_000)
+            await cancelled_after(ticks, store.get_into([item]))
+            buffer[:] = bytes(1_000)
+            assert (await get_one(store, "t:f:a:0", 1_000))[0] is GetStatus.HIT
+            assert buffer == bytes(1_000)

@@ -38,7 +38,6 @@ class Pair:
             ResilienceSettings(**all_settings),  # type: ignore[arg-type]
             SystemClock(),
         )
-        self.store._tokens = 0.0 if not all_settings["retries_per_operation"] else 5.0  # noqa: SLF001
 
     @property
     def state(self) -> BreakerState:

@@ -122,4 +122,4 @@ async def test_leaving_waits_for_what_is_in_flight_and_then_refuses() -> None:
         event.finish()
     assert living.result().done()
     with pytest.raises(ShuttingDownError):
-        poller.done(ManualEvent())
+        await poller.done(ManualEvent())

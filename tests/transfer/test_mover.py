@@ -37,7 +37,7 @@ class Ground:
         return b"".join(array[block].tobytes() for array in self.planes.arrays)
 
     def slot(self, slot: int) -> bytes:
-        return self.host.array[slot].tobytes()
+        return bytes(self.host.array[slot])
 
 
 @asynccontextmanager

@@ -1,18 +1,19 @@
-"""Which unheld copies go first: least recently used, leaves before their parents."""
+"""Which unheld copies go first: leaves before their parents, and among leaves the policy says."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 from tierkv.cache.node import Node, Tier
-from tierkv.cache.states import CopyState
+from tierkv.cache.policies import EvictionPolicy, Lru
+
+SOFT_PIN = 1 << 62  # added to a rank: softly pinned runs go when nothing else is left
+
+Entry = tuple[int, int, Node]  # rank, a number that no other entry has, the run
 
 
-@dataclass(frozen=True, slots=True)
-class Victim:
+class Victim(NamedTuple):
     """Ready copies of run blocks [start, stop) of an unheld node, to go in the order listed."""
 
     node: Node
@@ -20,69 +21,119 @@ class Victim:
     stop: int
 
 
-class LruOrder:
+class EvictionOrder:
     """One tier's candidates: unheld nodes none of whose children has a copy on this tier.
 
     A lazy heap: `offer` pushes whenever a node may have become a candidate, and entries that are
     no longer true are skipped when they come up. O(log n) each; nothing ever scans the tree.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, policy: EvictionPolicy | None = None) -> None:
         self.tier = tier
+        self.policy = policy or Lru()
         self.num_unheld = 0  # copies in nodes without holders: all of them can be evicted
-        self._heap: list[tuple[int, int, Node]] = []
-        self._pushed: dict[int, int] = {}  # uid -> last_used of its newest entry
+        self._heap: list[Entry] = []
+        self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
+        self._num_pushed = 0
+        self._rank = self.policy.rank
 
     def is_candidate(self, node: Node) -> bool:
         return (
             node.holders == 0
-            and node.parent is not None
             and node.copies[self.tier].num_present > 0
             and node.present_children[self.tier] == 0
+            and node.parent is not None
         )
 
+    def rank(self, node: Node) -> int:
+        rank = self._rank(node)
+        return rank + SOFT_PIN if node.soft_pins else rank
+
     def offer(self, node: Node) -> None:
-        if self.is_candidate(node) and self._pushed.get(node.uid) != node.last_used:
-            self._pushed[node.uid] = node.last_used
-            heapq.heappush(self._heap, (node.last_used, node.uid, node))
-            if len(self._heap) > 2 * len(self._pushed) + 64:  # mostly entries that have gone stale
-                self._heap = [e for e in self._heap if self._pushed.get(e[1]) == e[0]]
-                heapq.heapify(self._heap)
+        """Queue `node` if it can go."""
+        tier = self.tier
+        if (
+            node.holders
+            or not node.copies[tier].num_present
+            or node.present_children[tier]
+            or node.parent is None
+        ):
+            return
+        fallen = self.policy.queued(node)
+        self._push(node)
+        for other in fallen:
+            if self.is_candidate(other):
+                self._push(other)
+
+    def _push(self, node: Node) -> None:
+        rank, newest = self.rank(node), self._newest
+        known = newest.get(node.uid)
+        if known is not None and known[0] == rank:
+            return
+        self._num_pushed += 1
+        entry = newest[node.uid] = (rank, self._num_pushed, node)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(newest) + 64:  # mostly entries that have gone stale
+            self._heap = list(newest.values())
+            heapq.heapify(self._heap)
+
+    def forget(self, node: Node) -> None:
+        """`node` has left the tree."""
+        self._newest.pop(node.uid, None)
+        self.policy.forget(node)
 
     def victims(self, count: int) -> list[Victim]:
-        """The next `count` copies to go, the oldest leaf's last blocks first. Changes nothing.
+        """The next `count` copies to go, the first leaf's last blocks first. Changes nothing.
 
         Fewer if there are fewer. A parent is listed after all its children are, wholly.
         """
+        first = self._first([])
+        if first is not None and 0 < count <= first[2].copies[self.tier].num_present:
+            leaf = first[2]  # the common case: one leaf is enough
+            runs = leaf.copies[self.tier].ready_runs(count)
+            return [Victim(leaf, start, stop) for start, stop in runs]
         chosen: list[Victim] = []
-        taken: list[tuple[int, int, Node]] = []
-        virtual: list[tuple[int, int, Node]] = []  # parents whose last child is chosen already
+        taken: list[Entry] = []
+        virtual: list[Entry] = []  # parents whose last child is chosen already
         gone_children: dict[int, int] = {}
-        while count > 0 and (self._heap or virtual):
-            if virtual and (not self._heap or virtual[0] < self._heap[0]):
-                entry = heapq.heappop(virtual)
-            else:
-                entry = heapq.heappop(self._heap)
-                if self._pushed.get(entry[1]) != entry[0] or not self.is_candidate(entry[2]):
-                    if self._pushed.get(entry[1]) == entry[0]:
-                        del self._pushed[entry[1]]
-                    continue
-                taken.append(entry)
+        while count > 0 and (entry := self._first(virtual)) is not None:
             node = entry[2]
-            present = np.flatnonzero(node.copies[self.tier].states == CopyState.READY)
-            going = present[max(len(present) - count, 0) :]
-            count -= len(going)
-            for start, stop in _runs(going):
+            present = node.copies[self.tier].num_present
+            for start, stop in node.copies[self.tier].ready_runs(count):
                 chosen.append(Victim(node, start, stop))
+                count -= stop - start
+                present -= stop - start
+            if present and count <= 0:
+                break  # a part of it goes: it stays the first
+            if virtual and virtual[0] is entry:
+                heapq.heappop(virtual)
+            else:
+                taken.append(heapq.heappop(self._heap))
             parent = node.parent
-            if len(going) == len(present) and parent is not None and parent.parent is not None:
-                gone = gone_children[parent.uid] = gone_children.get(parent.uid, 0) + 1
-                is_next = gone == parent.present_children[self.tier] and parent.holders == 0
-                if is_next and parent.copies[self.tier].num_present:
-                    heapq.heappush(virtual, (parent.last_used, parent.uid, parent))
+            if present or parent is None or parent.parent is None or count <= 0:
+                continue
+            gone = gone_children[parent.uid] = gone_children.get(parent.uid, 0) + 1
+            is_next = gone == parent.present_children[self.tier] and parent.holders == 0
+            if is_next and parent.copies[self.tier].num_present:
+                heapq.heappush(virtual, (self.rank(parent), -parent.uid, parent))
         for entry in taken:
             heapq.heappush(self._heap, entry)
         return chosen
+
+    def _first(self, virtual: list[Entry]) -> Entry | None:
+        """The entry to go next; entries that are no longer true are dropped on the way."""
+        heap, newest = self._heap, self._newest
+        while heap:
+            entry = heap[0]
+            uid = entry[2].uid
+            if newest.get(uid) is not entry:
+                heapq.heappop(heap)
+            elif not self.is_candidate(entry[2]):
+                heapq.heappop(heap)
+                del newest[uid]
+            else:
+                return virtual[0] if virtual and virtual[0] < entry else entry
+        return virtual[0] if virtual else None
 
     def findings(self, nodes: list[Node]) -> list[str]:
         """What is wrong, in words, if `nodes` are all the nodes of the tree."""
@@ -90,19 +141,17 @@ class LruOrder:
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
             wrong.append(f"{self.tier.name}: {unheld} unheld copies, but {self.num_unheld} counted")
-        queued = {(last_used, uid) for last_used, uid, _ in self._heap}
-        wrong.extend(
-            f"{self.tier.name}: node {node.uid} could be evicted, is not queued"
-            for node in nodes
-            if self.is_candidate(node) and (node.last_used, node.uid) not in queued
-        )
+        queued = {id(entry) for entry in self._heap}
+        for node in nodes:
+            if not self.is_candidate(node):
+                continue
+            entry = self._newest.get(node.uid)
+            if entry is None or id(entry) not in queued or entry[0] != self.rank(node):
+                wrong.append(f"{self.tier.name}: node {node.uid} could be evicted, is not queued")
+        known = {node.uid for node in nodes}
+        if lost := [uid for uid in self._newest if uid not in known]:
+            wrong.append(f"{self.tier.name}: {len(lost)} nodes are queued that left the tree")
+        heap = self._heap
+        if any(heap[(at - 1) // 2] > heap[at] for at in range(1, len(heap))):
+            wrong.append(f"{self.tier.name}: the queue is not a heap")
         return wrong
-
-
-def _runs(sorted_ids: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[tuple[int, int]]:
-    """Consecutive ids as (start, stop), the last run first."""
-    if not len(sorted_ids):
-        return []
-    breaks = np.flatnonzero(np.diff(sorted_ids) != 1) + 1
-    parts = np.split(sorted_ids, breaks)
-    return [(int(part[0]), int(part[-1]) + 1) for part in reversed(parts)]

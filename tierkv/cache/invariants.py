@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from tierkv.cache.index import Index
+from tierkv.cache.keys import DIGEST_BYTES
 from tierkv.cache.node import NO_SLOT, Node, Tier
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.states import CopyState
 
 
@@ -25,21 +27,53 @@ def findings(
     for node in nodes:
         wrong += _node_findings(node, index)
     for tier in Tier:
-        slots = [
-            int(slot)
-            for node in nodes
-            for slot in node.copies[tier].slots[node.copies[tier].states != CopyState.ABSENT]
-        ]
-        wrong += pools[tier].findings([*slots, *owned_elsewhere[tier]])
-        wrong += index.order[tier].findings(nodes)
-    if index.num_held_leases == 0 and (held := [n.uid for n in nodes if n.holders]):
-        wrong.append(f"no lease is out, but nodes {held[:5]} count holders")
+        slots = np.concatenate([_EMPTY, *(node.copies[tier].slots for node in nodes)])
+        owned = np.concatenate([slots[slots != NO_SLOT], _array(owned_elsewhere[tier])])
+        wrong += pools[tier].findings(owned.tolist())
+        for order, space in index.orders(tier):
+            wrong += order.findings([n for n in nodes if space is None or n.space is space])
+        wrong += _space_findings(index, nodes, tier)
+    wrong += _lease_findings(index, nodes)
+    return wrong
+
+
+_EMPTY: Ids = np.zeros(0, np.int32)
+
+
+def _array(slots: Iterable[int]) -> Ids:
+    return np.fromiter(slots, np.int32)
+
+
+def _space_findings(index: Index, nodes: list[Node], tier: Tier) -> list[str]:
+    used = Counter[str]()
+    for node in nodes:
+        used[node.space.name] += node.copies[tier].num_present
+    return [
+        f"fingerprint {space.name!r} has {used[space.name]} {tier.name} copies, "
+        f"but {space.used[tier]} are counted"
+        for space in index.spaces()
+        if used[space.name] != space.used[tier]
+    ]
+
+
+def _lease_findings(index: Index, nodes: list[Node]) -> list[str]:
+    """Every holder is a lease that is out or a child with holders."""
+    wrong = []
+    num_leases = 0
+    for node in [*index.roots(), *nodes]:
+        held_children = sum(child.holders > 0 for child in node.children.values())
+        if node.holders < held_children:
+            wrong.append(f"node {node.uid} counts fewer holders than its children")
+        num_leases += node.holders - held_children
+    if num_leases != index.num_held_leases:
+        wrong.append(f"{index.num_held_leases} leases are out, but nodes count {num_leases}")
     return wrong
 
 
 def _node_findings(node: Node, index: Index) -> list[str]:
     name = f"node {node.uid} (blocks {node.start} to {node.end})"
     wrong = [f"{name} {what}" for what in _shape_findings(node, index.block_token_bytes)]
+    wrong += [f"{name} {what}" for what in _memory_findings(node)]
     wrong += [f"{name} {what}" for what in _residency_findings(node)]
     for tier in Tier:
         wrong += [f"{name} {what}" for what in _tier_findings(node, tier)]
@@ -65,8 +99,27 @@ def _shape_findings(node: Node, block_token_bytes: int) -> list[str]:
         wrong.append("is not found under its parent by its first block")
     if sorted(node.children) != node.order:
         wrong.append("lists other children in order than it has")
-    if node.holders < sum(child.holders for child in node.children.values()):
-        wrong.append("counts fewer holders than its children")
+    return wrong
+
+
+def _memory_findings(node: Node) -> list[str]:
+    """What is remembered beside the tokens: lengths, digests, uses, relations."""
+    parent = node.parent
+    assert parent is not None, "the root is not listed"
+    wrong = []
+    if node.end != node.start + node.num_blocks:
+        wrong.append(f"has {node.num_blocks} blocks")
+    if len(node.digests) > node.num_blocks * DIGEST_BYTES:
+        wrong.append("remembers more digests than it has blocks")
+    if len(node.packed) > 2 * node.token_bytes:
+        wrong.append("keeps more tokens in memory that are gone than tokens that are there")
+    if node.holders == 0 and node.last_used > parent.last_used and parent.holders == 0:
+        wrong.append("was used after its parent")
+    if any(
+        child.parent is not node or child.space is not node.space
+        for child in node.children.values()
+    ):
+        wrong.append("has a child that belongs elsewhere")
     return wrong
 
 
@@ -91,6 +144,8 @@ def _residency_findings(node: Node) -> list[str]:
 def _tier_findings(node: Node, tier: Tier) -> list[str]:
     wrong = []
     copies = node.copies[tier]
+    if copies.num_blocks != node.num_blocks:
+        wrong.append(f"has {copies.num_blocks} {tier.name} blocks")
     if len(copies.slots) != node.num_blocks or len(copies.states) != node.num_blocks:
         wrong.append(f"has {len(copies.slots)} {tier.name} slots")
         return wrong

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from tierkv.cache.tokens import TOKEN_BYTES, Tokens, pack
 from tierkv.errors import BadRequestError
@@ -61,19 +60,31 @@ def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
     return b"".join(parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """Tokens (packed) and media, cut into blocks of `block_size`: what the index matches.
 
     extras: for each block that media overlap, and for the tail, its extra keys.
+    space: which fingerprint's cache it belongs to, "" for the service's own.
+    num_blocks: full ones; the tail is not counted.
     """
 
     tokens: bytes
     block_size: int
     extras: Mapping[int, bytes] = field(default_factory=dict)
+    space: str = ""
+    num_tokens: int = field(init=False, repr=False, compare=False)
+    num_blocks: int = field(init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, tokens: Tokens, block_size: int, media: Sequence[MediaItem] = ()) -> Prompt:
+    def of(
+        cls,
+        tokens: Tokens,
+        block_size: int,
+        media: Sequence[MediaItem] = (),
+        *,
+        space: str = "",
+    ) -> Prompt:
         packed = pack(tokens)
         num_tokens = len(packed) // TOKEN_BYTES
         extras: dict[int, bytes] = {}
@@ -88,16 +99,12 @@ class Prompt:
                 if block not in extras:
                     start = block * block_size
                     extras[block] = extra_keys(media, start, min(start + block_size, num_tokens))
-        return cls(packed, block_size, extras)
+        return cls(packed, block_size, extras, space)
 
-    @cached_property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
-
-    @cached_property
-    def num_blocks(self) -> int:
-        """Full blocks; the tail is not counted."""
-        return self.num_tokens // self.block_size
+    def __post_init__(self) -> None:
+        num_tokens = len(self.tokens) // TOKEN_BYTES
+        object.__setattr__(self, "num_tokens", num_tokens)
+        object.__setattr__(self, "num_blocks", num_tokens // self.block_size)
 
     @property
     def tail_tokens(self) -> int:
@@ -118,7 +125,7 @@ class Prompt:
     def with_tokens(self, more: bytes) -> Prompt:
         """The prompt continued by generated tokens. Media lie wholly in the prompt, so the extra
         keys of its blocks stay; the tail's, too, since offsets count from the block's start."""
-        return Prompt(self.tokens + more, self.block_size, self.extras)
+        return Prompt(self.tokens + more, self.block_size, self.extras, self.space)
 
 
 def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
@@ -133,21 +140,38 @@ def tail_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
 
 def chain(root: bytes, prompt: Prompt, start: int = 0, stop: int | None = None) -> list[bytes]:
     """Digests of full blocks [start, stop) of the prompt; `root` is the digest before `start`."""
+    stop = prompt.num_blocks if stop is None else stop
+    if not prompt.extras:
+        width = prompt.block_token_bytes
+        return chain_tokens(root, prompt.tokens[start * width : stop * width], width)
     digests = []
     digest = root
-    for index in range(start, prompt.num_blocks if stop is None else stop):
+    for index in range(start, stop):
         digest = block_digest(digest, prompt.block(index), prompt.extra(index))
+        digests.append(digest)
+    return digests
+
+
+def chain_tokens(root: bytes, tokens: bytes, width: int) -> list[bytes]:
+    """Digests of consecutive full blocks of `width` bytes each, without extra keys."""
+    sha256, digest, digests = hashlib.sha256, root, []
+    for at in range(0, len(tokens), width):
+        digest = sha256(digest + tokens[at : at + width]).digest()
         digests.append(digest)
     return digests
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """One block or tail as storage knows it. num_tokens is block_size for a full block."""
+    """One block or tail as storage knows it. num_tokens is block_size for a full block.
+
+    space: the fingerprint it belongs to, "" for the one that the names are made for.
+    """
 
     digest: bytes
     num_tokens: int
     is_tail: bool
+    space: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +187,8 @@ class Names:
     shard: str = "0of1"
 
     def name(self, key: StoredKey) -> str:
-        name = f"{self.prefix}:{self.fingerprint}:{key.digest.hex()}:{self.shard}"
+        fingerprint = key.space or self.fingerprint
+        name = f"{self.prefix}:{fingerprint}:{key.digest.hex()}:{self.shard}"
         return f"{name}:partial:{key.num_tokens}" if key.is_tail else name
 
     def ticket(self, ticket_id: str) -> str:
@@ -174,11 +199,16 @@ class Names:
 
 def stored_keys(root: bytes, prompt: Prompt) -> list[StoredKey]:
     """Every block of the prompt and, last, its tail if there is one."""
-    digests = chain(root, prompt)
-    keys = [StoredKey(digest, prompt.block_size, is_tail=False) for digest in digests]
+    return keys_of(root, prompt, chain(root, prompt))
+
+
+def keys_of(root: bytes, prompt: Prompt, digests: Sequence[bytes]) -> list[StoredKey]:
+    """The keys of a prompt whose full blocks have these digests, and of its tail."""
+    size, space = prompt.block_size, prompt.space
+    keys = [StoredKey(digest, size, is_tail=False, space=space) for digest in digests]
     if prompt.tail_tokens:
         parent = digests[-1] if digests else root
         last = prompt.num_blocks
         digest = tail_digest(parent, prompt.block(last), prompt.extra(last))
-        keys.append(StoredKey(digest, prompt.tail_tokens, is_tail=True))
+        keys.append(StoredKey(digest, prompt.tail_tokens, is_tail=True, space=space))
     return keys

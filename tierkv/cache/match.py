@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Node
 from tierkv.cache.states import CopyState
-from tierkv.cache.tokens import TOKEN_BYTES, common_tokens
+from tierkv.cache.tokens import TOKEN_BYTES, common_tokens, common_tokens_at
 
 Segment = tuple[Node, int, int]  # blocks [i, j) of a node's run, counted from the run's start
 
 
-@dataclass(frozen=True, slots=True)
-class PartialMatch:
+class PartialMatch(NamedTuple):
     """A cached block or tail whose first tokens are the prompt's next ones; to be copied."""
 
     node: Node
@@ -45,57 +43,68 @@ def longest_match(root: Node, prompt: Prompt, max_tokens: int) -> Match:
     node, pos = descend(root, 0, prompt, max_tokens // prompt.block_size)
     device = loading = 0
     for part, start, stop in segments(node, 0, pos):
-        states = part.copies[Tier.DEVICE].states[start:stop]
-        if loading == 0:
-            other = np.flatnonzero(states != CopyState.READY)
-            ready = int(other[0]) if len(other) else len(states)
-            device += ready
-            states = states[ready:]
-        loading += int(np.count_nonzero(states))
-    return Match(
-        node=node,
-        num_blocks=pos,
-        device_blocks=device,
-        loading_blocks=loading,
-        host_blocks=pos - device - loading,
-        partial=_partial(node, pos, prompt, max_tokens),
-    )
+        copies = part.copies[0]
+        if copies.uniform is CopyState.READY and not loading:
+            device += stop - start
+            continue
+        ready = copies.leading(CopyState.READY, start, stop) if loading == 0 else 0
+        device += ready
+        if start + ready < stop:
+            loading += copies.present_in(start + ready, stop)
+    partial = _partial(node, pos, prompt, max_tokens)
+    return Match(node, pos, device, loading, pos - device - loading, partial)
 
 
 def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]:
     """Follow blocks [pos, stop) of `prompt` from `node`, whose path covers [0, pos)."""
-    while pos < stop:
-        if pos < node.end:
-            pos += _shared_blocks(node, pos, prompt, stop)
-            if pos < node.end:
-                break
-            continue
-        child = node.children.get((prompt.extra(pos), prompt.block(pos)))
+    tokens, width, extras = prompt.tokens, prompt.block_size * TOKEN_BYTES, prompt.extras
+    if pos < node.end and pos < stop:
+        pos += _shared_blocks(node, pos, prompt, stop)
+    while pos < stop and pos == node.end:
+        at = pos * width
+        extra = extras.get(pos, b"") if extras else b""
+        child = node.children.get((extra, tokens[at : at + width]))
         if child is None:
             break
         node = child
+        pos += _shared_blocks(node, pos, prompt, stop)
     return node, pos
 
 
 def segments(node: Node, start: int, stop: int) -> list[Segment]:
     """Blocks [start, stop) of the path to `node`, as parts of runs, in path order."""
     parts: list[Segment] = []
-    for part in node.path():
+    part: Node | None = node
+    while part is not None and part.end > start:
         first, last = max(start, part.start), min(stop, part.end)
         if first < last:
             parts.append((part, first - part.start, last - part.start))
-    return parts[::-1]
+        part = part.parent
+    parts.reverse()
+    return parts
 
 
 def _shared_blocks(node: Node, pos: int, prompt: Prompt, stop: int) -> int:
-    width = prompt.block_token_bytes
-    stop = min(stop, node.end)
-    ours = prompt.tokens[pos * width : stop * width]
-    theirs = node.tokens[(pos - node.start) * width : (stop - node.start) * width]
-    blocks = common_tokens(ours, theirs) // prompt.block_size
+    """How many blocks from `pos` on, at most up to `stop`, `node` shares with the prompt."""
+    width = prompt.block_size * TOKEN_BYTES
+    first = pos - node.start
+    if first == 0 and node.end <= stop and prompt.tokens.startswith(node.tokens, pos * width):
+        blocks = node.num_blocks  # compared in place, nothing copied
+    else:
+        limit = min(stop, node.end) - pos
+        blocks = (
+            common_tokens_at(
+                prompt.tokens,
+                pos * width,
+                node.packed,
+                first * width,
+                limit * prompt.block_size,
+            )
+            // prompt.block_size
+        )
     if node.extras or prompt.extras:
         for block in range(pos, pos + blocks):
-            if node.extras.get(block, b"") != prompt.extra(block):
+            if node.extra(block) != prompt.extra(block):
                 return block - pos
     return blocks
 
@@ -103,17 +112,18 @@ def _shared_blocks(node: Node, pos: int, prompt: Prompt, stop: int) -> int:
 def _partial(node: Node, pos: int, prompt: Prompt, max_tokens: int) -> PartialMatch | None:
     start = pos * prompt.block_size
     stop = min(max_tokens, start + prompt.block_size)
-    rest = prompt.tokens[start * TOKEN_BYTES : stop * TOKEN_BYTES]
-    if not rest:
+    if stop <= start or (pos == node.end and not node.order):
         return None
+    rest = prompt.tokens[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+    extra = prompt.extra(pos)
     if pos < node.end:
-        at = (pos - node.start) * prompt.block_token_bytes
-        shared = common_tokens(node.tokens[at : at + prompt.block_token_bytes], rest)
-        if shared and node.extras.get(pos, b"") == prompt.extra(pos):
+        width = prompt.block_token_bytes
+        at = (pos - node.start) * width
+        shared = common_tokens(node.packed[at : at + width], rest)
+        if shared and node.extra(pos) == extra:
             return PartialMatch(node, pos, shared)
         return None
     # Among sorted byte strings the one that shares most with `rest` is next to its place.
-    extra = prompt.extra(pos)
     place = bisect.bisect_left(node.order, (extra, rest))
     best, child = 0, None
     for key in node.order[max(place - 1, 0) : place + 1]:

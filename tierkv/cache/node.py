@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
+from tierkv.cache.copies import NO_SLOT, Mask, TierCopies
+from tierkv.cache.keys import DIGEST_BYTES
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import Change, CopyState, advance
+from tierkv.cache.space import Space
 
-NO_SLOT = -1  # the filler inside slot arrays; never leaves this room
+__all__ = ["NO_SLOT", "Node", "Tier", "TierCopies"]
+
+ChildKey = tuple[bytes, bytes]  # extra keys and tokens of a run's first block
 
 
 class Tier(IntEnum):
@@ -21,70 +24,27 @@ class Tier(IntEnum):
     HOST = 1
 
 
-class TierCopies:
-    """One tier's copies of a run: a slot and a state per block."""
-
-    __slots__ = ("num_present", "slots", "states")
-
-    def __init__(self, slots: Ids, states: npt.NDArray[np.uint8]) -> None:
-        self.slots = slots
-        self.states = states
-        self.num_present = int(np.count_nonzero(states))
-
-    @classmethod
-    def absent(cls, num_blocks: int) -> TierCopies:
-        return cls(np.full(num_blocks, NO_SLOT, np.int32), np.zeros(num_blocks, np.uint8))
-
-    def change(self, start: int, stop: int, change: Change, slots: Ids | None = None) -> Ids:
-        """Advance blocks [start, stop), all of one state, and return the slots they had.
-
-        slots: what RESERVE and PLACE assign. FAIL and EVICT take the slots away.
-        """
-        had = self.slots[start:stop].copy()
-        for current in np.unique(self.states[start:stop]):
-            after = advance(CopyState(current), change)
-            chosen = slice(start, stop)
-            where = self.states[chosen] == current
-            self.states[chosen][where] = after
-        if slots is not None:
-            self.slots[start:stop] = slots
-            self.num_present += stop - start
-        elif change in (Change.FAIL, Change.EVICT):
-            self.slots[start:stop] = NO_SLOT
-            self.num_present -= stop - start
-        return had
-
-    def split(self, at: int) -> tuple[TierCopies, TierCopies]:
-        return (
-            TierCopies(self.slots[:at].copy(), self.states[:at].copy()),
-            TierCopies(self.slots[at:].copy(), self.states[at:].copy()),
-        )
-
-    def extend(self, num_blocks: int) -> None:
-        more = TierCopies.absent(num_blocks)
-        self.slots = np.concatenate([self.slots, more.slots])
-        self.states = np.concatenate([self.states, more.states])
-
-    def truncate(self, num_blocks: int) -> None:
-        self.slots = self.slots[:num_blocks].copy()
-        self.states = self.states[:num_blocks].copy()
-
-
 class Node:
     """Blocks [start, end) of every prompt that runs through here.
 
-    tokens: packed tokens of the run. extras: extra keys by block, where media overlap.
-    is_tail: a partial block; it has no children, and its tokens are fewer than a block's.
-    holders: leases on this node or below it. While there is one, no copy in this node is evicted.
-    stored: blocks that Storage has been told of; a belief that saves writes, never a match.
+    extras: extra keys by block, where media overlap. is_tail: a partial block; it has no
+        children, and its tokens are fewer than a block's.
+    holders: leases that end here, and children that have holders. While there is one, no copy in
+        this node is evicted. A lease therefore protects its whole path.
+    last_used: the newest tick at which a lease that has ended, or ends here, was taken.
+    digests: block keys of the first blocks of the run, 32 bytes each, as far as anybody asked.
     present_children[tier]: children, tails included, with a copy on that tier.
-    order: (extra, tokens) of the first block of every child and tail, sorted, so that the child
-        sharing the most leading tokens with a prompt is a neighbour of where it would stand.
+    order: the keys of `children`, sorted, so that the child sharing the most leading tokens with
+        a prompt is a neighbour of where it would stand.
     """
 
     __slots__ = (
+        "_packed",
+        "_stored",
         "children",
         "copies",
+        "digests",
+        "end",
         "extras",
         "hits",
         "holders",
@@ -94,9 +54,10 @@ class Node:
         "order",
         "parent",
         "present_children",
+        "soft_pins",
+        "space",
         "start",
-        "stored",
-        "tokens",
+        "token_bytes",
         "uid",
     )
 
@@ -104,34 +65,39 @@ class Node:
         self,
         uid: int,
         parent: Node | None,
-        tokens: bytes,
-        *,
-        num_blocks: int,
-        is_tail: bool = False,
+        space: Space,
+        packed: bytes,
+        copies: tuple[TierCopies, TierCopies],
     ) -> None:
+        num_blocks = copies[0].num_blocks
         self.uid = uid
         self.parent = parent
+        self.space = space
         self.start = parent.end if parent is not None else 0
-        self.tokens = tokens
+        self.end: int = self.start + num_blocks
         self.num_blocks = num_blocks
-        self.is_tail = is_tail
-        self.extras: dict[int, bytes] = {}
-        self.copies = (TierCopies.absent(num_blocks), TierCopies.absent(num_blocks))
-        self.stored = np.zeros(num_blocks, np.bool_)
-        self.children: dict[tuple[bytes, bytes], Node] = {}
-        self.order: list[tuple[bytes, bytes]] = []
+        self.is_tail = False
+        self.extras: dict[int, bytes] | None = None
+        self.copies = copies
+        self.children: dict[ChildKey, Node] = {}
+        self.order: list[ChildKey] = []
         self.present_children = [0, 0]
         self.holders = 0
         self.hits = 0
         self.last_used = 0
+        self.soft_pins = 0
+        self.digests: bytes = b""
+        self._packed = packed
+        self.token_bytes = len(packed)
+        self._stored: Mask | None = None
 
-    @property
-    def end(self) -> int:
-        return self.start + self.num_blocks
+    def extra(self, block: int) -> bytes:
+        """Extra keys of `block`, counted from the prompt's start."""
+        return self.extras.get(block, b"") if self.extras else b""
 
-    def first_key(self, block_token_bytes: int) -> tuple[bytes, bytes]:
+    def first_key(self, block_token_bytes: int) -> ChildKey:
         """How the parent finds this node: extra keys and tokens of its first block."""
-        return self.extras.get(self.start, b""), self.tokens[:block_token_bytes]
+        return self.extra(self.start), self._packed[:block_token_bytes]
 
     def path(self) -> Iterator[Node]:
         """This node, its parent, and so on, up to but without the root."""
@@ -139,3 +105,85 @@ class Node:
         while node.parent is not None:
             yield node
             node = node.parent
+
+    @property
+    def tokens(self) -> bytes:
+        """Packed tokens of the run."""
+        packed = self._packed
+        return packed if len(packed) == self.token_bytes else packed[: self.token_bytes]
+
+    @tokens.setter
+    def tokens(self, packed: bytes) -> None:
+        self._packed, self.token_bytes = packed, len(packed)
+
+    @property
+    def packed(self) -> bytes:
+        """`tokens`, and perhaps more behind them: no copy."""
+        return self._packed
+
+    # What Storage has been told of: a belief that saves writes, never a match.
+
+    def stored_in(self, start: int, stop: int) -> Mask:
+        if self._stored is None:
+            return np.zeros(stop - start, np.bool_)
+        return self._stored[start:stop]
+
+    def believe_stored(self, start: int, stop: int, believed: Mask) -> None:
+        if self._stored is None:
+            if not believed.any():
+                return
+            self._stored = np.zeros(self.num_blocks, np.bool_)
+        self._stored[start:stop] = believed
+
+    # The shape of the run
+
+    def append(self, packed: bytes, num_blocks: int, slots: tuple[Ids | None, Ids | None]) -> None:
+        """Add blocks at the end of the run; ready in `slots` on each tier that has some."""
+        self.tokens = self.tokens + packed
+        self.num_blocks += num_blocks
+        self.end += num_blocks
+        for copies, given in zip(self.copies, slots, strict=True):
+            copies.extend(num_blocks, given)
+        if self._stored is not None:
+            self._stored = np.append(self._stored, np.zeros(num_blocks, np.bool_))
+
+    def truncate(self, num_blocks: int) -> None:
+        """Forget blocks from `num_blocks` on. The tokens behind them stay in memory until they
+        are the bigger part, so that a long run can go piece by piece without being copied at
+        every step."""
+        self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
+        if len(self._packed) > 2 * self.token_bytes:
+            self._packed = self._packed[: self.token_bytes]
+        self.num_blocks = num_blocks
+        self.end = self.start + num_blocks
+        if self.extras:
+            self.extras = {b: e for b, e in self.extras.items() if b < self.end}
+        self.digests = self.digests[: num_blocks * DIGEST_BYTES]
+        if self._stored is not None:
+            self._stored = self._stored[:num_blocks].copy()
+        for copies in self.copies:
+            copies.truncate(num_blocks)
+
+    def behead(self, uid: int, at: int) -> Node:
+        """Cut the run in two: a new node for the first `at` blocks, while this one keeps the
+        rest, its children and its leases. Links to and from parents are the caller's."""
+        cut = self.token_bytes // self.num_blocks * at
+        device, host = (copies.split(at) for copies in self.copies)
+        packed = self.tokens
+        upper = Node(uid, self.parent, self.space, packed[:cut], (device[0], host[0]))
+        upper.hits, upper.last_used, upper.soft_pins = self.hits, self.last_used, self.soft_pins
+        upper.digests, self.digests = (
+            self.digests[: at * DIGEST_BYTES],
+            self.digests[at * DIGEST_BYTES :],
+        )
+        self.start += at
+        self.num_blocks -= at
+        self.tokens = packed[cut:]
+        self.copies = (device[1], host[1])
+        if self.extras:
+            upper.extras = {b: e for b, e in self.extras.items() if b < self.start}
+            self.extras = {b: e for b, e in self.extras.items() if b >= self.start}
+        if self._stored is not None:
+            upper._stored, self._stored = self._stored[:at].copy(), self._stored[at:].copy()
+        self.parent = upper
+        return upper

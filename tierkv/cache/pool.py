@@ -11,6 +11,8 @@ import numpy.typing as npt
 from tierkv.errors import OutOfBlocksError, OwnershipError
 
 Ids = npt.NDArray[np.int32]
+_TAKEN = -1  # in `_place`: the id is not on the stack of free ones
+_TAKEN_BYTES = _TAKEN.to_bytes(4, "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +29,20 @@ class PoolStats:
 class BlockPool:
     """Ids 0..capacity-1, each free or taken. Allocation is all or nothing, O(n) in what it gives.
 
-    A stack of free ids (the last released is the next given, whose memory is warmest) and one
-    byte per id that catches a double release.
+    A stack of free ids (the last released is the next given, whose memory is warmest), and for
+    every id its place on that stack, which catches a double release.
     """
 
     def __init__(self, tier: str, capacity: int) -> None:
         if capacity < 0:
             raise ValueError(f"{tier}: capacity {capacity} is negative")
         self.tier = tier
-        self.capacity = capacity
-        self._free: Ids = np.arange(capacity - 1, -1, -1, dtype=np.int32)
-        self._num_free = capacity
-        self._taken = np.zeros(capacity, dtype=np.bool_)
+        self.capacity = 0
+        self._free: Ids = np.zeros(0, np.int32)
+        self._place: Ids = np.zeros(0, np.int32)
+        self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: places, without making them
+        self._num_free = 0
+        self.grow(capacity)
 
     @property
     def num_free(self) -> int:
@@ -56,42 +60,110 @@ class BlockPool:
         start = self._num_free - count
         ids = self._free[start : self._num_free][::-1].copy()
         self._num_free = start
-        self._taken[ids] = True
+        self._place[ids.astype(np.intp)] = _TAKEN
         return ids
 
     def release(self, ids: Ids | Sequence[int]) -> None:
         """Give ids back. Raises OwnershipError, with nothing changed, if one is out of range,
         not taken, or given twice."""
-        given = np.asarray(ids, dtype=np.int64)
-        if not len(given):
+        count = len(ids)
+        if not count:
             return
-        if int(given.min()) < 0 or int(given.max()) >= self.capacity:
-            raise OwnershipError(f"{self.tier}: released an id outside 0..{self.capacity - 1}")
-        if len(given) > 1 and len(np.unique(given)) != len(given):
+        given = ids if isinstance(ids, np.ndarray) and ids.dtype == np.int32 else self._narrow(ids)
+        # As intp: an index of another type costs five times as much (NumPy 2, 950 ids). As
+        # unsigned before that, so that a negative id is a huge one and not counted from the end.
+        where = given.view(np.uint32).astype(np.intp)
+        try:
+            places = self._place.take(where)
+        except IndexError:
+            raise self._outside() from None
+        if places.tobytes() != _TAKEN_BYTES * count:
+            free = int(given[places != _TAKEN][0])
+            raise OwnershipError(f"{self.tier}: block {free} was released but is free")
+        start, stop = self._num_free, self._num_free + count
+        if stop > self.capacity:
             raise OwnershipError(f"{self.tier}: an id was released twice in one call")
-        if not self._taken[given].all():
-            free = given[~self._taken[given]]
-            raise OwnershipError(f"{self.tier}: block {int(free[0])} was released but is free")
-        self._taken[given] = False
-        self._free[self._num_free : self._num_free + len(given)] = given
-        self._num_free += len(given)
+        chosen = self._count_up[start:stop]
+        self._place[where] = chosen
+        if self._place.take(where).tobytes() != chosen.tobytes():
+            self._place[where] = _TAKEN
+            raise OwnershipError(f"{self.tier}: an id was released twice in one call")
+        self._free[start:stop] = given
+        self._num_free = stop
+
+    def _narrow(self, ids: Ids | Sequence[int]) -> Ids:
+        given = np.asarray(ids, np.int64)
+        if int(given.min()) < 0 or int(given.max()) >= self.capacity:
+            raise self._outside()
+        return given.astype(np.int32)
+
+    def _outside(self) -> OwnershipError:
+        return OwnershipError(f"{self.tier}: released an id outside 0..{self.capacity - 1}")
+
+    # Resizing
+
+    def grow(self, capacity: int) -> None:
+        """Add the ids from the present capacity up to `capacity`, all free."""
+        if capacity < self.capacity:
+            raise ValueError(f"{self.tier}: {capacity} blocks are fewer than {self.capacity}")
+        more = np.arange(capacity - 1, self.capacity - 1, -1, dtype=np.int32)
+        self._reset(capacity, np.concatenate([more, self._free[: self._num_free]]))
+
+    def shrink(self, capacity: int) -> None:
+        """Remove all ids from `capacity` on. Raises OwnershipError, with nothing changed, if one
+        of them is taken; `retire` first, and free what is `taken_from(capacity)`."""
+        if not 0 <= capacity <= self.capacity:
+            raise ValueError(f"{self.tier}: {capacity} blocks are not fewer than {self.capacity}")
+        if len(taken := self.taken_from(capacity)):
+            raise OwnershipError(f"{self.tier}: {len(taken)} blocks from {capacity} on are taken")
+        free = self._free[: self._num_free]
+        self._reset(capacity, free[free < capacity])
+
+    def taken_from(self, first: int) -> Ids:
+        """The taken ids from `first` on."""
+        taken = np.flatnonzero(self._place[first:] == _TAKEN)
+        return (taken + first).astype(np.int32)
+
+    def take_from(self, first: int) -> Ids:
+        """Take every free id from `first` on, so that nobody else gets it while a shrink waits
+        for the others."""
+        free = self._free[: self._num_free]
+        given: Ids = free[free >= first].copy()
+        rest = free[free < first].copy()
+        self._free[: len(rest)] = rest
+        self._num_free = len(rest)
+        self._place[rest] = self._count_up[: len(rest)]
+        self._place[given] = _TAKEN
+        return given
+
+    def _reset(self, capacity: int, free: Ids) -> None:
+        stack = np.empty(capacity, dtype=np.int32)
+        stack[: len(free)] = free
+        self._count_up = np.arange(capacity, dtype=np.int32)
+        self._place = np.full(capacity, _TAKEN, dtype=np.int32)
+        self._place[free] = self._count_up[: len(free)]
+        self.capacity, self._free, self._num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
         """What is wrong, in words, if exactly the ids `owned` should be taken."""
-        wrong = []
-        counts = np.zeros(self.capacity, dtype=np.int64)
-        for slot in owned:
-            if not 0 <= slot < self.capacity:
-                wrong.append(f"{self.tier}: an owner names block {slot}, which does not exist")
-            else:
-                counts[slot] += 1
+        wrong: list[str] = []
+        slots = np.fromiter(owned, np.int64)
+        is_known = (slots >= 0) & (slots < self.capacity)
+        wrong.extend(
+            f"{self.tier}: an owner names block {slot}, which does not exist"
+            for slot in slots[~is_known].tolist()
+        )
+        counts = np.bincount(slots[is_known], minlength=self.capacity)
+        taken = self._place == _TAKEN
         for mask, what in (
             (counts > 1, "has more than one owner"),
-            ((counts > 0) & ~self._taken, "is owned but counted as free"),
-            ((counts == 0) & self._taken, "is taken but nobody owns it"),
+            ((counts > 0) & ~taken, "is owned but counted as free"),
+            ((counts == 0) & taken, "is taken but nobody owns it"),
         ):
             wrong.extend(f"{self.tier}: block {block} {what}" for block in np.flatnonzero(mask))
         free = self._free[: self._num_free]
-        if len(np.unique(free)) != self._num_free or self._taken[free].any():
+        if (self._place[free] != self._count_up[: self._num_free]).any():
             wrong.append(f"{self.tier}: the free list disagrees with the taken marks")
+        elif int(np.count_nonzero(~taken)) != self._num_free:
+            wrong.append(f"{self.tier}: blocks are marked as free that nobody can get")
         return wrong

@@ -37,6 +37,10 @@ _TABLE = {
 }
 
 
+def is_allowed(current: CopyState, change: Change) -> bool:
+    return (current, change) in _TABLE
+
+
 def advance(current: CopyState, change: Change) -> CopyState:
     """The state after `change`. Raises OwnershipError for a transition that cannot happen."""
     try:

@@ -15,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
-from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, LayoutError, TransferError
+from tierkv.errors import (
+    ConfigError,
+    DeviceFailedError,
+    GateTimeoutError,
+    LayoutError,
+    TransferError,
+)
 from tierkv.gpu.protocol import (
     BlockCopy,
     Direction,

@@ -5,6 +5,7 @@ The one file that knows CuPy, which has no types; everything it hands out is typ
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,23 +19,32 @@ import numpy as np
 import numpy.typing as npt
 from cupy.cuda import driver as cupy_driver
 from cupy.cuda import runtime
-from cupy.cuda.driver import CUDADriverError
-from cupy.cuda.runtime import CUDARuntimeError
 
 from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.driver import DriverError
+from tierkv.gpu.pending import PendingEvent
 from tierkv.gpu.protocol import Event
 
+CUDARuntimeError = runtime.CUDARuntimeError
+CUDADriverError = cupy_driver.CUDADriverError
 ARRAY_MODULE: ModuleType = cupy
 
 CudaError = Any  # CUDARuntimeError, CUDADriverError or DriverError: what has a `status`
 
+_SUCCESS, _NOT_READY = 0, 600
 # After one of these nothing works on the GPU any more in this process: uncorrectable memory (214),
 # NVLink (220), the kernel faults 700 and 702, 709, 710 to 721, and the unknown (999).
 _STICKY = frozenset({46, 214, 220, 700, 702, 709, *range(710, 722), 999})
 
 DeviceArray = Any  # a cupy.ndarray
 Raw = Any  # an object of CuPy that is no array: stream, event, module
+
+
+class _ThreadState(threading.local):
+    has_context = False
+
+
+_thread = _ThreadState()
 
 
 class Gpu:
@@ -68,6 +78,10 @@ class Gpu:
             raise DeviceFailedError(self.failure)
         try:
             with self._device:
+                if not _thread.has_context:
+                    # A new thread has no context before its first runtime call; libcuda needs one.
+                    runtime.setDevice(self.index)
+                    _thread.has_context = True
                 yield
         except (CUDARuntimeError, CUDADriverError, DriverError) as error:
             raise self.translated(error) from error
@@ -130,10 +144,10 @@ class CudaEvent:
             return True
         if self._gpu.failure is not None:
             raise DeviceFailedError(self._gpu.failure)
-        try:
-            self._is_done = self.raw.done
-        except CUDARuntimeError as error:
-            raise self._gpu.translated(error) from error
+        status: int = runtime.eventQuery(self.raw.ptr)  # which raises nothing
+        if status not in {_SUCCESS, _NOT_READY}:
+            raise self._gpu.translated(DriverError("cudaEventQuery", status))
+        self._is_done = status == _SUCCESS
         return self._is_done
 
     def block_until_done(self, timeout_s: float) -> None:
@@ -159,18 +173,30 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         with self._gpu.bound():
-            event = cupy.cuda.Event(block=False, disable_timing=True)
-            event.record(self.raw)
-            self._num_events += 1
-            return CudaEvent(self._gpu, event, self._line, self._num_events)
+            return self.record_bound()
+
+    def record_bound(self) -> CudaEvent:
+        """The same where the GPU is bound already."""
+        event = cupy.cuda.Event(block=False, disable_timing=True)
+        event.record(self.raw)
+        self._num_events += 1
+        return CudaEvent(self._gpu, event, self._line, self._num_events)
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        """See Stream.wait; blocks the caller only for events that are not CUDA's."""
-        if not isinstance(event, CudaEvent):
-            event.block_until_done(timeout_s)
-            return
-        with self._gpu.bound():
-            self.raw.wait_event(event.raw)
+        """See Stream.wait. Blocks the caller for what has not reached a stream of CUDA's: a copy
+        that is still being submitted, and events of other devices."""
+        deadline = time.monotonic() + timeout_s
+        if isinstance(event, PendingEvent):
+            event = event.wait_until_submitted(timeout_s)
+        if isinstance(event, CudaEvent):
+            with self._gpu.bound():
+                self.wait_bound(event)
+        else:
+            event.block_until_done(max(deadline - time.monotonic(), 0.0))
+
+    def wait_bound(self, event: CudaEvent) -> None:
+        """The same for CUDA's own events, where the GPU is bound already."""
+        self.raw.wait_event(event.raw)
 
     def synchronize(self) -> None:
         with self._gpu.bound():
@@ -188,8 +214,25 @@ def adopted_stream(gpu: Gpu, address: int) -> CudaStream:
     """The stream whose cudaStream_t is `address`, 0 being the legacy default stream. Its owner
     keeps it alive."""
     with gpu.bound():
-        raw = cupy.cuda.ExternalStream(address, gpu.index) if address else cupy.cuda.Stream.null
-        return CudaStream(gpu, raw)
+        return CudaStream(gpu, _foreign(gpu, address) if address else cupy.cuda.Stream.null)
+
+
+class _Foreign:
+    """A stream as CUDA's stream protocol shows it to CuPy."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
+def _foreign(gpu: Gpu, address: int) -> Raw:
+    try:
+        from_external = cupy.cuda.Stream.from_external
+    except AttributeError:  # CuPy 13 and before
+        return cupy.cuda.ExternalStream(address, gpu.index)
+    return from_external(_Foreign(address))
 
 
 class DeviceMemory:

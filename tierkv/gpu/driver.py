@@ -72,7 +72,7 @@ class Driver:
 
         Pieces must not overlap, and host memory be pinned until the stream has passed this point.
         """
-        if self._batch is None:
+        if self._batch is None or len(sizes) == 1:
             self.copy_each(targets, sources, sizes, stream=stream)
             return
         fail_index = (ctypes.c_void_p(None),) if self._has_fail_index else ()

@@ -14,6 +14,7 @@ from tierkv.gpu.units import MAX_BLOCKS, Unit
 TILE_BYTES = 4096
 NUM_THREADS = 512
 _WARPS = NUM_THREADS // 32
+_SMALL_BYTES = 16 << 20  # up to here a kernel is there to be fast, not to leave the model room
 # The structs of csrc/planes.cu.
 _TILE = np.dtype([("first", "<u8"), ("stride", "<i8"), ("block_byte", "<u4"), ("num_bytes", "<u4")])
 _UNIT = np.dtype(
@@ -62,6 +63,7 @@ class PlaneKernels:
         with gpu.bound():
             self._table.write(table)
         self._starts = table["block_byte"].astype(np.int64)
+        self._found: dict[tuple[int, int], tuple[int, int]] = {}
         self._num_tiles = len(table)
         self._unit = np.zeros((), _UNIT)
         self._pairs = np.zeros((), _PAIRS)
@@ -77,9 +79,7 @@ class PlaneKernels:
     def _move(
         self, name: str, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream
     ) -> None:
-        first, stop = np.searchsorted(
-            self._starts, (unit.first_byte, unit.first_byte + unit.num_bytes)
-        ).tolist()
+        first, stop = self._tiles_of(unit)
         self._unit["tiles"] = self._table.address + first * _TILE.itemsize
         self._unit["staging"] = staging
         self._unit["num_tiles"] = stop - first
@@ -88,6 +88,14 @@ class PlaneKernels:
         self._unit["first_byte"] = unit.first_byte
         self._unit["block_ids"][: len(block_ids)] = block_ids
         self._launch(name, self._unit, (stop - first) * len(block_ids), stream)
+
+    def _tiles_of(self, unit: Unit) -> tuple[int, int]:
+        """Where the tiles of the unit's layers start and end in the table."""
+        ends = (unit.first_byte, unit.first_byte + unit.num_bytes)
+        if ends not in self._found:  # there are about as many as layers
+            first, stop = np.searchsorted(self._starts, ends).tolist()
+            self._found[ends] = (first, stop)
+        return self._found[ends]
 
     def within(self, source_ids: Ids, target_ids: Ids, stream: CudaStream) -> None:
         """Block source_ids[i] to target_ids[i]; no target may be a source."""
@@ -104,9 +112,12 @@ class PlaneKernels:
     def _launch(
         self, name: str, argument: npt.NDArray[np.void], num_tiles: int, stream: CudaStream
     ) -> None:
+        is_small = num_tiles * TILE_BYTES <= _SMALL_BYTES
         self._kernels[name].launch(
             argument,
-            num_ctas=min(-(-num_tiles // _WARPS), self._num_ctas),
+            num_ctas=min(
+                -(-num_tiles // _WARPS), 4 * self._num_ctas if is_small else self._num_ctas
+            ),
             num_threads=NUM_THREADS,
             stream=stream,
         )

@@ -30,6 +30,10 @@ _FREE_HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepage
 _GIB = 1 << 30
 
 
+# Pages must not be unmapped while they are registered, also when somebody forgets to close.
+_pinned_pages: dict[int, npt.NDArray[np.uint8]] = {}
+
+
 class PinnedSlots:
     """Host slots that a GPU's copy engines can reach. See HostSlots.
 
@@ -56,6 +60,7 @@ class PinnedSlots:
         _check_room(self.num_bytes)
         self._array: npt.NDArray[np.uint8] | None = _mapped(gpu, num_slots, layout.block_bytes)
         self.address = self._array.ctypes.data
+        _pinned_pages[self.address] = self._array
         self._chunks = _chunks(num_slots, layout.block_bytes, chunk_bytes)
         self._slots_per_chunk = len(self._chunks[0])
         self._registered: list[int] = []  # addresses
@@ -63,7 +68,7 @@ class PinnedSlots:
         self._is_closing = False
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tierkv-pin")
         self._pins = [self._threads.submit(self._pin, chunk) for chunk in self._chunks]
-        self._is_pinned = False
+        self.is_pinned = False  # every chunk
         try:
             self._pins[0].result()
         except ConfigError:
@@ -86,7 +91,7 @@ class PinnedSlots:
     def wait_until_pinned(self, slot_ids: Ids | None = None) -> None:
         """Block until these slots (all, if None) are pinned. Raises TransferError if they cannot
         be; the text says what to do."""
-        if self._is_pinned:
+        if self.is_pinned:
             return
         wanted = range(len(self._pins))
         if slot_ids is not None:
@@ -96,7 +101,7 @@ class PinnedSlots:
                 self._pins[index].result()
         except ConfigError as error:
             raise TransferError(str(error)) from error
-        self._is_pinned = all(_is_good(pin) for pin in self._pins)
+        self.is_pinned = all(_is_good(pin) for pin in self._pins)
 
     def close(self) -> None:
         """Unpin and unmap. Nothing may be in flight. The pages go when no view is left."""
@@ -104,11 +109,11 @@ class PinnedSlots:
             raise LayoutError("these host slots are closed already")
         self._is_closing = True
         self._threads.shutdown(wait=True)
-        self._array = None
-        driver = load_driver()
         with self._gpu.bound_to_close():
             while self._registered:
-                driver.unregister_host(self._registered.pop())
+                load_driver().unregister_host(self._registered.pop())
+        self._array = None
+        del _pinned_pages[self.address]
 
     def _pin(self, chunk: range) -> None:
         """Pre-fault and register the slots of `chunk`; runs on one of the pinning threads."""

@@ -132,8 +132,8 @@ class Lane(Protocol):
         """Start `copy`; returns one event per layer of the layout, done in layer order.
 
         The last event is the end of the copy. An empty copy returns events that are done.
-        May take milliseconds: call it off the event loop's thread. Ids out of range raise
-        LayoutError with nothing submitted.
+        Takes microseconds, on any thread: a lane has a thread of its own for what takes longer.
+        Ids out of range raise LayoutError with nothing submitted.
         """
 
     def close(self) -> None:

@@ -6,8 +6,9 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from tierkv.errors import LayoutError
+from tierkv.gpu.protocol import Event
 
-E = TypeVar("E")
+E = TypeVar("E", bound=Event)
 
 _ALIGNMENT = 256
 
@@ -43,6 +44,8 @@ class Ring(Generic[E]):
         freed_by: E | None = None
         while self._in_use and self._in_use[0][0] < self._head - self.capacity:
             _, freed_by = self._in_use.popleft()  # events come in order: the last one covers all
+        while self._in_use and self._in_use[0][1].is_done:
+            self._in_use.popleft()
         self._taken = start
         return start % self.capacity, freed_by
 

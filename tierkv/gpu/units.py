@@ -15,6 +15,7 @@ from enum import Enum
 from tierkv.cache.layout import Layout
 
 MAX_BLOCKS = 960  # as in csrc/planes.cu
+_KEEP_UP_TO = 64  # plans for so few blocks are kept: making one takes longer than using it
 ROW_ALIGNMENT = 16  # rows of staging start where 16-byte vectors may
 
 
@@ -29,7 +30,8 @@ class Order(Enum):
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
     """Bytes. A unit aims at a quarter of the copy, within [least, most]; the first one at half of
-    that, so that the pipeline fills (and the first layer arrives) early.
+    that, so that the pipeline fills (and the first layer arrives) early. Copies of up to two of
+    `least` are one unit: for a block or a few, another kernel costs more than it hides.
 
     most: beside saturating matmuls a kernel starts only between two of the model's, 1.6 ms apart
         at bf16 8192^3, one per boundary, so a unit must bring what PCIe moves in that time: with
@@ -42,9 +44,6 @@ class UnitSizes:
     least: int = 8 << 20
     most: int = 128 << 20
     piece: int = 256 << 10
-
-    def target(self, total_bytes: int) -> int:
-        return min(max(total_bytes // 4, self.least), self.most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,49 +69,61 @@ class Unit:
         return self.num_blocks * self.row_bytes
 
 
-def plan_units(layout: Layout, num_blocks: int, order: Order, sizes: UnitSizes) -> Iterator[Unit]:
-    """Units that together hold every byte of `num_blocks` blocks once, layers ascending.
+class UnitPlanner:
+    """Plans for copies of one layout in one order."""
 
-    No unit is larger than sizes.most in staging, unless a single block's span is.
-    """
-    target = sizes.target(num_blocks * layout.block_bytes)
-    is_first = True
-    for layers in _spans(layout, num_blocks, order, target, sizes.piece):
-        first_byte, stop_byte = _bytes_of(layout, layers)
+    def __init__(self, layout: Layout, order: Order, sizes: UnitSizes) -> None:
+        self._order = order
+        self._sizes = sizes
+        self._num_layers = layout.num_layers
+        firsts = [planes.start for planes in layout.planes_of_layer]
+        self._starts = [*(layout.offsets[first] for first in firsts), layout.block_bytes]
+        self._kept: dict[int, tuple[Unit, ...]] = {}
+
+    def plan(self, num_blocks: int) -> Iterator[Unit]:
+        """Units that together hold every byte of `num_blocks` blocks once, layers ascending.
+
+        None is larger than sizes.most in staging, unless one block's layer (or, by blocks, one
+        block) is.
+        """
+        if num_blocks not in self._kept:
+            if num_blocks > _KEEP_UP_TO:
+                return self._cut(num_blocks)
+            self._kept[num_blocks] = tuple(self._cut(num_blocks))
+        return iter(self._kept[num_blocks])
+
+    def _cut(self, num_blocks: int) -> Iterator[Unit]:
+        total = num_blocks * self._starts[-1]
+        target = min(max(total // 4, self._sizes.least), self._sizes.most)
+        first_target = target // 2
+        if total <= min(2 * self._sizes.least, self._sizes.most):
+            target = first_target = total
+        for layers in self._spans(num_blocks, first_target, target):
+            first_byte = self._starts[layers.start]
+            num_bytes = self._starts[layers.stop] - first_byte
+            row = Unit(layers, first_byte, num_bytes, 0, 1).row_bytes
+            start = 0
+            while start < num_blocks:
+                is_first = start == 0 and layers.start == 0
+                room = max((first_target if is_first else target) // row, 1)
+                stop = min(start + min(room, MAX_BLOCKS), num_blocks)
+                yield Unit(layers, first_byte, num_bytes, start, stop)
+                start = stop
+
+    def _spans(self, num_blocks: int, first_target: int, target: int) -> Iterator[range]:
+        """The layers taken together, in order; with Order.LAYERS as few as a good piece and unit
+        allow, and fewest at the start."""
+        if self._order is Order.BLOCKS:
+            yield range(self._num_layers)
+            return
         start = 0
-        while start < num_blocks:
-            row = Unit(layers, first_byte, stop_byte - first_byte, 0, 1).row_bytes
-            room = max((target // 2 if is_first else target) // row, 1)
-            stop = min(start + min(room, MAX_BLOCKS), num_blocks)
-            yield Unit(layers, first_byte, stop_byte - first_byte, start, stop)
-            start, is_first = stop, False
-
-
-def _spans(
-    layout: Layout, num_blocks: int, order: Order, target: int, piece: int
-) -> Iterator[range]:
-    """The layers taken together, in order; with Order.LAYERS as few as a good piece and unit allow,
-    and fewest at the start."""
-    if order is Order.BLOCKS:
-        yield range(layout.num_layers)
-        return
-    start = 0
-    while start < layout.num_layers:
-        wanted = max(piece, (target if start else target // 2) // num_blocks)
-        stop = start + 1
-        while stop < layout.num_layers:
-            first_byte, stop_byte = _bytes_of(layout, range(start, stop))
-            if stop_byte - first_byte >= piece:
-                _, larger = _bytes_of(layout, range(start, stop + 1))
-                if larger - first_byte > wanted:
-                    break
-            stop += 1
-        yield range(start, stop)
-        start = stop
-
-
-def _bytes_of(layout: Layout, layers: range) -> tuple[int, int]:
-    """Where `layers` start and end in the layout's block."""
-    first = layout.planes_of_layer[layers.start].start
-    last = layout.planes_of_layer[layers.stop - 1].stop - 1
-    return layout.offsets[first], layout.offsets[last] + layout.planes[last].block_bytes
+        while start < self._num_layers:
+            wanted = max(self._sizes.piece, (target if start else first_target) // num_blocks)
+            stop = start + 1
+            while stop < self._num_layers and (
+                self._starts[stop] - self._starts[start] < self._sizes.piece
+                or self._starts[stop + 1] - self._starts[start] <= wanted
+            ):
+                stop += 1
+            yield range(start, stop)
+            start = stop

@@ -16,6 +16,7 @@ from tierkv.cache.states import CopyState
 from tierkv.clock import Clock
 from tierkv.errors import (
     HandoffError,
+    OwnershipError,
     StoreCorruptError,
     StoreUnavailableError,
     TransferError,
@@ -84,9 +85,16 @@ class Handoff:
 
         The request is running and its prompt is computed; it must not end before this returns.
         after: events of the kernels that wrote the blocks.
-        Raises HandoffError if storage did not take it all in `deadline_s`; no ticket exists then.
+        Raises HandoffError if storage did not take it all in `deadline_s`, and OwnershipError if
+        the request has ended or is not computed; no ticket exists then.
         """
+        request.check_running()
         prompt = request.spec.prompt
+        if request.computed_tokens < prompt.num_tokens:
+            raise OwnershipError(
+                f"only {request.computed_tokens} of {prompt.num_tokens} prompt tokens are computed"
+            )
+        after = (*after, *request.written)
         keys = stored_keys(self._tiers.root_digest, prompt)
         before = self._storage.stats.flushed_bytes
         try:
@@ -228,4 +236,3 @@ class Handoff:
                 ClaimProblem.OTHER_PROMPT.value,
                 f"the ticket is for another prompt, of {ticket.num_tokens} tokens",
             )
-

@@ -46,6 +46,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: float
     producer: str
 
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.num_tokens < 1:
+            raise ValueError("a ticket is for at least one token in blocks of at least one")
+        if len(self.digests) != -(-self.num_tokens // self.block_size):
+            raise ValueError("a ticket lists one digest per block")
+
     def keys(self) -> list[StoredKey]:
         tail = self.num_tokens % self.block_size
         return [

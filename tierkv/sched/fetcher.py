@@ -128,17 +128,25 @@ class Fetcher:
         at = 0
         while at < present:
             group = keys[at : min(at + GROUP_BLOCKS, present)]
-            try:
-                slots = self._tiers.take(
-                    Tier.HOST, min(len(group), max(self._tiers.available(Tier.HOST), 1))
-                )
-            except OutOfBlocksError:
+            slots = await self._take(len(group))
+            if slots is None:
                 progress.first_problem = GetOutcome(GetStatus.MISS, "the host tier has no room")
                 return
             group = group[: len(slots)]
             if not await self._fetch_group(prompt, progress, group, slots):
                 return
             at += len(group)
+
+    async def _take(self, count: int) -> Ids | None:
+        """1 to `count` host slots, after copies that make room for them; None if none will."""
+        tiers = self._tiers
+        while True:
+            try:
+                return tiers.take(Tier.HOST, min(count, max(tiers.available(Tier.HOST), 1)))
+            except OutOfBlocksError:
+                if not tiers.is_making_room(Tier.HOST):
+                    return None
+            await tiers.next_change()
 
     async def _wait_for_others(self, prompt: Prompt, progress: _Progress) -> list[StoredKey]:
         """The keys beyond the local match, once none of them is being fetched by another call."""

@@ -94,13 +94,15 @@ def plan_room(
 def _parts(victim: Victim, tier: Tier) -> list[tuple[Victim, bool]]:
     """The victim cut where it changes whether the tier below has a copy; last blocks first."""
     node, start, stop = victim.node, victim.start, victim.stop
+    host = node.copies[Tier.HOST]
+    if tier is Tier.DEVICE and host.uniform is not None:
+        return [(victim, host.uniform is CopyState.READY)]
     if tier is Tier.DEVICE:
-        below = node.copies[Tier.HOST].states[start:stop] == CopyState.READY
+        below = host.is_in(CopyState.READY, start, stop)
     else:
         # On the host a copy can go if the device has one too, or storage was told of it.
-        below = (node.copies[Tier.DEVICE].states[start:stop] == CopyState.READY) | node.stored[
-            start:stop
-        ]
+        on_device = node.copies[Tier.DEVICE].is_in(CopyState.READY, start, stop)
+        below = on_device | node.stored_in(start, stop)
     breaks = [0, *(np.flatnonzero(np.diff(below.astype(np.int8))) + 1).tolist(), stop - start]
     return [
         (Victim(node, start + i, start + j), bool(below[i]))

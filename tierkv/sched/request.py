@@ -10,7 +10,9 @@ import numpy as np
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt
 from tierkv.cache.pool import Ids
+from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import BadRequestError, OwnershipError
+from tierkv.gpu.protocol import Event
 from tierkv.transfer.gate import LayerGate
 from tierkv.transfer.mover import Movement
 
@@ -77,6 +79,8 @@ class Request:
     block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
     is_private[i]: block i of the table is this request's own, not the index's.
     cached_tokens: the first so many tokens have KV in the table once `gate` is open.
+    written: events of the kernels that write what was committed last.
+    is_damaged: such a kernel failed, so nothing more of the request is cached.
     """
 
     spec: RequestSpec
@@ -90,6 +94,8 @@ class Request:
     loads: tuple[Movement, ...]
     state: RequestState = RequestState.RUNNING
     computed_tokens: int = field(default=0)
+    written: tuple[Event, ...] = ()
+    is_damaged: bool = False
 
     @property
     def request_id(self) -> str:
@@ -98,6 +104,18 @@ class Request:
     def private_slots(self) -> Ids:
         mask = np.array(self.is_private, dtype=np.bool_)
         return self.block_table[mask]
+
+    def check_tokens(self, tokens: bytes) -> None:
+        """Raise BadRequestError unless `tokens`, packed, can be a commit of this request, and
+        OwnershipError if it has ended."""
+        self.check_running()
+        known = self.prompt.tokens[: self.computed_tokens * TOKEN_BYTES]
+        wanted = self.spec.prompt.tokens[: len(tokens)]
+        room = len(self.block_table) * self.prompt.block_size
+        if len(tokens) % TOKEN_BYTES or len(tokens) // TOKEN_BYTES > room:
+            raise BadRequestError(f"a commit has whole tokens, {room} at the most")
+        if not tokens.startswith(known) or not tokens.startswith(wanted):
+            raise BadRequestError("a commit starts with the request's own tokens, none left out")
 
     def check_running(self) -> None:
         if self.state is not RequestState.RUNNING:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import Change, CopyState
+from tierkv.cache.states import CopyState
 from tierkv.errors import (
     DuplicateRequestError,
     OutOfBlocksError,
@@ -24,10 +25,10 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event
 from tierkv.sched.fetcher import Fetched
+from tierkv.sched.loads import Load, Loads
 from tierkv.sched.planner import AdmissionPlan, plan_admission
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.sched.tiers import Tiers
-from tierkv.transfer.gate import Submission
 from tierkv.transfer.mover import Movement
 
 
@@ -42,19 +43,12 @@ class SchedulerStats:
     storage_hit_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Load:
-    """A load of index blocks under way. settled: its bookkeeping is done, whatever the result."""
-
-    movement: Movement
-    settled: asyncio.Future[None]
-
-
 @dataclass(slots=True, eq=False)
 class _Waiting:
     spec: RequestSpec
     fetched: Fetched | None
     outcome: asyncio.Future[Request]
+    uses_partial: bool = True  # False once that has stood in the request's own way
 
     def let_go(self) -> None:
         if self.fetched is not None:
@@ -73,7 +67,9 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._waiting: deque[_Waiting] = deque()
         self._running: dict[str, Request] = {}
-        self._loads: dict[int, _Load] = {}  # by device slot of the block that is being loaded
+        self._ending: set[Request] = set()  # ended, with kernels or copies still at work
+        self._loads_of: dict[Request, list[Load]] = {}
+        self.loads = Loads(tiers)
         self._is_draining = False
         self._is_pumping = False
         tiers.on_capacity(self._pump)
@@ -85,6 +81,16 @@ class Scheduler:
     @property
     def running_requests(self) -> Sequence[Request]:
         return tuple(self._running.values())
+
+    @property
+    def ending_requests(self) -> Sequence[Request]:
+        """Requests that have ended, whose blocks kernels or copies may still touch."""
+        return tuple(self._ending)
+
+    async def until_idle(self) -> None:
+        """Return when no request runs."""
+        while self._running:
+            await self.tiers.next_change()
 
     def drain(self) -> None:
         """Take no new requests; those waiting are refused, those running go on."""
@@ -146,7 +152,9 @@ class Scheduler:
             try:
                 request = self._try_admit(waiting)
             except OutOfBlocksError:
-                if not self._unblock():
+                if self._is_busy:
+                    return
+                if not self._unblock(waiting):
                     return
                 continue
             except TierKVError as error:
@@ -156,25 +164,34 @@ class Scheduler:
             self._waiting.popleft()
             waiting.outcome.set_result(request)
 
-    def _unblock(self) -> bool:
+    @property
+    def _is_busy(self) -> bool:
+        """Whether something is under way whose end makes room."""
+        return bool(self._running or self.tiers.num_tasks)
+
+    def _unblock(self, first: _Waiting) -> bool:
         """Whether something was let go so that the first in line may fit now.
 
-        While requests run or copies are under way, their end makes room. Without any, only what
-        waiting requests had fetched can stand in the way: the last in line lets go first.
+        Called when nothing runs. Then only what waiting requests hold stands in the way: what
+        they had fetched, the last in line lets go first; and then the block of which the first
+        would have copied a part.
         """
-        if self._running or self.tiers.num_tasks:
-            return False
         for waiting in reversed(self._waiting):
             if waiting.fetched is not None and not waiting.fetched.is_released:
                 fetched, waiting.fetched = waiting.fetched, None
                 fetched.release()
                 return True
+        if first.uses_partial:
+            first.uses_partial = False
+            return True
         return False
 
     def _try_admit(self, waiting: _Waiting) -> Request:
         """Raises OutOfBlocksError, with nothing held, if it has to wait."""
         spec = waiting.spec
         plan = plan_admission(self.index, self.tiers.pools[Tier.DEVICE], spec)
+        if not waiting.uses_partial:
+            plan = replace(plan, match=replace(plan.match, partial=None))
         match = plan.match
         lease = self.index.hold(match.node, match.num_blocks)
         partial = match.partial
@@ -196,22 +213,19 @@ class Scheduler:
         source: Lease | None,
         slots: Ids,
     ) -> Request:
-        spec, match = waiting.spec, plan.match
+        spec, match, index = waiting.spec, plan.match, self.index
         loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
         first_load = match.num_blocks - plan.num_loads
-        joined = self._joined(lease, match)
-        submissions: list[Submission] = [load.movement.submission for load in joined]
-        loads = [load.movement for load in joined]
-
+        arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
+        loads = self.loads.of(arriving)
+        for joined in loads:
+            joined.num_users += 1
+        if len(loading):
+            loads.append(self.loads.start(lease, first_load, match.num_blocks, loading))
+        movements = [load.movement for load in loads]
         if source is not None:
             assert match.partial is not None, "a source is of a partial match"
-            movement = self._copy_partial(source, match.partial.block, private[:1])
-            submissions.append(movement.submission)
-            loads.append(movement)
-        if len(loading):
-            load = self._load(lease, first_load, match.num_blocks, loading)
-            submissions.append(load.movement.submission)
-            loads.append(load.movement)
+            movements.append(self._copy_partial(source, match.partial.block, private[:1]))
 
         self.index.count_hit(lease)
         table = np.concatenate(
@@ -227,10 +241,11 @@ class Scheduler:
             lease=lease,
             cached_tokens=matched.total_tokens,
             matched=matched,
-            gate=self.tiers.mover.gate(submissions),
-            loads=tuple(loads),
+            gate=self.tiers.mover.gate([movement.submission for movement in movements]),
+            loads=tuple(movements),
         )
         self._running[spec.request_id] = request
+        self._loads_of[request] = loads
         self.tiers.write_down(lease.node, match.device_blocks)
         self.stats.admitted_requests += 1
         self.stats.prompt_tokens += spec.prompt.num_tokens
@@ -238,52 +253,6 @@ class Scheduler:
         self.stats.host_hit_tokens += matched.host_tokens
         self.stats.storage_hit_tokens += matched.storage_tokens
         return request
-
-    # Loads
-
-    def _joined(self, lease: Lease, match: Match) -> list[_Load]:
-        """Loads of others that this request waits for too."""
-        first = match.device_blocks
-        slots = self.index.slots(
-            Tier.DEVICE, lease.node, first, match.num_blocks - match.host_blocks
-        )
-        found = {id(load): load for s in slots.tolist() if (load := self._loads.get(s))}
-        return list(found.values())
-
-    def _load(self, lease: Lease, first: int, stop: int, slots: Ids) -> _Load:
-        """Bring path blocks [first, stop) to device `slots`, under a lease of the load's own."""
-        index = self.index
-        own = index.hold_as_is(lease.node)
-        host = index.slots(Tier.HOST, lease.node, first, stop)
-        index.change(Tier.DEVICE, lease.node, first, stop, Change.RESERVE, slots=slots)
-        movement = self.tiers.mover.load(host, slots)
-        load = _Load(movement, asyncio.get_running_loop().create_future())
-        self._loads |= dict.fromkeys(slots.tolist(), load)
-        self.tiers.start(self._follow_load(load, own, first, stop, slots), "tierkv-load")
-        return load
-
-    async def _follow_load(
-        self, load: _Load, own: Lease, first: int, stop: int, slots: Ids
-    ) -> None:
-        index, tiers = self.index, self.tiers
-        try:
-            await load.movement.done()
-            arrived = all(
-                state is CopyState.READY for state in index.states(Tier.DEVICE, own.node, 0, first)
-            )
-        except TransferError:
-            arrived = False
-        if arrived:
-            index.change(Tier.DEVICE, own.node, first, stop, Change.ARRIVE)
-        else:  # it failed, or a block above it did: a device copy without its path is no use
-            tiers.stats.failed_transfers += 1
-            index.change(Tier.DEVICE, own.node, first, stop, Change.FAIL)
-            tiers.pools[Tier.DEVICE].release(slots)
-        for slot in slots.tolist():
-            del self._loads[slot]
-        index.release(own)
-        load.settled.set_result(None)
-        tiers.capacity_changed()
 
     def _copy_partial(self, source: Lease, block: int, target: Ids) -> Movement:
         """Copy a cached block, of which the prompt shares the first tokens, to a private one."""
@@ -310,58 +279,99 @@ class Scheduler:
 
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
         """Tell that KV of the first tokens is in the block table: `tokens`, packed, from the
-        prompt's start on. Full blocks become matchable by others at once.
+        prompt's start on, at least those of the last commit. Full blocks can be matched by others
+        as soon as `after`, the events of the kernels that write them, are done; that is not
+        waited for.
 
-        after: events of the kernels that wrote them; copies of the blocks wait for these.
-        Raises TransferError if a load the request depends on failed.
+        Raises TransferError if a load the request depends on failed, and BadRequestError, with
+        nothing changed, if the tokens are not the request's.
         """
-        request.check_running()
+        request.check_tokens(tokens)
         for movement in request.loads:
             await movement.done()
         # The movement is done a moment before its bookkeeping; both must be.
-        slots = request.block_table.tolist()
-        for load in {id(one): one for s in slots if (one := self._loads.get(s))}.values():
+        for load in self._loads_of.get(request, ()):
             await asyncio.shield(load.settled)
-        request.check_running()
-        self._commit(request, tokens, after)
+            if load.is_failed:
+                raise TransferError("blocks that this request waited for did not arrive")
+        request.check_tokens(tokens)
+        request.prompt = Prompt(tokens, self.index.block_size, request.spec.prompt.extras)
+        request.computed_tokens = request.prompt.num_tokens
+        request.written = tuple(after)
+        if all(event.is_done for event in after):
+            self._insert(request, request.prompt)
+        else:
+            self.tiers.start(self._insert_later(request, request.prompt), "tierkv-commit")
 
-    def _commit(self, request: Request, tokens: bytes, after: Sequence[Event]) -> None:
-        prompt = Prompt(tokens, self.index.block_size, request.spec.prompt.extras)
-        request.prompt = prompt
-        request.computed_tokens = prompt.num_tokens
+    async def _insert_later(self, request: Request, prompt: Prompt) -> None:
+        await self._written(request, request.written)
+        if request in self._running_or_ending():
+            self._insert(request, prompt)
+
+    def _insert(self, request: Request, prompt: Prompt) -> None:
+        """Give the index the full blocks of `prompt` that it lacks, and copy down what the rules
+        want. Blocks that others put there meanwhile stay private to the request."""
         first = request.lease.num_blocks
-        if prompt.num_blocks > first:
-            slots = request.block_table[first : prompt.num_blocks]
-            request.lease, inserted = self.index.insert(
-                Tier.DEVICE, request.lease, prompt, prompt.num_blocks, slots
-            )
-            for at, adopted in enumerate(inserted.adopted, start=first):
-                if adopted:
-                    request.is_private[at] = False
-            self.tiers.write_down(request.lease.node, request.lease.num_blocks, after)
+        is_computed = prompt.num_tokens <= request.computed_tokens and not request.is_damaged
+        if not is_computed or prompt.num_blocks <= first:
+            return
+        slots = request.block_table[first : prompt.num_blocks]
+        request.lease, inserted = self.index.insert(
+            Tier.DEVICE, request.lease, prompt, prompt.num_blocks, slots
+        )
+        for at, adopted in enumerate(inserted.adopted, start=first):
+            if adopted:
+                request.is_private[at] = False
+        self.tiers.write_down(request.lease.node, request.lease.num_blocks)
 
     def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Give everything back. What was committed stays cached, the tail included.
 
-        after: events of the kernels that may still use the blocks; until they are done, and until
-        every copy into the request's blocks has ended, none of its slots is given to anybody.
+        after: events of the kernels that may still use the blocks. Until they are done, and until
+        every copy into the request's blocks has ended, none of its blocks can go to anybody.
         Raises OwnershipError if the request has ended already.
         """
         request.check_running()
         request.state = RequestState.ENDED
         del self._running[request.request_id]
-        self._keep_tail(request, after)
-        waits: list[Coroutine[None, None, None]] = [
-            movement.done() for movement in request.loads if not movement.has_ended
-        ]
-        waits += [self._event_done(event) for event in after if not _is_over(event)]
+        events = (*request.written, *after)
+        is_quiet = all(_is_over(event) for event in events)
+        if is_quiet and all(movement.has_ended for movement in request.loads):
+            request.is_damaged |= not all(_is_done(event) for event in events)
+            self._finish(request)
+        else:
+            self._ending.add(request)
+            self.tiers.start(self._end_later(request, events), "tierkv-end")
+
+    async def _end_later(self, request: Request, events: Sequence[Event]) -> None:
+        await self._written(request, events)
+        for movement in request.loads:
+            with suppress(TransferError):  # ended is all that counts here
+                await movement.done()
+        self._ending.remove(request)
+        self._finish(request)
+
+    async def _written(self, request: Request, events: Sequence[Event]) -> None:
+        """Return when `events` are over. If one failed, nothing of the request is cached."""
+        for event in events:
+            try:
+                await self.tiers.mover.poller.done(event)
+            except TransferError:
+                request.is_damaged = True
+
+    def _finish(self, request: Request) -> None:
+        self._insert(request, request.prompt)
+        self._keep_tail(request)
         self.index.release(request.lease)
-        self.tiers.give_after(Tier.DEVICE, request.private_slots(), waits)
+        for load in self._loads_of.pop(request, ()):
+            self.loads.let_go(load)
+        self.tiers.pools[Tier.DEVICE].release(request.private_slots())
         self.tiers.capacity_changed()
 
-    def _keep_tail(self, request: Request, after: Sequence[Event]) -> None:
+    def _keep_tail(self, request: Request) -> None:
         prompt = request.prompt
-        if request.computed_tokens != prompt.num_tokens or not prompt.tail_tokens:
+        is_whole = request.computed_tokens == prompt.num_tokens and not request.is_damaged
+        if not is_whole or not prompt.tail_tokens:
             return
         if request.lease.num_blocks != prompt.num_blocks:
             return  # a block above it could not be inserted
@@ -371,10 +381,17 @@ class Scheduler:
         )
         if inserted.adopted[0]:
             request.is_private[at] = False
-            self.tiers.write_down(inserted.node, inserted.num_blocks, after)
+            self.tiers.write_down(inserted.node, inserted.num_blocks)
 
-    async def _event_done(self, event: Event) -> None:
-        await self.tiers.mover.poller.done(event)
+    def _running_or_ending(self) -> set[Request]:
+        return {*self._running.values(), *self._ending}
+
+
+def _is_done(event: Event) -> bool:
+    try:
+        return event.is_done
+    except TransferError:
+        return False
 
 
 def _is_over(event: Event) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,7 +23,6 @@ from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.states import Change, CopyState
 from tierkv.cache.write_policy import WriteRule
 from tierkv.errors import OutOfBlocksError, TransferError
-from tierkv.gpu.protocol import Event
 from tierkv.sched.planner import Step, plan_room
 from tierkv.storage.protocol import PutStatus
 from tierkv.tasks import task_group
@@ -82,6 +81,7 @@ class Tiers:
         self._background = asyncio.Semaphore(background_copies)
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[Callable[[], None]] = []
+        self._changed = asyncio.Event()
         self.num_tasks = 0
 
     @asynccontextmanager
@@ -90,11 +90,21 @@ class Tiers:
         async with task_group() as self._tasks:
             yield
 
+    async def next_change(self) -> None:
+        """Return after the next time slots may have become available."""
+        await self._changed.wait()
+
+    def is_making_room(self, tier: Tier) -> bool:
+        """Whether copies are under way after which slots of `tier` will be free."""
+        return self._on_the_way[tier] > 0
+
     def on_capacity(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever slots may have become available."""
         self._listeners.append(listener)
 
     def capacity_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
         for listener in self._listeners:
             listener()
 
@@ -137,25 +147,6 @@ class Tiers:
         if len(slots):
             self.pools[tier].release(slots)
             self.capacity_changed()
-
-    def give_after(
-        self, tier: Tier, slots: Ids, waits: Sequence[Coroutine[None, None, None]]
-    ) -> None:
-        """Give slots back once everything that may still touch them has ended."""
-        if not waits:
-            self.give(tier, slots)
-            return
-        self._in_flight_slots[tier].append(slots)
-        self.start(self._give_after(tier, slots, waits), "tierkv-give")
-
-    async def _give_after(
-        self, tier: Tier, slots: Ids, waits: Sequence[Coroutine[None, None, None]]
-    ) -> None:
-        for wait in waits:
-            with suppress(TransferError):  # ended is all that counts; its owner hears of a failure
-                await wait
-        self.unlend(tier, slots)
-        self.give(tier, slots)
 
     def lend(self, tier: Tier, slots: Ids) -> None:
         """Note slots that a movement holds outside the index, so that `verify` finds an owner."""
@@ -221,6 +212,11 @@ class Tiers:
             self._on_the_way[tier] += stop - first
             self.start(self._flush_for_room(lease, first, stop), "tierkv-flush")
             return _CopyDown.STARTED
+        # What the host cannot take of a run is forgotten from its end, so that the rest is kept.
+        room = self.available(Tier.HOST)
+        if 0 < room < stop - first and not node.holders and not self.is_making_room(Tier.HOST):
+            self._forget(node, step.victim.start + room)
+            stop = first + room
         lease = self.index.hold_as_is(node)
         try:
             slots = self.take(Tier.HOST, stop - first)
@@ -228,7 +224,7 @@ class Tiers:
             self.index.release(lease)
             return _CopyDown.LATER if self._on_the_way[Tier.HOST] else _CopyDown.IMPOSSIBLE
         self._on_the_way[tier] += stop - first
-        movement = self._begin_offload(node, first, stop, slots, ())
+        movement = self._begin_offload(node, first, stop, slots)
         self.start(self._offload_for_room(lease, first, stop, movement), "tierkv-write-back")
         return _CopyDown.STARTED
 
@@ -257,13 +253,11 @@ class Tiers:
             self.index.release(lease)
             self.capacity_changed()
 
-    def _begin_offload(
-        self, node: Node, first: int, stop: int, slots: Ids, after: Sequence[Event]
-    ) -> Movement:
+    def _begin_offload(self, node: Node, first: int, stop: int, slots: Ids) -> Movement:
         """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""
         index = self.index
         index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
-        return self.mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop), after)
+        return self.mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
 
     async def _end_offload(self, node: Node, first: int, stop: int, movement: Movement) -> bool:
         """Wait for the copy and note its result; whether the blocks have a host copy now."""
@@ -279,41 +273,34 @@ class Tiers:
         self.stats.offloaded_blocks += stop - first
         return True
 
-    def write_down(self, node: Node, num_blocks: int, after: Sequence[Event] = ()) -> None:
+    def write_down(self, node: Node, num_blocks: int) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
         for part, i, j in segments(node, 0, num_blocks):
             wants_host = self._rules[Tier.DEVICE].writes_now(part.hits)
-            wants_storage = self.storage is not None and self._rules[Tier.HOST].writes_now(
-                part.hits
-            )
-            if not (wants_host or wants_storage):
-                continue
+            rule = self._rules[Tier.HOST]
+            wants_storage = self.storage is not None and rule.writes_now(part.hits)
             host = part.copies[Tier.HOST].states[i:j]
-            if wants_storage:
-                todo = ~part.stored[i:j] & (host != CopyState.INCOMING)
-                part.stored[i:j] |= todo  # claimed here, so that no other task writes it too
-            else:
-                todo = host == CopyState.ABSENT
-            for start, stop in _runs(todo):
-                lease = self.index.hold_as_is(part)
-                first = part.start + i
-                self.start(
-                    self._write_down(
-                        lease, first + start, first + stop, tuple(after), to_storage=wants_storage
-                    ),
-                    "tierkv-write-down",
-                )
+            told = part.stored_in(i, j)
+            to_storage = ~told & (host != CopyState.INCOMING) & wants_storage
+            to_host = (host == CopyState.ABSENT) & ~to_storage & wants_host
+            part.believe_stored(i, j, told | to_storage)  # claimed: no other task writes it too
+            for mask, is_stored in ((to_storage, True), (to_host, False)):
+                for start, stop in _runs(mask):
+                    lease = self.index.hold_as_is(part)
+                    first = part.start + i
+                    work = self._write_down(
+                        lease, first + start, first + stop, to_storage=is_stored
+                    )
+                    self.start(work, "tierkv-write-down")
 
-    async def _write_down(
-        self, lease: Lease, first: int, stop: int, after: tuple[Event, ...], *, to_storage: bool
-    ) -> None:
+    async def _write_down(self, lease: Lease, first: int, stop: int, *, to_storage: bool) -> None:
         index, node = self.index, lease.node
         try:
             at = first
             while at < stop:
                 end = min(at + GROUP_BLOCKS, stop)
                 async with self._background:
-                    is_whole = await self._host_copy(node, at, end, after)
+                    is_whole = await self._host_copy(node, at, end)
                     if to_storage and is_whole:
                         await self._flush(node, at, end)
                     elif to_storage:
@@ -323,7 +310,7 @@ class Tiers:
             index.release(lease)
             self.capacity_changed()
 
-    async def _host_copy(self, node: Node, first: int, stop: int, after: Sequence[Event]) -> bool:
+    async def _host_copy(self, node: Node, first: int, stop: int) -> bool:
         """Give path blocks [first, stop) a host copy where they have none; whether all have."""
         states = self.index.states(Tier.HOST, node, first, stop)
         missing = np.array([state == CopyState.ABSENT for state in states], np.bool_)
@@ -335,7 +322,7 @@ class Tiers:
                 self.stats.skipped_offloads += end - start
                 complete = False
                 continue
-            movement = self._begin_offload(node, first + start, first + end, slots, after)
+            movement = self._begin_offload(node, first + start, first + end, slots)
             if not await self._end_offload(node, first + start, first + end, movement):
                 complete = False
         return complete
@@ -359,7 +346,7 @@ class Tiers:
     def path_prompt(self, node: Node) -> Prompt:
         """The tokens and extra keys of the whole path to `node`."""
         parts = list(node.path())[::-1]
-        extras = {block: extra for part in parts for block, extra in part.extras.items()}
+        extras = {b: extra for part in parts for b, extra in (part.extras or {}).items()}
         return Prompt(b"".join(part.tokens for part in parts), self.index.block_size, extras)
 
 

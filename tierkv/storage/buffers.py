@@ -12,7 +12,7 @@ from tierkv.storage.protocol import Buffer
 _MAX_PIECES = 1024
 
 
-def copy_into(content: bytes, views: Sequence[memoryview]) -> None:
+def copy_into(content: Buffer, views: Sequence[memoryview]) -> None:
     """Fill `views`, in order, with `content`, which is exactly as long as they are together."""
     source, at = memoryview(content), 0
     for view in flat(views):

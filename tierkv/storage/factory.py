@@ -9,11 +9,15 @@ from urllib.parse import unquote, urlsplit
 
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError
-from tierkv.storage import redis_url
+from tierkv.storage import mooncake, redis_url
 from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.mirrored import MirroredStore
+from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,9 @@ class StoreSettings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     file: FileSettings = field(default_factory=FileSettings)
     redis: RedisSettings = field(default_factory=RedisSettings)
+    mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
+    layered: LayeredSettings = field(default_factory=LayeredSettings)
+    resilience: ResilienceSettings = field(default_factory=ResilienceSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,33 @@ def _redis(url: str, settings: StoreSettings, clock: Clock) -> Store:
     return RedisStore(redis_url.parse_redis_url(url), settings.redis, clock)
 
 
+def _mooncake(url: str, settings: StoreSettings, clock: Clock) -> Store:  # noqa: ARG001
+    return MooncakeStore(url, settings.mooncake)
+
+
+def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
+    urls = url.partition(":")[2].split("|")
+    if len(urls) != 2:  # noqa: PLR2004 - near and far
+        raise ConfigError(f"a layered store needs two URLs; accepted: {_LAYERED}")
+    near, far = (open_store(one, settings, clock) for one in urls)
+    return LayeredStore(near, far, settings.layered)
+
+
+def _mirrored(url: str, settings: StoreSettings, clock: Clock) -> Store:
+    urls = url.partition(":")[2].split("|")
+    return MirroredStore([open_store(one, settings, clock) for one in urls])
+
+
+_LAYERED = "layered:NEAR-URL|FAR-URL"
+_MIRRORED = "mirrored:URL|URL"
 _FILE = "file:///absolute/directory or file:relative/directory"
 _STORES = {
     "memory": _Row("memory://", _memory),
     "file": _Row(_FILE, _file),
     **{scheme: _Row(redis_url.ACCEPTED, _redis) for scheme in redis_url.REDIS_SCHEMES},
+    "mooncake": _Row(mooncake.ACCEPTED, _mooncake),
+    "layered": _Row(_LAYERED, _layered),
+    "mirrored": _Row(_MIRRORED, _mirrored),
 }
 
 
@@ -69,3 +98,8 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
         # Not quoted in full: behind a misspelt scheme there can be a password.
         raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {accepted}")
     return row.open(url, settings, clock)
+
+
+def open_resilient_store(url: str, settings: StoreSettings, clock: Clock) -> ResilientStore:
+    """The store that `url` names, inside what keeps its faults from its callers."""
+    return ResilientStore(open_store(url, settings, clock), settings.resilience, clock)

@@ -1,7 +1,7 @@
 """Keeps a file store within its size and the disk's free space above a floor, by eviction.
 
 Evicted are the values used longest ago; among those last used in the same minute, the ones written
-last. A prompt's blocks are written and used together, head first, so it loses its end, not its head.
+last. A prompt's blocks are written and used together, head first, so it loses its end.
 """
 
 from __future__ import annotations

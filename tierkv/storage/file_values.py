@@ -24,6 +24,7 @@ from pathlib import Path
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.buffers import read_fully, write_fully
+from tierkv.storage.file_direct import MIN_BYTES, DirectWriter
 from tierkv.storage.file_paths import name_of, relative_path, walk
 from tierkv.storage.file_room import USE_GRAIN_S, Room
 from tierkv.storage.file_scratch import Scratch, locked_directory
@@ -47,17 +48,25 @@ class ValueFiles:
     """Blocking, safe from several threads and beside other processes on the same directory.
 
     syncs: each value is on the disk itself before it is visible, and its directory entry when put
-        returns.
+        returns. direct: large values are written past the page cache.
     """
 
     def __init__(
-        self, root: Path, scratch: Scratch, room: Room, clock: Clock, *, syncs: bool
+        self,
+        root: Path,
+        scratch: Scratch,
+        room: Room,
+        clock: Clock,
+        *,
+        syncs: bool,
+        direct: DirectWriter | None,
     ) -> None:
         self._root = root
         self._scratch = scratch
         self._room = room
         self._clock = clock
         self._syncs = syncs
+        self._direct = direct
 
     def get(self, item: GetItem) -> GetOutcome:
         try:
@@ -246,10 +255,15 @@ class ValueFiles:
         return False
 
     def _write(self, temporary: str, item: PutItem) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        is_large = item.num_bytes >= MIN_BYTES
+        was_direct = (
+            self._direct is not None and is_large and self._direct.write(temporary, item.parts)
+        )
+        flags = os.O_WRONLY | os.O_CLOEXEC | (0 if was_direct else os.O_CREAT | os.O_EXCL)
         fd = os.open(temporary, flags, 0o600)
         try:
-            write_fully(fd, item.parts)
+            if not was_direct:
+                write_fully(fd, item.parts)
             expires_ns = _NEVER_NS
             if item.ttl_s is not None:
                 expires_ns = math.ceil((self._clock.wall() + item.ttl_s) * 1e9)

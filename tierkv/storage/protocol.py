@@ -167,10 +167,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """is_shared: other processes see the same values. is_durable: values outlive the process."""
+    """is_shared: other processes see the same values. is_durable: values outlive the process.
+    has_ttl: values go when their time is over; without, when the store wants their room.
+    has_listing: `list` and `usage` work; without, they raise StoreUnavailableError.
+    """
 
     is_shared: bool
     is_durable: bool
+    has_ttl: bool = True
+    has_listing: bool = True
 
 
 class Store(Protocol):

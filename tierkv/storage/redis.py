@@ -16,6 +16,7 @@ from tierkv.storage.protocol import (
     ListPage,
     PutItem,
     PutOutcome,
+    StoredValue,
     Usage,
     check_limit,
     check_name,
@@ -143,9 +144,12 @@ class RedisStore:
         nodes = self._opened().nodes()
         if index >= len(nodes):
             raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
-        position, values = await nodes[index].list(prefix, position, limit)
-        if position == 0:
-            index += 1
+        values: dict[str, StoredValue] = {}
+        while index < len(nodes) and len(values) < limit:
+            position, found = await nodes[index].list(prefix, position, limit - len(values))
+            values |= found
+            if position == 0:
+                index += 1
         is_last = index == len(nodes)
         return ListPage(tuple(values.values()), None if is_last else f"{index}.{position}")
 

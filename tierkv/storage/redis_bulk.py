@@ -135,6 +135,8 @@ class BulkLanes:
                     except asyncio.CancelledError:
                         request.settle(Failure(f"{self._url} is closed"))
                         raise
+                if request.outcome.done():  # its caller has gone meanwhile, and its buffers too
+                    continue
                 wire.submit(request)
                 await asyncio.sleep(0)  # the other lanes take their share
                 await wire.until_room()

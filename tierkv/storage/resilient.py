@@ -39,6 +39,8 @@ from tierkv.tasks import background
 _log = logging.getLogger(__name__)
 _MAX_TOKENS = 10.0
 _MAX_JITTER_S = 0.02
+# A failure that took longer was a deadline, and a second one is not what the caller waits for.
+_RETRY_WITHIN_S = 0.1
 
 T = TypeVar("T")
 
@@ -119,7 +121,7 @@ class ResilientStore:
             owner=inner.url,
         )
         self._full_until = 0.0
-        self._tokens = _MAX_TOKENS
+        self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0
         self._random = random.Random()
         self._missing: OrderedDict[str, float] = OrderedDict()
         self._num_retries = self._num_refused = self._negative_hits = 0
@@ -166,9 +168,10 @@ class ResilientStore:
         return found
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        started = self._clock.monotonic()
         outcomes = [*await self._get_into(items)]
         failed = [i for i, outcome in enumerate(outcomes) if outcome.status is GetStatus.FAILED]
-        if failed and self._may_retry():
+        if failed and self._may_retry(started):
             await self._pause()
             again = await self._get_into([items[i] for i in failed])
             for i, outcome in zip(failed, again, strict=True):
@@ -224,10 +227,11 @@ class ResilientStore:
         return outcomes
 
     async def _retried(self, ask: Callable[[], Awaitable[T]]) -> T:
+        started = self._clock.monotonic()
         try:
             return await self._asked(ask)
         except StoreUnavailableError:
-            if not self._may_retry():
+            if not self._may_retry(started):
                 raise
         await self._pause()
         return await self._asked(ask)
@@ -268,9 +272,11 @@ class ResilientStore:
         finally:
             self._num_waiting_reads -= 1
 
-    def _may_retry(self) -> bool:
-        """Whether the budget, which every operation adds to, has a retry left. Takes it."""
-        if self._tokens < 1 or not self._breaker.is_closed:
+    def _may_retry(self, started: float) -> bool:
+        """Whether the first try failed at once, and the budget, which every operation adds to, has
+        a retry left. Takes it."""
+        was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
+        if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
             return False
         self._tokens -= 1
         self._num_retries += 1

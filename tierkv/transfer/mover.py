@@ -60,7 +60,7 @@ class Movement:
 
 
 class Mover:
-    """Two lanes and a submitting thread each, so that submission never runs on the loop."""
+    """Two lanes, and a thread that submits what is copied within the device."""
 
     def __init__(self, device: Device, planes: Planes, host: HostSlots) -> None:
         self._device = device
@@ -69,7 +69,7 @@ class Mover:
         self._block_bytes = planes.layout.block_bytes
         self.poller = EventPoller()
         self._lanes: dict[Direction, Lane] = {}
-        self._submitters: dict[Direction, ThreadPoolExecutor] = {}
+        self._submitter: ThreadPoolExecutor | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self.num_in_flight = 0
         self.bytes_moved = {Direction.LOAD: 0, Direction.OFFLOAD: 0}
@@ -77,18 +77,15 @@ class Mover:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Opens the lanes; at the end waits for every copy, then closes them."""
+        self._submitter = ThreadPoolExecutor(1, thread_name_prefix="tierkv-submit")
         try:
             for direction in Direction:
                 self._lanes[direction] = self._device.open_lane(direction, self._planes, self._host)
-                self._submitters[direction] = ThreadPoolExecutor(
-                    1, thread_name_prefix=f"tierkv-submit-{direction.value}"
-                )
             async with self.poller.running(), task_group() as self._tasks:
                 yield
         finally:
             # Blocks the loop on purpose: memory must not be freed under a copy in flight.
-            for submitter in self._submitters.values():
-                submitter.shutdown(wait=True)
+            self._submitter.shutdown(wait=True)
             for lane in self._lanes.values():
                 lane.close()
 
@@ -107,37 +104,32 @@ class Mover:
             event = self._device.copy_blocks(self._planes, source_ids, target_ids)
             return (event,) * self._planes.layout.num_layers
 
-        return self._start(Direction.LOAD, submit, len(source_ids) * self._block_bytes, counts=None)
+        assert self._submitter is not None, "the mover is running"
+        return self._follow(
+            self._submitter.submit(submit), len(source_ids) * self._block_bytes, None
+        )
 
     def gate(self, movements: Sequence[Submission]) -> LayerGate:
         return LayerGate(self._planes.layout.num_layers, movements, self.poller)
 
     def _move(self, copy: BlockCopy) -> Movement:
-        def submit() -> tuple[Event, ...]:
-            return self._lanes[copy.direction].submit(copy)
+        submission: Submission = Future()
+        try:
+            submission.set_result(self._lanes[copy.direction].submit(copy))
+        except TierKVError as error:
+            submission.set_exception(error)
+        return self._follow(submission, len(copy) * self._block_bytes, copy.direction)
 
-        return self._start(
-            copy.direction, submit, len(copy) * self._block_bytes, counts=copy.direction
-        )
-
-    def _start(
-        self,
-        direction: Direction,
-        submit: Callable[[], tuple[Event, ...]],
-        num_bytes: int,
-        *,
-        counts: Direction | None,
-    ) -> Movement:
+    def _follow(self, submission: Submission, num_bytes: int, counts: Direction | None) -> Movement:
         assert self._tasks is not None, "the mover is running"
-        submission: Future[tuple[Event, ...]] = self._submitters[direction].submit(submit)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(_retrieve)
         movement = Movement(submission, num_bytes, ended)
         self.num_in_flight += 1
-        self._tasks.create_task(self._follow(movement, counts), name="tierkv-movement")
+        self._tasks.create_task(self._await_end(movement, counts), name="tierkv-movement")
         return movement
 
-    async def _follow(self, movement: Movement, counts: Direction | None) -> None:
+    async def _await_end(self, movement: Movement, counts: Direction | None) -> None:
         error: TransferError | None = None
         try:
             events = await asyncio.wrap_future(movement.submission)

@@ -13,7 +13,7 @@ from tierkv.cache.keys import Names, StoredKey
 from tierkv.cache.layout import Bytes1D, Layout
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
-from tierkv.storage.codec import HEADER_BYTES, check, encode_header
+from tierkv.storage.codec import Codec, PlainCodec, ValueIdentity
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -45,9 +45,10 @@ class StorageIO:
     the store's; the deadline of a whole question is the caller's.
 
     block_ttl_s: how long a stored block lives, None for as long as the store keeps it.
+    codec: how blocks become values; None for the one with a plain checksum.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
         self,
         store: Store,
         names: Names,
@@ -56,6 +57,7 @@ class StorageIO:
         *,
         deadline_s: float,
         block_ttl_s: float | None,
+        codec: Codec | None = None,
     ) -> None:
         self.store = store
         self.names = names
@@ -64,6 +66,7 @@ class StorageIO:
         self._host = host
         self._deadline_s = deadline_s
         self._block_ttl_s = block_ttl_s
+        self._codec = PlainCodec() if codec is None else codec
         # Checksums of 2 MiB blocks would stop the loop for 70 us each.
         self._checkers = WorkerThreads("storage I/O", 2)
 
@@ -89,7 +92,7 @@ class StorageIO:
         HIT means that length, key, layout and checksum are right. A damaged value is deleted.
         """
         array = self._host.array
-        headers = [bytearray(HEADER_BYTES) for _ in keys]
+        headers = [bytearray(self._codec.header_bytes) for _ in keys]
         payloads = [
             array[slot][: self._layout.stored_bytes(key.num_tokens)]
             for key, slot in zip(keys, slot_ids, strict=True)
@@ -128,13 +131,7 @@ class StorageIO:
                 continue
             key, payload = keys[i], payloads[i]
             try:
-                check(
-                    headers[i],
-                    payload.data,
-                    layout_digest=self._layout.digest,
-                    key_digest=key.digest,
-                    num_tokens=key.num_tokens,
-                )
+                self._codec.decode(headers[i], payload.data, self._identity(key))
             except StoreCorruptError as error:
                 checked[i] = GetOutcome(GetStatus.DAMAGED, str(error))
                 continue
@@ -162,15 +159,12 @@ class StorageIO:
         items = []
         for key, slot in zip(keys, slot_ids, strict=True):
             payload = self._layout.cut_tail(self._host.array[slot], key.num_tokens)
-            header = encode_header(
-                payload.data,
-                layout_digest=self._layout.digest,
-                key_digest=key.digest,
-                num_tokens=key.num_tokens,
-            )
-            parts = (header, np.ascontiguousarray(payload).data)
+            parts = self._codec.encode(np.ascontiguousarray(payload).data, self._identity(key))
             items.append(PutItem(self.names.name(key), parts, ttl_s=self._block_ttl_s))
         return items
+
+    def _identity(self, key: StoredKey) -> ValueIdentity:
+        return ValueIdentity(self._layout.digest, key.digest, key.num_tokens)
 
     def _count_reads(self, keys: Sequence[StoredKey], outcomes: Sequence[GetOutcome]) -> None:
         for key, outcome in zip(keys, outcomes, strict=True):

@@ -1,0 +1,520 @@
+"""How near the stores come to what their server, or the disk, can do.
+
+    python benchmarks/storage.py [--quick] [--json] [--only redis,lookup,cluster,file,mooncake]
+
+Contenders of one figure take turns in one run, since on a shared machine the limit itself moves by
+a third. Redis: the socket alone, an ideal client in C (compiled here, if there is a compiler;
+otherwise redis-benchmark), redis-py's asyncio client, and tierkv with checksums, all on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import importlib
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import redis.asyncio
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.bench import Row, row, show
+from tests.mooncake_server import mooncake_server
+from tests.redis_groups import redis_cluster
+from tests.redis_server import RedisServer, redis_server
+from tierkv.clock import SystemClock
+from tierkv.storage.codec import PlainCodec, ValueIdentity
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.file import FileSettings
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
+from tierkv.storage.redis import RedisSettings
+from tierkv.storage.threads import WorkerThreads
+
+IDENTITY = ValueIdentity(bytes(32), bytes(32), 16)
+CODEC = PlainCodec()
+WORK_BYTES = 256 << 20
+PART_BYTES = 16 << 20  # blocks of one call, as a fetch asks for them
+
+
+@dataclass(frozen=True)
+class Scale:
+    sizes: tuple[int, ...]
+    connections: tuple[int, ...]
+    rounds: int
+    work_bytes: int
+
+
+QUICK = Scale((512 << 10, 2 << 20), (1, 2), 3, 64 << 20)
+FULL = Scale((64 << 10, 512 << 10, 2 << 20, 8 << 20), (1, 2, 4, 8), 7, WORK_BYTES)
+
+
+@dataclass
+class Lag:
+    """How late the loop was, in milliseconds, each time it was due."""
+
+    samples: list[float] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(self._watch())
+            try:
+                yield
+            finally:
+                watcher.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(0.001)
+            self.samples.append((time.perf_counter() - started) * 1e3 - 1)
+
+    def p99(self) -> float:
+        return float(np.percentile(self.samples, 99)) if self.samples else 0.0
+
+
+@contextmanager
+def ideal_client() -> Iterator[Path | None]:
+    """The C client, compiled; None where no compiler is."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory, "ideal_redis")
+        source = Path(__file__).with_name("ideal_redis.c")
+        subprocess.run([compiler, "-O2", "-o", str(program), str(source)], check=True)
+        yield program
+
+
+@dataclass(frozen=True)
+class Job:
+    """count values of num_bytes each, read or written over so many connections."""
+
+    num_bytes: int
+    count: int
+    connections: int
+
+    def rate(self, seconds: float) -> float:
+        return self.num_bytes * self.count / seconds / 1e9
+
+
+def ideal(program: Path, verb: str, port: int, job: Job) -> float:
+    # fmt: off
+    command = [
+        str(program), verb, str(port), str(job.num_bytes), str(job.count),
+        str(job.connections), "3",
+    ]
+    # fmt: on
+    done = subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return job.rate(float(done.stdout))
+
+
+def redis_benchmark(verb: str, port: int, job: Job) -> float:
+    # fmt: off
+    command = [
+        "redis-benchmark", "-p", str(port), "-t", verb, "-d", str(job.num_bytes), "-n",
+        str(job.count), "-c", str(job.connections), "--csv",
+    ]
+    # fmt: on
+    done = subprocess.run(command, check=True, capture_output=True, timeout=120, text=True)
+    per_second = float(done.stdout.splitlines()[-1].split(",")[1].strip('"'))
+    return per_second * job.num_bytes / 1e9
+
+
+@dataclass
+class RedisPy:
+    """redis-py as its documentation has it: a pool, values gathered, copied where they belong."""
+
+    client: redis.asyncio.Redis
+    slots: Sequence[memoryview]
+
+    async def get(self, job: Job) -> float:
+        return await self._spread(job, self._get)
+
+    async def set(self, job: Job) -> float:
+        return await self._spread(job, self._set)
+
+    async def _get(self, index: int) -> None:
+        content = await self.client.get(f"k:{index}")
+        assert isinstance(content, bytes), "written before"
+        self.slots[index][:] = content
+
+    async def _set(self, index: int) -> None:
+        await self.client.set(f"k:{index}", self.slots[index])
+
+    async def _spread(self, job: Job, one: Callable[[int], Awaitable[None]]) -> float:
+        left = iter(range(job.count))
+
+        async def work() -> None:
+            for index in left:
+                await one(index)
+
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(job.connections):
+                group.create_task(work())
+        return job.rate(time.perf_counter() - started)
+
+
+@dataclass
+class Tierkv:
+    """A store with checksums made and checked in threads, as storage I/O does it."""
+
+    store: Store
+    slots: Sequence[memoryview]
+    checkers: WorkerThreads
+    headers: list[bytearray]
+    lag: Lag
+
+    async def get(self, job: Job) -> float:
+        return await self._spread(job, self._get)
+
+    async def set(self, job: Job) -> float:
+        return await self._spread(job, self._set)
+
+    async def _get(self, part: Sequence[int]) -> None:
+        items = [GetItem(f"v:{i}:a", (memoryview(self.headers[i]), self.slots[i])) for i in part]
+        outcomes = await self.store.get_into(items)
+        assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}, outcomes
+
+        def check() -> None:
+            for i in part:
+                CODEC.decode(self.headers[i], self.slots[i], IDENTITY)
+
+        await self.checkers.run(check)
+
+    async def _set(self, part: Sequence[int]) -> None:
+        def encode() -> list[PutItem]:
+            return [
+                PutItem(f"v:{i}:a", CODEC.encode(self.slots[i], IDENTITY), keep_existing=False)
+                for i in part
+            ]
+
+        outcomes = await self.store.put(await self.checkers.run(encode))
+        assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}, outcomes
+
+    async def _spread(self, job: Job, one: Callable[[Sequence[int]], Awaitable[None]]) -> float:
+        size = max(1, PART_BYTES // job.num_bytes)
+        parts = iter([range(at, min(at + size, job.count)) for at in range(0, job.count, size)])
+
+        async def work() -> None:
+            for part in parts:
+                await one(part)
+
+        started = time.perf_counter()
+        async with self.lag.watched(), asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(work())
+        return job.rate(time.perf_counter() - started)
+
+
+def slots_for(job: Job) -> list[memoryview]:
+    """Memory that has been touched, as pinned host slots have."""
+    pool = np.full(job.num_bytes * job.count, 7, np.uint8).data
+    return [pool[i * job.num_bytes : (i + 1) * job.num_bytes] for i in range(job.count)]
+
+
+@asynccontextmanager
+async def tierkv_at(
+    url: str, job: Job, slots: Sequence[memoryview], settings: StoreSettings
+) -> AsyncIterator[Tierkv]:
+    store = open_store(url, settings, SystemClock())
+    checkers = WorkerThreads("checkers", 2)
+    async with store.running(), checkers.running():
+        headers = [bytearray(CODEC.header_bytes) for _ in range(job.count)]
+        yield Tierkv(store, slots, checkers, headers, Lag())
+
+
+def patient(connections: int) -> StoreSettings:
+    settings = RedisSettings(
+        num_connections=connections, write_connections=connections, timeout_s=30.0
+    )
+    return StoreSettings(redis=settings)
+
+
+async def redis_job(server: RedisServer, program: Path | None, job: Job, rounds: int) -> list[Row]:
+    slots = slots_for(job)
+    client = redis.asyncio.Redis(port=server.port, max_connections=job.connections)
+    figures: dict[str, list[float]] = {}
+
+    def note(what: str, rate: float) -> None:
+        figures.setdefault(what, []).append(rate)
+
+    async with (
+        client,
+        tierkv_at(server.url, job, slots, patient(job.connections)) as ours,
+    ):
+        theirs = RedisPy(client, slots)
+
+        async def limit(verb: str) -> float:
+            if program is None:
+                return await asyncio.to_thread(redis_benchmark, verb, server.port, job)
+            return await asyncio.to_thread(ideal, program, verb, server.port, job)
+
+        contenders: list[tuple[str, Callable[[], Awaitable[float]], Callable[[], Awaitable[float]]]]
+        contenders = [
+            ("limit", lambda: limit("set"), lambda: limit("get")),
+            ("redis-py", lambda: theirs.set(job), lambda: theirs.get(job)),
+            ("tierkv", lambda: ours.set(job), lambda: ours.get(job)),
+        ]
+        for round_number in range(rounds + 1):
+            for who, set_values, get_values in contenders:
+                server.execute("FLUSHALL", "SYNC")  # each writes into the same state
+                for verb, measured in (("set", set_values), ("get", get_values)):
+                    rate = await measured()
+                    if round_number:  # the first one warms up
+                        note(f"{verb} {who}", rate)
+            if program is not None and job.connections == 1:
+                note("get raw socket", await asyncio.to_thread(ideal, program, "raw", 0, job))
+            contenders.append(contenders.pop(0))
+        lag = ours.lag.p99()
+    return [*_redis_rows(figures, job), row(f"{_label(job)} loop lag p99", [lag], "ms")]
+
+
+def _label(job: Job) -> str:
+    return f"{job.num_bytes >> 10} KiB x{job.connections}"
+
+
+def _redis_rows(figures: dict[str, list[float]], job: Job) -> list[Row]:
+    rows = []
+    for verb in ("get", "set"):
+        best = row(f"{_label(job)} {verb} limit", figures[f"{verb} limit"], "GB/s")
+        theirs = row(f"{_label(job)} {verb} redis-py", figures[f"{verb} redis-py"], "GB/s")
+        ours = figures[f"{verb} tierkv"]
+        rows += [best, theirs]
+        if raw := figures.get(f"{verb} raw socket"):
+            rows.append(row(f"{_label(job)} raw socket", raw, "GB/s"))
+        rows.append(row(f"{_label(job)} {verb} tierkv", ours, "GB/s", against=best))
+        rows.append(row(f"{_label(job)} {verb} tierkv", ours, "GB/s", against=theirs))
+    return rows
+
+
+async def measure_redis(scale: Scale) -> list[Row]:
+    rows: list[Row] = []
+    with redis_server() as server, ideal_client() as program:
+        for num_bytes in scale.sizes:
+            for connections in scale.connections:
+                count = max(8, min(1024, scale.work_bytes // num_bytes))
+                job = Job(num_bytes, count, connections)
+                rows += await redis_job(server, program, job, scale.rounds)
+    return rows
+
+
+async def lookups(url: str, what: str, rounds: int) -> list[Row]:
+    names = [f"v:0123456789abcdef:{i:064x}:0of1" for i in range(1_000)]
+    rows = []
+    store = open_store(url, patient(2), SystemClock())
+    async with store.running():
+        for present in (1_000, 617):
+            await store.delete(names)
+            await store.put([PutItem(name, (b"x",)) for name in names[:present]])
+            times = []
+            for _ in range(rounds * 50):
+                started = time.perf_counter()
+                assert await store.exists(names) == present
+                times.append((time.perf_counter() - started) * 1e3)
+            rows.append(row(f"lookup of 1,000, {present} there, {what}", times, "ms"))
+            p99 = float(np.percentile(times, 99))
+            rows.append(row(f"  the same, p99, {what}", [p99], "ms"))
+    return rows
+
+
+async def measure_lookup(scale: Scale) -> list[Row]:
+    with redis_server() as server:
+        rows = await lookups(server.url, "1 server", scale.rounds)
+    with redis_cluster(3) as cluster:
+        rows += await lookups(cluster.url, "3 masters", scale.rounds)
+    return rows
+
+
+async def measure_cluster(scale: Scale) -> list[Row]:
+    rows: list[Row] = []
+    job = Job(2 << 20, scale.work_bytes >> 21, 2)
+    slots = slots_for(job)
+    for num_masters in (1, 3, 6):
+        with redis_cluster(num_masters) as cluster:
+            async with tierkv_at(cluster.url, job, slots, patient(2)) as ours:
+                sets = [await ours.set(job) for _ in range(scale.rounds)]
+                gets = [await ours.get(job) for _ in range(scale.rounds)]
+        rows.append(row(f"2 MiB get, {num_masters} masters", gets, "GB/s"))
+        rows.append(row(f"2 MiB set, {num_masters} masters", sets, "GB/s"))
+    return rows
+
+
+def direct_disk(directory: Path, job: Job) -> tuple[float, float]:
+    """Writing and reading whole files with O_DIRECT in 4 threads, GB/s."""
+    buffers = [mmap.mmap(-1, job.num_bytes) for _ in range(4)]
+
+    def one(flags: int, index: int) -> None:
+        fd = os.open(directory / f"{index}", flags | os.O_DIRECT, 0o600)
+        try:
+            move = os.pwritev if flags & os.O_CREAT else os.preadv
+            assert move(fd, [buffers[index % 4]], 0) == job.num_bytes
+        finally:
+            os.close(fd)
+
+    rates = []
+    with ThreadPoolExecutor(4) as pool:
+        for flags in (os.O_WRONLY | os.O_CREAT, os.O_RDONLY):
+            started = time.perf_counter()
+            for _ in pool.map(lambda index, flags=flags: one(flags, index), range(job.count)):
+                pass
+            rates.append(job.rate(time.perf_counter() - started))
+    for index in range(job.count):
+        (directory / f"{index}").unlink()
+    return rates[0], rates[1]
+
+
+def forget_cached(root: Path) -> None:
+    """Write what is not on the disk yet, then drop it from memory."""
+    os.sync()
+    for path in root.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            with suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+async def measure_file(scale: Scale) -> list[Row]:
+    job = Job(2 << 20, scale.work_bytes >> 21, 1)
+    slots = slots_for(job)
+    figures: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TIERKV_BENCH_DIR")) as text:
+        directory = Path(text)
+        (directory / "direct").mkdir()
+        settings = StoreSettings(file=FileSettings(syncs_values=False))
+        direct = StoreSettings(file=FileSettings(writes_directly=True))
+        synced = StoreSettings(file=FileSettings(syncs_values=True))
+        for _ in range(scale.rounds):
+            write, read = await asyncio.to_thread(direct_disk, directory / "direct", job)
+            figures.setdefault("direct write", []).append(write)
+            figures.setdefault("direct read", []).append(read)
+            url = (directory / "store").as_uri()
+            async with tierkv_at(url, job, slots, synced) as ours:
+                figures.setdefault("synced write", []).append(await ours.set(job))
+            async with tierkv_at(url, job, slots, direct) as ours:
+                figures.setdefault("our direct write", []).append(await ours.set(job))
+            async with tierkv_at(url, job, slots, settings) as ours:
+                figures.setdefault("write", []).append(await ours.set(job))
+                figures.setdefault("warm read", []).append(await ours.get(job))
+                await asyncio.to_thread(forget_cached, directory / "store")
+                figures.setdefault("cold read", []).append(await ours.get(job))
+    writes = row("files: O_DIRECT write", figures["direct write"], "GB/s")
+    reads = row("files: O_DIRECT read", figures["direct read"], "GB/s")
+    return [
+        writes,
+        row("files: put", figures["write"], "GB/s", against=writes),
+        row("files: put, direct", figures["our direct write"], "GB/s", against=writes),
+        row("files: put, synced", figures["synced write"], "GB/s", against=writes),
+        reads,
+        row("files: get, not cached", figures["cold read"], "GB/s", against=reads),
+        row("files: get, cached", figures["warm read"], "GB/s", against=reads),
+    ]
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def direct_mooncake(port: int, job: Job, slots: Sequence[memoryview]) -> tuple[float, float]:
+    """Its own client, batches of 8, in two threads: GB/s written and read."""
+    client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{port}")
+    keys = [f"d:{i}" for i in range(job.count)]
+    client.batch_remove(keys, True)  # noqa: FBT003
+    parts = [range(at, min(at + 8, job.count)) for at in range(0, job.count, 8)]
+    rates = []
+    with ThreadPoolExecutor(2) as pool:
+        for call in (client.batch_put_from, client.batch_get_into):
+            started = time.perf_counter()
+            for statuses in pool.map(
+                lambda part, call=call: call(
+                    [keys[i] for i in part],
+                    [address_of(slots[i]) for i in part],
+                    [job.num_bytes] * len(part),
+                ),
+                parts,
+            ):
+                assert min(statuses) >= 0, statuses
+            rates.append(job.rate(time.perf_counter() - started))
+    client.batch_remove(keys, True)  # noqa: FBT003
+    client.close()
+    return rates[0], rates[1]
+
+
+async def measure_mooncake(scale: Scale) -> list[Row]:
+    figures: dict[str, list[float]] = {}
+    job = Job(2 << 20, min(64, scale.work_bytes >> 21), 1)
+    slots = slots_for(job)
+    with mooncake_server("2 GB") as server:
+        for round_number in range(scale.rounds):
+            port = server.master_port
+            write, read = await asyncio.to_thread(direct_mooncake, port, job, slots)
+            async with tierkv_at(server.url, job, slots, StoreSettings()) as ours:
+                names = [f"v:{i}:a" for i in range(job.count)]
+                await ours.store.delete(names)
+                items = [
+                    PutItem(n, CODEC.encode(s, IDENTITY)) for n, s in zip(names, slots, strict=True)
+                ]
+                started = time.perf_counter()
+                outcomes = await ours.store.put(items)
+                put = job.rate(time.perf_counter() - started)
+                assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}, outcomes
+                get = await ours.get(job)
+            if round_number:
+                for what, rate in (("dw", write), ("dr", read), ("put", put), ("get", get)):
+                    figures.setdefault(what, []).append(rate)
+    writes = row("Mooncake: its client, put", figures["dw"], "GB/s")
+    reads = row("Mooncake: its client, get", figures["dr"], "GB/s")
+    return [
+        writes,
+        row("Mooncake: tierkv, put", figures["put"], "GB/s", against=writes),
+        reads,
+        row("Mooncake: tierkv, get", figures["get"], "GB/s", against=reads),
+    ]
+
+
+PARTS: dict[str, Callable[[Scale], Awaitable[list[Row]]]] = {
+    "redis": measure_redis,
+    "lookup": measure_lookup,
+    "cluster": measure_cluster,
+    "file": measure_file,
+    "mooncake": measure_mooncake,
+}
+
+
+async def measure(names: Sequence[str], scale: Scale) -> list[Row]:
+    rows: list[Row] = []
+    for name in names:
+        rows += await PARTS[name](scale)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,PART")
+    arguments = parser.parse_args()
+    scale = QUICK if arguments.quick else FULL
+    show(uvloop.run(measure(arguments.only.split(","), scale)), as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

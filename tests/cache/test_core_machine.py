@@ -1,0 +1,419 @@
+"""20,000 random steps against a naive model: tenants, faults, cancels, pins, resizes and all.
+
+The model is one dict a tier: (tenant, all tokens up to the block's end) to slot and state. It walks
+everything, the index walks nothing; both must agree at every step. Steps come from seeded random
+numbers, ten times faster than drawing them, so that every run makes them all.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tierkv.cache import invariants
+from tierkv.cache.eviction import EvictionOrder
+from tierkv.cache.index import Index, Lease
+from tierkv.cache.keys import MediaItem, Prompt, chain
+from tierkv.cache.node import Node, Tier
+from tierkv.cache.policies import EvictionKind, make_policy
+from tierkv.cache.pool import BlockPool
+from tierkv.cache.space import Space
+from tierkv.cache.states import Change, CopyState
+from tierkv.cache.tokens import unpack
+from tierkv.errors import OwnershipError
+
+SIZE = 2
+STEPS = 2600
+ROOTS = {"": b"own root".ljust(32, b"."), "acme": b"acme root".ljust(32, b".")}
+IMAGE = b"i" * 16
+Block = tuple[str, tuple[int, ...], bool]  # tenant, tokens up to its end, with an image in front
+
+
+@dataclass(eq=False)
+class Held:
+    lease: Lease
+    blocks: list[Block]
+
+
+@dataclass(eq=False)
+class Moving:
+    tier: Tier
+    held: Held
+    first: int
+    slots: np.ndarray
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self.held.blocks[self.first :]
+
+
+class Machine:
+    def __init__(self, seed: int, kind: EvictionKind) -> None:
+        self.rng = random.Random(seed)
+        self.pools = {Tier.DEVICE: BlockPool("device", 14), Tier.HOST: BlockPool("host", 10)}
+        policies = (make_policy(kind, 14), make_policy(kind, 10))
+        self.index = Index(SIZE, ROOTS[""], policies)
+        self.index.open_space(Space("acme", ROOTS["acme"], quota=(5, 4)), kind)
+        self.copies: dict[Tier, dict[Block, tuple[int, CopyState]]] = {t: {} for t in Tier}
+        self.held: list[Held] = []
+        self.moving: list[Moving] = []
+        self.pinned: list[Node] = []
+
+    # What the model knows
+
+    def prompt(self) -> tuple[Prompt, tuple[int, ...], str, bool]:
+        tokens = tuple(self.rng.randrange(2) for _ in range(self.rng.randrange(1, 10)))
+        tenant = self.rng.choice(["", "", "acme"])
+        has_image = self.rng.random() < 0.2
+        media = [MediaItem(0, 1, IMAGE)] if has_image else []
+        return Prompt.of(tokens, SIZE, media, space=tenant), tokens, tenant, has_image
+
+    def path(self, tokens: tuple[int, ...], tenant: str, has_image: bool) -> list[Block]:
+        return [
+            (tenant, tokens[: stop * SIZE], has_image) for stop in range(1, len(tokens) // SIZE + 1)
+        ]
+
+    def state(self, tier: Tier, block: Block) -> CopyState:
+        return self.copies[tier].get(block, (0, CopyState.ABSENT))[1]
+
+    def is_cached(self, block: Block) -> bool:
+        return any(block in self.copies[tier] for tier in Tier)
+
+    def matched(self, path: list[Block]) -> list[Block]:
+        found = []
+        for block in path:
+            if not self.is_cached(block):
+                break
+            found.append(block)
+        return found
+
+    def is_held(self, block: Block) -> bool:
+        return any(block in held.blocks for held in self.held) or any(
+            block in moving.held.blocks for moving in self.moving
+        )
+
+    # Steps
+
+    def step(self) -> None:
+        steps = [
+            self.match, self.insert, self.insert, self.insert, self.hold, self.release,
+            self.release, self.begin_load, self.begin_offload, self.arrive, self.arrive,
+            self.fail, self.evict, self.evict, self.evict_own, self.pin, self.resize, self.digest,
+        ]  # fmt: skip
+        self.rng.choice(steps)()
+        self.compare()
+
+    def match(self) -> None:
+        prompt, tokens, tenant, has_image = self.prompt()
+        limit = self.rng.randrange(len(tokens) + 1)
+        match = self.index.match(prompt, limit)
+        expected = self.matched(self.path(tokens[:limit], tenant, has_image))
+        states = [self.state(Tier.DEVICE, block) for block in expected]
+        ready = 0
+        while ready < len(states) and states[ready] is CopyState.READY:
+            ready += 1
+        present = sum(state is not CopyState.ABSENT for state in states)
+        assert (match.num_blocks, match.device_blocks) == (len(expected), ready)
+        assert (match.loading_blocks, match.host_blocks) == (
+            present - ready,
+            len(expected) - present,
+        )
+        for tier in Tier:
+            slots = self.index.slots(tier, match.node, 0, match.num_blocks).tolist()
+            for block, slot in zip(expected, slots, strict=True):
+                assert self.copies[tier].get(block, (slot, None))[0] == slot
+        shared = self.best_partial(tokens[:limit], len(expected) * SIZE, tenant, has_image)
+        assert (match.partial.num_tokens if match.partial else 0) == shared
+
+    def best_partial(
+        self, tokens: tuple[int, ...], start: int, tenant: str, has_image: bool
+    ) -> int:
+        best = 0
+        for tier in Tier:
+            for other, cached, image in self.copies[tier]:
+                if other != tenant or not start < len(cached) <= start + SIZE:
+                    continue
+                if image != has_image or cached[:start] != tokens[:start]:
+                    continue
+                shared = 0
+                for ours, theirs in zip(tokens[start:], cached[start:], strict=False):
+                    if ours != theirs:
+                        break
+                    shared += 1
+                best = max(best, shared)
+        return best
+
+    def insert(self) -> None:
+        prompt, tokens, tenant, has_image = self.prompt()
+        tier = self.rng.choice(list(Tier))
+        path = self.path(tokens, tenant, has_image)
+        found = self.matched(path)
+        if tier is Tier.DEVICE:
+            while found and any(self.state(tier, b) is not CopyState.READY for b in found):
+                found.pop()
+        first = self.rng.randrange(len(found) + 1)
+        if len(path) - first > self.pools[tier].num_free:
+            return
+        match = self.index.match(prompt)
+        lease = self.index.hold(match.node, first)
+        slots = self.pools[tier].allocate(len(path) - first)
+        lease, inserted = self.index.insert(tier, lease, prompt, len(path), slots)
+        reached = len(path)
+        for at, block in enumerate(path[first:]):
+            state = self.state(tier, block)
+            if state is CopyState.INCOMING and tier is Tier.DEVICE:
+                reached = first + at
+                break
+            assert inserted.adopted[at] == (state is CopyState.ABSENT)
+            if state is CopyState.ABSENT:
+                self.copies[tier][block] = (int(slots[at]), CopyState.READY)
+        assert not any(inserted.adopted[reached - first :])
+        assert (inserted.num_blocks, lease.num_blocks) == (reached, reached)
+        self.pools[tier].release(slots[[not adopted for adopted in inserted.adopted]])
+        held = Held(lease, path[:reached])
+        if reached == len(path) and prompt.tail_tokens and self.pools[tier].num_free:
+            slot = self.pools[tier].allocate(1)
+            tail = (tenant, tokens, has_image)
+            is_new = self.state(tier, tail) is CopyState.ABSENT
+            assert self.index.insert_tail(tier, lease, prompt, int(slot[0])).adopted == (is_new,)
+            if is_new:
+                self.copies[tier][tail] = (int(slot[0]), CopyState.READY)
+            else:
+                self.pools[tier].release(slot)
+        self.keep_or_release(held)
+
+    def hold(self) -> None:
+        prompt, tokens, tenant, has_image = self.prompt()
+        found = self.matched(self.path(tokens, tenant, has_image))
+        count = self.rng.randrange(len(found) + 1)
+        lease = self.index.hold(self.index.match(prompt).node, count)
+        if self.rng.random() < 0.3:
+            self.index.count_hit(lease)
+        self.keep_or_release(Held(lease, found[:count]))
+
+    def keep_or_release(self, held: Held) -> None:
+        if held.blocks and len(self.held) < 3 and self.rng.random() < 0.5:
+            self.held.append(held)
+        else:
+            self.index.release(held.lease)
+            with pytest.raises(OwnershipError):
+                self.index.release(held.lease)
+
+    def release(self) -> None:
+        if self.held:
+            held = self.held.pop(self.rng.randrange(len(self.held)))
+            self.index.release(held.lease)
+
+    def begin_load(self) -> None:
+        prompt, tokens, tenant, has_image = self.prompt()
+        found = self.matched(self.path(tokens, tenant, has_image))
+        match = self.index.match(prompt)
+        if match.host_blocks and match.host_blocks <= self.pools[Tier.DEVICE].num_free:
+            lease = self.index.hold(match.node, match.num_blocks)
+            self.begin(Tier.DEVICE, Held(lease, found), match.num_blocks - match.host_blocks)
+
+    def begin_offload(self) -> None:
+        prompt, tokens, tenant, has_image = self.prompt()
+        found = self.matched(self.path(tokens, tenant, has_image))
+        first = 0
+        while first < len(found) and not self.wants_host(found[first]):
+            first += 1
+        stop = first
+        while stop < len(found) and self.wants_host(found[stop]):
+            stop += 1
+        if first < stop and stop - first <= self.pools[Tier.HOST].num_free:
+            lease = self.index.hold(self.index.match(prompt).node, stop)
+            self.begin(Tier.HOST, Held(lease, found[:stop]), first)
+
+    def wants_host(self, block: Block) -> bool:
+        on_device, on_host = self.state(Tier.DEVICE, block), self.state(Tier.HOST, block)
+        return on_device is CopyState.READY and on_host is CopyState.ABSENT
+
+    def begin(self, tier: Tier, held: Held, first: int) -> None:
+        stop = len(held.blocks)
+        slots = self.pools[tier].allocate(stop - first)
+        node = held.lease.node
+        self.index.change(tier, node, first, stop, Change.RESERVE, slots=slots)
+        for block, slot in zip(held.blocks[first:], slots.tolist(), strict=True):
+            self.copies[tier][block] = (slot, CopyState.INCOMING)
+        self.moving.append(Moving(tier, held, first, slots))
+
+    def arrive(self) -> None:
+        if not self.moving:
+            return
+        moving = self.rng.choice(self.moving)
+        above = moving.held.blocks[: moving.first]
+        if moving.tier is Tier.DEVICE and any(
+            self.state(Tier.DEVICE, block) is not CopyState.READY for block in above
+        ):
+            return  # the lane brings the blocks above first
+        self.end(moving, Change.ARRIVE)
+        for block in moving.blocks:
+            self.copies[moving.tier][block] = (self.copies[moving.tier][block][0], CopyState.READY)
+
+    def fail(self) -> None:
+        if not self.moving:
+            return
+        moving = self.rng.choice(self.moving)
+        if moving.tier is Tier.DEVICE and any(
+            other is not moving
+            and other.tier is Tier.DEVICE
+            and moving.blocks[0] in other.held.blocks[: other.first]
+            for other in self.moving
+        ):
+            return  # those that hang below fail first
+        had = self.end(moving, Change.FAIL)
+        assert had.tolist() == moving.slots.tolist()
+        self.pools[moving.tier].release(had)
+        for block in moving.blocks:
+            del self.copies[moving.tier][block]
+
+    def end(self, moving: Moving, change: Change) -> np.ndarray:
+        first, stop = moving.first, len(moving.held.blocks)
+        had = self.index.change(moving.tier, moving.held.lease.node, first, stop, change)
+        self.moving.remove(moving)
+        self.index.release(moving.held.lease)
+        return had
+
+    def evict(self) -> None:
+        tier = self.rng.choice(list(Tier))
+        self.evict_from(tier, self.index.order[tier], None)
+
+    def evict_own(self) -> None:
+        tier = self.rng.choice(list(Tier))
+        space = next(s for s in self.index.spaces() if s.name == "acme")
+        order = self.index.own_order(space, tier)
+        assert order is not None
+        self.evict_from(tier, order, "acme")
+
+    def evict_from(self, tier: Tier, order: EvictionOrder, tenant: str | None) -> None:
+        count = self.rng.randrange(1, 6)
+        victims = order.victims(count)
+        assert victims == order.victims(count), "asking changes nothing"
+        listed = [block for v in victims for block in blocks_of(v.node, v.start, v.stop)]
+        free = [block for block in self.copies[tier] if not self.is_held(block)]
+        free = [block for block in free if tenant is None or block[0] == tenant]
+        assert len(listed) == len(set(listed)) == min(count, len(free))
+        for block in listed:
+            assert self.state(tier, block) is CopyState.READY
+            assert not self.is_held(block)
+        gone: set[Block] = set()
+        for victim in victims:
+            gone |= set(blocks_of(victim.node, victim.start, victim.stop))
+            for tenant_, tokens, image in self.copies[tier]:
+                parent = (tenant_, tokens[: (len(tokens) - 1) // SIZE * SIZE], image)
+                assert parent not in gone or (tenant_, tokens, image) in gone, "leaves first"
+        for victim in victims:
+            self.drop(tier, victim.node, victim.start, victim.stop)
+
+    def drop(self, tier: Tier, node: Node, start: int, stop: int) -> None:
+        if node.num_blocks < stop or not node.copies[tier].num_present:
+            return  # went with something above it
+        blocks = blocks_of(node, start, stop)
+        other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+        below = [b for t in Tier for b in self.copies[t] if is_below(b, blocks[0])]
+        is_safe = all(self.state(other, block) is CopyState.READY for block in blocks)
+        if is_safe or set(below) <= set(blocks):
+            slots = self.index.drop(tier, node, start, stop)
+            self.pools[tier].release(slots)
+            assert slots.tolist() == [self.copies[tier].pop(block)[0] for block in blocks]
+            return
+        freed = self.index.forget_below(node, start)
+        for each, slots in zip(Tier, freed, strict=True):
+            self.pools[each].release(slots)
+            went = [b for b in self.copies[each] if is_below(b, blocks[0])]
+            assert sorted(slots.tolist()) == sorted(self.copies[each].pop(b)[0] for b in went)
+
+    def pin(self) -> None:
+        if self.pinned and self.rng.random() < 0.6:
+            self.index.unpin_softly(self.pinned.pop())
+            return
+        prompt, *_ = self.prompt()
+        match = self.index.match(prompt)
+        if match.num_blocks:
+            self.pinned.append(self.index.pin_softly(match.node, match.num_blocks))
+
+    def resize(self) -> None:
+        tier = self.rng.choice(list(Tier))
+        pool = self.pools[tier]
+        wanted = self.rng.randrange(6, 18)
+        if wanted >= pool.capacity:
+            pool.grow(wanted)
+        elif len(pool.taken_from(wanted)):
+            with pytest.raises(OwnershipError):
+                pool.shrink(wanted)
+        else:
+            pool.shrink(wanted)
+
+    def digest(self) -> None:
+        prompt, _, tenant, _ = self.prompt()
+        match = self.index.match(prompt)
+        found = self.index.digests(match.node, match.num_blocks)
+        assert found == chain(ROOTS[tenant], prompt, 0, match.num_blocks)
+
+    # After every step
+
+    def compare(self) -> None:
+        found: dict[Tier, dict[Block, tuple[int, CopyState]]] = {tier: {} for tier in Tier}
+        for node in self.index.nodes():
+            blocks = blocks_of(node, 0, node.num_blocks)
+            for tier in Tier:
+                slots, states = node.copies[tier].slots.tolist(), node.copies[tier].states.tolist()
+                for block, slot, state in zip(blocks, slots, states, strict=True):
+                    if state != CopyState.ABSENT:
+                        found[tier][block] = (slot, CopyState(state))
+        assert found == self.copies
+        nobody: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        assert invariants.findings(self.index, self.pools, nobody) == []
+        assert self.index.num_held_leases == len(self.held) + len(self.moving)
+
+    def close(self) -> None:
+        """With every lease gone and every movement ended, all can be evicted again."""
+        for moving in sorted(self.moving, key=lambda one: -one.first):
+            self.pools[moving.tier].release(self.end(moving, Change.FAIL))
+            for block in moving.blocks:
+                del self.copies[moving.tier][block]
+        for held in self.held:
+            self.index.release(held.lease)
+        self.held.clear()
+        for tier in Tier:
+            while victims := self.index.order[tier].victims(3):
+                for victim in victims:
+                    self.drop(tier, victim.node, victim.start, victim.stop)
+        self.compare()
+        assert list(self.index.nodes()) == []
+
+
+def blocks_of(node: Node, start: int, stop: int) -> list[Block]:
+    path = list(node.path())[::-1]
+    packed = b"".join(part.tokens for part in path)
+    tokens = tuple(unpack(packed).tolist())
+    name, image = node.space.name, bool(path[0].extra(0))
+    ends = range(node.start + start + 1, node.start + stop + 1)
+    return [(name, tokens[: end * SIZE], image) for end in ends]
+
+
+def is_below(block: Block, top: Block) -> bool:
+    """Whether `block` is `top`, or hangs below it. Nothing hangs below a tail."""
+    if block == top:
+        return True
+    is_longer = not len(top[1]) % SIZE and block[1][: len(top[1])] == top[1]
+    return block[0] == top[0] and block[2] == top[2] and is_longer
+
+
+@pytest.mark.parametrize("kind", EvictionKind)
+@pytest.mark.parametrize("seed", range(2))
+def test_the_index_tells_what_a_naive_model_tells_at_every_step(
+    seed: int, kind: EvictionKind
+) -> None:
+    machine = Machine(seed, kind)
+    for _ in range(STEPS):
+        machine.step()
+    machine.close()
+
+
+def test_the_steps_are_twenty_thousand() -> None:
+    assert STEPS * 2 * len(EvictionKind) >= 20_000

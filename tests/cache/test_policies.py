@@ -1,0 +1,163 @@
+"""What each eviction policy lets go first, and that pins and leaves come before any of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tierkv.cache import invariants
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Node, Tier
+from tierkv.cache.policies import (
+    CostAware,
+    EvictionKind,
+    EvictionPolicy,
+    Lfu,
+    Lru,
+    Slru,
+    make_policy,
+)
+from tierkv.cache.pool import BlockPool
+
+
+class Cached:
+    """Prompts of single-token blocks on the device."""
+
+    def __init__(self, policy: EvictionPolicy, capacity: int = 100) -> None:
+        self.index = Index(1, policies=(policy, Lru()))
+        self.pools = {Tier.DEVICE: BlockPool("device", capacity), Tier.HOST: BlockPool("host", 0)}
+
+    def use(self, *tokens: int) -> Node:
+        prompt = Prompt.of(tokens, 1)
+        match = self.index.match(prompt)
+        lease = self.index.hold(match.node, match.num_blocks)
+        self.index.count_hit(lease)
+        slots = self.pools[Tier.DEVICE].allocate(prompt.num_blocks - match.num_blocks)
+        lease, _ = self.index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+        node = lease.node
+        self.index.release(lease)
+        return node
+
+    def evict(self, count: int) -> None:
+        for victim in self.index.order[Tier.DEVICE].victims(count):
+            slots = self.index.drop(Tier.DEVICE, *victim)
+            self.pools[Tier.DEVICE].release(slots)
+
+    def has(self, *tokens: int) -> bool:
+        return self.index.match(Prompt.of(tokens, 1)).num_blocks == len(tokens)
+
+    def check(self) -> None:
+        nobody: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        assert invariants.findings(self.index, self.pools, nobody) == []
+
+
+def test_lru_lets_the_least_recently_used_go() -> None:
+    cache = Cached(Lru())
+    cache.use(1)
+    cache.use(2)
+    cache.use(1)
+    cache.evict(1)
+    assert cache.has(1)
+    assert not cache.has(2)
+
+
+def test_lfu_lets_the_least_often_matched_go_however_recent() -> None:
+    cache = Cached(Lfu())
+    for _ in range(3):
+        cache.use(1)
+    cache.use(2)
+    cache.evict(1)
+    assert cache.has(1)
+    assert not cache.has(2)
+
+
+def test_slru_keeps_what_was_matched_from_a_long_scan() -> None:
+    cache = Cached(Slru(max_protected=8), capacity=20)
+    cache.use(1, 2)
+    cache.use(1, 2)
+    for number in range(100, 150):  # none of these ever comes again
+        cache.use(number)
+        cache.evict(max(0, 5 - cache.pools[Tier.DEVICE].num_free))
+        cache.check()
+    assert cache.has(1, 2)
+
+
+def test_slru_bounds_what_it_protects_and_the_oldest_falls_back() -> None:
+    cache = Cached(Slru(max_protected=2))
+    for number in range(6):
+        cache.use(number)
+        cache.use(number)
+    cache.check()
+    cache.use(50)
+    cache.evict(4)
+    cache.check()
+    assert [number for number in range(6) if cache.has(number)] == [4, 5]
+
+
+def test_the_cost_aware_policy_keeps_what_is_dear_to_recompute() -> None:
+    cache = Cached(CostAware(linear_blocks=4))
+    long = tuple(range(100, 140))
+    cache.use(*long)
+    cache.use(*long[:30], *range(200, 204))  # cuts it: ten deep blocks are a leaf of their own
+    cache.use(1, 2, 3)
+    cache.evict(3)  # newer, but cheap
+    assert not cache.has(1)
+    assert cache.has(*long)
+
+
+def test_the_cost_aware_policy_ages_what_is_not_used_any_more() -> None:
+    cache = Cached(CostAware(linear_blocks=4), capacity=60)
+    long = tuple(range(100, 140))
+    cache.use(*long)
+    for number in range(1000, 1400):
+        cache.evict(max(0, 1 - cache.pools[Tier.DEVICE].num_free))
+        cache.use(number)
+        cache.check()
+    assert not cache.has(*long)
+
+
+@pytest.mark.parametrize("kind", EvictionKind)
+def test_whatever_the_policy_leaves_go_before_their_parents(kind: EvictionKind) -> None:
+    cache = Cached(make_policy(kind, 100))
+    rng = np.random.default_rng(5)
+    for _ in range(60):
+        cache.use(*rng.integers(0, 3, rng.integers(1, 7)).tolist())
+    while victims := cache.index.order[Tier.DEVICE].victims(3):
+        for victim in victims:
+            assert not victim.node.children or victim.node.present_children[Tier.DEVICE] == 0
+            slots = cache.index.drop(Tier.DEVICE, *victim)
+            cache.pools[Tier.DEVICE].release(slots)
+        cache.check()
+
+
+@pytest.mark.parametrize("kind", EvictionKind)
+def test_what_is_softly_pinned_goes_last_and_as_before_once_it_is_not(kind: EvictionKind) -> None:
+    cache = Cached(make_policy(kind, 100))
+    pinned = cache.index.pin_softly(cache.use(1, 2), 2)
+    for number in range(10, 20):
+        cache.use(number)
+        cache.use(number)
+    cache.evict(9)
+    assert cache.has(1, 2)
+    cache.evict(2)
+    assert not cache.has(1, 2), "it is soft: needed room is had in the end"
+    cache.index.unpin_softly(pinned)  # though it is gone
+    cache.check()
+    again = cache.index.pin_softly(cache.use(1, 2), 2)
+    cache.index.unpin_softly(again)
+    cache.check()
+
+
+def test_a_soft_pin_follows_its_blocks_through_splits() -> None:
+    cache = Cached(Lru())
+    pinned = cache.index.pin_softly(cache.use(1, 2, 3, 4), 3)
+    cache.use(1, 2, 9)  # splits the pinned run
+    for number in range(10, 20):
+        cache.use(number)
+    cache.evict(12)
+    assert cache.has(1, 2, 3)
+    assert not cache.has(1, 2, 3, 4)
+    cache.index.unpin_softly(pinned)
+    cache.check()
+    assert all(node.soft_pins == 0 for node in cache.index.nodes())

@@ -1,0 +1,278 @@
+"""Long lives and sudden ends: no growth, errors of the GPU, memory of other processes."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from tests.gpu.cuda import blocks_of, cupy_or_skip, held, write_blocks
+from tests.layouts import LAYOUTS
+from tierkv.errors import GateTimeoutError
+from tierkv.gpu.protocol import BlockCopy, Direction
+from tierkv.transfer.completion import EventPoller
+from tierkv.transfer.mover import Mover
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+from tierkv.gpu.cuda_device import CudaDevice
+
+pytestmark = pytest.mark.gpu
+
+LAYOUT = LAYOUTS["fp8"]
+WAIT_S = 20.0
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cupy() -> ModuleType:
+    return cupy_or_skip()
+
+
+def run_python(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_ten_thousand_transfers_leave_memory_as_it_was(cupy: ModuleType) -> None:
+    def locked_kib() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0])
+
+    device = CudaDevice()
+    planes, host = device.allocate_planes(LAYOUT, 16), device.allocate_host(LAYOUT, 16)
+    lanes = {d: device.open_lane(d, planes, host) for d in Direction}
+    rng = np.random.default_rng(0)
+
+    def transfers(count: int) -> None:
+        for _ in range(count):
+            for direction, lane in lanes.items():
+                ids = rng.permutation(16).astype(np.int32)[: rng.integers(1, 16)]
+                lane.submit(BlockCopy(direction, ids, ids))[-1].block_until_done(WAIT_S)
+            source = rng.integers(0, 16, 1).astype(np.int32)
+            device.copy_blocks(planes, source, (source + 1) % 16).block_until_done(WAIT_S)
+
+    transfers(300)
+    gc.collect()
+    free, _ = device.gpu.memory_info()
+    resident = locked_kib()
+    tracemalloc.start()
+    transfers(50)
+    gc.collect()
+    python, _ = tracemalloc.get_traced_memory()
+    transfers(5000)
+    gc.collect()
+    python_after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert python_after - python < 100_000
+    assert device.gpu.memory_info()[0] == free
+    assert locked_kib() - resident < 8 << 10
+    for lane in lanes.values():
+        lane.close()
+    host.close()
+    planes.close()
+    device.close()
+
+
+def test_everything_is_freed_at_close_also_after_a_refused_copy(cupy: ModuleType) -> None:
+    def once() -> None:
+        device = CudaDevice()
+        planes, host = device.allocate_planes(LAYOUT, 4096), device.allocate_host(LAYOUT, 4096)
+        lane = device.open_lane(Direction.LOAD, planes, host)
+        every = np.arange(4096, dtype=np.int32)
+        lane.submit(BlockCopy(Direction.LOAD, every, every))
+        with pytest.raises(Exception, match="outside"):
+            lane.submit(BlockCopy(Direction.LOAD, every + 1, every))
+        lane.close()
+        host.close()
+        planes.close()
+        device.close()
+        gc.collect()
+
+    once()
+    free = CudaDevice().gpu.memory_info()[0]
+    for _ in range(20):
+        once()
+    assert CudaDevice().gpu.memory_info()[0] == free
+
+
+def test_an_event_behind_a_held_stream_times_out_and_comes_later(cupy: ModuleType) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    device = CudaDevice(compute_stream=stream.ptr)
+    with held(cupy, stream):
+        event = device.compute_stream.record()
+        assert not event.is_done
+        with pytest.raises(GateTimeoutError):
+            event.block_until_done(0.01)
+    event.block_until_done(WAIT_S)
+    assert event.is_done
+    device.close()
+
+
+async def test_a_mover_on_a_gpu_resolves_and_gates_layer_by_layer(cupy: ModuleType) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    device = CudaDevice(compute_stream=stream.ptr)
+    planes, host = device.allocate_planes(LAYOUT, 8), device.allocate_host(LAYOUT, 8)
+    host.array[:] = np.random.default_rng(2).integers(0, 256, host.array.shape, np.uint8)
+    mover = Mover(device, planes, host)
+    ids = np.arange(8, dtype=np.int32)
+    async with mover.running():
+        with held(cupy, stream) as latch:
+            movement = mover.load(ids, ids, after=[device.compute_stream.record()])
+            gate = mover.gate([movement.submission])
+            assert not gate.is_open(0)
+            with pytest.raises(GateTimeoutError):
+                await gate.layer(0, 0.05)
+            latch.release()
+            for layer in range(LAYOUT.num_layers):
+                gate.wait_on(device.compute_stream, layer, WAIT_S)
+                await gate.layer(layer, WAIT_S)
+        await movement.done()
+        assert gate.is_open(LAYOUT.num_layers - 1)
+        await gate.all_layers(WAIT_S)  # a late waiter
+        empty = mover.load(ids[:0], ids[:0])
+        await empty.done()
+    assert np.array_equal(blocks_of(cupy, planes), host.array)
+    host.close()
+    planes.close()
+    device.close()
+
+
+async def test_a_poller_looks_at_one_event_of_each_line(cupy: ModuleType) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    device = CudaDevice(compute_stream=stream.ptr)
+    poller = EventPoller()
+    async with poller.running():
+        with held(cupy, stream):
+            futures = [poller.done(device.compute_stream.record()) for _ in range(200)]
+            assert poller.num_in_flight == 200
+        for future in reversed(futures):
+            await future
+    device.close()
+
+
+_BROKEN = r"""
+import numpy as np, cupy, gc
+from tests.layouts import LAYOUTS
+from tierkv.errors import DeviceFailedError
+from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.protocol import BlockCopy, Direction
+
+layout = LAYOUTS["gqa"]
+stream = cupy.cuda.Stream(non_blocking=True)
+device = CudaDevice(compute_stream=stream.ptr)
+planes, host = device.allocate_planes(layout, 8), device.allocate_host(layout, 8)
+lanes = [device.open_lane(d, planes, host) for d in Direction]
+host.array[:] = 7
+ids = np.arange(8, dtype=np.int32)
+wild = cupy.RawKernel('extern "C" __global__ void wild(int* p) { *p = 1; }', "wild")
+wild((1,), (1,), (np.uint64(0x10),), stream=stream)
+written = device.compute_stream
+failures = 0
+try:
+    events = lanes[1].submit(BlockCopy(Direction.OFFLOAD, ids, ids, (written.record(),)))
+    for event in events:
+        try:
+            event.block_until_done(10)
+        except DeviceFailedError as error:
+            assert "restart the process" in str(error), error
+            failures += 1
+except DeviceFailedError:
+    failures += 1
+assert failures, "the error reached nobody"
+assert device.failure is not None
+for lane, direction in zip(lanes, Direction):
+    try:
+        lane.submit(BlockCopy(direction, ids, ids))[-1].block_until_done(10)
+    except DeviceFailedError:
+        failures += 1
+assert failures >= 3, failures
+try:
+    device.copy_blocks(planes, ids[:1], ids[1:2])
+except DeviceFailedError:
+    failures += 1
+assert (host.array == 7).all(), "host memory stays usable"
+for lane in lanes:
+    lane.close()
+host.close()
+planes.close()
+device.close()
+print("closed in order")
+"""
+
+
+def test_a_lost_gpu_fails_what_is_in_flight_and_leaves_the_host_usable(cupy: ModuleType) -> None:
+    assert "closed in order" in run_python(_BROKEN)
+
+
+_OTHER = r"""
+import pickle, sys
+import numpy as np
+from pathlib import Path
+from tests.layouts import LAYOUTS
+from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.protocol import BlockCopy, Direction
+
+shared = pickle.loads(Path(sys.argv[1]).read_bytes())
+layout = LAYOUTS["fp8"]
+device = CudaDevice()
+planes = device.open_planes(layout, 8, shared)
+host = device.allocate_host(layout, 8)
+every = np.arange(8, dtype=np.int32)
+there = device.open_lane(Direction.OFFLOAD, planes, host)
+there.submit(BlockCopy(Direction.OFFLOAD, every, every))[-1].block_until_done(10)
+back = device.open_lane(Direction.LOAD, planes, host)
+back.submit(BlockCopy(Direction.LOAD, every[::-1].copy(), every))[-1].block_until_done(10)
+for one in (there, back, host, planes, device):
+    one.close()
+print("reversed")
+"""
+
+
+def test_another_processes_planes_are_adopted_by_cuda_ipc(cupy: ModuleType, tmp_path: Path) -> None:
+    device = CudaDevice()
+    planes = device.allocate_planes(LAYOUT, 8)
+    blocks = np.random.default_rng(4).integers(0, 256, (8, LAYOUT.block_bytes), np.uint8)
+    write_blocks(cupy, planes, blocks)
+    (tmp_path / "planes").write_bytes(pickle.dumps(device.share_planes(planes)))
+    assert "reversed" in run_python(_OTHER, str(tmp_path / "planes"))
+    assert np.array_equal(blocks_of(cupy, planes), blocks[::-1])
+    planes.close()
+    device.close()
+
+
+def test_pinned_chunks_come_in_while_the_first_are_used(cupy: ModuleType) -> None:
+    from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415 - needs CuPy
+
+    device = CudaDevice()
+    layout = LAYOUTS["gqa"]
+    slots = 1 << 16
+    host = PinnedSlots(device.gpu, layout, slots, chunk_bytes=1 << 20)
+    planes = device.allocate_planes(layout, 64)
+    lane = device.open_lane(Direction.LOAD, planes, host)
+    host.array[-64:] = 9
+    last = np.arange(slots - 64, slots, dtype=np.int32)
+    lane.submit(BlockCopy(Direction.LOAD, last, last - last[0]))[-1].block_until_done(WAIT_S)
+    assert (blocks_of(cupy, planes) == 9).all()
+    host.wait_until_pinned()
+    assert host.is_pinned
+    assert host.pinned_bytes == host.num_bytes
+    lane.close()
+    host.close()
+    planes.close()
+    device.close()

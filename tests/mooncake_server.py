@@ -1,0 +1,122 @@
+"""A real Mooncake master and one provider of memory, on free ports of this machine."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import free_port
+
+_START_S = 20.0
+
+
+@dataclass(frozen=True)
+class MooncakeServer:
+    master_port: int
+    master: subprocess.Popen[bytes]
+    provider: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"mooncake://127.0.0.1:{self.master_port}"
+
+    def empty(self) -> None:
+        """Forget all values. Blocks."""
+        script = (
+            "import sys, mooncake.store as m; s = m.MooncakeDistributedStore(); "
+            "s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 16 << 20, 'tcp', '', sys.argv[1]); "
+            "s.remove_all(True); s.close()"
+        )
+        address = f"127.0.0.1:{self.master_port}"
+        subprocess.run([sys.executable, "-c", script, address], check=True, capture_output=True)
+
+
+def program(name: str) -> str:
+    """Where a program of the package is. Skips the test, with the reason, where it cannot run."""
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        pytest.skip(f"Mooncake's package cannot be loaded: {error}")
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name} on this machine")
+    return found
+
+
+@contextmanager
+def mooncake_server(segment: str = "1 GB") -> Iterator[MooncakeServer]:
+    master_program, provider_program = program("mooncake_master"), program("mooncake_client")
+    rpc, metrics, port = free_port(), free_port(), free_port()
+    with ExitStack() as stack:
+        # fmt: off
+        master = _started(stack, [
+            master_program, "--rpc_address=127.0.0.1", f"--rpc_port={rpc}",
+            "--metrics_host=127.0.0.1", f"--metrics_port={metrics}",
+        ])
+        _wait_for_port(rpc, master)
+        provider = _started(stack, [
+            provider_program, "--host=127.0.0.1", f"--port={port}",
+            "--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{rpc}",
+            "--protocol=tcp", f"--global_segment_size={segment}", "--local_buffer_size=16 MB",
+        ])
+        # fmt: on
+        server = MooncakeServer(rpc, master, provider)
+        _wait_until_it_takes_values(server)
+        yield server
+
+
+def _started(stack: ExitStack, command: list[str]) -> subprocess.Popen[bytes]:
+    popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    stack.callback(popen.wait)
+    stack.callback(popen.kill)
+    return popen
+
+
+def _wait_for_port(port: int, popen: subprocess.Popen[bytes]) -> None:
+    give_up_at = time.monotonic() + _START_S
+    while time.monotonic() < give_up_at and popen.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return
+    raise RuntimeError("mooncake_master did not come up")
+
+
+def _wait_until_it_takes_values(server: MooncakeServer) -> None:
+    script = (
+        "import sys, time, mooncake.store as m; s = m.MooncakeDistributedStore(); "
+        "s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 16 << 20, 'tcp', '', sys.argv[1]); "
+        "end = time.monotonic() + 15\n"
+        "while s.put('t:ready', b'x') and time.monotonic() < end: time.sleep(0.05)\n"
+        "code = 0 if s.is_exist('t:ready') == 1 else 1; s.remove('t:ready', True); s.close(); "
+        "sys.exit(code)"
+    )
+    address = f"127.0.0.1:{server.master_port}"
+    done = subprocess.run([sys.executable, "-c", script, address], check=False, capture_output=True)
+    if done.returncode:
+        raise RuntimeError(f"the provider lends no memory: {done.stderr[-500:]!r}")
+
+
+@pytest.fixture(scope="module")
+def module_mooncake() -> Iterator[MooncakeServer]:
+    """One master and provider for the tests of a module."""
+    with mooncake_server() as server:
+        yield server
+
+
+@pytest.fixture
+def empty_mooncake(module_mooncake: MooncakeServer) -> MooncakeServer:
+    module_mooncake.empty()
+    return module_mooncake

@@ -1,0 +1,90 @@
+"""A TCP proxy in front of a server that delays, slows down or cuts what the server answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+_PIECE_BYTES = 64 << 10
+
+
+@dataclass
+class Proxy:
+    """delay_s: before each piece of an answer. bytes_per_s: of answers, None for no limit.
+    cut_after: bytes of answers after which a connection is closed, None for never.
+    """
+
+    port: int = 0
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+    cut_after: int | None = None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    async def serve(
+        self, server_port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", server_port)
+        try:
+            async with asyncio.TaskGroup() as group:
+                there = group.create_task(self._copy(reader, to_server))
+                back = group.create_task(self._answer(from_server, writer))
+                await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
+                there.cancel()
+                back.cancel()
+        finally:
+            writer.transport.abort()
+            to_server.transport.abort()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(_PIECE_BYTES):
+                writer.write(piece)
+                await writer.drain()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        left = self.cut_after
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(_PIECE_BYTES):
+                await asyncio.sleep(self.delay_s)
+                if self.bytes_per_s is not None:
+                    await asyncio.sleep(len(piece) / self.bytes_per_s)
+                if left is not None:
+                    piece, left = piece[:left], left - len(piece)
+                writer.write(piece)
+                await writer.drain()
+                if left is not None and left <= 0:
+                    return
+
+
+@asynccontextmanager
+async def redis_proxy(server_port: int) -> AsyncIterator[Proxy]:
+    proxy = Proxy()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in one"
+        proxy._tasks.add(task)  # noqa: SLF001 - of this module
+        try:
+            await proxy.serve(server_port, reader, writer)
+        except asyncio.CancelledError:
+            return
+        finally:
+            proxy._tasks.discard(task)  # noqa: SLF001
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    proxy.port = server.sockets[0].getsockname()[1]
+    try:
+        yield proxy
+    finally:
+        server.close()
+        for task in tuple(proxy._tasks):  # noqa: SLF001
+            task.cancel()
+        if proxy._tasks:  # noqa: SLF001
+            await asyncio.wait(tuple(proxy._tasks))  # noqa: SLF001

@@ -1,0 +1,166 @@
+"""Stores made of stores: files in front of Redis, mirrors, and stores exchanged at run time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.latch import until
+from tests.storage.values import content_of, get_one, landing, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.layered import LayeredSettings, LayeredStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.mirrored import MirroredStore
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.switch import SwitchStore
+
+NAMES = [f"t:f:{index:02}:0" for index in range(20)]
+
+
+def memory() -> FaultyStore:
+    return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+
+
+async def fill(store: FaultyStore | LayeredStore | MirroredStore | SwitchStore) -> None:
+    puts = await store.put([PutItem(name, (content_of(name, 500),)) for name in NAMES])
+    assert {put.status for put in puts} == {PutStatus.STORED}
+
+
+async def check(store: LayeredStore | MirroredStore | SwitchStore) -> None:
+    landings = [landing(name, 500) for name in NAMES]
+    outcomes = await store.get_into([item for item, _ in landings])
+    assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
+    for item, [buffer] in landings:
+        assert buffer == content_of(item.name, 500)
+
+
+async def test_what_came_from_afar_is_near_the_next_time() -> None:
+    near, far = memory(), memory()
+    store = LayeredStore(near, far, LayeredSettings())
+    async with store.running():
+        await fill(far)
+        await check(store)
+        await until(lambda: near.num_operations == 1 + len(NAMES), "copies in the near store")
+        asked = far.num_operations
+        await check(store)
+        assert far.num_operations == asked
+        assert store.num_near_hits == len(NAMES)
+
+
+async def test_a_near_store_that_fails_is_a_slower_far_one() -> None:
+    near, far = memory(), memory()
+    store = LayeredStore(near, far, LayeredSettings())
+    async with store.running():
+        near.fail_next(1_000)
+        await fill(store)
+        assert await store.exists(NAMES) == len(NAMES)
+        await check(store)
+
+
+async def test_a_prompt_that_is_partly_near_is_found_whole() -> None:
+    near, far = memory(), memory()
+    store = LayeredStore(near, far, LayeredSettings())
+    async with store.running():
+        await near.put([PutItem(name, (b"x",)) for name in NAMES[5:8]])
+        await far.put([PutItem(name, (b"x",)) for name in (*NAMES[:5], *NAMES[8:12])])
+        assert await store.exists(NAMES) == 12
+
+
+async def test_copies_beyond_the_limit_are_not_made() -> None:
+    near, far = memory(), memory()
+    store = LayeredStore(near, far, LayeredSettings(max_fill_bytes=1_000))
+    async with store.running():
+        await fill(far)
+        near.hold()
+        async with asyncio.TaskGroup() as group:
+            got = group.create_task(check(store))
+            await near.until_held(1)
+            near.release()
+        assert got.done()
+        assert store.num_fills_dropped >= len(NAMES) - 3
+
+
+async def test_a_mirror_answers_for_one_that_fails_or_has_lost_values() -> None:
+    first, second = memory(), memory()
+    store = MirroredStore([first, second])
+    async with store.running():
+        await fill(store)
+        first.fail_next(1)
+        await check(store)
+        await first.delete(NAMES[3:9])
+        await check(store)
+        assert await store.exists(NAMES) == len(NAMES)
+        first.fail_next(1)
+        assert await put_one(store, "t:f:new:0", b"x") is PutStatus.STORED
+        first.fail_next(1)
+        assert await store.get("t:f:new:0", max_bytes=1) == b"x"
+        first.fail_next(1)
+        second.fail_next(1)
+        with pytest.raises(StoreUnavailableError):
+            await store.exists(NAMES)
+
+
+async def answers(store: FaultyStore) -> bool:
+    try:
+        await store.ping()
+    except StoreUnavailableError:
+        return False
+    return True
+
+
+async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
+    old, new = memory(), memory()
+    store = SwitchStore(old)
+    async with store.running():
+        await fill(store)
+        old.hold()
+        async with asyncio.TaskGroup() as group:
+            under_way = group.create_task(check(store))
+            await old.until_held(1)
+            await store.attach(new)
+            assert store.store is new
+            assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.MISS
+            assert not under_way.done()
+            old.release()
+        async with asyncio.timeout(5):
+            while await answers(old):  # it is left when its last operation has ended
+                pass
+        await fill(store)
+        await check(store)
+        assert store.detach() is new
+        assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.FAILED
+        with pytest.raises(StoreUnavailableError, match="no store is attached"):
+            await store.exists(NAMES)
+        await store.attach(FileStore(tmp_path / "s", FileSettings(), SystemClock()))
+        await fill(store)
+        await check(store)
+
+
+async def test_a_store_that_cannot_be_opened_leaves_the_old_one_in_place(tmp_path: Path) -> None:
+    store = SwitchStore(memory())
+    (tmp_path / "file").write_text("x")
+    broken = FileStore(tmp_path / "file", FileSettings(), SystemClock())
+    async with store.running():
+        await fill(store)
+        with pytest.raises(StoreUnavailableError, match="set another directory"):
+            await store.attach(broken)
+        await check(store)
+
+
+@pytest.mark.parametrize(
+    "url", ["layered:memory://", "layered:a|b", "mirrored:memory://", "layered:memory://|x|y"]
+)
+def test_urls_of_composed_stores_that_make_no_sense_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        open_store(url, StoreSettings(), SystemClock())
+
+
+def test_urls_of_composed_stores_tell_no_secrets() -> None:
+    store = open_store("layered:file:///a|redis://:s3cret@b", StoreSettings(), SystemClock())
+    assert store.url == "layered:file:///a|redis://b:6379/0"

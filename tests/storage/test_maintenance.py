@@ -1,0 +1,129 @@
+"""`tierkv storage`: what an operator sees of a store and does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tierkv.cli_storage import storage
+from tierkv.clock import SystemClock
+from tierkv.storage.codec import PlainCodec, ValueIdentity
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.protocol import PutItem
+
+ONE, TWO = "tierkv:" + "1" * 16, "tierkv:" + "2" * 16
+
+
+def item(
+    group: str, number: int, *, payload: bytes = b"p" * 1000, ttl: float | None = None
+) -> PutItem:
+    digest = bytes([number]) * 32
+    parts = PlainCodec().encode(payload, ValueIdentity(bytes(32), digest, 16))
+    return PutItem(f"{group}:{digest.hex()}:0of1", parts, ttl_s=ttl)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = (tmp_path / "store").as_uri()
+    asyncio.run(fill(url))
+    return url
+
+
+async def fill(url: str) -> None:
+    store = open_store(url, StoreSettings(), SystemClock())
+    async with store.running():
+        await store.put([item(ONE, n) for n in range(1, 4)])
+        await store.put([item(TWO, n, ttl=500.0) for n in range(1, 3)])
+        await store.put([PutItem("tierkv:ticket:" + "a" * 64, (b"ticket",), ttl_s=60.0)])
+        await store.put([PutItem("other:f:x:0", (b"not ours",))])
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(storage, arguments, catch_exceptions=False)
+
+
+def answer(*arguments: str) -> dict[str, object]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    loaded = json.loads(result.output)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_usage_is_told_by_model_and_tenant(url: str) -> None:
+    assert answer("du", url)["groups"] == {
+        ONE: {"values": 3, "bytes": 3 * 1088},
+        TWO: {"values": 2, "bytes": 2 * 1088},
+        "tierkv:ticket": {"values": 1, "bytes": 6},
+    }
+    assert "3.2 KiB" in run("du", url).output
+
+
+def test_values_are_listed_by_prefix_and_expiry(url: str) -> None:
+    def names(*options: str) -> set[str]:
+        values = answer("ls", url, *options)["values"]
+        assert isinstance(values, list)
+        return {value["name"][:23] for value in values}
+
+    assert names() == {ONE, TWO, "tierkv:ticket:" + "a" * 9}
+    assert names("--prefix", ONE) == {ONE}
+    assert names("--without-expiry") == {ONE}
+    assert names("--expires-within", "100") == {"tierkv:ticket:" + "a" * 9}
+    assert len(run("ls", url, "--limit", "2").output.splitlines()) == 2
+
+
+def test_a_store_tells_what_it_is(url: str) -> None:
+    facts = answer("stat", url)
+    assert facts["values"] == 6
+    assert facts["is_shared"] is True
+    assert url in run("stat", url).output
+
+
+def damage(url: str, changed: PutItem) -> None:
+    async def put() -> None:
+        store = open_store(url, StoreSettings(), SystemClock())
+        async with store.running():
+            await store.put([changed])
+
+    asyncio.run(put())
+
+
+def test_damaged_and_misfiled_values_are_found_and_removed(url: str) -> None:
+    result = run("verify", url)
+    assert result.exit_code == 0
+    assert "5 whole, 0 damaged, 0 keyed, 1 no blocks" in result.output
+    good = item(ONE, 9)
+    content = bytearray(b"".join(good.parts))
+    content[-1] ^= 1
+    damage(url, PutItem(good.name, (content,)))
+    damage(url, PutItem(item(ONE, 8).name, item(ONE, 7).parts))
+    damage(url, PutItem(item(ONE, 6).name, (b"short",)))
+    result = run("verify", url)
+    assert result.exit_code == 1
+    assert "5 whole, 3 damaged" in result.output
+    assert "the value belongs to block 0707" in result.output
+    assert run("verify", url, "--remove-damaged").exit_code == 0
+    assert run("verify", url).exit_code == 0
+
+
+def test_removing_is_said_first_and_done_on_demand(url: str) -> None:
+    assert "would remove 3 values, 3.2 KiB" in run("rm", url, "--prefix", ONE).output
+    assert answer("stat", url)["values"] == 6
+    assert run("rm", url, "--prefix", ONE, "--yes").output == "removed 3 values\n"
+    assert answer("stat", url)["values"] == 3
+    assert answer("stat", url, "--prefix", "other")["values"] == 1
+
+
+def test_values_that_live_for_ever_are_given_a_time(url: str) -> None:
+    assert "3 values now expire" in run("sweep", url, "--ttl", "100").output
+    assert "0 values now expire" in run("sweep", url, "--ttl", "100").output
+    assert run("sweep", url, "--ttl", "0").exit_code == 2
+
+
+@pytest.mark.parametrize("prefix", ["*", "../x", "a b", ""])
+def test_a_prefix_that_is_none_is_wrong_usage(url: str, prefix: str) -> None:
+    assert run("rm", url, "--prefix", prefix, "--yes").exit_code == 2

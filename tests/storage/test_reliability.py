@@ -1,0 +1,390 @@
+"""The storage rows of the reliability table, with short counts; the full ones are marked slow.
+
+The numbers of the full runs are in docs/reliability.md.
+"""
+
+# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.redis_proxy import redis_proxy
+from tests.redis_server import (  # noqa: F401 - fixtures
+    RedisServer,
+    empty_redis,
+    module_redis,
+    redis_server,
+)
+from tests.storage.values import content_of, get_one, landing, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import BadRequestError, StoreUnavailableError
+from tierkv.storage.breaker import BreakerState
+from tierkv.storage.codec import Damage, DamagedValueError, PlainCodec, ValueIdentity
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, is_name
+from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+
+CODEC = PlainCodec()
+NAMES = [f"t:f:{index:03}:0" for index in range(64)]
+SIZE = 200_000
+# A killed server is heard of at once; the rest of 300 ms is for a busy machine.
+KILLED_S = 0.3
+
+
+def trials(short: int, full: int) -> pytest.MarkDecorator:
+    slow = [pytest.mark.slow, pytest.mark.timeout(1800)]
+    return pytest.mark.parametrize("count", [short, pytest.param(full, marks=slow)])
+
+
+def redis_store(url: str, settings: RedisSettings | None = None) -> RedisStore:
+    return RedisStore(parse_redis_url(url), settings or RedisSettings(), SystemClock())
+
+
+def resilient(inner: RedisStore | FaultyStore, **settings: float) -> ResilientStore:
+    chosen = ResilienceSettings(**settings)  # type: ignore[arg-type]
+    return ResilientStore(inner, chosen, SystemClock())
+
+
+@contextmanager
+def mortal(directory: Path) -> Iterator[RedisServer]:
+    """A server that keeps what it has in a file, so that its successor can show it."""
+    options = ("--appendonly", "yes", "--appendfsync", "everysec", "--dir", str(directory))
+    with redis_server(*options) as server:
+        yield server
+
+
+async def whole_values(store: RedisStore) -> int:
+    """How many values there are; each must be as it was written."""
+    landings = [landing(name, SIZE) for name in NAMES]
+    outcomes = await store.get_into([item for item, _ in landings])
+    for (item, [buffer]), outcome in zip(landings, outcomes, strict=True):
+        assert outcome.status in {GetStatus.HIT, GetStatus.MISS}, outcome
+        if outcome.status is GetStatus.HIT:
+            assert buffer == content_of(item.name, SIZE)
+    return sum(outcome.status is GetStatus.HIT for outcome in outcomes)
+
+
+@trials(3, 200)
+async def test_row_1_a_server_killed_during_writes_leaves_no_torn_value(
+    count: int, tmp_path: Path
+) -> None:
+    slowest = 0.0
+    for trial in range(count):
+        directory = tmp_path / str(trial)
+        directory.mkdir()
+        with mortal(directory) as server:
+            store = redis_store(server.url)
+            async with store.running(), asyncio.TaskGroup() as group:
+                items = [PutItem(name, (content_of(name, SIZE),)) for name in NAMES]
+                put = group.create_task(store.put(items))
+                await asyncio.sleep(random.uniform(0, 0.02))
+                killed_at = time.monotonic()
+                server.kill()
+                outcomes = await put
+                slowest = max(slowest, time.monotonic() - killed_at)
+            assert {o.status for o in outcomes} <= {PutStatus.STORED, PutStatus.FAILED}
+        with mortal(directory) as server:
+            async with (store := redis_store(server.url)).running():
+                await whole_values(store)
+    assert slowest <= KILLED_S
+
+
+@trials(3, 200)
+async def test_row_2_a_server_killed_during_reads_fails_them_at_once(count: int) -> None:
+    slowest = 0.0
+    for _ in range(count):
+        with redis_server() as server:
+            store = redis_store(server.url)
+            async with store.running():
+                await store.put([PutItem(name, (content_of(name, SIZE),)) for name in NAMES])
+                landings = [landing(name, SIZE) for name in NAMES]
+                async with asyncio.TaskGroup() as group:
+                    got = group.create_task(store.get_into([item for item, _ in landings]))
+                    await asyncio.sleep(random.uniform(0, 0.01))
+                    killed_at = time.monotonic()
+                    server.kill()
+                    outcomes = await got
+                    slowest = max(slowest, time.monotonic() - killed_at)
+                for (item, [buffer]), outcome in zip(landings, outcomes, strict=True):
+                    assert outcome.status in {GetStatus.HIT, GetStatus.FAILED}
+                    if outcome.status is GetStatus.HIT:
+                        assert buffer == content_of(item.name, SIZE)
+    assert slowest <= KILLED_S
+
+
+@trials(1, 100)
+async def test_row_3_a_frozen_server_is_left_alone_until_it_is_back(
+    count: int, empty_redis: RedisServer
+) -> None:
+    store = resilient(redis_store(empty_redis.url), retries_per_operation=0.0)
+    async with store.running():
+        await put_one(store, NAMES[0], b"value")
+        for _ in range(count):
+            empty_redis.pause()
+            try:
+                failures = 0
+                while store.snapshot().breaker.state is BreakerState.CLOSED:
+                    started = time.monotonic()
+                    assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
+                    assert 0.2 <= time.monotonic() - started <= 0.3
+                    failures += 1
+                assert failures <= 5
+                started = time.monotonic()
+                assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
+                assert time.monotonic() - started <= 0.01
+            finally:
+                empty_redis.resume()
+            healed_at = time.monotonic()
+            while (await get_one(store, NAMES[0], 5))[0] is not GetStatus.HIT:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - healed_at <= 2.0
+
+
+@pytest.mark.parametrize("delay_ms", [1, 20, 100, 500])
+@trials(2, 50)
+async def test_row_4_a_slow_server_slows_nothing_else_down(
+    count: int, delay_ms: int, empty_redis: RedisServer
+) -> None:
+    lags: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(0.005)
+            lags.append(time.monotonic() - started - 0.005)
+
+    async with redis_proxy(empty_redis.port) as proxy:
+        store = resilient(redis_store(proxy.url), failures_to_open=10_000)
+        async with store.running(), asyncio.TaskGroup() as group:
+            names = NAMES[:8]
+            await store.put([PutItem(name, (content_of(name, SIZE),)) for name in names])
+            watcher = group.create_task(watch())
+            proxy.delay_s, proxy.bytes_per_s = delay_ms / 1000, 1e6
+            for _ in range(count):
+                landings = [landing(name, SIZE) for name in names]
+                started = time.monotonic()
+                outcomes = await store.get_into([item for item, _ in landings])
+                assert time.monotonic() - started <= 1.5  # deadline, a retry, a connection
+                for (item, [buffer]), outcome in zip(landings, outcomes, strict=True):
+                    if outcome.status is GetStatus.HIT:
+                        assert buffer == content_of(item.name, SIZE)
+            watcher.cancel()
+    assert np.percentile(lags, 99) <= 0.02
+
+
+@trials(300, 10_000)
+async def test_row_5_every_flipped_bit_is_found(count: int) -> None:
+    faulty = FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+    identity = ValueIdentity(bytes(32), bytes(32), 16)
+    payload = content_of("payload", 5_000)
+    header = bytearray(CODEC.header_bytes)
+    buffer = bytearray(len(payload))
+    async with faulty.running():
+        await faulty.put([PutItem("t:f:a:0", CODEC.encode(payload, identity))])
+        num_bits = 8 * (len(payload) + CODEC.header_bytes)
+        for trial in range(count):
+            # All of the header, then anywhere.
+            at = trial if trial < 8 * CODEC.header_bytes else random.randrange(num_bits)
+            faulty.flip_next_get(at)
+            item = GetItem("t:f:a:0", (memoryview(header), memoryview(buffer)))
+            [outcome] = await faulty.get_into([item])
+            assert outcome.status is GetStatus.HIT
+            with pytest.raises(DamagedValueError):
+                CODEC.decode(header, memoryview(buffer), identity)
+
+
+@trials(30, 2_000)
+async def test_row_5_every_cut_is_found(count: int, empty_redis: RedisServer) -> None:
+    payload = content_of("payload", 5_000)
+    # In each class of bytes: the length, the header, the payload, the end and after it.
+    reply = 7 + len(payload) + 2
+    classes = (range(8), range(8, 96), range(96, reply - 3), range(reply - 3, reply))
+    async with redis_proxy(empty_redis.port) as proxy:
+        direct = redis_store(empty_redis.url)
+        async with direct.running():
+            await put_one(direct, "t:f:a:0", payload)
+        for trial in range(count):
+            proxy.cut_after = None
+            async with (store := redis_store(proxy.url)).running():
+                proxy.cut_after = random.choice(classes[trial % 4])
+                status, _ = await get_one(store, "t:f:a:0", len(payload))
+                assert status is GetStatus.FAILED
+                proxy.cut_after = None
+                assert await get_one(store, "t:f:a:0", len(payload)) == (GetStatus.HIT, payload)
+
+
+@trials(100, 1_000)
+async def test_row_6_a_full_server_is_neither_stormed_nor_lost_for_reads(count: int) -> None:
+    with redis_server("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server:
+        inner = redis_store(server.url, RedisSettings(timeout_s=5.0))
+        store = resilient(inner, full_pause_s=0.05)
+        async with store.running():
+            statuses = []
+            for index in range(count):
+                content = content_of(f"{index}", 100_000)
+                statuses.append(await put_one(store, f"t:f:{index}:0", content))
+            stored = statuses.count(PutStatus.STORED)
+            assert stored + statuses.count(PutStatus.FULL) == count
+            assert 20 <= stored < count
+            for index, status in enumerate(statuses):
+                if status is PutStatus.STORED:
+                    name = f"t:f:{index}:0"
+                    got = await get_one(store, name, 100_000)
+                    assert got == (GetStatus.HIT, content_of(f"{index}", 100_000))
+        calls = await asyncio.to_thread(server.execute, "INFO", "commandstats")
+        assert isinstance(calls, dict)
+        command = calls["cmdstat_set"]
+        assert command["calls"] + command["rejected_calls"] <= 1.1 * count
+
+
+@trials(200, 10_000)
+async def test_row_7_values_that_go_between_question_and_answer_leave_no_hole(count: int) -> None:
+    inner = MemoryStore(MemorySettings(), SystemClock())
+    store = resilient(FaultyStore(inner), negative_ttl_s=0.0)
+    names = NAMES[:16]
+    async with store.running():
+        for _ in range(count):
+            await store.put([PutItem(name, (name.encode(),)) for name in names])
+            assert await store.exists(names) == len(names)
+            gone = set(random.sample(names, random.randrange(4)))
+            landings = [landing(name, len(name)) for name in names]
+
+            async def evict(gone: set[str] = gone) -> None:
+                for name in gone:
+                    await inner.delete([name])
+                    await asyncio.sleep(0)
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(evict())
+                got = group.create_task(store.get_into([item for item, _ in landings]))
+            for (item, [buffer]), outcome in zip(landings, got.result(), strict=True):
+                assert outcome.status in {GetStatus.HIT, GetStatus.MISS}
+                if outcome.status is GetStatus.HIT:
+                    assert buffer == item.name.encode()
+                else:
+                    assert item.name in gone
+
+
+@trials(200, 1_000)
+async def test_row_19_no_name_of_somebody_elses_making_reaches_a_store(count: int) -> None:
+    ascii_names = [
+        f"{before}{chr(c)}{after}" for c in range(128) for before, after in (("", ""), ("a", "b"))
+    ]
+    letters = [
+        chr(random.choice([*range(0x80, 0xD800), *range(0xE000, 0x11000)])) for _ in range(count)
+    ]
+    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789:._-")
+    for name in (
+        *ascii_names,
+        *(f"t:{letter}:0" for letter in letters),
+        "t:../x",
+        "t:" + "x" * 10_240,
+    ):
+        if set(name) <= allowed and is_name(name):
+            continue
+        with pytest.raises(BadRequestError):
+            GetItem(name, ())
+        with pytest.raises(BadRequestError):
+            PutItem(name, (b"x",))
+    for name in ascii_names:
+        if is_name(name):
+            assert set(name) <= allowed
+            assert name[0].isalnum()
+
+
+async def test_row_19_a_user_of_few_commands_and_one_prefix_is_enough(
+    empty_redis: RedisServer,
+) -> None:
+    commands = ("get", "set", "exists", "unlink", "pexpire", "ping", "scan", "strlen", "pttl")
+    rights = ("on", ">pw", "~t:*", *(f"+{command}" for command in commands))
+    await asyncio.to_thread(empty_redis.execute, "ACL", "SETUSER", "limited", *rights)
+    await asyncio.to_thread(empty_redis.execute, "SET", "other:f:a:0", "x")
+    try:
+        store = redis_store(f"redis://limited:pw@127.0.0.1:{empty_redis.port}")
+        async with store.running():
+            assert await put_one(store, NAMES[0], b"x", ttl_s=100.0) is PutStatus.STORED
+            assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
+            assert await store.exists(NAMES) == 1
+            assert await store.touch(NAMES[:1], ttl_s=50.0) == 1
+            assert [value.name for value in (await store.list("t", limit=10)).values] == NAMES[:1]
+            assert await store.delete(NAMES) == 1
+            assert (await get_one(store, "other:f:a:0", 1))[0] is GetStatus.FAILED
+            with pytest.raises(StoreUnavailableError):
+                await store.delete(["other:f:a:0"])
+        assert await asyncio.to_thread(empty_redis.execute, "GET", "other:f:a:0") == b"x"
+    finally:
+        with suppress(Exception):
+            await asyncio.to_thread(empty_redis.execute, "ACL", "DELUSER", "limited")
+
+
+@trials(300, 10_000)
+def test_row_24_a_tail_of_other_tokens_is_never_taken(count: int) -> None:
+    token_bytes, digest = 64, bytes(32)
+    for _ in range(count):
+        written, wanted = random.randrange(1, 64), random.randrange(1, 64)
+        header, payload = CODEC.encode(
+            bytes(written * token_bytes), ValueIdentity(bytes(32), digest, written)
+        )
+        # Whether the store cut the value to what was asked for, padded it, or gave it whole.
+        for size in {written * token_bytes, wanted * token_bytes}:
+            landed = bytearray(payload)[:size].ljust(size, b"\0")
+            identity = ValueIdentity(bytes(32), digest, wanted)
+            if wanted == written:
+                CODEC.decode(header, memoryview(landed), identity)
+                continue
+            with pytest.raises(DamagedValueError) as caught:
+                CODEC.decode(header, memoryview(landed), identity)
+            assert caught.value.damage is Damage.TOKENS
+
+
+@trials(20, 200)
+def test_row_25_a_writer_with_another_layout_is_a_miss(count: int) -> None:
+    for _ in range(count):
+        ours, theirs = random.randbytes(32), random.randbytes(32)
+        header, payload = CODEC.encode(b"payload", ValueIdentity(theirs, bytes(32), 16))
+        with pytest.raises(DamagedValueError) as caught:
+            CODEC.decode(header, memoryview(bytearray(payload)), ValueIdentity(ours, bytes(32), 16))
+        assert caught.value.damage is Damage.LAYOUT
+
+
+@trials(150, 6_000)
+async def test_cancellations_mix_up_no_replies_and_cost_no_connections(
+    count: int, empty_redis: RedisServer
+) -> None:
+    store = redis_store(empty_redis.url, RedisSettings(timeout_s=10.0, connect_timeout_s=5.0))
+    sizes = {name: random.choice((10, 5_000, 300_000)) for name in NAMES}
+    async with store.running():
+        await store.put([PutItem(name, (content_of(name, sizes[name]),)) for name in NAMES])
+        for _ in range(count):
+            chosen = random.sample(NAMES, 3)
+            landings = [landing(name, sizes[name]) for name in chosen]
+            async with asyncio.TaskGroup() as group:
+                got = group.create_task(store.get_into([item for item, _ in landings]))
+                asked = group.create_task(store.exists(NAMES))
+                for _ in range(random.randrange(30)):
+                    await asyncio.sleep(0)
+                got.cancel()
+                asked.cancel()
+            for _, [buffer] in landings:
+                buffer[:] = bytes(len(buffer))
+            probe = random.choice(NAMES)
+            assert await get_one(store, probe, sizes[probe]) == (
+                GetStatus.HIT,
+                content_of(probe, sizes[probe]),
+            )
+            assert await store.exists(NAMES) == len(NAMES)
+            for _, [buffer] in landings:
+                assert not any(buffer)
+        assert store.stats.connections <= 2 + 2 + 1

@@ -1,0 +1,170 @@
+"""The Redis protocol: replies cut anywhere, replies of a liar, and requests."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tierkv.storage.buffers import copy_into
+from tierkv.storage.resp import (
+    LANDED,
+    NotRedisError,
+    OtherLength,
+    Refused,
+    Replies,
+    Reply,
+    pack,
+    pack_set,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A reply on the wire, where its value shall land, and what is made of it."""
+
+    wire: bytes
+    sizes: tuple[int, ...] | None
+    reply: Reply
+    landed: bytes = b""
+
+
+def value(content: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(content), content)
+
+
+contents = st.binary(max_size=200) | st.integers(0, 20_000).map(lambda n: b"\r\n$5" * (n // 4))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:  # noqa: PLR0911 - one for each kind of reply
+    match draw(st.integers(0, 6)):
+        case 0:
+            return Case(b"+OK\r\n", None, b"OK")
+        case 1:
+            return Case(b"-ERR no\r\n", None, Refused("ERR no"))
+        case 2:
+            number = draw(st.integers(-(1 << 63), (1 << 63) - 1))
+            return Case(b":%d\r\n" % number, None, number)
+        case 3:
+            return Case(b"$-1\r\n", draw(st.sampled_from([None, (5,), (0,), ()])), None)
+        case 4:
+            content = draw(contents)
+            return Case(value(content), None, content)
+        case 5:
+            content = draw(contents)
+            size = draw(st.integers(0, 300).filter(lambda size: size != len(content)))
+            return Case(value(content), (size,), OtherLength(len(content)))
+        case _:
+            content = draw(contents)
+            cut = draw(st.integers(0, len(content)))
+            return Case(value(content), (cut, 0, len(content) - cut), LANDED, content)
+
+
+class Reader:
+    """Feeds a parser pieces of a stream, as a socket would."""
+
+    def __init__(self) -> None:
+        self.parser = Replies()
+        self.replies: list[Reply] = []
+
+    def feed(self, piece: bytes, turn_bytes: int = 1 << 20) -> None:
+        rest = memoryview(piece)
+        while rest:
+            targets = self.parser.targets(turn_bytes)
+            room = sum(len(target) for target in targets)
+            assert room
+            taken = rest[: min(room, len(rest))]
+            left = taken
+            for target in targets:
+                copy_into(left[: len(target)], [target[: len(left)]])
+                left = left[len(target) :]
+            self.replies += self.parser.received(len(taken))
+            rest = rest[len(taken) :]
+
+
+@settings(max_examples=300)
+@given(st.lists(cases(), max_size=12), st.data())
+def test_replies_are_the_same_wherever_the_stream_is_cut(
+    stream: list[Case], data: st.DataObject
+) -> None:
+    reader = Reader()
+    buffers = []
+    for case in stream:
+        sizes = [bytearray(size) for size in case.sizes or ()]
+        buffers.append(sizes)
+        into = tuple(memoryview(buffer) for buffer in sizes)
+        reader.parser.expect(None if case.sizes is None else into)
+    wire = b"".join(case.wire for case in stream)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=20)))
+    turn_bytes = data.draw(st.sampled_from([1, 7, 1_000, 1 << 20]))
+    for start, stop in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+        reader.feed(wire[start:stop], turn_bytes)
+    assert reader.replies == [case.reply for case in stream]
+    assert reader.parser.num_wanted == 0
+    for case, sizes in zip(stream, buffers, strict=True):
+        if case.reply is LANDED:
+            assert b"".join(sizes) == case.landed
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=300) | st.lists(cases()).map(lambda cs: b"".join(c.wire for c in cs)))
+@example(b"$1000000000000\r\n")
+@example(b"$-2\r\n")
+@example(b":1_0\r\n")
+@example(b":\r\n")
+@example(b"+" + b"x" * 20_000)
+def test_whatever_a_server_sends_is_understood_or_refused(noise: bytes) -> None:
+    reader = Reader()
+    buffer = bytearray(10)
+    for _ in range(5):
+        reader.parser.expect((memoryview(buffer),))
+    with contextlib.suppress(NotRedisError):
+        reader.feed(noise)
+    assert len(reader.replies) <= 5
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n",
+        b"*1\r\n:1\r\n",
+        b"$5\r\nabcdefg\r\n",
+        b"$-2\r\n",
+        b"$+5\r\n",
+        b"$5 \r\n",
+        b"$999999999999\r\n",
+        b":0x10\r\n",
+        b"$" + b"1" * 30 + b"\r\n",
+        b"+" + b"x" * 10_000,
+    ],
+)
+def test_what_is_no_reply_is_refused(wire: bytes) -> None:
+    reader = Reader()
+    reader.parser.expect(None)
+    with pytest.raises(NotRedisError):
+        reader.feed(wire)
+
+
+def test_a_reply_nobody_asked_for_is_refused() -> None:
+    with pytest.raises(NotRedisError, match="nobody asked"):
+        Reader().feed(b"+OK\r\n")
+
+
+def test_requests_are_what_redis_reads() -> None:
+    assert pack("GET", "a", 12) == b"*3\r\n$3\r\nGET\r\n$1\r\na\r\n$2\r\n12\r\n"
+    pieces = pack_set("k", (b"one", b"", bytearray(b"two")), ["PX", 5, "NX"])
+    assert b"".join(pieces) == (
+        b"*6\r\n$3\r\nSET\r\n$1\r\nk\r\n$6\r\nonetwo\r\n$2\r\nPX\r\n$1\r\n5\r\n$2\r\nNX\r\n"
+    )
+    assert b"".join(pack_set("k", (), [])) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$0\r\n\r\n"
+
+
+def test_the_bytes_of_a_value_are_sent_from_where_they_lie() -> None:
+    part = bytearray(b"abc")
+    pieces = pack_set("k", (part,), [])
+    part[:] = b"xyz"
+    assert b"xyz" in b"".join(pieces)

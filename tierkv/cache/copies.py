@@ -1,0 +1,178 @@
+"""One tier's copies of a run of blocks: a slot and a state each, held as compactly as they allow.
+
+Nearly all runs have one state throughout, so that is kept as one value, `uniform`, and an array of
+states only while blocks differ. Slots are one int32 array, or none while nothing is there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.cache.pool import Ids
+from tierkv.cache.states import Change, CopyState, advance, is_allowed
+
+NO_SLOT = -1  # the filler inside slot arrays; never leaves this room
+States = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+_REFUSED = 255
+_AFTER: dict[Change, States] = {
+    change: np.array(
+        [advance(s, change) if is_allowed(s, change) else _REFUSED for s in CopyState], np.uint8
+    )
+    for change in Change
+}
+
+
+class TierCopies:
+    """num_present: blocks with a slot, whole or incoming. uniform: the state of every block, None
+    if they differ."""
+
+    __slots__ = ("_slots", "_states", "num_blocks", "num_present", "uniform")
+
+    def __init__(
+        self, num_blocks: int, uniform: CopyState = CopyState.ABSENT, slots: Ids | None = None
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.num_present = num_blocks if uniform else 0
+        self.uniform: CopyState | None = uniform
+        self._slots = slots
+        self._states: States | None = None
+
+    @property
+    def states(self) -> States:
+        """uint8 [num_blocks], CopyState values; to be read only."""
+        if self._states is not None:
+            return self._states
+        return np.full(self.num_blocks, self.uniform, np.uint8)
+
+    @property
+    def slots(self) -> Ids:
+        """int32 [num_blocks], NO_SLOT where there is none; to be read only."""
+        if self._slots is not None:
+            return self._slots
+        return np.full(self.num_blocks, NO_SLOT, np.int32)
+
+    def is_in(self, state: CopyState, start: int, stop: int) -> Mask:
+        """Which of blocks [start, stop) are in `state`."""
+        if self._states is None:
+            return np.full(stop - start, self.uniform is state, np.bool_)
+        found: Mask = self._states[start:stop] == state
+        return found
+
+    def leading(self, state: CopyState, start: int, stop: int) -> int:
+        """How many blocks from `start` on are in `state`, at most up to `stop`."""
+        if self._states is None:
+            return stop - start if self.uniform is state else 0
+        other = np.flatnonzero(self._states[start:stop] != state)
+        return int(other[0]) if len(other) else stop - start
+
+    def present_in(self, start: int, stop: int) -> int:
+        """How many of blocks [start, stop) have a slot."""
+        if self._states is None:
+            return stop - start if self.uniform else 0
+        return int(np.count_nonzero(self._states[start:stop]))
+
+    def ready_runs(self, count: int) -> list[tuple[int, int]]:
+        """The last `count` ready blocks as (start, stop), the last ones first."""
+        if self._states is None:
+            if self.uniform is not CopyState.READY:
+                return []
+            return [(max(self.num_blocks - count, 0), self.num_blocks)]
+        ready = np.flatnonzero(self._states == CopyState.READY)
+        ready = ready[max(len(ready) - count, 0) :]
+        if not len(ready):
+            return []
+        breaks = np.flatnonzero(np.diff(ready) != 1) + 1
+        parts = np.split(ready, breaks)
+        return [(int(part[0]), int(part[-1]) + 1) for part in reversed(parts)]
+
+    def change(self, start: int, stop: int, change: Change, slots: Ids | None = None) -> Ids:
+        """Advance blocks [start, stop) and return the slots they had.
+
+        slots: what RESERVE and PLACE assign. FAIL and EVICT take the slots away. Raises
+        OwnershipError, with nothing changed, if one of the blocks cannot change so.
+        """
+        is_whole = start == 0 and stop == self.num_blocks
+        had = self.slots if is_whole else self.slots[start:stop].copy()
+        if self._states is None:
+            after = advance(CopyState(self.uniform or 0), change)
+            if is_whole:
+                self.uniform = after
+            else:
+                self._states = self.states
+                self._states[start:stop] = after
+                self._settle()
+        else:
+            states = _AFTER[change][self._states[start:stop]]
+            if (states == _REFUSED).any():
+                for state in np.unique(self._states[start:stop]):
+                    advance(CopyState(state), change)
+            self._states[start:stop] = states
+            self._settle()
+        if slots is not None:
+            if is_whole:
+                self._slots = np.array(slots, np.int32)
+            else:
+                self._slots = self.slots
+                self._slots[start:stop] = slots
+            self.num_present += stop - start
+        elif change in (Change.FAIL, Change.EVICT):
+            self.num_present -= stop - start
+            if not self.num_present:
+                self._slots = None
+            elif self._slots is not None:
+                self._slots[start:stop] = NO_SLOT
+        return had
+
+    def split(self, at: int) -> tuple[TierCopies, TierCopies]:
+        return self._part(0, at), self._part(at, self.num_blocks)
+
+    def extend(self, num_blocks: int, slots: Ids | None) -> None:
+        """Add blocks at the end, ready in `slots`, or on no slot."""
+        state = CopyState.ABSENT if slots is None else CopyState.READY
+        total = self.num_blocks + num_blocks
+        if self._states is not None or self.uniform is not state:
+            self._states = np.concatenate([self.states, np.full(num_blocks, state, np.uint8)])
+        if slots is not None or self._slots is not None:
+            added = np.full(num_blocks, NO_SLOT, np.int32) if slots is None else slots
+            self._slots = np.concatenate([self.slots, added])
+        self.num_blocks = total
+        self.num_present += 0 if slots is None else num_blocks
+        self._settle()
+
+    def truncate(self, num_blocks: int) -> None:
+        """Drop all blocks from `num_blocks` on. O(1) on average over any number of calls."""
+        self.num_present = self.present_in(0, num_blocks)
+        self.num_blocks = num_blocks
+        if self._states is not None:
+            self._states = self._states[:num_blocks].copy()
+            self._settle()
+        if self._slots is not None:
+            kept = self._slots[:num_blocks]
+            is_mostly_dead = kept.base is not None and kept.base.size > 2 * num_blocks
+            self._slots = kept.copy() if is_mostly_dead else kept
+
+    def _part(self, start: int, stop: int) -> TierCopies:
+        part = TierCopies(stop - start)
+        part.num_present = self.present_in(start, stop)
+        if part.num_present and self._slots is not None:
+            part._slots = self._slots[start:stop].copy()
+        if self._states is None:
+            part.uniform = self.uniform
+        else:
+            part._states = self._states[start:stop].copy()
+            part._settle()
+        return part
+
+    def _settle(self) -> None:
+        """Keep one value for all states if they are equal."""
+        states = self._states
+        if states is None:
+            return
+        first = states[0]
+        if (states == first).all():
+            self.uniform, self._states = CopyState(first), None
+        else:
+            self.uniform = None

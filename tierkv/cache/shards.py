@@ -1,0 +1,214 @@
+"""Slices of a block under tensor parallelism: who holds which heads, and how to put them together.
+
+    whole block, heads | 0 1 2 3 |
+    2 ranks            | 0 1 | 2 3 |        stored as ...:0of2 and ...:1of2
+    4 ranks            | 0 | 1 | 2 | 3 |    stored as ...:0of4 to ...:3of4
+
+The names of all slices come from the fingerprint of the *whole* layout, so a node finds what nodes
+of another size have stored, and assembles its own slice from theirs. A plane that is not split by
+heads (MLA's latent, an indexer) is the same on every rank. With fewer heads than ranks, neighbours
+hold the same head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tierkv.cache.layout import Bytes1D, Layout, Plane
+from tierkv.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """Rank `rank` of `size` ranks."""
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise LayoutError(f"there is no rank {self.rank} of {self.size}")
+
+    @property
+    def name(self) -> str:
+        """The shard's field in stored names."""
+        return f"{self.rank}of{self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`count` runs of `width` bytes: from one shard's payload, at `source` and every
+    `source_pitch` after it, to another's, at `target` and every `target_pitch`."""
+
+    shard: Shard
+    source: int
+    source_pitch: int
+    target: int
+    target_pitch: int
+    width: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ShardScheme:
+    """whole: the layout of an unsharded block. heads: for each role that is split, its number of
+    heads, which lie one after the other in each token's bytes. Other roles are on every rank.
+
+    Raises LayoutError if a split plane does not declare its tokens' bytes, or they are not a whole
+    number of equal heads.
+    """
+
+    whole: Layout
+    heads: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        for plane in self.whole.planes:
+            count = self.heads.get(plane.role)
+            if count is None:
+                continue
+            if count < 1 or plane.token_bytes is None or plane.token_bytes % count:
+                raise LayoutError(
+                    f"layer {plane.layer} {plane.role}: {plane.token_bytes} bytes of a token are "
+                    f"not {count} equal heads"
+                )
+
+    def layout(self, shard: Shard) -> Layout:
+        """What one rank holds of a block."""
+        planes = []
+        for plane in self.whole.planes:
+            start, stop = self._token_range(plane, shard)
+            if plane.role in self.heads:
+                width = stop - start
+                planes.append(
+                    replace(plane, token_bytes=width, block_bytes=width * self.whole.block_size)
+                )
+            else:
+                planes.append(plane)
+        return Layout(self.whole.block_size, tuple(planes))
+
+    def sources(self, reader: Shard, writers: int) -> tuple[Shard, ...]:
+        """The shards of `writers` ranks that together hold all of the reader's, fewest first."""
+        return tuple(dict.fromkeys(piece.shard for piece in self.pieces(reader, writers)))
+
+    def pieces(
+        self, reader: Shard, writers: int, *, num_tokens: int | None = None
+    ) -> tuple[Piece, ...]:
+        """How the reader's payload of `num_tokens` tokens (None: a full block) is made of those of
+        `writers` ranks. Each byte of it is written once."""
+        tokens = self.whole.block_size if num_tokens is None else num_tokens
+        return tuple(self._pieces(reader, writers, tokens))
+
+    def assemble(
+        self,
+        reader: Shard,
+        payloads: Mapping[Shard, Bytes1D],
+        target: Bytes1D,
+        *,
+        num_tokens: int | None = None,
+    ) -> None:
+        """Fill `target`, the reader's payload, from those of `sources`, all of one size.
+
+        Raises LayoutError if one is missing or of another length; target then holds anything.
+        """
+        sizes = {shard.size for shard in payloads}
+        if len(sizes) != 1:
+            raise LayoutError(f"slices of {len(sizes)} sizes do not make a block")
+        tokens = self.whole.block_size if num_tokens is None else num_tokens
+        for shard, payload in (*payloads.items(), (reader, target)):
+            expected = self.layout(shard).stored_bytes(tokens)
+            if len(payload) != expected:
+                raise LayoutError(f"slice {shard.name} has {len(payload)} bytes, not {expected}")
+        for piece in self.pieces(reader, sizes.pop(), num_tokens=tokens):
+            if piece.shard not in payloads:
+                raise LayoutError(f"slice {piece.shard.name} is missing")
+            source = payloads[piece.shard]
+            _runs(target, piece.target, piece.target_pitch, piece)[:] = _runs(
+                source, piece.source, piece.source_pitch, piece
+            )
+
+    def _pieces(self, reader: Shard, writers: int, tokens: int) -> Iterator[Piece]:
+        ours = _Payload(self.layout(reader), tokens)
+        theirs = {
+            shard: _Payload(self.layout(shard), tokens)
+            for shard in (Shard(rank, writers) for rank in range(writers))
+        }
+        nearest = self._nearest(reader, writers)
+        for index, plane in enumerate(self.whole.planes):
+            if plane.role not in self.heads:
+                yield Piece(
+                    nearest, theirs[nearest].offsets[index], 0, ours.offsets[index], 0,
+                    ours.lengths[index], 1,
+                )  # fmt: skip
+                continue
+            at, stop = start, _ = self._token_range(plane, reader)
+            while at < stop:
+                shard, first, last = self._holder(plane, at, writers, nearest)
+                width = min(last, stop) - at
+                yield Piece(
+                    shard,
+                    theirs[shard].offsets[index] + at - first,
+                    last - first,
+                    ours.offsets[index] + at - start,
+                    stop - start,
+                    width,
+                    tokens,
+                )
+                at += width
+
+    def _token_range(self, plane: Plane, shard: Shard) -> tuple[int, int]:
+        """The bytes of each token of the whole plane that the shard has."""
+        token_bytes = plane.token_bytes or 0
+        heads = self.heads.get(plane.role)
+        if heads is None:
+            return 0, token_bytes
+        head_bytes = token_bytes // heads
+        if shard.size <= heads:
+            if heads % shard.size:
+                raise LayoutError(f"{heads} heads cannot be split over {shard.size} ranks")
+            per_rank = heads // shard.size
+            return shard.rank * per_rank * head_bytes, (shard.rank + 1) * per_rank * head_bytes
+        if shard.size % heads:
+            raise LayoutError(f"{heads} heads cannot be spread over {shard.size} ranks")
+        head = shard.rank * heads // shard.size
+        return head * head_bytes, (head + 1) * head_bytes
+
+    def _nearest(self, reader: Shard, writers: int) -> Shard:
+        """The writer at the reader's place, which has some of what the reader needs."""
+        return Shard(reader.rank * writers // reader.size, writers)
+
+    def _holder(
+        self, plane: Plane, at: int, writers: int, nearest: Shard
+    ) -> tuple[Shard, int, int]:
+        """A shard that has byte `at` of a token, the nearest if it does, and its range."""
+        for shard in (nearest, *(Shard(rank, writers) for rank in range(writers))):
+            start, stop = self._token_range(plane, shard)
+            if start <= at < stop:
+                return shard, start, stop
+        raise AssertionError("the shards of a plane cover it")
+
+
+class _Payload:
+    """Where the planes lie in a payload of so many tokens."""
+
+    def __init__(self, layout: Layout, tokens: int) -> None:
+        is_whole = layout.stored_bytes(tokens) == layout.block_bytes
+        self.lengths: Sequence[int] = [
+            plane.block_bytes if is_whole else (plane.token_bytes or 0) * tokens
+            for plane in layout.planes
+        ]
+        self.offsets: list[int] = []
+        at = 0
+        for length in self.lengths:
+            self.offsets.append(at)
+            at += length
+
+
+def _runs(payload: Bytes1D, start: int, pitch: int, piece: Piece) -> Bytes1D:
+    """The piece's bytes in a payload, as [count, width] without a copy."""
+    if piece.count == 1:
+        return payload[start : start + piece.width].reshape(1, piece.width)
+    begin = payload[start : start + (piece.count - 1) * pitch + piece.width]
+    return np.lib.stride_tricks.as_strided(begin, (piece.count, piece.width), (pitch, 1))

@@ -1,0 +1,118 @@
+"""Loads of cached blocks under way: who shares them, and what a failure takes down."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tierkv.cache.index import Lease
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import Ids
+from tierkv.cache.states import Change
+from tierkv.errors import TransferError
+from tierkv.sched.tiers import Tiers
+from tierkv.transfer.mover import Movement
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Path blocks [first, stop) on their way to device `slots`, under a lease of the load's own.
+
+    above: loads of blocks higher on the path. They settle first, and if one fails this one does,
+        since a block is on the device only with its whole path. below: the other direction.
+    num_users: requests whose block tables name the slots.
+    settled: resolved, whatever the result, once the index knows it.
+    """
+
+    lease: Lease
+    first: int
+    stop: int
+    slots: Ids
+    movement: Movement
+    above: tuple[Load, ...]
+    settled: asyncio.Future[None]
+    below: list[Load] = field(default_factory=list)
+    num_users: int = 1
+    is_failed: bool = False
+
+
+class Loads:
+    """All of them, found by the slots they write."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._index = tiers.index
+        self._by_slot: dict[int, Load] = {}
+
+    def of(self, slots: Ids) -> list[Load]:
+        """The loads that write `slots`, each once, in the order of `slots`."""
+        found = (self._by_slot.get(slot) for slot in slots.tolist())
+        return list(dict.fromkeys(load for load in found if load is not None))
+
+    def start(self, path: Lease, first: int, stop: int, slots: Ids) -> Load:
+        """Bring path blocks [first, stop), ready on the host and absent on the device, there."""
+        index = self._index
+        host = index.slots(Tier.HOST, path.node, first, stop)
+        above = tuple(self.of(index.slots(Tier.DEVICE, path.node, 0, first)))
+        lease = index.hold_as_is(path.node)
+        index.change(Tier.DEVICE, path.node, first, stop, Change.RESERVE, slots=slots)
+        load = Load(
+            lease=lease,
+            first=first,
+            stop=stop,
+            slots=slots,
+            movement=self._tiers.mover.load(host, slots),
+            above=above,
+            settled=asyncio.get_running_loop().create_future(),
+        )
+        for upper in above:
+            upper.below.append(load)
+        self._by_slot |= dict.fromkeys(slots.tolist(), load)
+        self._tiers.start(self._follow(load), "tierkv-load")
+        return load
+
+    def let_go(self, load: Load) -> None:
+        """A request that named the load's slots has ended."""
+        load.num_users -= 1
+        self._give_if_unused(load)
+
+    async def _follow(self, load: Load) -> None:
+        try:
+            await load.movement.done()
+            arrived = True
+        except TransferError:
+            self._tiers.stats.failed_transfers += 1
+            arrived = False
+        for upper in load.above:
+            await asyncio.shield(upper.settled)
+        if arrived and not load.is_failed:
+            self._forget(load)
+            self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.ARRIVE)
+        else:
+            self._fail(load)
+        self._index.release(load.lease)
+        load.settled.set_result(None)
+        self._give_if_unused(load)
+        self._tiers.capacity_changed()
+
+    def _fail(self, load: Load) -> None:
+        """Take the blocks off the device, those below them first. The slots stay lent: copies and
+        requests that do not know yet may still touch them."""
+        if load.is_failed:
+            return
+        load.is_failed = True
+        for lower in load.below:
+            self._fail(lower)
+        self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.FAIL)
+        self._tiers.lend(Tier.DEVICE, load.slots)
+        self._forget(load)
+
+    def _forget(self, load: Load) -> None:
+        for slot in load.slots.tolist():
+            del self._by_slot[slot]
+
+    def _give_if_unused(self, load: Load) -> None:
+        """A failed load's slots are free once its copy has ended and no table names them."""
+        if load.is_failed and load.settled.done() and load.num_users == 0:
+            self._tiers.unlend(Tier.DEVICE, load.slots)
+            self._tiers.give(Tier.DEVICE, load.slots)

@@ -1,0 +1,88 @@
+"""Writing a value past the page cache, through an aligned buffer of the writing thread's own.
+
+On one NVMe disk 64 values of 2 MiB were written so at 1.5 times the speed of buffered writes. What
+was written is then not in memory, so reading it back soon costs five times as much: it is for a
+store much larger than memory, not the default.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+from tierkv.storage.buffers import flat
+from tierkv.storage.protocol import Buffer
+
+_ALIGNMENT = 4096
+_CHUNK_BYTES = 4 << 20
+# Smaller values are not worth a trip to the disk each.
+MIN_BYTES = 256 << 10
+
+
+class _OfThread(threading.local):
+    view: memoryview | None = None
+
+
+class DirectWriter:
+    """Blocking, safe from several threads."""
+
+    def __init__(self) -> None:
+        self._buffers = _OfThread()
+        self._is_possible = True
+
+    def write(self, path: str, parts: Sequence[Buffer]) -> bool:
+        """Make the file `path` of `parts`. False if its file system cannot; nothing is left then.
+
+        Raises OSError, having written a part of them.
+        """
+        if not self._is_possible:
+            return False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
+        try:
+            fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._is_possible = False  # such as tmpfs
+            if os.path.exists(path):
+                os.unlink(path)
+            return False
+        try:
+            self._write(fd, parts)
+        finally:
+            os.close(fd)
+        return True
+
+    def _write(self, fd: int, parts: Sequence[Buffer]) -> None:
+        buffer = self._buffer()
+        filled, written, num_bytes = 0, 0, 0
+        for view in flat(parts):
+            num_bytes += len(view)
+            at = 0
+            while at < len(view):
+                taken = min(len(view) - at, _CHUNK_BYTES - filled)
+                buffer[filled : filled + taken] = view[at : at + taken]
+                filled += taken
+                at += taken
+                if filled == _CHUNK_BYTES:
+                    written += _write_all(fd, buffer, written)
+                    filled = 0
+        if filled:
+            padded = -(-filled // _ALIGNMENT) * _ALIGNMENT
+            _write_all(fd, buffer[:padded], written)
+        os.ftruncate(fd, num_bytes)
+
+    def _buffer(self) -> memoryview:
+        if self._buffers.view is None:
+            self._buffers.view = memoryview(mmap.mmap(-1, _CHUNK_BYTES))
+        return self._buffers.view
+
+
+def _write_all(fd: int, aligned: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(aligned):
+        done += os.pwrite(fd, aligned[done:], offset + done)
+    return done

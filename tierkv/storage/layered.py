@@ -1,0 +1,159 @@
+"""A near store in front of a far one, such as files in front of Redis.
+
+get: near --miss--> far --hit--> caller, and a copy on its way to near
+put: far, then near
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.protocol import (
+    Capabilities,
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    ListPage,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    Store,
+    Usage,
+    check_names,
+)
+from tierkv.tasks import background
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredSettings:
+    """near_ttl_s: how long copies live in the near store.
+    max_fill_bytes: copies waiting for the near store; beyond that none is made.
+    """
+
+    near_ttl_s: float = 3600.0
+    max_fill_bytes: int = 256 << 20
+
+
+class LayeredStore:
+    """`Store`. The far store decides what there is: what counts as stored is stored there, and the
+    near one holds copies of values that never change. Values that are replaced (tickets) and small
+    ones asked for with `get` are far only. A near store that fails is a slower far store."""
+
+    def __init__(self, near: Store, far: Store, settings: LayeredSettings) -> None:
+        self._near = near
+        self._far = far
+        self._settings = settings
+        self._fills: deque[PutItem] = deque()
+        self._fill_bytes = 0
+        self._came = asyncio.Event()
+        self.num_near_hits = 0
+        self.num_fills_dropped = 0
+
+    @property
+    def url(self) -> str:
+        return f"layered:{self._near.url}|{self._far.url}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._far.capabilities
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with (
+            self._near.running(),
+            self._far.running(),
+            background({"tierkv-near-fill": self._keep_filling()}),
+        ):
+            yield
+
+    async def ping(self) -> None:
+        await self._far.ping()
+
+    async def exists(self, names: Sequence[str]) -> int:
+        check_names(names)
+        found = 0
+        while found < len(names):
+            near = await self._near_exists(names[found:])
+            far = await self._far.exists(names[found + near :]) if found + near < len(names) else 0
+            found += near + far
+            if far == 0:
+                break
+        return found
+
+    async def _near_exists(self, names: Sequence[str]) -> int:
+        try:
+            return await self._near.exists(names)
+        except StoreUnavailableError:
+            return 0
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        outcomes = await self._near.get_into(items)
+        left = [i for i, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
+        self.num_near_hits += len(items) - len(left)
+        if left:
+            far = await self._far.get_into([items[i] for i in left])
+            for i, outcome in zip(left, far, strict=True):
+                outcomes[i] = outcome
+                if outcome.status is GetStatus.HIT:
+                    self._fill(items[i])
+        return outcomes
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        return await self._far.get(name, max_bytes=max_bytes)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        outcomes = await self._far.put(items)
+        near = [
+            replace(item, ttl_s=min(self._settings.near_ttl_s, item.ttl_s or float("inf")))
+            for item, outcome in zip(items, outcomes, strict=True)
+            if item.keep_existing and outcome.status is PutStatus.STORED
+        ]
+        if near:
+            await self._near.put(near)
+        return outcomes
+
+    async def delete(self, names: Sequence[str]) -> int:
+        check_names(names)
+        try:
+            await self._near.delete(names)
+        finally:
+            deleted = await self._far.delete(names)
+        return deleted
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        return await self._far.touch(names, ttl_s=ttl_s)
+
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        return await self._far.list(prefix, limit=limit, cursor=cursor)
+
+    async def usage(self, prefix: str) -> Usage:
+        return await self._far.usage(prefix)
+
+    def _fill(self, item: GetItem) -> None:
+        """Copy a value that has come, for the near store: its buffers are soon another's."""
+        if self._fill_bytes + item.num_bytes > self._settings.max_fill_bytes:
+            self.num_fills_dropped += 1
+            return
+        content = b"".join(item.into)
+        self._fills.append(PutItem(item.name, (content,), ttl_s=self._settings.near_ttl_s))
+        self._fill_bytes += len(content)
+        self._came.set()
+
+    async def _keep_filling(self) -> None:
+        while True:
+            while not self._fills:
+                self._came.clear()
+                await self._came.wait()
+            item = self._fills.popleft()
+            self._fill_bytes -= item.num_bytes
+            [outcome] = await self._near.put([item])
+            if outcome.status is PutStatus.FAILED:
+                _log.debug("no near copy: %s", outcome.reason)

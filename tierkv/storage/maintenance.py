@@ -1,0 +1,124 @@
+"""What an operator does with a whole store: look, count, verify, remove, give times to live."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from tierkv.errors import StoreCorruptError
+from tierkv.storage.codec import (
+    HEADER_BYTES,
+    KEY_DIGEST_BYTES,
+    DamagedValueError,
+    PlainCodec,
+    read_identity,
+)
+from tierkv.storage.codec_keyed import FLAG_SEALED, FLAG_SIGNED
+from tierkv.storage.protocol import Store, StoredValue, Usage
+
+_PAGE = 1000
+_FLAGS_AT = 6
+_DIGEST_FIELD = 2
+
+
+async def values_under(store: Store, prefix: str) -> AsyncIterator[StoredValue]:
+    """Each value once, as long as none comes or goes meanwhile. Raises StoreUnavailableError."""
+    cursor: str | None = None
+    while True:
+        page = await store.list(prefix, limit=_PAGE, cursor=cursor)
+        for value in page.values:
+            yield value
+        cursor = page.cursor
+        if cursor is None:
+            return
+
+
+async def usage_by_group(store: Store, prefix: str) -> dict[str, Usage]:
+    """Values and bytes by the first two fields of their names: model and tenant, or tickets."""
+    groups: dict[str, Usage] = {}
+    async for value in values_under(store, prefix):
+        group = ":".join(value.name.split(":", 2)[:2])
+        so_far = groups.get(group, Usage(0, 0))
+        groups[group] = Usage(so_far.num_values + 1, so_far.num_bytes + value.num_bytes)
+    return groups
+
+
+@dataclass(slots=True)
+class Verified:
+    """damaged: (name, why). num_keyed: values that only a tenant's key can verify. num_others:
+    tickets and whatever else is no block."""
+
+    num_whole: int = 0
+    num_keyed: int = 0
+    num_others: int = 0
+    num_gone: int = 0
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+
+
+async def verify(store: Store, prefix: str) -> Verified:
+    """Read every value and check its header against its name and its bytes.
+
+    Raises StoreUnavailableError.
+    """
+    found = Verified()
+    async for value in values_under(store, prefix):
+        digest = _digest_of(value.name)
+        if digest is None:
+            found.num_others += 1
+            continue
+        try:
+            content = await store.get(value.name, max_bytes=value.num_bytes)
+        except StoreCorruptError as error:
+            found.damaged.append((value.name, str(error)))
+            continue
+        if content is None:
+            found.num_gone += 1
+        elif len(content) > _FLAGS_AT and content[_FLAGS_AT] in {FLAG_SIGNED, FLAG_SEALED}:
+            found.num_keyed += 1
+        else:
+            _check(found, value.name, bytearray(content), digest)
+    return found
+
+
+def _digest_of(name: str) -> bytes | None:
+    """The block digest in a name, None if it is not one of a block."""
+    fields = name.split(":")
+    try:
+        digest = bytes.fromhex(fields[_DIGEST_FIELD])
+    except (IndexError, ValueError):
+        return None
+    is_block = len(digest) == KEY_DIGEST_BYTES and len(fields) > _DIGEST_FIELD + 1
+    return digest if is_block else None
+
+
+def _check(found: Verified, name: str, content: bytearray, digest: bytes) -> None:
+    header, payload = content[:HEADER_BYTES], memoryview(content)[HEADER_BYTES:]
+    try:
+        identity = read_identity(header)
+        PlainCodec().decode(header, payload, identity)
+        if identity.key_digest != digest:
+            found.damaged.append((name, f"the value belongs to block {identity.key_digest.hex()}"))
+            return
+    except DamagedValueError as error:
+        found.damaged.append((name, str(error)))
+        return
+    found.num_whole += 1
+
+
+async def remove(store: Store, prefix: str) -> int:
+    """Forget every value under `prefix`; how many there were. Raises StoreUnavailableError."""
+    names = [value.name async for value in values_under(store, prefix)]
+    return sum([await store.delete(part) for part in _parts(names)])
+
+
+async def give_ttl(store: Store, prefix: str, ttl_s: float) -> int:
+    """Let values that live for ever, which no node may remember, live for `ttl_s` from now on.
+
+    Returns how many there were. A node that uses one of them touches it. StoreUnavailableError.
+    """
+    names = [value.name async for value in values_under(store, prefix) if value.expires_at is None]
+    return sum([await store.touch(part, ttl_s=ttl_s) for part in _parts(names)])
+
+
+def _parts(names: Sequence[str]) -> Sequence[Sequence[str]]:
+    return [names[at : at + _PAGE] for at in range(0, len(names), _PAGE)]

@@ -1,0 +1,136 @@
+"""Several stores, each for some names: by tenant and model, for which the fingerprint stands."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableSequence, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeVar
+
+from tierkv.errors import BadRequestError
+from tierkv.storage.protocol import (
+    Capabilities,
+    GetItem,
+    GetOutcome,
+    ListPage,
+    PutItem,
+    PutOutcome,
+    Store,
+    StoredValue,
+    Usage,
+    check_names,
+)
+from tierkv.tasks import task_group
+
+Item = TypeVar("Item", GetItem, PutItem)
+Outcome = TypeVar("Outcome", GetOutcome, PutOutcome)
+
+
+class RoutedStore:
+    """`Store`. A name goes to the store of its first two fields (`prefix:fingerprint`), to
+    `default` where there is none. Names of one store are asked for in one batch, stores at the same
+    time."""
+
+    def __init__(self, routes: Mapping[str, Store], default: Store) -> None:
+        self._routes = dict(routes)
+        self._default = default
+        self._stores = tuple(dict.fromkeys((default, *self._routes.values())))
+
+    @property
+    def url(self) -> str:
+        return self._default.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        every = [store.capabilities for store in self._stores]
+        return Capabilities(
+            is_shared=all(one.is_shared for one in every),
+            is_durable=all(one.is_durable for one in every),
+        )
+
+    def store_of(self, name: str) -> Store:
+        return self._routes.get(":".join(name.split(":", 2)[:2]), self._default)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for store in self._stores:
+                await stack.enter_async_context(store.running())
+            yield
+
+    async def ping(self) -> None:
+        for store in self._stores:
+            await store.ping()
+
+    async def exists(self, names: Sequence[str]) -> int:
+        check_names(names)
+        groups = self._groups(names)
+        found = len(names)
+        for store, indexes in groups.items():
+            present = await store.exists([names[i] for i in indexes])
+            if present < len(indexes):
+                found = min(found, indexes[present])
+        return found
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        return await self._spread(items, lambda store, part: store.get_into(part))
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        return await self.store_of(name).get(name, max_bytes=max_bytes)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        return await self._spread(items, lambda store, part: store.put(part))
+
+    async def delete(self, names: Sequence[str]) -> int:
+        check_names(names)
+        groups = self._groups(names).items()
+        return sum([await store.delete([names[i] for i in part]) for store, part in groups])
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        check_names(names)
+        groups = self._groups(names).items()
+        return sum(
+            [await store.touch([names[i] for i in part], ttl_s=ttl_s) for store, part in groups]
+        )
+
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """One store after the other."""
+        index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
+        if not (index.isascii() and index.isdecimal() and int(index) < len(self._stores)):
+            raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
+        values: MutableSequence[StoredValue] = []
+        for at in range(int(index), len(self._stores)):
+            page = await self._stores[at].list(prefix, limit=limit, cursor=inner or None)
+            values += page.values
+            inner = ""
+            if page.cursor is not None:
+                return ListPage(tuple(values), f"{at}/{page.cursor}")
+            if len(values) >= limit and at + 1 < len(self._stores):
+                return ListPage(tuple(values), f"{at + 1}/")
+        return ListPage(tuple(values), None)
+
+    async def usage(self, prefix: str) -> Usage:
+        usages = [await store.usage(prefix) for store in self._stores]
+        return Usage(sum(u.num_values for u in usages), sum(u.num_bytes for u in usages))
+
+    def _groups(self, names: Sequence[str]) -> dict[Store, Sequence[int]]:
+        groups: dict[Store, list[int]] = {}
+        for index, name in enumerate(names):
+            groups.setdefault(self.store_of(name), []).append(index)
+        return dict(groups)
+
+    async def _spread(
+        self,
+        items: Sequence[Item],
+        ask: Callable[[Store, Sequence[Item]], Awaitable[Sequence[Outcome]]],
+    ) -> list[Outcome]:  # type: ignore[valid-type]
+        groups = self._groups([item.name for item in items])
+        results: dict[int, Outcome] = {}
+
+        async def carry_out(store: Store, indexes: Sequence[int]) -> None:
+            outcomes = await ask(store, [items[i] for i in indexes])
+            results.update(zip(indexes, outcomes, strict=True))
+
+        async with task_group() as group:
+            for store, indexes in groups.items():
+                group.create_task(carry_out(store, indexes))
+        return [results[index] for index in range(len(items))]

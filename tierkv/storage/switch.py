@@ -1,0 +1,179 @@
+"""A place for a store that can be attached, detached and exchanged while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.protocol import (
+    Capabilities,
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    ListPage,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    Store,
+    Usage,
+    check_limit,
+    check_name,
+    check_names,
+    check_prefix,
+)
+from tierkv.tasks import task_group
+
+T = TypeVar("T")
+_NOTHING = "no store is attached"
+
+
+@dataclass(eq=False, slots=True)
+class _Attached:
+    """A store and the task that keeps it running. Left when detached and nothing is under way."""
+
+    store: Store
+    opened: asyncio.Future[None]
+    is_detached: asyncio.Event = field(default_factory=asyncio.Event)
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    num_under_way: int = 0
+
+
+class SwitchStore:
+    """`Store`. Operations under way end on the store they were begun on; later ones go to the one
+    attached then. With none attached it is out of order: FAILED, or StoreUnavailableError."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        """store: attached when `running()` is entered."""
+        self._first = store
+        self._current: _Attached | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def store(self) -> Store | None:
+        """The one attached."""
+        return None if self._current is None else self._current.store
+
+    @property
+    def url(self) -> str:
+        return "none" if self._current is None else self._current.store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self._current is None:
+            return Capabilities(is_shared=False, is_durable=False)
+        return self._current.store.capabilities
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with task_group() as tasks:
+            self._tasks = tasks
+            try:
+                if self._first is not None:
+                    await self.attach(self._first)
+                yield
+            finally:
+                self._tasks = None
+                self.detach()
+
+    async def attach(self, store: Store) -> None:
+        """Put `store` in the place of the one attached, if any, once it can be used.
+
+        What `store.running()` raises is raised here, and the old one stays.
+        """
+        if self._tasks is None:
+            raise StoreUnavailableError("nothing can be attached now")
+        attached = _Attached(store, asyncio.get_running_loop().create_future())
+        self._tasks.create_task(_keep(attached), name="tierkv-attached-store")
+        try:
+            await asyncio.shield(attached.opened)
+        except asyncio.CancelledError:
+            attached.is_idle.set()
+            attached.is_detached.set()
+            raise
+        self.detach()
+        if self._tasks is None:
+            attached.is_idle.set()
+            attached.is_detached.set()
+            raise StoreUnavailableError("nothing can be attached now")
+        attached.is_idle.set()
+        self._current = attached
+
+    def detach(self) -> Store | None:
+        """Use the store no more; it is left when what is under way has ended. Returns it."""
+        attached, self._current = self._current, None
+        if attached is None:
+            return None
+        attached.is_detached.set()
+        return attached.store
+
+    async def ping(self) -> None:
+        await self._ask(lambda store: store.ping())
+
+    async def exists(self, names: Sequence[str]) -> int:
+        check_names(names)
+        return await self._ask(lambda store: store.exists(names))
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        if self._current is None:
+            return [GetOutcome(GetStatus.FAILED, _NOTHING)] * len(items)
+        return await self._ask(lambda store: store.get_into(items))
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        check_name(name)
+        return await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        if self._current is None:
+            return [PutOutcome(PutStatus.FAILED, _NOTHING)] * len(items)
+        return await self._ask(lambda store: store.put(items))
+
+    async def delete(self, names: Sequence[str]) -> int:
+        check_names(names)
+        return await self._ask(lambda store: store.delete(names))
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        check_names(names)
+        return await self._ask(lambda store: store.touch(names, ttl_s=ttl_s))
+
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        check_prefix(prefix)
+        check_limit(limit)
+        return await self._ask(lambda store: store.list(prefix, limit=limit, cursor=cursor))
+
+    async def usage(self, prefix: str) -> Usage:
+        check_prefix(prefix)
+        return await self._ask(lambda store: store.usage(prefix))
+
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        if self._current is None:
+            raise StoreUnavailableError(_NOTHING)
+        with _under_way(self._current) as store:
+            return await ask(store)
+
+
+@contextmanager
+def _under_way(attached: _Attached) -> Iterator[Store]:
+    attached.num_under_way += 1
+    attached.is_idle.clear()
+    try:
+        yield attached.store
+    finally:
+        attached.num_under_way -= 1
+        if not attached.num_under_way:
+            attached.is_idle.set()
+
+
+async def _keep(attached: _Attached) -> None:
+    try:
+        async with attached.store.running():
+            attached.opened.set_result(None)
+            await attached.is_detached.wait()
+            await attached.is_idle.wait()
+    except StoreUnavailableError as error:
+        if attached.opened.done():
+            raise
+        attached.opened.set_exception(error)
