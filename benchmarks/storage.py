@@ -46,7 +46,7 @@ from tierkv.storage.threads import WorkerThreads
 
 IDENTITY = ValueIdentity(bytes(32), bytes(32), 16)
 CODEC = PlainCodec()
-WORK_BYTES = 256 << 20
+WORK_BYTES = 128 << 20
 PART_BYTES = 16 << 20  # blocks of one call, as a fetch asks for them
 
 
@@ -59,7 +59,7 @@ class Scale:
 
 
 QUICK = Scale((512 << 10, 2 << 20), (1, 2), 3, 64 << 20)
-FULL = Scale((64 << 10, 512 << 10, 2 << 20, 8 << 20), (1, 2, 4, 8), 7, WORK_BYTES)
+FULL = Scale((64 << 10, 512 << 10, 2 << 20, 8 << 20), (1, 2, 4, 8), 5, WORK_BYTES)
 
 
 @dataclass

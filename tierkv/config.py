@@ -19,7 +19,7 @@ _ENV_PREFIX = "TIERKV_"
 
 def load(kind: type[T], path: Path | None, environ: Mapping[str, str]) -> T:
     """Settings of type `kind` (a msgspec struct of sections) from `path` and from variables
-    named TIERKV_SECTION__KEY, which win.
+    named TIERKV_SECTION__KEY, which win (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one).
 
     Raises ConfigError, naming the file and the key, if a file cannot be read, a key is unknown or
     a value is not of its type.
@@ -28,11 +28,14 @@ def load(kind: type[T], path: Path | None, environ: Mapping[str, str]) -> T:
     where = str(path) if path is not None else "the settings"
     for variable, text in environ.items():
         if variable.startswith(_ENV_PREFIX) and "__" in variable:
-            section, key = variable.removeprefix(_ENV_PREFIX).lower().split("__", 1)
-            if not isinstance(table.setdefault(section, {}), dict):
-                raise ConfigError(f"{where}: {section} must be a table")
-            table[section][key] = text
-            where = f"{where} with {variable}" if variable not in where else where
+            *sections, key = variable.removeprefix(_ENV_PREFIX).lower().split("__")
+            inner = table
+            for section in sections:
+                inner = inner.setdefault(section, {})
+                if not isinstance(inner, dict):
+                    raise ConfigError(f"{where}: {section} must be a table")
+            inner[key] = text
+            where = f"{where} with {variable}"
     _refuse_unknown(kind, table, where, "")
     try:
         return msgspec.convert(table, kind, strict=False)

@@ -76,4 +76,4 @@ def test_a_url_without_a_master_is_refused(url: str) -> None:
 def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in ({"num_threads": 0}, {"replicas": 0}, {"protocol": "udp"}):
         with pytest.raises(ConfigError):
-            MooncakeSettings(**wrong)  # type: ignore[arg-type]
+            MooncakeSettings(**wrong)

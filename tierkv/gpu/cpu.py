@@ -206,6 +206,19 @@ def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots
             raise LayoutError(f"a {what} id lies outside 0..{size - 1}")
 
 
+def check_copy_within(source_ids: Ids, target_ids: Ids, num_blocks: int) -> None:
+    """Raise LayoutError if these are not ids of a copy from blocks to other blocks."""
+    if source_ids.shape != target_ids.shape:
+        raise LayoutError("a copy needs as many sources as targets")
+    if set(source_ids.tolist()) & set(target_ids.tolist()):
+        raise LayoutError("a block cannot be source and target of one copy")
+    if len(set(target_ids.tolist())) != len(target_ids):
+        raise LayoutError("a destination appears twice in one copy")
+    for ids in (source_ids, target_ids):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
+            raise LayoutError(f"a block id lies outside 0..{num_blocks - 1}")
+
+
 class CpuDevice:
     """before_copy: see CpuLane; for tests that need to hold or break a copy."""
 
@@ -227,10 +240,7 @@ class CpuDevice:
         return CpuLane(direction, planes, host, self._before_copy)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
-        if source_ids.shape != target_ids.shape:
-            raise LayoutError("a copy needs as many sources as targets")
-        if set(source_ids.tolist()) & set(target_ids.tolist()):
-            raise LayoutError("a block cannot be source and target of one copy")
+        check_copy_within(source_ids, target_ids, planes.num_blocks)
         event = CpuEvent()
         self._within.submit(self._copy_within, planes, source_ids, target_ids, event)
         return event
@@ -242,7 +252,8 @@ class CpuDevice:
             for plane in planes.arrays:
                 plane[target_ids] = plane[source_ids]
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiter must hear of it
-            event.reach(TransferError(f"copy within the device failed: {error}"))
+            blocks = tuple(target_ids.tolist())
+            event.reach(TransferError(f"copy within the device failed: {error}", blocks=blocks))
         else:
             event.reach()
 

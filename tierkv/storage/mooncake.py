@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -115,13 +116,15 @@ class _SoftPin(Protocol):
 class MooncakeSettings:
     """local_host: the address that providers reach this node at. num_threads: calls at a time.
     local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
-    replicas: copies of each value. protocol: tcp or rdma; rdma_devices: for the latter, by commas.
+    replicas: copies of each value. connect_timeout_s: for the master.
+    protocol: tcp or rdma; rdma_devices: for the latter, by commas.
     """
 
     local_host: str = "127.0.0.1"
     num_threads: int = 2
     local_buffer_bytes: int = 64 << 20
     replicas: int = 1
+    connect_timeout_s: float = 2.0
     protocol: str = "tcp"
     rdma_devices: str = ""
 
@@ -142,7 +145,8 @@ class MooncakeStore:
 
     def __init__(self, url: str, settings: MooncakeSettings) -> None:
         """Raises ConfigError if `url` names no master."""
-        self._master = _master(url)
+        self._address = _master(url)
+        self._master = f"{self._address[0]}:{self._address[1]}"
         self._settings = settings
         self._threads = WorkerThreads(self.url, settings.num_threads)
         self._package: _Package | None = None
@@ -260,6 +264,10 @@ class MooncakeStore:
                 "Debian, libibverbs1"
             ) from error
         self._package = package
+        try:  # their client goes on trying for minutes
+            socket.create_connection(self._address, self._settings.connect_timeout_s).close()
+        except OSError as error:
+            raise StoreUnavailableError(f"{self.url} cannot be reached ({error})") from error
         client = package.MooncakeDistributedStore()
         status = client.setup(
             self._settings.local_host,
@@ -362,15 +370,15 @@ class MooncakeStore:
         return config
 
 
-def _master(url: str) -> str:
+def _master(url: str) -> tuple[str, int]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port, parts = None, None, urlsplit("")
-    if not (host and port) or parts.path.strip("/") or parts.query or parts.username:
+    if host is None or not port or parts.path.strip("/") or parts.query or parts.username:
         raise ConfigError(f"the storage URL names no Mooncake master; accepted: {ACCEPTED}")
-    return f"{host}:{port}"
+    return host, port
 
 
 def _put_outcome(item: PutItem, status: int) -> PutOutcome:

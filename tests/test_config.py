@@ -1,0 +1,61 @@
+"""Settings come from a file and the environment, and nothing unknown is ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tierkv.api.settings import NodeSettings
+from tierkv.config import load
+from tierkv.errors import ConfigError
+
+
+def file(folder: Path, text: str) -> Path:
+    path = folder / "node.toml"
+    path.write_text(text)
+    return path
+
+
+def test_everything_has_a_default() -> None:
+    assert load(NodeSettings, None, {}) == NodeSettings()
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    path = file(tmp_path, "[node]\nport = 1\n[cache]\nblock_size = 32\n")
+    settings = load(NodeSettings, path, {"TIERKV_NODE__PORT": "2", "TIERKV_VENV": "ignored"})
+    assert (settings.node.port, settings.cache.block_size) == (2, 32)
+
+
+def test_a_nested_table_can_be_set_by_the_environment() -> None:
+    settings = load(NodeSettings, None, {"TIERKV_STORAGE__REDIS__TIMEOUT_S": "0.5"})
+    assert settings.storage.redis.timeout_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "words"),
+    [
+        ("[cache]\nblok = 1", {}, "cache.blok"),
+        ("[caches]\nx = 1", {}, "caches"),
+        ("[storage.redis]\nspeed = 1", {}, "storage.redis.speed"),
+        ("[model]\nspeed = 1", {}, "model.speed"),
+        ("[cache]\nblock_size = 'x'", {}, "block_size"),
+        ("[cache", {}, "not valid TOML"),
+        ("cache = 1", {"TIERKV_CACHE__BLOCK_SIZE": "1"}, "must be a table"),
+        ("", {"TIERKV_CACHE__BLOK": "1"}, "cache.blok"),
+        ("", {"TIERKV_NODE__PORT": "x"}, "port"),
+        ("[model]\nnum_heads = 3", {}, "multiple"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    text: str, environ: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+        load(NodeSettings, file(tmp_path, text), environ)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(NodeSettings, tmp_path / "missing.toml", {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(NodeSettings, tmp_path, {})
