@@ -66,7 +66,8 @@ SETTINGS = StoreSettings(redis=RedisSettings(timeout_s=10.0, connect_timeout_s=5
 class Ground:
     """A place where stores of one kind keep their values. `open` gives a store on it.
 
-    is_exact: of those who put one name at once, one is told that its value was stored.
+    is_exact: of those who put one name at once one is told that its value was stored; of those who
+        replace it, all. Otherwise some can be told that theirs failed.
     """
 
     make: Callable[[], Store]
@@ -473,7 +474,8 @@ async def test_of_concurrent_writers_of_one_name_one_is_kept_whole(
         assert sorted(s.value for s in statuses) == ["existed"] * 11 + ["stored"]
         winner = contents[statuses.index(PutStatus.STORED)]
     else:
-        assert statuses == [PutStatus.STORED] * 12
+        allowed = {PutStatus.STORED} if ground.is_exact else {PutStatus.STORED, PutStatus.FAILED}
+        assert set(statuses) <= allowed
         winner = await stores[0].get("t:f:a:0", max_bytes=300_001) or b""
         assert winner in contents
     for status, content in (reader.result() for reader in readers):

@@ -41,6 +41,7 @@ class Model:
         self.device = CudaDevice(compute_stream=self.stream.ptr)
         self.planes = self.device.allocate_planes(LAYOUT, BLOCKS)
         self.host = self.device.allocate_host(LAYOUT, 2 * BLOCKS)
+        self.pause_us = 15  # at most, between two planes
         self.blocks = np.arange(BLOCKS, dtype=np.int32)
         self._rng = np.random.default_rng(seed)
         self._delay = self.cupy.RawKernel(_DELAY, "delay")
@@ -53,7 +54,7 @@ class Model:
         with self.stream:
             for plane in self.planes.arrays:
                 plane.fill(value)
-                self.delay(15)
+                self.delay(self.pause_us)
 
     def read(self, layer_events: tuple[Event, ...] | None) -> list[object]:
         """Smallest and largest byte of each plane, layer by layer as they arrive."""
@@ -65,7 +66,7 @@ class Model:
                 for index in indices:
                     array = self.planes.arrays[index]
                     seen += [array.min(), array.max()]
-                    self.delay(15)
+                    self.delay(self.pause_us)
         return seen
 
     def slots(self, number: int) -> np.ndarray:
@@ -93,7 +94,7 @@ def torn_offloads(rounds: int, missing: str | None) -> int:
         return bool((model.host.array[model.slots(number)] != value_of(number)).any())
 
     for number in range(rounds):
-        model.delay(200 if missing is None else 3000)
+        model.delay({"offload waits": 3000, "kernel waits": 1}.get(missing or "", 200))
         model.write(value_of(number))
         after = () if missing == "offload waits" else (model.device.compute_stream.record(),)
         events = lane.submit(BlockCopy(Direction.OFFLOAD, model.slots(number), model.blocks, after))
@@ -123,6 +124,7 @@ def torn_loads(rounds: int, missing: str | None) -> int:
         events = lane.submit(BlockCopy(Direction.LOAD, model.slots(number), model.blocks, after))
         last.append(events[-1])
         model.delay(50 if missing is None else 500)
+        model.pause_us = 500 if missing == "load waits" else 15
         seen.append((number, model.read(None if missing == "kernel waits" else events)))
         read_before = (model.device.compute_stream.record(),)
     model.stream.synchronize()

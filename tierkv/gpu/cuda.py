@@ -54,10 +54,7 @@ class Gpu:
     """
 
     def __init__(self, index: int) -> None:
-        try:
-            count = runtime.getDeviceCount()
-        except CUDARuntimeError as error:
-            raise ConfigError(f"no CUDA device can be used: {error}") from error
+        count = num_gpus()
         if not 0 <= index < count:
             raise ConfigError(f"there is no GPU {index}: this process sees {count}")
         self.index = index
@@ -343,6 +340,31 @@ def opened_ipc(gpu: Gpu, handles: Sequence[bytes]) -> Iterator[dict[bytes, int]]
         with gpu.bound_to_close():
             for address in opened.values():
                 runtime.ipcCloseMemHandle(address)
+
+
+def num_gpus() -> int:
+    """How many GPUs this process sees. Raises ConfigError if CUDA cannot be used at all."""
+    try:
+        return int(runtime.getDeviceCount())
+    except CUDARuntimeError as error:
+        raise ConfigError(f"no CUDA device can be used: {error}") from error
+
+
+def timed_copies(gpu: Gpu, device: int, host: int, num_bytes: int) -> dict[str, float]:
+    """GB/s of one contiguous copy each way between a device and a pinned host address."""
+    speeds = {}
+    ways = {
+        "host to device": (device, host, runtime.memcpyHostToDevice),
+        "device to host": (host, device, runtime.memcpyDeviceToHost),
+    }
+    with gpu.bound():
+        for way, (target, source, kind) in ways.items():
+            for _ in range(2):  # the first one warms up
+                began = time.perf_counter()
+                runtime.memcpyAsync(target, source, num_bytes, kind, 0)
+                runtime.streamSynchronize(0)
+                speeds[way] = num_bytes / (time.perf_counter() - began) / 1e9
+    return speeds
 
 
 def versions() -> tuple[int, int]:

@@ -1,0 +1,174 @@
+"""`tierkv doctor`: what this machine's GPUs and memory allow, how fast they are, what to fix."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import click
+
+from tierkv.cache.layout import Layout, Plane
+from tierkv.errors import ConfigError, TransferError
+from tierkv.gpu import numa
+
+if TYPE_CHECKING:
+    from tierkv.gpu.cuda import Gpu  # which needs CuPy
+
+_GIB = 1 << 30
+_PROBE_BYTES = 256 << 20
+_GOOD_SHARE = 0.8  # of the wire: headers leave 85 to 90 % of it to data
+_LOCKED_GIB = 1.0  # less than this nobody can run a host tier with
+
+
+class Verdict(Enum):
+    OK = "ok"
+    WARNING = "warning"  # works, slower than it could
+    BAD = "bad"  # does not work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """remedy: what to do about it, "" if there is nothing to do."""
+
+    what: str
+    value: str
+    verdict: Verdict = Verdict.OK
+    remedy: str = ""
+
+
+def machine_findings() -> list[Finding]:
+    """What the operating system allows."""
+    limit = numa.memlock_limit()
+    room = numa.cgroup_room()
+    pages = numa.transparent_huge_pages()
+    findings = [
+        Finding("memlock limit", "unlimited")
+        if limit is None
+        else Finding(
+            "memlock limit",
+            f"{limit / _GIB:.2f} GiB",
+            Verdict.OK if limit >= _LOCKED_GIB * _GIB else Verdict.WARNING,
+            ""
+            if limit >= _LOCKED_GIB * _GIB
+            else "ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1)",
+        ),
+        Finding("memory of this container", "no limit")
+        if room is None
+        else Finding("memory of this container", f"{room / _GIB:.1f} GiB left"),
+    ]
+    if pages in {"always", "madvise"}:
+        findings.append(Finding("transparent huge pages", pages))
+    else:
+        remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: pinning is faster"
+        findings.append(Finding("transparent huge pages", pages, Verdict.WARNING, remedy))
+    findings.append(Finding("NUMA nodes", str(numa.numa_nodes())))
+    return findings
+
+
+def gpu_findings() -> list[Finding]:
+    """Every GPU this process sees, measured; one finding that says why if there is none."""
+    try:
+        from tierkv.gpu.cuda import Gpu, num_gpus, versions  # noqa: PLC0415 - may be missing
+    except ImportError as error:
+        remedy = "pip install 'tierkv[cuda13]' (or cuda12, as the driver allows)"
+        return [Finding("CuPy", f"not usable: {error}", Verdict.BAD, remedy)]
+    try:
+        count = num_gpus()
+        gpus = [Gpu(index) for index in range(count)]
+    except (ConfigError, TransferError) as error:
+        return [Finding("CUDA", str(error), Verdict.BAD, "install NVIDIA's driver, or use cpu")]
+    driver, runtime = versions()
+    findings = [
+        Finding(
+            "CUDA",
+            f"driver {driver // 1000}.{driver % 1000 // 10}, "
+            f"runtime {runtime // 1000}.{runtime % 1000 // 10}",
+            Verdict.OK if driver >= runtime else Verdict.WARNING,
+            "" if driver >= runtime else "update the driver, or install the older tierkv[cuda12]",
+        ),
+        _batch_finding(),
+    ]
+    for gpu in gpus:
+        findings += _of_gpu(gpu)
+    return findings
+
+
+def _batch_finding() -> Finding:
+    from tierkv.gpu.driver import load_driver  # noqa: PLC0415 - there is a driver now
+
+    if load_driver().has_batch_copy:
+        return Finding("batched copies", "yes")
+    remedy = "update the driver to CUDA 12.8 or later: submitting is 14 times faster"
+    return Finding("batched copies", "no", Verdict.WARNING, remedy)
+
+
+def _of_gpu(gpu: Gpu) -> list[Finding]:
+    name = f"GPU {gpu.index}"
+    free, total = gpu.memory_info()
+    findings = [Finding(name, f"{gpu.model}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free")]
+    node = numa.numa_node_of(gpu.pci_bus_id)
+    findings.append(Finding(f"{name} NUMA node", "one node only" if node is None else str(node)))
+    link = numa.pcie_link(gpu.pci_bus_id)
+    if link is None:
+        findings.append(Finding(f"{name} PCIe link", "this machine does not say"))
+    else:
+        is_full = link.width == link.max_width
+        findings.append(
+            Finding(
+                f"{name} PCIe link",
+                f"{link.speed:g} GT/s x{link.width} (of {link.max_speed:g} x{link.max_width}), "
+                f"{link.raw_gb_per_s:.1f} GB/s on the wire",
+                Verdict.OK if is_full else Verdict.WARNING,
+                "" if is_full else "the card has fewer lanes than it could use: look at its slot",
+            )
+        )
+    wire = link.raw_gb_per_s if link is not None else None
+    return [*findings, *_measured(gpu, name, wire)]
+
+
+def _measured(gpu: Gpu, name: str, wire: float | None) -> list[Finding]:
+    from tierkv.gpu.cuda import DeviceMemory, timed_copies  # noqa: PLC0415 - CuPy is there now
+    from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
+
+    probe = Layout(1, (Plane(0, "probe", "uint8", _PROBE_BYTES),))
+    try:
+        began = time.perf_counter()
+        host = PinnedSlots(gpu, probe, 1)
+        pinning = _PROBE_BYTES / _GIB / (time.perf_counter() - began)
+    except ConfigError as error:
+        return [Finding(f"{name} pinned memory", str(error), Verdict.BAD)]
+    findings = [Finding(f"{name} pinning", f"{pinning:.1f} GiB/s (one chunk, one thread)")]
+    try:
+        memory = DeviceMemory(gpu, _PROBE_BYTES)
+        speeds = timed_copies(gpu, memory.address, host.address, _PROBE_BYTES)
+    except TransferError as error:
+        return [*findings, Finding(f"{name} copies", str(error), Verdict.BAD)]
+    finally:
+        host.close()
+    for way, speed in speeds.items():
+        is_good = wire is None or speed >= _GOOD_SHARE * wire
+        findings.append(
+            Finding(
+                f"{name} {way}",
+                f"{speed:.1f} GB/s" + (f", {speed / wire:.0%} of the wire" if wire else ""),
+                Verdict.OK if is_good else Verdict.WARNING,
+                "" if is_good else "look for other traffic, a wrong slot, or an IOMMU in the way",
+            )
+        )
+    return findings
+
+
+@click.command()
+def doctor() -> None:
+    """Look at this machine's GPUs and memory, measure them, and say what to fix."""
+    findings = [*machine_findings(), *gpu_findings()]
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        mark = "" if finding.verdict is Verdict.OK else f"  [{finding.verdict.value}]"
+        click.echo(f"{finding.what:{width}}  {finding.value}{mark}")
+        if finding.remedy:
+            click.echo(f"{'':{width}}  -> {finding.remedy}")
+    if any(finding.verdict is Verdict.BAD for finding in findings):
+        raise click.exceptions.Exit(1)
