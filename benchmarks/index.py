@@ -71,7 +71,7 @@ class Cache:
         slots = pool.allocate(needed)
         lease, _ = index.insert(Tier.DEVICE, lease, prompt, stop, slots)
         if digests:
-            index.digests(lease.node, lease.num_blocks)
+            index.digests(lease.node, lease.num_blocks, start=match.num_blocks)
         index.release(lease)
         self.blocks += prompt.num_blocks
         self.hit_blocks += match.num_blocks

@@ -35,6 +35,8 @@ class _Commands(click.Group):
 
     later: ClassVar = {
         "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
+        "doctor": ("tierkv.gpu.doctor", "Tell what this machine's GPUs and memory allow."),
+        "storage": ("tierkv.cli_storage", "Look into a store: list, measure, verify, remove."),
     }
 
     def invoke(self, ctx: click.Context) -> object:

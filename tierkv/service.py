@@ -13,9 +13,11 @@ import numpy as np
 from tierkv.cache import invariants
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Names, Prompt, stored_keys
+from tierkv.cache.keys import Names, Prompt
 from tierkv.cache.node import Tier
+from tierkv.cache.policies import EvictionKind, EvictionPolicy, make_policy
 from tierkv.cache.pool import BlockPool, PoolStats
+from tierkv.cache.space import Space
 from tierkv.cache.write_policy import WritePolicy, WriteRule
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import (
@@ -28,10 +30,13 @@ from tierkv.gpu.protocol import Device, Direction, Event, HostSlots, Planes
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.staging import NUM_GROUPS, STAGING_BLOCKS, Staging
 from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.sched.explain import Explanation, explain
 from tierkv.sched.fetcher import Fetched, Fetcher
+from tierkv.sched.lifecycle import Lifecycle
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
-from tierkv.sched.tiers import Tiers, TierStats
+from tierkv.sched.tiers import Tiers, TierStats, Watermarks
+from tierkv.sched.waiting import Limits
 from tierkv.storage.protocol import GetStatus, Store
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO, StorageStats
@@ -46,6 +51,8 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     host_write: when a block is copied to the host; storage_write: when it is stored.
     fetch_deadline_s: how long a request waits for storage before it computes instead.
+    device_eviction, host_eviction: which blocks go first. *_low_watermark, *_high_watermark: shares
+        of a tier; with fewer free slots than the low one, blocks go ahead of need up to the high.
     """
 
     block_size: int = 16
@@ -58,8 +65,27 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     background_copies: int = 4
     fetch_deadline_s: float = 10.0
     tenant: str = ""
+    device_eviction: EvictionKind = EvictionKind.LRU
+    host_eviction: EvictionKind = EvictionKind.LRU
+    device_low_watermark: float = 0.0
+    device_high_watermark: float = 0.0
+    host_low_watermark: float = 0.0
+    host_high_watermark: float = 0.0
+
+    def watermarks(self) -> tuple[Watermarks, Watermarks]:
+        return (
+            Watermarks(self.device_low_watermark, self.device_high_watermark),
+            Watermarks(self.host_low_watermark, self.host_high_watermark),
+        )
+
+    def policies(self) -> tuple[EvictionPolicy, EvictionPolicy]:
+        return (
+            make_policy(self.device_eviction, self.device_blocks),
+            make_policy(self.host_eviction, self.host_blocks),
+        )
 
     def __post_init__(self) -> None:
+        self.watermarks()  # refuses what cannot be
         for name, least in (
             ("block_size", 1),
             ("device_blocks", 1),
@@ -198,10 +224,11 @@ class Service:
     @asynccontextmanager
     async def _control(self, storage: StorageIO | None) -> AsyncIterator[None]:
         settings = self.settings
-        self.index = Index(settings.block_size)
+        root = self.fingerprint.root()
+        self.index = Index(settings.block_size, root, settings.policies())
         self.tiers = Tiers(
             index=self.index,
-            root_digest=self.fingerprint.root(),
+            root_digest=root,
             device_pool=BlockPool("device", settings.device_blocks),
             host_pool=BlockPool("host", settings.host_blocks),
             mover=self.mover,
@@ -209,9 +236,11 @@ class Service:
             host_rule=WriteRule(settings.host_write, settings.host_after_hits),
             storage_rule=WriteRule(settings.storage_write, settings.storage_after_hits),
             background_copies=settings.background_copies,
+            watermarks=settings.watermarks(),
         )
         self.scheduler = Scheduler(self.tiers)
         self.fetcher = Fetcher(self.tiers, storage) if storage else None
+        self.lifecycle = Lifecycle(self.tiers, (settings.device_blocks, settings.host_blocks))
         self._storage = storage
         self._staging = Staging(first_slot=settings.host_blocks)
         self.handoff: Handoff | None = None
@@ -227,6 +256,7 @@ class Service:
             )
         async with self.tiers.running():
             yield
+        self.tiers.pins.clear()
         # Every task has ended, so the books must be closed: a leak stops here, loudly.
         wrong = self.verify()
         wrong += [f"request {r.request_id!r} never ended" for r in self.scheduler.running_requests]
@@ -238,13 +268,67 @@ class Service:
         self.is_draining = True
         self.scheduler.drain()
 
+    def pause(self) -> None:
+        """Admit nobody until `unpause`."""
+        self.scheduler.pause()
+
+    def unpause(self) -> None:
+        self.scheduler.unpause()
+
+    def open_fingerprint(
+        self,
+        fingerprint: Fingerprint,
+        *,
+        quota: tuple[int | None, int | None] = (None, None),
+        limits: Limits | None = None,
+    ) -> str:
+        """Serve another tenant or adapter beside the service's own; it shares nothing with them.
+
+        quota: the most device and host blocks it may have, None for any; over it, it evicts its
+        own. Returns the name that its prompts carry as `space`. Its layout must be the service's.
+        """
+        differs = fingerprint.layout.digest != self.fingerprint.layout.digest
+        if differs or fingerprint.short == self.fingerprint.short:
+            raise ConfigError("another fingerprint has the same layout and another root")
+        space = Space(fingerprint.short, fingerprint.root(), quota=quota)
+        self.index.open_space(space, self.settings.device_eviction)
+        if limits is not None:
+            self.scheduler.limit(space.name, limits)
+        return space.name
+
+    def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
+        """Keep what is cached of `prompt` for a while; how many blocks. See Pins."""
+        return self.tiers.pins.pin(name, prompt, ttl_s, is_soft=is_soft)
+
+    def unpin(self, name: str) -> bool:
+        """End a pin before its time; whether there was one."""
+        was_there = self.tiers.pins.unpin(name)
+        self.tiers.capacity_changed()
+        return was_there
+
+    def reset(self) -> int:
+        """Forget all that nobody holds; how many copies are left. See Lifecycle.reset."""
+        return self.lifecycle.reset()
+
+    async def resize(self, tier: Tier, capacity: int) -> None:
+        """Use `capacity` slots of a tier from now on; see Lifecycle.resize."""
+        await self.lifecycle.resize(tier, capacity)
+
     # Requests
 
     async def admit(
-        self, request_id: str, prompt: Prompt, *, max_new_tokens: int, uses_cache: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        uses_cache: bool = True,
+        priority: int = 0,
     ) -> Request:
         """Find what is cached of `prompt` on any tier and get its blocks; see Scheduler.admit."""
-        spec = RequestSpec(request_id, prompt, max_new_tokens, uses_cache=uses_cache)
+        spec = RequestSpec(
+            request_id, prompt, max_new_tokens, uses_cache=uses_cache, priority=priority
+        )
         self.scheduler.check(spec)
         return await self.scheduler.admit(spec, await self._fetch(prompt) if uses_cache else None)
 
@@ -258,6 +342,18 @@ class Service:
 
     def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         self.scheduler.end(request, after=after)
+
+    async def extend(self, request: Request, num_tokens: int) -> None:
+        """Room for `num_tokens` more tokens; see Scheduler.extend."""
+        await self.scheduler.extend(request, num_tokens)
+
+    def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
+        """Give the blocks back for a while; see Scheduler.preempt."""
+        self.scheduler.preempt(request, after=after)
+
+    async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
+        """Bring a preempted request back; see Scheduler.resume."""
+        return await self.scheduler.resume(request, max_new_tokens=max_new_tokens)
 
     # Hand-off
 
@@ -328,7 +424,7 @@ class Service:
         size = self.settings.block_size
         stored: int | None = 0
         if self._storage is not None:
-            keys = stored_keys(self.fingerprint.root(), prompt)[match.num_blocks :]
+            keys = self.tiers.prompt_keys(prompt)[match.num_blocks :]
             try:
                 present = await self._storage.count_present(keys)
                 stored = sum(key.num_tokens for key in keys[:present])
@@ -340,6 +436,10 @@ class Service:
             host_tokens=match.host_blocks * size,
             storage_tokens=stored,
         )
+
+    def explain(self, prompt: Prompt) -> Explanation:
+        """Which block of `prompt` is where, what is missing first, and why."""
+        return explain(self.index, prompt, self.tiers.history)
 
     def stats(self) -> Stats:
         return Stats(
@@ -377,8 +477,9 @@ class Service:
         )
         if self.fetcher is not None and self.fetcher.num_held:
             is_idle = False
-        if is_idle and self.index.num_held_leases:
-            wrong.append(f"nothing runs, but {self.index.num_held_leases} leases are out")
+        num_leases = self.index.num_held_leases - self.tiers.pins.num_leases
+        if is_idle and num_leases:
+            wrong.append(f"nothing runs, but {num_leases} leases are out")
         if is_idle and self._staging.num_free_groups != NUM_GROUPS:
             wrong.append("nothing runs, but staging slots are still lent")
         return wrong

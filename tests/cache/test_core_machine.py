@@ -351,7 +351,10 @@ class Machine:
     def digest(self) -> None:
         prompt, _, tenant, _ = self.prompt()
         match = self.index.match(prompt)
+        start = self.rng.randrange(match.num_blocks + 1)
+        part = self.index.digests(match.node, match.num_blocks, start=start)
         found = self.index.digests(match.node, match.num_blocks)
+        assert part == found[start:]
         assert found == chain(ROOTS[tenant], prompt, 0, match.num_blocks)
 
     # After every step

@@ -58,7 +58,8 @@ def test_both_move_their_own_blocks_at_the_same_time(cupy: ModuleType) -> None:
         for _, host, _ in opened:
             assert np.array_equal(host.array[BLOCKS:], host.array[:BLOCKS])
     for (planes, host, lanes), device in zip(opened, devices, strict=True):
-        assert cupy.asarray(planes.arrays[0]).device.id == device.gpu.index
+        where = cupy.cuda.runtime.pointerGetAttributes(planes.memory[0].address)
+        assert where.device == device.gpu.index
         for lane in lanes:
             lane.close()
         host.close()

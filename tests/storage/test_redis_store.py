@@ -26,7 +26,7 @@ from tests.redis_server import (  # noqa: F401 - fixtures
 )
 from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_socket import TlsFiles
@@ -387,6 +387,33 @@ async def test_tls_reaches_the_server_and_trusts_nobody_unknown(
     sentence = await refusal(tls_redis)
     assert "cannot be reached" in sentence
     assert "certificate" in sentence.lower()
+
+
+async def test_a_server_that_wants_a_certificate_is_shown_ours(certificates: Path) -> None:
+    port, certificate = free_port(), str(certificates / "cert.pem")
+    key = str(certificates / "key.pem")
+    files = ("--tls-cert-file", certificate, "--tls-key-file", key)
+    with redis_server(
+        *("--tls-port", str(port), "--tls-auth-clients", "yes", "--tls-ca-cert-file", certificate),
+        *files,
+    ):
+        url = f"rediss://127.0.0.1:{port}"
+        ours = TlsFiles(ca=certificate, certificate=certificate, key=key)
+        settings = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0, tls=ours)
+        async with (store := redis_store(url, settings)).running():
+            content = content_of("a", 3_000_000)
+            assert await put_one(store, "t:f:a:0", content) is PutStatus.STORED
+            assert await get_one(store, "t:f:a:0", 3_000_000) == (GetStatus.HIT, content)
+            assert [value.name for value in (await store.list("t", limit=5)).values] == ["t:f:a:0"]
+        nobody = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0, tls=TlsFiles(ca=certificate))
+        assert "cannot be reached" in await refusal(url, nobody)
+
+
+async def test_tls_files_that_are_none_are_named(tmp_path: Path) -> None:
+    files = TlsFiles(ca=str(tmp_path / "nothing.pem"))
+    with pytest.raises(ConfigError, match=r"nothing\.pem"):
+        async with redis_store("rediss://127.0.0.1:1", RedisSettings(tls=files)).running():
+            pass
 
 
 async def test_a_get_of_nothing_known_is_a_miss(store: RedisStore) -> None:

@@ -63,25 +63,26 @@ class Index(Tree):
             for state in n.copies[tier].states[i:j]
         ]
 
-    def digests(self, node: Node, num_blocks: int) -> list[bytes]:
-        """Keys of the first `num_blocks` full blocks of the path to `node`.
+    def digests(self, node: Node, stop: int, *, start: int = 0) -> list[bytes]:
+        """Keys of full blocks [start, stop) of the path to `node`.
 
         Each is computed once and remembered on its run.
         """
         found: list[bytes] = []
         digest = node.space.root_digest
-        for part, _, stop in segments(node, 0, num_blocks):
-            if len(part.digests) < stop * DIGEST_BYTES:
-                self._compute_digests(part, digest, stop)
-            kept = part.digests
-            found += [
-                kept[i : i + DIGEST_BYTES] for i in range(0, stop * DIGEST_BYTES, DIGEST_BYTES)
-            ]
-            digest = found[-1]
+        for part, _, last in segments(node, 0, stop):
+            known = len(part.digests) // DIGEST_BYTES
+            more = self._compute_digests(part, digest, known, last) if known < last else []
+            kept, first = part.digests, max(start - part.start, 0) * DIGEST_BYTES
+            end = min(known, last) * DIGEST_BYTES
+            found += [kept[i : i + DIGEST_BYTES] for i in range(first, end, DIGEST_BYTES)]
+            found += more[max(start - part.start - known, 0) :]
+            digest = kept[(last - 1) * DIGEST_BYTES : last * DIGEST_BYTES]
         return found
 
-    def _compute_digests(self, part: Node, parent: bytes, stop: int) -> None:
-        width, known = self.block_token_bytes, len(part.digests) // DIGEST_BYTES
+    def _compute_digests(self, part: Node, parent: bytes, known: int, stop: int) -> list[bytes]:
+        """Those of run blocks [known, stop), the first that have none."""
+        width = self.block_token_bytes
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
             more = []
@@ -92,6 +93,7 @@ class Index(Tree):
         else:
             more = chain_tokens(digest, part.packed[known * width : stop * width], width)
         part.digests += b"".join(more)
+        return more
 
     # Leases
 

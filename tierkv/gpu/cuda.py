@@ -20,7 +20,13 @@ import numpy.typing as npt
 from cupy.cuda import driver as cupy_driver
 from cupy.cuda import runtime
 
-from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
+from tierkv.errors import (
+    ConfigError,
+    DeviceFailedError,
+    GateTimeoutError,
+    LayoutError,
+    TransferError,
+)
 from tierkv.gpu.driver import DriverError
 from tierkv.gpu.pending import PendingEvent
 from tierkv.gpu.protocol import Event
@@ -258,11 +264,18 @@ class DeviceMemory:
 def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
     """A CuPy array over the memory of a tensor with `__cuda_array_interface__` or `__dlpack__`.
 
-    Raises ConfigError if CuPy cannot have it, as types that it does not know.
+    Raises LayoutError if it lies on another GPU, and ConfigError if CuPy cannot have it, as types
+    that it does not know.
     """
     with gpu.bound():
+        address = _address(tensor)
+        if address is not None:
+            # Asked first: CuPy would copy a tensor of another GPU to this one, and say nothing.
+            home: int = runtime.pointerGetAttributes(address).device
+            if home != gpu.index:
+                raise LayoutError(f"a tensor lies on GPU {home}, not {gpu.index}")
         try:
-            return cupy.asarray(tensor) if _has_interface(tensor) else cupy.from_dlpack(tensor)
+            return cupy.from_dlpack(tensor) if address is None else cupy.asarray(tensor)
         except CUDARuntimeError:
             raise
         except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
@@ -271,12 +284,13 @@ def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
             ) from error
 
 
-def _has_interface(tensor: object) -> bool:
-    # An attribute by specification, which raises for tensors that it cannot express.
+def _address(tensor: object) -> int | None:
+    """By the CUDA array interface; None if the tensor has none, or cannot express itself in it."""
     try:
-        return tensor.__cuda_array_interface__ is not None  # type: ignore[attr-defined]
+        address: int = tensor.__cuda_array_interface__["data"][0]  # type: ignore[attr-defined]
     except (AttributeError, TypeError, RuntimeError):
-        return False
+        return None
+    return address
 
 
 def byte_view(

@@ -80,13 +80,14 @@ def gpu_findings() -> list[Finding]:
     except (ConfigError, TransferError) as error:
         return [Finding("CUDA", str(error), Verdict.BAD, "install NVIDIA's driver, or use cpu")]
     driver, runtime = versions()
+    fits = driver // 1000 >= runtime // 1000  # within a major version any two go together
     findings = [
         Finding(
             "CUDA",
             f"driver {driver // 1000}.{driver % 1000 // 10}, "
             f"runtime {runtime // 1000}.{runtime % 1000 // 10}",
-            Verdict.OK if driver >= runtime else Verdict.WARNING,
-            "" if driver >= runtime else "update the driver, or install the older tierkv[cuda12]",
+            Verdict.OK if fits else Verdict.BAD,
+            "" if fits else "update the driver, or install tierkv[cuda12]",
         ),
         _batch_finding(),
     ]

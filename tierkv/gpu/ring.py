@@ -28,8 +28,9 @@ class Ring(Generic[E]):
 
     def take(self, num_bytes: int) -> tuple[int, E | None]:
         """The offset of the next `num_bytes`, and the event before which they must not be written
-        (None if nothing was there). `use_until` must follow. Raises LayoutError if they are more
-        than the ring has."""
+        (None if nothing new need be waited for: whoever writes has waited, in order, for the events
+        of earlier takes). `use_until` must follow. Raises LayoutError if they are more than the
+        ring has."""
         assert self._taken is None, "use_until follows each take"
         num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if num_bytes > self.capacity:

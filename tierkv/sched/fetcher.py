@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tierkv.cache.index import Index, Lease
-from tierkv.cache.keys import Prompt, StoredKey, stored_keys
+from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
+from tierkv.cache.space import Space
 from tierkv.errors import OutOfBlocksError, StoreUnavailableError
 from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
@@ -128,7 +129,7 @@ class Fetcher:
         at = 0
         while at < present:
             group = keys[at : min(at + GROUP_BLOCKS, present)]
-            slots = await self._take(len(group))
+            slots = await self._take(len(group), self._index.root_of(prompt).space)
             if slots is None:
                 progress.first_problem = GetOutcome(GetStatus.MISS, "the host tier has no room")
                 return
@@ -137,12 +138,13 @@ class Fetcher:
                 return
             at += len(group)
 
-    async def _take(self, count: int) -> Ids | None:
+    async def _take(self, count: int, space: Space) -> Ids | None:
         """1 to `count` host slots, after copies that make room for them; None if none will."""
         tiers = self._tiers
         while True:
             try:
-                return tiers.take(Tier.HOST, min(count, max(tiers.available(Tier.HOST), 1)))
+                wanted = min(count, max(tiers.available(Tier.HOST), 1))
+                return tiers.take(Tier.HOST, wanted, space)
             except OutOfBlocksError:
                 if not tiers.is_making_room(Tier.HOST):
                     return None
@@ -152,7 +154,7 @@ class Fetcher:
         """The keys beyond the local match, once none of them is being fetched by another call."""
         while True:
             match = self._index.match(prompt)
-            keys = stored_keys(self._tiers.root_digest, prompt)[match.num_blocks :]
+            keys = self._tiers.prompt_keys(prompt)[match.num_blocks :]
             if match.num_blocks > progress.lease.num_blocks:
                 longer = self._index.hold(match.node, match.num_blocks)
                 self._index.release(progress.lease)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from tierkv.cache.eviction import Victim
+from tierkv.cache.eviction import EvictionOrder, Victim
 from tierkv.cache.index import Index
 from tierkv.cache.match import Match
 from tierkv.cache.node import Node, Tier
@@ -50,8 +51,7 @@ def plan_admission(index: Index, device_pool: BlockPool, spec: RequestSpec) -> A
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One victim and what happens to it.
 
     must_copy: its bytes go to the tier below first, because the rule says so or because cached
@@ -75,8 +75,14 @@ def plan_room(
     if missing > order.num_unheld:
         available = pool.num_free + on_the_way + order.num_unheld
         raise OutOfBlocksError(tier.name.lower(), needed=needed, available=available)
+    return plan_eviction(order, tier, missing, rule)
+
+
+def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRule) -> list[Step]:
+    """What goes so that `order` has `missing` copies less."""
     if missing <= 0:
         return []
+    writes = rule.writes_on_eviction
     steps: list[Step] = []
     forgotten: set[tuple[int, int]] = set()  # (uid, first forgotten block of the run)
     for victim in order.victims(missing):
@@ -84,7 +90,7 @@ def plan_room(
             if has_copy_below:
                 steps.append(Step(part, must_copy=False))
                 continue
-            keeps = rule.writes_on_eviction or _has_below(part, tier, forgotten)
+            keeps = writes or _has_below(part, tier, forgotten)
             if not keeps:
                 forgotten.add((part.node.uid, part.start))
             steps.append(Step(part, must_copy=keeps))

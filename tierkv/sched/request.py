@@ -9,6 +9,7 @@ import numpy as np
 
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Node
 from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import BadRequestError, OwnershipError
@@ -26,6 +27,7 @@ class RequestSpec:
     needs_logits: leave at least one token to compute, which a node needs unless another one has
         already told it the next token.
     uses_cache: False computes everything, as a node without any cache would.
+    priority: of those that wait, the higher goes first.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class RequestSpec:
     max_new_tokens: int
     needs_logits: bool = True
     uses_cache: bool = True
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt.num_tokens:
@@ -67,7 +70,11 @@ class Matched:
 
 
 class RequestState(Enum):
+    """RUNNING until PREEMPTED (its blocks went back to the cache, `Scheduler.resume` gets them
+    again as a new request) or ENDED."""
+
     RUNNING = "running"
+    PREEMPTED = "preempted"
     ENDED = "ended"
 
 
@@ -81,6 +88,7 @@ class Request:
     cached_tokens: the first so many tokens have KV in the table once `gate` is open.
     written: events of the kernels that write what was committed last.
     is_damaged: such a kernel failed, so nothing more of the request is cached.
+    pinned: the end of its path while it is preempted.
     """
 
     spec: RequestSpec
@@ -96,6 +104,7 @@ class Request:
     computed_tokens: int = field(default=0)
     written: tuple[Event, ...] = ()
     is_damaged: bool = False
+    pinned: Node | None = None
 
     @property
     def request_id(self) -> str:
@@ -119,4 +128,5 @@ class Request:
 
     def check_running(self) -> None:
         if self.state is not RequestState.RUNNING:
-            raise OwnershipError(f"request {self.request_id!r} has ended")
+            how = "has ended" if self.state is RequestState.ENDED else "is preempted"
+            raise OwnershipError(f"request {self.request_id!r} {how}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,12 +12,14 @@ import numpy as np
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
-from tierkv.cache.node import Tier
+from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import CopyState
 from tierkv.errors import (
     DuplicateRequestError,
     OutOfBlocksError,
+    OwnershipError,
+    RequestTooLargeError,
     ShuttingDownError,
     TierKVError,
     TransferError,
@@ -29,6 +30,7 @@ from tierkv.sched.loads import Load, Loads
 from tierkv.sched.planner import AdmissionPlan, plan_admission
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.sched.tiers import Tiers
+from tierkv.sched.waiting import Limits, Waiting, WaitingLine
 from tierkv.transfer.mover import Movement
 
 
@@ -43,29 +45,28 @@ class SchedulerStats:
     storage_hit_tokens: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    spec: RequestSpec
-    fetched: Fetched | None
-    outcome: asyncio.Future[Request]
-    uses_partial: bool = True  # False once that has stood in the request's own way
-
-    def let_go(self) -> None:
-        if self.fetched is not None:
-            self.fetched.release()
-
-
 class Scheduler:
-    """Requests wait in the order in which they came; the first is admitted as soon as it fits.
+    """Requests wait in the order that `WaitingLine` says; the first is admitted as soon as it fits.
 
-    None overtakes, so none starves. Blocks for the whole request are taken at admission.
+    None overtakes the first, and whoever waits is the first some day, so none starves. Blocks for
+    the whole request are taken at admission; `extend` takes more later, before anybody is admitted.
+    limits: of each tenant; "" is the service's own. Those of tenants not named are `default`.
     """
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        limits: Mapping[str, Limits] | None = None,
+        default: Limits | None = None,
+    ) -> None:
         self.tiers = tiers
         self.index = tiers.index
         self.stats = SchedulerStats()
-        self._waiting: deque[_Waiting] = deque()
+        self._limits = dict(limits or {})
+        self._default_limits = default or Limits()
+        self._waiting = WaitingLine()
+        self._extending: list[Request] = []
+        self._is_paused = False
         self._running: dict[str, Request] = {}
         self._ending: set[Request] = set()  # ended, with kernels or copies still at work
         self._loads_of: dict[Request, list[Load]] = {}
@@ -95,10 +96,23 @@ class Scheduler:
     def drain(self) -> None:
         """Take no new requests; those waiting are refused, those running go on."""
         self._is_draining = True
-        while self._waiting:
-            waiting = self._waiting.popleft()
+        for waiting in list(self._waiting):
+            self._waiting.leave(waiting)
             if not waiting.outcome.done():
                 waiting.outcome.set_exception(ShuttingDownError("this node is shutting down"))
+
+    def limit(self, tenant: str, limits: Limits) -> None:
+        """What `tenant`, a fingerprint's short name, may have running from now on."""
+        self._limits[tenant] = limits
+        self._pump()
+
+    def pause(self) -> None:
+        """Admit nobody until `unpause`; requests may come and wait, those running go on."""
+        self._is_paused = True
+
+    def unpause(self) -> None:
+        self._is_paused = False
+        self._pump()
 
     def check(self, spec: RequestSpec) -> None:
         """Raise what `admit` would raise at once, so that nothing is fetched for it in vain."""
@@ -108,6 +122,15 @@ class Scheduler:
         if spec.request_id in self._running or spec.request_id in taken:
             raise DuplicateRequestError(f"request {spec.request_id!r} is already running")
         plan_admission(self.index, self.tiers.pools[Tier.DEVICE], spec)  # raises if it never fits
+        quota = self.index.root_of(spec.prompt).space.quota[Tier.DEVICE]
+        if quota is not None and spec.num_blocks > quota:
+            raise RequestTooLargeError(
+                f"the request needs {spec.num_blocks} blocks, its tenant's quota is {quota}"
+            )
+        if not self._limits_of(spec).allow(1, spec.num_blocks):
+            raise RequestTooLargeError(
+                f"the request needs {spec.num_blocks} blocks, more than its tenant's limit"
+            )
 
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
         """Wait for the request's turn and blocks; then its loads are on the way.
@@ -118,15 +141,15 @@ class Scheduler:
         ShuttingDownError. Cancelling it leaves nothing behind.
         """
         outcome: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(spec, fetched, outcome)
+        waiting = Waiting(spec, fetched, outcome)
         try:
             self.check(spec)
-            self._waiting.append(waiting)
+            self._waiting.join(waiting)
             self._pump()
             return await outcome
         except asyncio.CancelledError:
             if waiting in self._waiting:
-                self._waiting.remove(waiting)
+                self._waiting.leave(waiting)
             elif outcome.done() and not outcome.cancelled() and outcome.exception() is None:
                 self.end(outcome.result())
             self._pump()  # the next in line may fit where this one did not
@@ -144,39 +167,55 @@ class Scheduler:
             self._is_pumping = False
 
     def _admit_waiting(self) -> None:
-        while self._waiting:
-            waiting = self._waiting[0]
-            if waiting.outcome.done():  # cancelled; its task has not run yet
-                self._waiting.popleft()
-                continue
+        while not self._extending and not self._is_paused:
+            waiting = self._next()
+            if waiting is None:
+                return
             try:
                 request = self._try_admit(waiting)
             except OutOfBlocksError:
-                if self._is_busy:
-                    return
-                if not self._unblock(waiting):
+                if self._is_busy or not self._unblock(waiting):
                     return
                 continue
             except TierKVError as error:
-                self._waiting.popleft()
+                self._waiting.leave(waiting)
                 waiting.outcome.set_exception(error)
                 continue
-            self._waiting.popleft()
+            self._waiting.admitted(waiting, waiting.spec.num_blocks)
             waiting.outcome.set_result(request)
+
+    def _next(self) -> Waiting | None:
+        """The first in line whose tenant may have one more running."""
+        for waiting in self._waiting.ordered():
+            if waiting.outcome.done():  # cancelled; its task has not run yet
+                self._waiting.leave(waiting)
+                continue
+            spec = waiting.spec
+            tables = [
+                len(request.block_table)
+                for request in self._running.values()
+                if request.spec.prompt.space == spec.prompt.space
+            ]
+            if self._limits_of(spec).allow(len(tables) + 1, sum(tables) + spec.num_blocks):
+                return waiting
+        return None
+
+    def _limits_of(self, spec: RequestSpec) -> Limits:
+        return self._limits.get(spec.prompt.space, self._default_limits)
 
     @property
     def _is_busy(self) -> bool:
         """Whether something is under way whose end makes room."""
         return bool(self._running or self.tiers.num_tasks)
 
-    def _unblock(self, first: _Waiting) -> bool:
+    def _unblock(self, first: Waiting) -> bool:
         """Whether something was let go so that the first in line may fit now.
 
         Called when nothing runs. Then only what waiting requests hold stands in the way: what
         they had fetched, the last in line lets go first; and then the block of which the first
         would have copied a part.
         """
-        for waiting in reversed(self._waiting):
+        for waiting in reversed(self._waiting.ordered()):
             if waiting.fetched is not None and not waiting.fetched.is_released:
                 fetched, waiting.fetched = waiting.fetched, None
                 fetched.release()
@@ -186,7 +225,7 @@ class Scheduler:
             return True
         return False
 
-    def _try_admit(self, waiting: _Waiting) -> Request:
+    def _try_admit(self, waiting: Waiting) -> Request:
         """Raises OutOfBlocksError, with nothing held, if it has to wait."""
         spec = waiting.spec
         plan = plan_admission(self.index, self.tiers.pools[Tier.DEVICE], spec)
@@ -197,7 +236,7 @@ class Scheduler:
         partial = match.partial
         source = self.index.hold(partial.node, partial.block + 1) if partial else None
         try:
-            slots = self.tiers.take(Tier.DEVICE, plan.num_slots)
+            slots = self._take(spec, plan.num_slots)
         except OutOfBlocksError:
             if source is not None:
                 self.index.release(source)
@@ -205,9 +244,21 @@ class Scheduler:
             raise
         return self._start(waiting, plan, lease, source, slots)
 
+    def _take(self, spec: RequestSpec, count: int) -> Ids:
+        """Device slots within the tenant's quota, of which private blocks are a part too."""
+        space = self.index.root_of(spec.prompt).space
+        if not space.has_quota:
+            return self.tiers.take(Tier.DEVICE, count)
+        reserved = sum(
+            sum(request.is_private)
+            for request in (*self._running.values(), *self._ending)
+            if request.spec.prompt.space == space.name
+        )
+        return self.tiers.take(Tier.DEVICE, count, space, reserved=reserved)
+
     def _start(
         self,
-        waiting: _Waiting,
+        waiting: Waiting,
         plan: AdmissionPlan,
         lease: Lease,
         source: Lease | None,
@@ -295,7 +346,8 @@ class Scheduler:
             if load.is_failed:
                 raise TransferError("blocks that this request waited for did not arrive")
         request.check_tokens(tokens)
-        request.prompt = Prompt(tokens, self.index.block_size, request.spec.prompt.extras)
+        known = request.spec.prompt
+        request.prompt = Prompt(tokens, self.index.block_size, known.extras, known.space)
         request.computed_tokens = request.prompt.num_tokens
         request.written = tuple(after)
         if all(event.is_done for event in after):
@@ -324,6 +376,76 @@ class Scheduler:
                 request.is_private[at] = False
         self.tiers.write_down(request.lease.node, request.lease.num_blocks)
 
+    async def extend(self, request: Request, num_tokens: int) -> None:
+        """Make room in the block table for `num_tokens` beyond the prompt's and the committed ones.
+
+        All the blocks or none. It waits for them before anybody is admitted. Raises
+        OutOfBlocksError if all that run wait for one another and this one is the least of them:
+        `preempt` it then. Raises RequestTooLargeError if the device is too small for it.
+        """
+        request.check_running()
+        size = self.index.block_size
+        tokens = request.prompt.num_tokens + num_tokens
+        count = -(-tokens // size) - len(request.block_table)
+        if count <= 0:
+            return
+        if len(request.block_table) + count > self.tiers.pools[Tier.DEVICE].capacity:
+            raise RequestTooLargeError(f"{tokens} tokens are more than the device holds")
+        self._extending.append(request)
+        try:
+            while (slots := self._try_extend(request, count)) is None:
+                await self.tiers.next_change()
+                request.check_running()
+        finally:
+            self._extending.remove(request)
+            self.tiers.capacity_changed()
+        request.block_table = np.concatenate([request.block_table, slots])
+        request.is_private += [True] * count
+
+    def _try_extend(self, request: Request, count: int) -> Ids | None:
+        try:
+            return self._take(request.spec, count)
+        except OutOfBlocksError:
+            if self._must_yield(request):
+                raise
+            return None
+
+    def _must_yield(self, request: Request) -> bool:
+        """Whether nothing will make room unless one of those that extend gives up, and it is its
+        turn to: the lowest priority, and among equals the last that came."""
+        if self.tiers.num_tasks or len(self._extending) < len(self._running):
+            return False
+        order = list(self._running.values())
+        return request is min(order, key=lambda one: (one.spec.priority, -order.index(one)))
+
+    def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
+        """Give all blocks back for a while. What was committed goes to the host, if it has room,
+        and is the last to be evicted until `resume` or `abandon`. `after` is as in `end`."""
+        self._end(request, RequestState.PREEMPTED, after)
+
+    async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
+        """Wait for blocks again, as the request of the same id, with all that is still cached of
+        the committed tokens; what is not, the engine computes. Raises what `admit` raises."""
+        if request.state is not RequestState.PREEMPTED:
+            raise OwnershipError(f"request {request.request_id!r} is not preempted")
+        while request in self._ending:
+            await self.tiers.next_change()
+        spec = replace(
+            request.spec, prompt=request.prompt, max_new_tokens=max_new_tokens, needs_logits=False
+        )
+        resumed = await self.admit(spec)
+        self.abandon(request)
+        return resumed
+
+    def abandon(self, request: Request) -> None:
+        """A preempted request will not come back: its blocks are blocks like others."""
+        if request.state is not RequestState.PREEMPTED:
+            raise OwnershipError(f"request {request.request_id!r} is not preempted")
+        request.state = RequestState.ENDED
+        if request.pinned is not None:
+            self.index.unpin_softly(request.pinned)
+            request.pinned = None
+
     def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Give everything back. What was committed stays cached, the tail included.
 
@@ -331,8 +453,11 @@ class Scheduler:
         every copy into the request's blocks has ended, none of its blocks can go to anybody.
         Raises OwnershipError if the request has ended already.
         """
+        self._end(request, RequestState.ENDED, after)
+
+    def _end(self, request: Request, state: RequestState, after: Sequence[Event]) -> None:
         request.check_running()
-        request.state = RequestState.ENDED
+        request.state = state
         del self._running[request.request_id]
         events = (*request.written, *after)
         is_quiet = all(_is_over(event) for event in events)
@@ -361,20 +486,25 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         self._insert(request, request.prompt)
-        self._keep_tail(request)
+        tail = self._keep_tail(request)
+        if request.state is RequestState.PREEMPTED:
+            end = tail or request.lease.node
+            request.pinned = self.index.pin_softly(end, end.end)
+            self.tiers.save(end, end.end)
         self.index.release(request.lease)
         for load in self._loads_of.pop(request, ()):
             self.loads.let_go(load)
         self.tiers.pools[Tier.DEVICE].release(request.private_slots())
         self.tiers.capacity_changed()
 
-    def _keep_tail(self, request: Request) -> None:
+    def _keep_tail(self, request: Request) -> Node | None:
+        """Cache the tail, if it is whole; where it is then."""
         prompt = request.prompt
         is_whole = request.computed_tokens == prompt.num_tokens and not request.is_damaged
         if not is_whole or not prompt.tail_tokens:
-            return
+            return None
         if request.lease.num_blocks != prompt.num_blocks:
-            return  # a block above it could not be inserted
+            return None  # a block above it could not be inserted
         at = prompt.num_blocks
         inserted = self.index.insert_tail(
             Tier.DEVICE, request.lease, prompt, int(request.block_table[at])
@@ -382,6 +512,7 @@ class Scheduler:
         if inserted.adopted[0]:
             request.is_private[at] = False
             self.tiers.write_down(inserted.node, inserted.num_blocks)
+        return inserted.node
 
     def _running_or_ending(self) -> set[Request]:
         return {*self._running.values(), *self._ending}

@@ -15,15 +15,19 @@ from enum import Enum
 
 import numpy as np
 
+from tierkv.cache.history import History
 from tierkv.cache.index import Index, Lease
-from tierkv.cache.keys import Prompt, StoredKey, stored_keys
+from tierkv.cache.keys import Prompt, StoredKey, chain, keys_of, tail_digest
 from tierkv.cache.match import segments
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import BlockPool, Ids
+from tierkv.cache.space import Space
 from tierkv.cache.states import Change, CopyState
+from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.cache.write_policy import WriteRule
-from tierkv.errors import OutOfBlocksError, TransferError
-from tierkv.sched.planner import Step, plan_room
+from tierkv.errors import ConfigError, OutOfBlocksError, TransferError
+from tierkv.sched.pins import Pins
+from tierkv.sched.planner import Step, plan_eviction, plan_room
 from tierkv.storage.protocol import PutStatus
 from tierkv.tasks import task_group
 from tierkv.transfer.mover import Movement, Mover
@@ -42,6 +46,19 @@ class TierStats:
     offloaded_blocks: int = 0
     skipped_offloads: int = 0  # no room on the host
     failed_transfers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of a tier's slots. When fewer than `low` are free, blocks are evicted, and copied down
+    first where the rule says so, until `high` are: a burst then need not wait for copies."""
+
+    low: float = 0.0
+    high: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high < 1:
+            raise ConfigError("watermarks: 0 <= low <= high < 1")
 
 
 GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a time
@@ -68,6 +85,7 @@ class Tiers:
         host_rule: WriteRule,
         storage_rule: WriteRule,
         background_copies: int,
+        watermarks: tuple[Watermarks, Watermarks] | None = None,
     ) -> None:
         self.index = index
         self.root_digest = root_digest
@@ -76,6 +94,9 @@ class Tiers:
         self.storage = storage
         self.stats = TierStats()
         self._rules = {Tier.DEVICE: host_rule, Tier.HOST: storage_rule}
+        self._watermarks = watermarks or (Watermarks(), Watermarks())
+        self.history = History()
+        self.pins = Pins(index, self.capacity_changed)
         self._on_the_way = {Tier.DEVICE: 0, Tier.HOST: 0}
         self._in_flight_slots: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}
         self._background = asyncio.Semaphore(background_copies)
@@ -122,9 +143,15 @@ class Tiers:
 
     # Slots
 
-    def take(self, tier: Tier, count: int) -> Ids:
+    def take(self, tier: Tier, count: int, space: Space | None = None, *, reserved: int = 0) -> Ids:
         """`count` slots of `tier`, evicting what may go. Raises OutOfBlocksError with none taken;
-        if copies that must come first have been started, `on_capacity` tells when to ask again."""
+        if copies that must come first have been started, `on_capacity` tells when to ask again.
+
+        space: whose quota they count in, together with `reserved` slots that are not in the index
+        yet. Who is over its quota evicts from its own.
+        """
+        if space is not None:
+            self._stay_within_quota(tier, space, count + reserved)
         pool = self.pools[tier]
         while True:
             steps = plan_room(
@@ -137,7 +164,30 @@ class Tiers:
             )
             if not steps or not self._make_room(tier, steps):
                 break
-        return pool.allocate(count)
+        slots = pool.allocate(count)
+        self._keep_free(tier)
+        return slots
+
+    def _stay_within_quota(self, tier: Tier, space: Space, count: int) -> None:
+        """Let `space` have `count` more. Raises OutOfBlocksError if what it holds is in the way."""
+        quota, order = space.quota[tier], self.index.own_order(space, tier)
+        if quota is None or order is None:
+            return
+        while (excess := space.used[tier] + count - quota) > 0:
+            is_possible = excess <= order.num_unheld
+            steps = plan_eviction(order, tier, excess, self._rules[tier]) if is_possible else []
+            if not steps or not self._make_room(tier, steps):
+                available = max(quota - space.used[tier], 0) + order.num_unheld
+                raise OutOfBlocksError(tier.name.lower(), needed=count, available=available)
+
+    def _keep_free(self, tier: Tier) -> None:
+        """Below the low watermark, evict ahead of need up to the high one."""
+        marks, pool = self._watermarks[tier], self.pools[tier]
+        if pool.num_free >= marks.low * pool.capacity:
+            return
+        missing = int(marks.high * pool.capacity) - pool.num_free - self._on_the_way[tier]
+        steps = plan_eviction(self.index.order[tier], tier, missing, self._rules[tier])
+        self._make_room(tier, steps)
 
     def available(self, tier: Tier) -> int:
         """Slots that `take` could give at once or after copies it would start."""
@@ -179,10 +229,11 @@ class Tiers:
             if not step.must_copy or self._copy_down(tier, step) is not _CopyDown.IMPOSSIBLE:
                 continue
             if not node.holders:
-                self._forget(node, step.victim.start)
+                self.forget(node, step.victim.start)
         return pool.num_free - before
 
     def _evict(self, tier: Tier, node: Node, start: int, stop: int) -> None:
+        self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
         other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
         lost = node.copies[other].states[start:stop] == CopyState.ABSENT
         self.stats.forgotten_blocks += int(np.count_nonzero(lost))
@@ -192,13 +243,29 @@ class Tiers:
             self.stats.evicted_host_blocks += stop - start
         self.pools[tier].release(self.index.drop(tier, node, start, stop))
 
-    def _forget(self, node: Node, start: int) -> None:
+    def forget(self, node: Node, start: int) -> None:
+        """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
+        tier = Tier.DEVICE if node.copies[Tier.DEVICE].num_present else Tier.HOST
+        self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
         device, host = self.index.forget_below(node, start)
         self.stats.forgotten_blocks += max(len(device), len(host))
         self.stats.evicted_device_blocks += len(device)
         self.stats.evicted_host_blocks += len(host)
         self.pools[Tier.DEVICE].release(device)
         self.pools[Tier.HOST].release(host)
+
+    def evict_below(self, tier: Tier, node: Node, start: int) -> None:
+        """Evict the copies on `tier` of run blocks from `start` on and of all below them, of an
+        unheld node all of whose blocks there are whole on the other tier."""
+        pending, order = [(node, start)], []
+        while pending:
+            part, first = pending.pop()
+            order.append((part, first))
+            pending.extend((child, 0) for child in part.children.values())
+        for part, first in reversed(order):
+            stop = part.num_blocks
+            for i, j in _runs(part.copies[tier].is_in(CopyState.READY, first, stop)):
+                self._evict(tier, part, first + i, first + j)
 
     # Copies downwards
 
@@ -215,11 +282,11 @@ class Tiers:
         # What the host cannot take of a run is forgotten from its end, so that the rest is kept.
         room = self.available(Tier.HOST)
         if 0 < room < stop - first and not node.holders and not self.is_making_room(Tier.HOST):
-            self._forget(node, step.victim.start + room)
+            self.forget(node, step.victim.start + room)
             stop = first + room
         lease = self.index.hold_as_is(node)
         try:
-            slots = self.take(Tier.HOST, stop - first)
+            slots = self.take(Tier.HOST, stop - first, node.space)
         except OutOfBlocksError:
             self.index.release(lease)
             return _CopyDown.LATER if self._on_the_way[Tier.HOST] else _CopyDown.IMPOSSIBLE
@@ -239,7 +306,7 @@ class Tiers:
             self.index.release(lease)
             node = lease.node
             if not has_copy and not node.holders and node.copies[Tier.DEVICE].num_present:
-                self._forget(node, max(first - node.start, 0))  # or it would be tried for ever
+                self.forget(node, max(first - node.start, 0))  # or it would be tried for ever
             self.capacity_changed()
 
     async def _flush_for_room(self, lease: Lease, first: int, stop: int) -> None:
@@ -293,6 +360,15 @@ class Tiers:
                     )
                     self.start(work, "tierkv-write-down")
 
+    def save(self, node: Node, num_blocks: int) -> None:
+        """Copy path blocks [0, num_blocks) to the host, whatever the rules want."""
+        for part, i, j in segments(node, 0, num_blocks):
+            missing = part.copies[Tier.HOST].is_in(CopyState.ABSENT, i, j)
+            for start, stop in _runs(missing):
+                lease, first = self.index.hold_as_is(part), part.start + i
+                work = self._write_down(lease, first + start, first + stop, to_storage=False)
+                self.start(work, "tierkv-save")
+
     async def _write_down(self, lease: Lease, first: int, stop: int, *, to_storage: bool) -> None:
         index, node = self.index, lease.node
         try:
@@ -317,7 +393,7 @@ class Tiers:
         complete = CopyState.INCOMING not in states
         for start, end in _runs(missing):
             try:
-                slots = self.take(Tier.HOST, end - start)
+                slots = self.take(Tier.HOST, end - start, node.space)
             except OutOfBlocksError:
                 self.stats.skipped_offloads += end - start
                 complete = False
@@ -341,13 +417,23 @@ class Tiers:
 
     def keys_of(self, node: Node, first: int, stop: int) -> list[StoredKey]:
         """The stored keys of path blocks [first, stop), a tail being the last of its path."""
-        return stored_keys(self.root_digest, self.path_prompt(node))[first:stop]
+        size, space = self.index.block_size, node.space
+        digests = self.index.digests(node, node.start if node.is_tail else stop)
+        keys = [StoredKey(one, size, is_tail=False, space=space.name) for one in digests]
+        if node.is_tail:
+            parent = digests[-1] if digests else space.root_digest
+            digest = tail_digest(parent, node.tokens, node.extra(node.start))
+            tokens = len(node.tokens) // TOKEN_BYTES
+            keys.append(StoredKey(digest, tokens, is_tail=True, space=space.name))
+        return keys[first:stop]
 
-    def path_prompt(self, node: Node) -> Prompt:
-        """The tokens and extra keys of the whole path to `node`."""
-        parts = list(node.path())[::-1]
-        extras = {b: extra for part in parts for b, extra in (part.extras or {}).items()}
-        return Prompt(b"".join(part.tokens for part in parts), self.index.block_size, extras)
+    def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:
+        """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""
+        match = self.index.match(prompt)
+        root = match.node.space.root_digest
+        digests = self.index.digests(match.node, match.num_blocks)
+        parent = digests[-1] if digests else root
+        return keys_of(root, prompt, digests + chain(parent, prompt, match.num_blocks))
 
 
 def _runs(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:

@@ -33,13 +33,13 @@ class DirectWriter:
         self._buffers = _OfThread()
         self._is_possible = True
 
-    def write(self, path: str, parts: Sequence[Buffer]) -> bool:
-        """Make the file `path` of `parts`. False if its file system cannot; nothing is left then.
+    def write(self, path: str, parts: Sequence[Buffer]) -> bytes | None:
+        """Make the file `path` of `parts`, up to its last whole page; returns what is left of them.
 
-        Raises OSError, having written a part of them.
+        None if its file system cannot; nothing is left then. Raises OSError, having written a part.
         """
         if not self._is_possible:
-            return False
+            return None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
         try:
             fd = os.open(path, flags, 0o600)
@@ -49,18 +49,16 @@ class DirectWriter:
             self._is_possible = False  # such as tmpfs
             if os.path.exists(path):
                 os.unlink(path)
-            return False
+            return None
         try:
-            self._write(fd, parts)
+            return self._write(fd, parts)
         finally:
             os.close(fd)
-        return True
 
-    def _write(self, fd: int, parts: Sequence[Buffer]) -> None:
+    def _write(self, fd: int, parts: Sequence[Buffer]) -> bytes:
         buffer = self._buffer()
-        filled, written, num_bytes = 0, 0, 0
+        filled, written = 0, 0
         for view in flat(parts):
-            num_bytes += len(view)
             at = 0
             while at < len(view):
                 taken = min(len(view) - at, _CHUNK_BYTES - filled)
@@ -70,10 +68,9 @@ class DirectWriter:
                 if filled == _CHUNK_BYTES:
                     written += _write_all(fd, buffer, written)
                     filled = 0
-        if filled:
-            padded = -(-filled // _ALIGNMENT) * _ALIGNMENT
-            _write_all(fd, buffer[:padded], written)
-        os.ftruncate(fd, num_bytes)
+        whole = filled - filled % _ALIGNMENT
+        _write_all(fd, buffer[:whole], written)
+        return bytes(buffer[whole:filled])
 
     def _buffer(self) -> memoryview:
         if self._buffers.view is None:

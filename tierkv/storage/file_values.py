@@ -29,6 +29,7 @@ from tierkv.storage.file_paths import name_of, relative_path, walk
 from tierkv.storage.file_room import USE_GRAIN_S, Room
 from tierkv.storage.file_scratch import Scratch, locked_directory
 from tierkv.storage.protocol import (
+    Buffer,
     GetItem,
     GetOutcome,
     GetStatus,
@@ -255,15 +256,15 @@ class ValueFiles:
         return False
 
     def _write(self, temporary: str, item: PutItem) -> None:
-        is_large = item.num_bytes >= MIN_BYTES
-        was_direct = (
-            self._direct is not None and is_large and self._direct.write(temporary, item.parts)
-        )
-        flags = os.O_WRONLY | os.O_CLOEXEC | (0 if was_direct else os.O_CREAT | os.O_EXCL)
+        rest: Sequence[Buffer] = item.parts
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        if self._direct is not None and item.num_bytes >= MIN_BYTES:
+            end = self._direct.write(temporary, item.parts)
+            if end is not None:
+                rest, flags = (end,), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600)
         try:
-            if not was_direct:
-                write_fully(fd, item.parts)
+            write_fully(fd, rest)
             expires_ns = _NEVER_NS
             if item.ttl_s is not None:
                 expires_ns = math.ceil((self._clock.wall() + item.ttl_s) * 1e9)

@@ -28,6 +28,7 @@ T = TypeVar("T")
 class MirroredStore:
     """`Store`. A value is stored if one store has it. The first store is preferred; another
     answers where it fails or has none. A failed store is filled again only by what is put later.
+    Of several who put one name at once more than one can be told STORED: each store chooses.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:

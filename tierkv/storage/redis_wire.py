@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from tierkv.storage.redis_socket import Pipe
 from tierkv.storage.resp import NotRedisError, Refused, Replies, Reply
 
-# Most bytes moved in one callback, so that the loop's other work is not held up. GET is as fast with
-# 256 KiB as with 1 MiB; SET of 2 MiB went at 2.9 GB/s with 256 KiB and at 3.8 with 1 MiB.
+# Most bytes moved in one callback, so that the loop's other work is not held up. GET is as fast
+# with 256 KiB as with 1 MiB; SET of 2 MiB went at 2.9 GB/s with 256 KiB and at 3.8 with 1 MiB.
 _READ_TURN_BYTES = 256 << 10
 _WRITE_TURN_BYTES = 512 << 10
 # In flight on one connection. GET of 2 MiB over 4 connections, GB/s (loopback, Redis 7.0, 2 cores,

@@ -1,0 +1,66 @@
+"""A run's copies are what a plain list of (state, slot) would be, however they are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.cache.copies import NO_SLOT, TierCopies
+from tierkv.cache.states import Change, CopyState, advance, is_allowed
+from tierkv.errors import OwnershipError
+
+steps = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(0, 7), st.sampled_from(Change)), max_size=12
+)
+
+
+def check(copies: TierCopies, expected: list[tuple[CopyState, int]]) -> None:
+    assert copies.states.tolist() == [state for state, _ in expected]
+    assert copies.slots.tolist() == [slot for _, slot in expected]
+    present = sum(state is not CopyState.ABSENT for state, _ in expected)
+    assert (copies.num_blocks, copies.num_present) == (len(expected), present)
+    assert (copies.uniform is not None) == (len({state for state, _ in expected}) <= 1)
+
+
+@given(st.integers(1, 7), steps)
+def test_changes_do_what_the_table_says_to_every_block_or_to_none(
+    num_blocks: int, changes: list[tuple[int, int, Change]]
+) -> None:
+    copies = TierCopies(num_blocks)
+    expected = [(CopyState.ABSENT, NO_SLOT)] * num_blocks
+    for number, (left, right, change) in enumerate(changes):
+        start, stop = sorted((left % num_blocks, right % num_blocks + 1))
+        if start == stop:
+            continue
+        given_slots = None
+        if change in (Change.RESERVE, Change.PLACE):
+            given_slots = np.arange(start, stop, dtype=np.int32) + 100 * number
+        if not all(is_allowed(state, change) for state, _ in expected[start:stop]):
+            with pytest.raises(OwnershipError):
+                copies.change(start, stop, change, given_slots)
+            check(copies, expected)
+            continue
+        had = copies.change(start, stop, change, given_slots)
+        assert had.tolist() == [slot for _, slot in expected[start:stop]]
+        for at in range(start, stop):
+            state, slot = expected[at]
+            if given_slots is not None:
+                slot = int(given_slots[at - start])
+            elif change in (Change.FAIL, Change.EVICT):
+                slot = NO_SLOT
+            expected[at] = (advance(state, change), slot)
+        check(copies, expected)
+        for at in range(1, num_blocks):
+            upper, lower = copies.split(at)
+            check(upper, expected[:at])
+            check(lower, expected[at:])
+    kept = max(num_blocks // 2, 1)
+    copies.truncate(kept)
+    check(copies, expected[:kept])
+    copies.extend(2, np.array([7, 8], np.int32))
+    check(copies, [*expected[:kept], (CopyState.READY, 7), (CopyState.READY, 8)])
+    copies.extend(1, None)
+    ready = [(CopyState.READY, 7), (CopyState.READY, 8)]
+    check(copies, [*expected[:kept], *ready, (CopyState.ABSENT, NO_SLOT)])

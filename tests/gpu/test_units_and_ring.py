@@ -1,0 +1,75 @@
+"""How a copy is cut, and how staging is handed out: pure, so these run without a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.latch import ManualEvent
+from tests.layouts import ALL_LAYOUTS
+from tierkv.errors import LayoutError
+from tierkv.gpu.ring import Ring
+from tierkv.gpu.units import MAX_BLOCKS, Order, UnitPlanner, UnitSizes
+
+
+@given(
+    name=st.sampled_from(sorted(ALL_LAYOUTS)),
+    order=st.sampled_from(Order),
+    num_blocks=st.integers(1, 3000),
+    least=st.integers(1, 10_000),
+    most=st.integers(1, 100_000),
+    piece=st.integers(1, 2000),
+)
+def test_units_hold_every_byte_once_layers_ascending(
+    name: str, order: Order, num_blocks: int, least: int, most: int, piece: int
+) -> None:
+    layout = ALL_LAYOUTS[name]
+    held = np.zeros((num_blocks, layout.block_bytes), np.uint8)
+    layer = 0
+    for unit in UnitPlanner(layout, order, UnitSizes(least, most, piece)).plan(num_blocks):
+        held[unit.start : unit.stop, unit.first_byte : unit.first_byte + unit.num_bytes] += 1
+        assert unit.layers.start >= layer
+        layer = unit.layers.start
+        assert 0 < unit.num_blocks <= MAX_BLOCKS
+        assert unit.row_bytes >= unit.num_bytes
+        assert unit.row_bytes % 16 == 0
+        assert unit.staging_bytes <= max(most, unit.row_bytes)
+    assert (held == 1).all()
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 5000), st.booleans()), max_size=60),
+    capacity=st.integers(20, 60),
+)
+def test_staging_in_use_is_handed_out_only_behind_its_event(
+    sizes: list[tuple[int, bool]], capacity: int
+) -> None:
+    """Events end in order, and writers wait in order: what is handed out overlaps nothing that is
+    in use, unless an event came with it, or before, that is not before the end of that use."""
+    ring: Ring[ManualEvent] = Ring(capacity * 256)
+    in_use: deque[tuple[int, int, ManualEvent]] = deque()
+    order: list[ManualEvent] = []
+    waited_for = -1
+    for num_bytes, ends_one in sizes:
+        start, free = ring.take(num_bytes)
+        if free is not None:
+            waited_for = max(waited_for, order.index(free))
+        assert 0 <= start <= ring.capacity - num_bytes
+        for first, stop, event in in_use:
+            if start < stop and first < start + num_bytes and not event.is_done:
+                assert waited_for >= order.index(event)
+        event = ManualEvent()
+        ring.use_until(event)
+        in_use.append((start, start + num_bytes, event))
+        order.append(event)
+        if ends_one:
+            next((one for one in order if not one.is_done), event).finish()
+
+
+def test_more_than_the_ring_has_is_refused() -> None:
+    with pytest.raises(LayoutError, match="staging_bytes"):
+        Ring[ManualEvent](1024).take(1025)

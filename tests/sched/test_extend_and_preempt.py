@@ -1,0 +1,146 @@
+"""A request may grow, step aside, and come back with all it had."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.world import World, world
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
+from tierkv.sched.request import Request
+
+NONE = WritePolicy.NONE
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def test_a_request_grows_by_the_blocks_it_needs_and_no_more() -> None:
+    async with world(device_blocks=8) as here:
+        request = await here.admit(tokens(6))
+        await here.prefill(request, tokens(6))
+        await here.service.extend(request, 2)  # there is room in the tail
+        assert len(request.block_table) == 2
+        await here.service.extend(request, 7)
+        assert len(request.block_table) == len(set(request.block_table.tolist())) == 4
+        here.compute(request, tokens(13), 6)
+        await here.service.commit(request, pack(tokens(13)))
+        here.check_kv(request, tokens(13), 13)
+        here.service.end(request)
+        await here.settle()
+        assert (await here.run([*tokens(13), 1])).device_tokens == 13
+
+
+async def test_growing_evicts_waits_for_others_and_goes_before_those_who_wait() -> None:
+    async with world(device_blocks=6, host_write=NONE) as here:
+        await here.run(tokens(8, 900))  # can go
+        first = await here.admit(tokens(8))
+        await here.service.extend(first, 12)  # two of them were evicted
+        await here.prefill(first, tokens(8))
+        second = await here.admit(tokens(4, 100))
+        async with asyncio.TaskGroup() as group:
+            waits = group.create_task(here.admit(tokens(4, 200)))
+            await turns(3)
+            grows = group.create_task(here.service.extend(first, 16))
+            await turns(20)
+            assert not grows.done()
+            assert not waits.done()
+            here.service.end(second)
+            await until(grows.done)
+            assert not waits.done()
+            here.service.end(first)
+        here.service.end(waits.result())
+        await here.settle()
+
+
+async def test_if_all_that_run_wait_for_each_other_the_least_is_told_to_yield() -> None:
+    async with world(device_blocks=4, host_write=NONE) as here:
+        first = await here.admit(tokens(8))
+        second = await here.admit(tokens(8, 100))
+        async with asyncio.TaskGroup() as group:
+            grows = group.create_task(here.service.extend(first, 4))
+            await turns(3)
+            with pytest.raises(OutOfBlocksError):
+                await finish(here.service.extend(second, 4))
+            assert not grows.done()
+            here.service.preempt(second)
+            await until(grows.done)
+        here.service.end(first)
+        again = await finish(here.service.resume(second, max_new_tokens=0))
+        assert again.request_id == second.request_id
+        here.service.end(again)
+        await here.settle()
+
+
+async def test_a_cancelled_extension_takes_nothing() -> None:
+    async with world(device_blocks=4) as here:
+        first = await here.admit(tokens(8))
+        second = await here.admit(tokens(8, 100))
+        with pytest.raises(RequestTooLargeError):
+            await here.service.extend(first, 12)
+        grows = asyncio.ensure_future(here.service.extend(first, 4))
+        await turns(3)
+        grows.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await grows
+        here.service.end(second)
+        third = await here.admit(tokens(8, 200))  # nobody stands in front of it
+        here.service.end(third)
+        here.service.end(first)
+        await here.settle()
+
+
+async def preempted(here: World, count: int) -> Request:
+    request = await here.admit(tokens(count), new=4)
+    await here.prefill(request, tokens(count))
+    here.service.preempt(request)
+    return request
+
+
+@pytest.mark.parametrize("count", [3, 8, 11])
+async def test_what_was_preempted_comes_back_byte_for_byte_after_others_had_the_device(
+    count: int,
+) -> None:
+    async with world(device_blocks=4, host_write=NONE) as here:
+        request = await preempted(here, count)
+        with pytest.raises(OwnershipError, match="preempted"):
+            await here.service.commit(request, pack(tokens(count)))
+        await until(lambda: here.service.tiers.num_tasks == 0)
+        await here.run(tokens(16, 500))
+        await here.run(tokens(16, 600))
+        again = await finish(here.service.resume(request, max_new_tokens=4))
+        await finish(again.gate.all_layers(20))
+        assert again.cached_tokens == count  # the tail included: nothing is computed again
+        assert again.matched.host_tokens == count
+        here.check_kv(again, tokens(count), count)
+        here.service.end(again)
+        await here.settle()
+        with pytest.raises(OwnershipError, match="not preempted"):
+            await here.service.resume(request, max_new_tokens=0)
+
+
+async def test_a_preempted_request_that_is_abandoned_leaves_no_pin() -> None:
+    async with world() as here:
+        request = await preempted(here, 11)
+        await here.settle()
+        assert any(node.soft_pins for node in here.service.index.nodes())
+        here.service.scheduler.abandon(request)
+        assert not any(node.soft_pins for node in here.service.index.nodes())
+        await here.settle()
+
+
+async def test_a_pause_holds_admissions_back() -> None:
+    async with world() as here:
+        here.service.pause()
+        async with asyncio.TaskGroup() as group:
+            waits = group.create_task(here.admit(tokens(4)))
+            await turns(20)
+            assert not waits.done()
+            here.service.unpause()
+        here.service.end(waits.result())
+        await here.settle()

@@ -1,0 +1,147 @@
+"""Pools shrink and grow, caches are emptied, pins expire, all beside running requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.world import world
+from tierkv.cache.node import Tier
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
+
+NONE = WritePolicy.NONE
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def test_shrinking_evicts_what_can_go_and_growing_gives_it_back() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        await here.run(tokens(32))
+        await here.service.resize(Tier.DEVICE, 3)
+        assert here.service.stats().device.capacity == 3
+        assert here.service.verify() == []
+        with pytest.raises(RequestTooLargeError):
+            await here.admit(tokens(16, 100))
+        request = await here.admit(tokens(12, 100))
+        assert max(request.block_table.tolist()) < 3
+        here.service.end(request)
+        await here.service.resize(Tier.DEVICE, 8)
+        await here.run(tokens(32, 200))
+        await here.settle()
+
+
+@pytest.mark.parametrize("tier", Tier)
+async def test_a_copy_on_the_other_tier_stays_when_one_shrinks(tier: Tier) -> None:
+    async with world(device_blocks=8, host_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
+        await here.run(tokens(31))
+        await here.service.resize(tier, 2)
+        assert here.service.verify() == []
+        match = here.service.index.match(here.prompt(tokens(31)))
+        assert match.num_blocks == 7
+        if tier is Tier.HOST:
+            assert match.device_blocks == 7
+        await here.service.resize(tier, 8)
+        matched = await here.run(tokens(31))  # checks every byte
+        assert matched.total_tokens >= 28
+
+
+async def test_shrinking_waits_for_what_is_held() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        request = await here.admit(tokens(32))
+        async with asyncio.TaskGroup() as group:
+            shrinks = group.create_task(here.service.resize(Tier.DEVICE, 4))
+            await turns(20)
+            assert not shrinks.done()
+            assert here.service.verify() == []
+            await here.prefill(request, tokens(32))
+            here.service.end(request)
+            await until(shrinks.done)
+        assert here.service.stats().device.capacity == 4
+        await here.settle()
+
+
+async def test_a_cancelled_shrink_leaves_the_capacity_as_it_was() -> None:
+    async with world(device_blocks=8) as here:
+        request = await here.admit(tokens(32))
+        shrinks = asyncio.ensure_future(here.service.resize(Tier.DEVICE, 4))
+        await turns(5)
+        shrinks.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await shrinks
+        assert here.service.stats().device.capacity == 8
+        here.service.end(request)
+        await here.run(tokens(32, 100))
+        await here.settle()
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 9])
+async def test_a_size_there_is_no_memory_for_is_refused(capacity: int) -> None:
+    async with world(device_blocks=8) as here:
+        with pytest.raises(ConfigError, match="1 to 8"):
+            await here.service.resize(Tier.DEVICE, capacity)
+
+
+async def test_a_reset_forgets_all_but_what_is_held() -> None:
+    async with world(device_blocks=16, host_write=WritePolicy.WRITE_THROUGH) as here:
+        await here.run(tokens(16))
+        held = await here.admit(tokens(8))
+        await here.run(tokens(16, 100))
+        assert here.service.reset() > 0
+        assert here.service.verify() == []
+        assert here.service.index.match(here.prompt(tokens(16, 100))).num_blocks == 0
+        here.check_kv(held, tokens(8), held.cached_tokens)
+        here.service.end(held)
+        await here.settle()
+        assert here.service.reset() == 0
+        assert here.free_device_blocks == 16
+
+
+async def test_a_hard_pin_stays_under_pressure_until_it_ends() -> None:
+    async with world(device_blocks=6, host_write=NONE) as here:
+        await here.run(tokens(8))
+        assert here.service.pin("mine", here.prompt(tokens(8)), 1000.0) == 2
+        for number in range(4):
+            await here.run(tokens(16, 100 * (number + 1)))
+        assert here.service.index.match(here.prompt(tokens(8))).device_blocks == 2
+        with pytest.raises(OutOfBlocksError):
+            here.service.tiers.take(Tier.DEVICE, 5)
+        assert here.service.unpin("mine")
+        assert not here.service.unpin("mine")
+        await here.run(tokens(24, 900))
+        assert here.service.index.match(here.prompt(tokens(8))).num_blocks == 0
+
+
+@pytest.mark.parametrize("is_soft", [True, False])
+async def test_a_pin_ends_when_its_time_is_up(is_soft: bool) -> None:
+    async with world(device_blocks=6, host_write=NONE) as here:
+        await here.run(tokens(8))
+        here.service.pin("short", here.prompt(tokens(8)), 1e-9, is_soft=is_soft)
+        await here.run(tokens(24, 100))
+        assert here.service.index.match(here.prompt(tokens(8))).num_blocks == 0
+        with pytest.raises(BadRequestError):
+            here.service.pin("never", here.prompt(tokens(8)), 0.0)
+
+
+async def test_a_soft_pin_goes_last_but_never_holds_a_request_up() -> None:
+    async with world(device_blocks=6, host_write=NONE) as here:
+        await here.run(tokens(8))
+        here.service.pin("soft", here.prompt(tokens(8)), 1000.0, is_soft=True)
+        await here.run(tokens(8, 100))
+        await here.run(tokens(8, 200))
+        await here.run(tokens(8, 300))
+        assert here.service.index.match(here.prompt(tokens(8))).device_blocks == 2
+        request = await finish(here.admit(tokens(24, 900)))
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_pins_left_at_the_end_do_not_count_as_leaks() -> None:
+    async with world() as here:
+        await here.run(tokens(8))
+        here.service.pin("kept", here.prompt(tokens(8)), 1000.0)
+        assert here.service.verify() == []

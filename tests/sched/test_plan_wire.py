@@ -1,0 +1,132 @@
+"""Plans mean the same in every process, and a damaged or foreign one is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt
+from tierkv.errors import OwnershipError, StoreCorruptError
+from tierkv.sched.plan_wire import (
+    MAGIC,
+    BatchPlan,
+    MatchResult,
+    Moves,
+    RequestPlan,
+    decode,
+    encode,
+    merge,
+)
+from tierkv.wire import seal
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=8).map(lambda x: np.array(x, np.int32))
+moves = st.builds(
+    lambda kind, pairs: Moves.of(kind, pairs, pairs[::-1]),
+    st.sampled_from(["load", "offload", "copy"]),
+    ids,
+)
+requests = st.builds(
+    lambda name, table, cached, computed, movements: RequestPlan(
+        name, table.astype("<i4").tobytes(), cached, computed, tuple(movements)
+    ),
+    st.text(st.characters(codec="utf-8"), max_size=5),
+    ids,
+    st.integers(0, 2**40),
+    st.integers(0, 2**40),
+    st.lists(moves, max_size=3),
+)
+
+
+@given(requests)
+def test_a_request_plan_comes_back_as_it_was(plan: RequestPlan) -> None:
+    assert decode(encode(plan)) == plan
+
+
+@given(st.integers(0, 2**60), st.lists(requests, max_size=3), st.lists(moves, max_size=3))
+def test_a_batch_comes_back_as_it_was(
+    number: int, plans: list[RequestPlan], movements: list[Moves]
+) -> None:
+    batch = BatchPlan(number, tuple(plans), tuple(movements))
+    assert decode(encode(batch)) == batch
+
+
+def test_a_match_result_comes_back_as_it_was() -> None:
+    result = MatchResult.of(Index(4).match(Prompt.of([1, 2, 3], 4)))
+    assert decode(encode(result)) == result == MatchResult(0, 0, 0, 0)
+    partial = MatchResult(3, 2, 1, 0, 3, 2)
+    assert decode(encode(partial)) == partial
+
+
+def test_another_process_reads_it() -> None:
+    batch = merge(7, [_plan("a", "load", [1, 2], [3, 4])])
+    code = (
+        "import sys; from tierkv.sched.plan_wire import decode; "
+        "batch = decode(sys.stdin.buffer.read()); "
+        "print(batch.number, batch.moves[0].kind, batch.moves[0].slots()[1].tolist())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=encode(batch),
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.decode().strip() == "7 load [3, 4]"
+
+
+def test_the_bytes_of_version_1_stay() -> None:
+    """Pinned: a worker of another release reads this plan."""
+    plan = RequestPlan("r", b"\x01\0\0\0", 5, 2, (Moves("load", b"\x02\0\0\0", b"\x01\0\0\0"),))
+    assert encode(plan)[:6].hex() == "544b504c0100"
+    assert decode(encode(plan)) == plan
+
+
+def test_a_damaged_plan_or_one_of_another_version_is_refused() -> None:
+    value = bytearray(encode(_plan("a", "load", [1], [2])))
+    value[-1] ^= 1
+    with pytest.raises(StoreCorruptError):
+        decode(bytes(value))
+    with pytest.raises(StoreCorruptError, match="version"):
+        decode(seal(MAGIC, 2, {"kind": "match", "body": {}}))
+    with pytest.raises(StoreCorruptError, match="kind"):
+        decode(seal(MAGIC, 1, {"kind": "else", "body": {}}))
+    with pytest.raises(StoreCorruptError):
+        decode(seal(MAGIC, 1, {"kind": "match", "body": {"num_blocks": "x"}}))
+    uneven = {"kind": "load", "source": b"1234", "target": b""}
+    body = {"number": 1, "requests": [], "moves": [uneven]}
+    with pytest.raises(StoreCorruptError):
+        decode(seal(MAGIC, 1, {"kind": "batch", "body": body}))
+
+
+def _plan(name: str, kind: str, source: list[int], target: list[int]) -> RequestPlan:
+    move = Moves.of(kind, np.array(source, np.int32), np.array(target, np.int32))
+    return RequestPlan(name, b"", 0, 0, (move,))
+
+
+def test_a_batch_has_one_list_a_kind_and_every_copy_once() -> None:
+    plans = [
+        _plan("a", "load", [1, 2], [10, 11]),
+        _plan("b", "load", [2, 3], [11, 12]),  # waits for a's block too
+        _plan("c", "offload", [20], [5]),
+        _plan("d", "copy", [30], [31]),
+    ]
+    batch = merge(1, plans)
+    found = {move.kind: [ids.tolist() for ids in move.slots()] for move in batch.moves}
+    assert found == {
+        "copy": [[30], [31]],
+        "load": [[1, 2, 3], [10, 11, 12]],
+        "offload": [[20], [5]],
+    }
+    assert [plan.request_id for plan in batch.requests] == ["a", "b", "c", "d"]
+    assert not any(plan.moves for plan in batch.requests)
+
+
+def test_two_blocks_into_one_slot_are_refused() -> None:
+    with pytest.raises(OwnershipError, match="slot 10"):
+        merge(1, [_plan("a", "load", [1], [10]), _plan("b", "load", [2], [10])])

@@ -1,0 +1,87 @@
+"""A block counts when every rank has it; a rank that dies or lags is named."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tierkv.errors import BadRequestError
+from tierkv.sched.ranks import Outcome, Ranks
+
+
+def ranks(count: int = 3) -> Ranks:
+    return Ranks(count, late_s=1.0, dead_s=5.0)
+
+
+def test_a_movement_is_done_when_every_rank_has_said_so() -> None:
+    ledger = ranks()
+    ledger.begin(1, 0.0)
+    assert ledger.report(0, 1, 0.1) is Outcome.PENDING
+    assert ledger.report(2, 1, 0.2) is Outcome.PENDING
+    assert ledger.missing(1) == (1,)
+    assert ledger.report(1, 1, 0.3) is Outcome.DONE
+    assert ledger.end(1) is Outcome.DONE
+
+
+def test_a_failure_anywhere_is_a_failure_but_only_once_all_have_let_go() -> None:
+    ledger = ranks()
+    ledger.begin(1, 0.0)
+    assert ledger.report(0, 1, 0.1, failed=True) is Outcome.PENDING
+    with pytest.raises(BadRequestError, match="not over"):
+        ledger.end(1)
+    ledger.report(1, 1, 0.1)
+    assert ledger.report(2, 1, 0.1) is Outcome.FAILED
+
+
+def test_reports_may_come_twice_and_in_any_order() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        ledger = ranks(4)
+        reports = [(rank, number) for rank in range(4) for number in range(3)] * 2
+        rng.shuffle(reports)
+        for number in range(3):
+            ledger.begin(number, 0.0)
+        seen: set[tuple[int, int]] = set()
+        for rank, number in reports:
+            seen.add((rank, number))
+            is_all = all((other, number) in seen for other in range(4))
+            outcome = ledger.report(rank, number, 0.5)
+            assert (outcome is Outcome.DONE) == is_all
+
+
+def test_a_rank_that_lags_and_one_that_is_dead_are_named_with_what_they_owe() -> None:
+    ledger = ranks()
+    ledger.begin(7, 0.0)
+    ledger.begin(8, 0.0)
+    for number in (7, 8):
+        ledger.report(0, number, 0.1)
+    assert ledger.findings(0.5) == []
+    ledger.alive(1, 7.9)
+    lags, dead = ledger.findings(8.0)
+    assert lags.startswith("rank 1 lags, last heard for 0.1 s: owes 2 movements, the first is 7")
+    assert dead.startswith("rank 2 is dead, silent for 8.0 s: owes 2")
+
+
+def test_what_a_rank_that_left_owed_has_failed_and_later_movements_too() -> None:
+    ledger = ranks(2)
+    ledger.begin(1, 0.0)
+    ledger.report(0, 1, 0.1)
+    ledger.leave(1, "its process ended with status 9")
+    assert ledger.end(1) is Outcome.FAILED
+    assert ledger.findings(0.2) == ["rank 1 has left: its process ended with status 9"]
+    ledger.begin(2, 1.0)
+    assert ledger.report(0, 2, 1.1) is Outcome.FAILED
+
+
+def test_what_cannot_be_is_refused() -> None:
+    ledger = ranks()
+    ledger.begin(1, 0.0)
+    with pytest.raises(BadRequestError, match="begun already"):
+        ledger.begin(1, 0.0)
+    with pytest.raises(BadRequestError, match="no rank 3"):
+        ledger.report(3, 1, 0.0)
+    with pytest.raises(BadRequestError, match="not under way"):
+        ledger.report(0, 9, 0.0)
+    with pytest.raises(ValueError, match="ranks"):
+        Ranks(0, late_s=1, dead_s=1)

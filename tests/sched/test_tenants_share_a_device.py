@@ -1,0 +1,191 @@
+"""Priorities, limits and quotas: who is admitted, who waits, and whose blocks go."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from tests.latch import finish, turns
+from tests.world import World, fingerprint, world
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import ConfigError, RequestTooLargeError
+from tierkv.sched.request import Request
+from tierkv.sched.waiting import MAX_PASSED_OVER, Limits
+
+NONE = WritePolicy.NONE
+ACME = dataclasses.replace(fingerprint(), tenant="acme")
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def admit(
+    here: World, ids: list[int], name: str, *, space: str = "", priority: int = 0
+) -> Request:
+    prompt = Prompt.of(ids, here.layout.block_size, space=space)
+    return await here.service.admit(name, prompt, max_new_tokens=0, priority=priority)
+
+
+async def compute(here: World, ids: list[int], name: str, space: str) -> Request:
+    request = await finish(admit(here, ids, name, space=space))
+    await here.prefill(request, ids)
+    return request
+
+
+async def order_of(here: World, wanted: list[tuple[str, int, str]], running: Request) -> list[str]:
+    """The order in which requests (name, priority, space) of the whole device are admitted."""
+    found: list[str] = []
+
+    async def one(number: int, name: str, priority: int, space: str) -> None:
+        ids = tokens(16, 1000 * (number + 1))
+        request = await admit(here, ids, name, space=space, priority=priority)
+        found.append(name)
+        await turns(2)
+        here.service.end(request)
+
+    async with asyncio.TaskGroup() as group:
+        for number, (name, priority, space) in enumerate(wanted):
+            group.create_task(one(number, name, priority, space))
+            await turns(2)
+        here.service.end(running)
+    return found
+
+
+async def test_the_higher_priority_goes_first_and_equals_in_order() -> None:
+    async with world(device_blocks=4) as here:
+        running = await here.admit(tokens(16))
+        wanted = [("low", 0, ""), ("high", 5, ""), ("low too", 0, ""), ("high too", 5, "")]
+        found = await order_of(here, wanted, running)
+        assert found == ["high", "high too", "low", "low too"]
+        await here.settle()
+
+
+async def test_the_lowest_priority_is_not_passed_over_for_ever() -> None:
+    async with world(device_blocks=4) as here:
+        running = await here.admit(tokens(16))
+        wanted = [("patient", 0, "")]
+        wanted += [(f"important {number}", 9, "") for number in range(MAX_PASSED_OVER + 10)]
+        found = await order_of(here, wanted, running)
+        # Only those that came later count, and all of them did.
+        assert found.index("patient") == MAX_PASSED_OVER
+        await here.settle()
+
+
+async def test_tenants_take_turns_however_many_one_of_them_sends() -> None:
+    async with world(device_blocks=4) as here:
+        acme = here.service.open_fingerprint(ACME)
+        running = await here.admit(tokens(16))
+        wanted = [(f"many {number}", 0, "") for number in range(4)]
+        wanted += [("one", 0, acme), ("two", 0, acme)]
+        found = await order_of(here, wanted, running)
+        assert max(found.index("one"), found.index("two")) <= 4
+        assert found.index("one") <= 1
+        await here.settle()
+
+
+async def test_a_tenant_at_its_limit_waits_and_lets_others_pass() -> None:
+    async with world(device_blocks=12) as here:
+        acme = here.service.open_fingerprint(ACME, limits=Limits(requests=1, blocks=4))
+        first = await finish(admit(here, tokens(8), "first", space=acme))
+        async with asyncio.TaskGroup() as group:
+            second = group.create_task(admit(here, tokens(8, 50), "second", space=acme))
+            await turns(3)
+            other = await finish(admit(here, tokens(8), "other"))
+            assert not second.done()
+            here.service.end(first)
+        here.service.end(second.result())
+        here.service.end(other)
+        with pytest.raises(RequestTooLargeError, match="limit"):
+            await admit(here, tokens(20), "too large", space=acme)
+        await here.settle()
+
+
+async def test_two_tenants_share_nothing_not_even_through_storage() -> None:
+    async with world(with_store=True, storage_write=WritePolicy.WRITE_THROUGH) as here:
+        acme = here.service.open_fingerprint(ACME)
+        await here.run(tokens(10))
+        request = await finish(admit(here, tokens(10), "acme's", space=acme))
+        assert request.cached_tokens == 0
+        await here.prefill(request, tokens(10))
+        here.service.end(request)
+        await here.settle()
+        again = await finish(admit(here, [*tokens(10), 1], "acme's again", space=acme))
+        assert again.cached_tokens == 10
+        here.service.end(again)
+        await here.settle()
+
+
+async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:
+    async with world(device_blocks=12, host_write=NONE) as here:
+        acme = here.service.open_fingerprint(ACME, quota=(4, None))
+        await here.run(tokens(16))  # the oldest of all, and not touched
+        for number in range(4):
+            ids = tokens(8, 100 * (number + 1))
+            here.service.end(await compute(here, ids, f"acme {number}", acme))
+            await here.settle()
+        space = here.service.index.root_of(Prompt.of([1], 4, space=acme)).space
+        assert space.used[Tier.DEVICE] == 4
+        assert here.service.index.match(here.prompt(tokens(16))).device_blocks == 4
+        assert here.free_device_blocks == 4  # free, but not for acme
+        with pytest.raises(RequestTooLargeError, match="quota is 4"):
+            await admit(here, tokens(20, 900), "too large", space=acme)
+
+
+async def test_within_its_quota_a_tenant_waits_for_its_own_running_requests() -> None:
+    async with world(device_blocks=12, host_write=NONE) as here:
+        acme = here.service.open_fingerprint(ACME, quota=(4, None))
+        first = await finish(admit(here, tokens(12), "first", space=acme))
+        async with asyncio.TaskGroup() as group:
+            second = group.create_task(admit(here, tokens(8, 100), "second", space=acme))
+            await turns(20)
+            assert not second.done()
+            here.service.end(first)
+        here.service.end(second.result())
+        await here.settle()
+
+
+async def test_watermarks_keep_slots_free_ahead_of_need() -> None:
+    async with world(
+        device_blocks=20, host_write=NONE, device_low_watermark=0.2, device_high_watermark=0.4
+    ) as here:
+        for number in range(6):
+            await here.run(tokens(16, 100 * number))
+        assert here.free_device_blocks >= 4
+    with pytest.raises(ConfigError, match="watermarks"):
+        async with world(device_low_watermark=0.5, device_high_watermark=0.2):
+            pass
+
+
+async def test_an_explanation_says_what_is_where_and_why_the_rest_is_not() -> None:
+    async with world(device_blocks=4, host_write=NONE) as here:
+        acme = here.service.open_fingerprint(ACME)
+        fresh = here.service.explain(here.prompt(tokens(8)))
+        assert (fresh.reason, fresh.first_miss, fresh.runs) == ("never stored", 0, ())
+        await here.run(tokens(16))
+        whole = here.service.explain(here.prompt(tokens(16)))
+        assert (whole.reason, whole.first_miss) == ("nothing is missing", None)
+        assert [(run.start, run.stop, run.where) for run in whole.runs] == [(0, 4, "device")]
+        other = here.service.explain(Prompt.of(tokens(8), 4, space=acme))
+        assert other.reason == "fingerprint differs"
+        await here.run(tokens(8, 100))  # two of the four go
+        evicted = here.service.explain(here.prompt(tokens(16)))
+        assert (evicted.reason, evicted.tier, evicted.first_miss) == ("evicted", "device", 2)
+        assert evicted.at is not None
+        assert evicted.at > 0
+
+
+async def test_keys_of_stored_blocks_are_those_of_the_one_builder() -> None:
+    async with world(with_store=True) as here:
+        await here.run(tokens(11))
+        prompt = here.prompt(tokens(11))
+        assert here.service.tiers.prompt_keys(prompt) == here.keys(tokens(11))
+        node = here.service.index.match(prompt).partial
+        assert node is not None
+        assert here.service.tiers.keys_of(node.node, 0, 3) == here.keys(tokens(11))
+        assert pack(tokens(11)) == prompt.tokens

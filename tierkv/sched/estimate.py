@@ -1,0 +1,140 @@
+"""Fetch or recompute: running estimates of tiers and prefill, and what they say about a run.
+
+A transfer takes `latency + bytes / bandwidth`, behind what is queued; a prefill takes
+`tokens / speed`. Both are fitted to what was seen, the newest counting most. The cache must never
+be why a request is slower than without one, so waiting for a fetch is bounded whatever the
+estimate says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FetchPolicy(Enum):
+    """BEST_EFFORT fetches what is estimated to be faster than computing, and gives up in time.
+    WAIT_COMPLETE fetches all there is. DEADLINE fetches, until its time is up."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    DEADLINE = "deadline"
+
+
+_SURPRISE = 2.0  # times faster or slower than expected
+
+
+@dataclass(slots=True)
+class Line:
+    """A least-squares line through decaying samples: seconds = fixed + per_unit x units."""
+
+    decay: float = 0.9
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def add(self, units: float, seconds: float) -> None:
+        """One more sample. One that is far off begins anew: a tier that broke, or came back, is
+        another tier, and an average over both would be wrong for a long time."""
+        expected = self.seconds(units)
+        if self.is_known and not expected / _SURPRISE < seconds < expected * _SURPRISE:
+            self.weight = self.x = self.y = self.xx = self.xy = 0.0
+        for name, value in (
+            ("weight", 1.0),
+            ("x", units),
+            ("y", seconds),
+            ("xx", units * units),
+            ("xy", units * seconds),
+        ):
+            setattr(self, name, getattr(self, name) * self.decay + value)
+
+    @property
+    def is_known(self) -> bool:
+        return self.weight > 0 and self.x > 0
+
+    def seconds(self, units: float) -> float:
+        """What `units` are expected to take; 0 as long as nothing is known."""
+        if not self.is_known:
+            return 0.0
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        spread = self.xx / self.weight - mean_x**2
+        slope = 0.0
+        if spread > 1e-9 * mean_x**2:
+            slope = (self.xy / self.weight - mean_x * mean_y) / spread
+        if slope <= 0 or mean_y - slope * mean_x < 0:
+            return units * mean_y / mean_x  # no fixed part can be told apart
+        return mean_y - slope * mean_x + slope * units
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """fetches: whether to; give_up_s: when to stop waiting and compute, None for never.
+    The estimates and the reason are for `explain`."""
+
+    fetches: bool
+    give_up_s: float | None
+    fetch_s: float
+    compute_s: float
+    reason: str
+
+
+# Waiting for a fetch that comes to nothing costs at most this share of what computing takes.
+HEDGE = 0.25
+# After so many refusals one fetch is tried all the same: a tier that got faster is noticed.
+PROBE_EVERY = 32
+# What the first request waits for, when nothing is known about either side.
+FIRST_TRY_S = 0.25
+
+
+class Estimator:
+    """One tier's path to the device. bytes_per_token: KV bytes of a token."""
+
+    def __init__(
+        self, *, bytes_per_token: float, policy: FetchPolicy, deadline_s: float | None = None
+    ) -> None:
+        if policy is FetchPolicy.DEADLINE and deadline_s is None:
+            raise ValueError("the deadline policy needs deadline_s")
+        self.bytes_per_token = bytes_per_token
+        self.policy = policy
+        self.deadline_s = deadline_s
+        self.transfer = Line()
+        self.prefill = Line()
+        self.queued_bytes = 0.0
+        self._refused = 0
+
+    def note_fetch(self, num_bytes: float, seconds: float) -> None:
+        """A fetch moved so many bytes in so much time; of one given up, what it had moved."""
+        self.transfer.add(max(num_bytes, 1.0), seconds)
+
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        self.prefill.add(tokens, seconds)
+
+    def decide(self, tokens: int) -> Decision:
+        """For a run of `tokens` tokens that the tier has."""
+        compute_s = self.prefill.seconds(tokens)
+        fetch_s = self.transfer.seconds(tokens * self.bytes_per_token + self.queued_bytes)
+        patience, reason = self._patience(fetch_s, compute_s)
+        return Decision(patience != 0, patience, fetch_s, compute_s, reason)
+
+    def _patience(  # noqa: PLR0911 - one return for each rule reads best
+        self, fetch_s: float, compute_s: float
+    ) -> tuple[float | None, str]:
+        """How long to wait, None for as long as it takes, 0 for not at all; and why."""
+        if self.policy is FetchPolicy.WAIT_COMPLETE:
+            return None, "the policy waits for all there is"
+        if self.policy is FetchPolicy.DEADLINE:
+            return self.deadline_s, "until the deadline"
+        if not self.prefill.is_known:
+            return FIRST_TRY_S, "prefill speed not known yet: a try"
+        bound = compute_s * HEDGE
+        if not self.transfer.is_known:
+            return bound, "bandwidth not known yet: a try"
+        if fetch_s < compute_s:
+            # What is waited for beyond the estimate is lost if it comes to nothing.
+            return min(compute_s, fetch_s + bound), "fetching is estimated to be faster"
+        self._refused += 1
+        if self._refused % PROBE_EVERY == 0:
+            return bound, "a try, whether it is still slower"
+        return 0.0, "computing is estimated to be faster"

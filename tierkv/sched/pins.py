@@ -1,0 +1,71 @@
+"""Pins by name: blocks that stay until they are unpinned or their time is up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierkv.cache.index import Index, Lease
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Node
+from tierkv.errors import BadRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    timer: asyncio.TimerHandle
+    lease: Lease | None
+    node: Node | None
+
+
+class Pins:
+    """A hard pin is a lease: its blocks are not evicted at all. A soft one lets them go last.
+
+    on_change: called when a time is up, for those who wait for room.
+    """
+
+    def __init__(self, index: Index, on_change: Callable[[], None]) -> None:
+        self._index = index
+        self._on_change = on_change
+        self._pins: dict[str, _Pin] = {}
+
+    @property
+    def num_leases(self) -> int:
+        return sum(pin.lease is not None for pin in self._pins.values())
+
+    def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> int:
+        """Pin what is cached of `prompt` for `ttl_s` seconds; how many blocks that is. A pin of
+        the same name is replaced."""
+        if not ttl_s > 0:
+            raise BadRequestError("a pin lasts for more than 0 seconds")
+        match = self._index.match(prompt)
+        lease = node = None
+        if is_soft:
+            node = self._index.pin_softly(match.node, match.num_blocks)
+        else:
+            lease = self._index.hold(match.node, match.num_blocks)
+        self.unpin(name)
+        timer = asyncio.get_running_loop().call_later(ttl_s, self._time_is_up, name)
+        self._pins[name] = _Pin(timer, lease, node)
+        return match.num_blocks
+
+    def unpin(self, name: str) -> bool:
+        """Whether there was such a pin."""
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return False
+        pin.timer.cancel()
+        if pin.lease is not None:
+            self._index.release(pin.lease)
+        if pin.node is not None:
+            self._index.unpin_softly(pin.node)
+        return True
+
+    def _time_is_up(self, name: str) -> None:
+        self.unpin(name)
+        self._on_change()
+
+    def clear(self) -> None:
+        for name in list(self._pins):
+            self.unpin(name)

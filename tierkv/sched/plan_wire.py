@@ -1,0 +1,145 @@
+"""Plans, batches and match results as they travel between a scheduler and its workers.
+
+Each is a record of `tierkv.wire`: magic `TKPL`, version, checksum, msgpack body. Lists of slots are
+little-endian int32 bytes. `docs/cache.md` lists every field; a change of any is a new version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from tierkv.cache.match import Match
+from tierkv.cache.pool import Ids
+from tierkv.errors import OwnershipError, StoreCorruptError
+from tierkv.wire import seal, unseal
+
+MAGIC = b"TKPL"
+VERSION = 1
+
+
+class Moves(msgspec.Struct, frozen=True):
+    """Copies of one kind. kind: "load" (host to device), "offload" (device to host), "copy"
+    (within the device). source, target: slots, one of each for every block."""
+
+    kind: str
+    source: bytes
+    target: bytes
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("load", "offload", "copy"):
+            raise StoreCorruptError(
+                f"a plan moves blocks by load, offload or copy, not {self.kind}"
+            )
+        if len(self.source) != len(self.target) or len(self.source) % 4:
+            raise StoreCorruptError("a plan needs one target for every source")
+
+    @classmethod
+    def of(cls, kind: str, source: Ids, target: Ids) -> Moves:
+        return cls(kind, _packed(source), _packed(target))
+
+    def slots(self) -> tuple[Ids, Ids]:
+        return _slots(self.source), _slots(self.target)
+
+
+class RequestPlan(msgspec.Struct, frozen=True):
+    """One request's part of a step.
+
+    block_table: its device slots, in order. cached_tokens: the first so many tokens have KV once
+    the moves are done. num_computed: tokens that this step computes.
+    """
+
+    request_id: str
+    block_table: bytes
+    cached_tokens: int
+    num_computed: int
+    moves: tuple[Moves, ...] = ()
+
+
+class BatchPlan(msgspec.Struct, frozen=True):
+    """One step of a batch. number: counts up; a worker reports completion by it."""
+
+    number: int
+    requests: tuple[RequestPlan, ...]
+    moves: tuple[Moves, ...]
+
+
+class MatchResult(msgspec.Struct, frozen=True):
+    """What `Index.match` found, without the tree. partial_*: the block and tokens, None if none."""
+
+    num_blocks: int
+    device_blocks: int
+    loading_blocks: int
+    host_blocks: int
+    partial_block: int | None = None
+    partial_tokens: int | None = None
+
+    @classmethod
+    def of(cls, match: Match) -> MatchResult:
+        partial = match.partial
+        return cls(
+            match.num_blocks,
+            match.device_blocks,
+            match.loading_blocks,
+            match.host_blocks,
+            partial.block if partial else None,
+            partial.num_tokens if partial else None,
+        )
+
+
+def merge(number: int, plans: Sequence[RequestPlan]) -> BatchPlan:
+    """All movements of a batch in one list per kind, in the order of the requests, the same copy
+    wanted by several made once. Raises OwnershipError if two copies write one slot."""
+    moves = []
+    for kind in ("copy", "load", "offload"):
+        pairs: dict[int, int] = {}
+        for plan in plans:
+            for move in plan.moves:
+                if move.kind != kind:
+                    continue
+                source, target = move.slots()
+                for come, go in zip(source.tolist(), target.tolist(), strict=True):
+                    if pairs.setdefault(go, come) != come:
+                        raise OwnershipError(f"two blocks of a batch would {kind} into slot {go}")
+        if pairs:
+            source = np.fromiter(pairs.values(), np.int32)
+            moves.append(Moves.of(kind, source, np.fromiter(pairs.keys(), np.int32)))
+    bare = [msgspec.structs.replace(plan, moves=()) for plan in plans]
+    return BatchPlan(number, tuple(bare), tuple(moves))
+
+
+Record = RequestPlan | BatchPlan | MatchResult
+_KINDS: dict[str, type[Record]] = {
+    "request": RequestPlan,
+    "batch": BatchPlan,
+    "match": MatchResult,
+}
+
+
+def encode(record: Record) -> bytes:
+    kind = next(name for name, one in _KINDS.items() if type(record) is one)
+    return seal(
+        MAGIC, VERSION, {"kind": kind, "body": msgspec.to_builtins(record, builtin_types=(bytes,))}
+    )
+
+
+def decode(value: bytes) -> Record:
+    """Raises StoreCorruptError if it is damaged, of another version, or no plan."""
+    found = unseal(MAGIC, VERSION, value, dict[str, object])
+    kind = _KINDS.get(str(found.get("kind")))
+    if kind is None:
+        raise StoreCorruptError(f"a plan cannot be of kind {found.get('kind')!r}")
+    try:
+        return msgspec.convert(found.get("body"), kind)
+    except msgspec.ValidationError as error:
+        raise StoreCorruptError(f"the plan cannot be read: {error}") from error
+
+
+def _packed(slots: Ids) -> bytes:
+    return np.asarray(slots).astype("<i4").tobytes()
+
+
+def _slots(packed: bytes) -> Ids:
+    return np.frombuffer(packed, "<i4").astype(np.int32)
