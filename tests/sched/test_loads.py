@@ -216,8 +216,7 @@ class _SeenLate:
 
     @property
     def is_done(self) -> bool:
-        if self._switches:
-            self._inner.block_until_done(20)
+        if self._switches and self._inner.is_done:
             self._watch.is_on = True
         return self._watch.is_on and self._inner.is_done
 
