@@ -1,8 +1,8 @@
 """Writing a value past the page cache, through an aligned buffer of the writing thread's own.
 
-What was written is then not in memory, so reading it back soon costs five times as much, and on the
-one disk measured it was hardly faster than buffered writes (0.9 to 1.0 GB/s either way): it is for a
-store much larger than memory, whose writes should not push other pages out. Not the default.
+What was written is then not in memory, so reading it back soon costs five times as much, and on
+the one disk measured it was hardly faster than buffered writes (0.9 to 1.0 GB/s): it is for a store
+much larger than memory, whose writes should not push other pages out. Not the default.
 """
 
 from __future__ import annotations
