@@ -45,6 +45,9 @@ def test_a_nested_table_can_be_set_by_the_environment() -> None:
         ("", {"TIERKV_CACHE__BLOK": "1"}, "cache.blok"),
         ("", {"TIERKV_NODE__PORT": "x"}, "port"),
         ("[model]\nnum_heads = 3", {}, "multiple"),
+        ("[handoff]\nprefix = 'a b'", {}, "handoff.prefix"),
+        ("[handoff]\nprefix = 'a:b'", {}, "handoff.prefix"),
+        ("[handoff]\nblock_ttl_s = 1.0", {}, "block_ttl_s"),
     ],
 )
 def test_what_is_wrong_is_named(

@@ -37,7 +37,7 @@ from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
 from tierkv.sched.tiers import Tiers, TierStats, Watermarks
 from tierkv.sched.waiting import Limits
-from tierkv.storage.protocol import GetStatus, Store
+from tierkv.storage.protocol import GetStatus, Store, is_name
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO, StorageStats
 
@@ -114,6 +114,11 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("ticket_ttl_s", "publish_deadline_s", "claim_deadline_s", "lookup_deadline_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"handoff.{name} must be more than 0")
+        if not is_name(self.prefix) or ":" in self.prefix:
+            raise ConfigError(
+                f"handoff.prefix must be 1 to 64 letters, digits or ._-, and start with a letter or "
+                f"digit, not {self.prefix[:80]!r}"
+            )
         if self.block_ttl_s is not None and self.block_ttl_s < self.ticket_ttl_s:
             raise ConfigError("handoff.block_ttl_s must not be less than handoff.ticket_ttl_s")
 

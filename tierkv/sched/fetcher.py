@@ -75,7 +75,7 @@ class Fetcher:
         try:
             return await asyncio.shield(outcome)
         except asyncio.CancelledError:
-            outcome.add_done_callback(lambda done: done.result().release())
+            outcome.add_done_callback(_let_go)
             raise
 
     def _release(self, lease: Lease) -> None:
@@ -94,6 +94,10 @@ class Fetcher:
             progress.first_problem = GetOutcome(GetStatus.FAILED, "storage took too long")
         except StoreUnavailableError as error:
             progress.first_problem = GetOutcome(GetStatus.FAILED, str(error))
+        except BaseException:
+            # Nothing expected: it goes up and stops the service, and who waits hears of that.
+            outcome.cancel()
+            raise
         finally:
             self._finish_claims(progress)
         if progress.first_problem is not None and progress.first_problem.status in (
@@ -206,3 +210,9 @@ class Fetcher:
     def _finish_claims(self, progress: _Progress) -> None:
         for digest in progress.claimed:
             self._in_flight.pop(digest).set_result(None)
+
+
+def _let_go(outcome: asyncio.Future[Fetched]) -> None:
+    """What was fetched for a caller that has gone."""
+    if not outcome.cancelled():
+        outcome.result().release()
