@@ -116,8 +116,8 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise ConfigError(f"handoff.{name} must be more than 0")
         if not is_name(self.prefix) or ":" in self.prefix:
             raise ConfigError(
-                f"handoff.prefix must be 1 to 64 letters, digits or ._-, the first a letter or digit, "
-                f"not {self.prefix[:80]!r}"
+                "handoff.prefix must be 1 to 64 letters, digits or ._-, the first a letter or "
+                f"digit, not {self.prefix[:80]!r}"
             )
         if self.block_ttl_s is not None and self.block_ttl_s < self.ticket_ttl_s:
             raise ConfigError("handoff.block_ttl_s must not be less than handoff.ticket_ttl_s")
