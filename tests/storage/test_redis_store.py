@@ -53,7 +53,8 @@ def ends_within(seconds: float, *, after: float = 0.0) -> Iterator[None]:
     """The body takes so long in real time; half a second of grace for a busy machine."""
     started = time.monotonic()
     yield
-    assert after <= time.monotonic() - started <= seconds + 0.5
+    # The upper bound tells a deadline from redis-py's own 12 s, also on a busy machine.
+    assert after <= time.monotonic() - started <= seconds + 3.0
 
 
 async def refusal(url: str, settings: RedisSettings = PATIENT) -> str:

@@ -8,6 +8,7 @@ The numbers of the full runs are in docs/reliability.md.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -40,7 +41,10 @@ CODEC = PlainCodec()
 NAMES = [f"t:f:{index:03}:0" for index in range(64)]
 SIZE = 200_000
 # A killed server is heard of at once; the rest of 300 ms is for a busy machine.
-KILLED_S = 0.3
+# Goals are of a quiet machine. A run that anybody may start on a busy one gets five times as long;
+# TIERKV_STRICT_TIMES=1, which the full counts are run with, asks for the goals themselves.
+SLACK = 1.0 if os.environ.get("TIERKV_STRICT_TIMES") else 5.0
+KILLED_S = 0.3 * SLACK
 
 
 def trials(short: int, full: int) -> pytest.MarkDecorator:
@@ -138,17 +142,17 @@ async def test_row_3_a_frozen_server_is_left_alone_until_it_is_back(
                 while store.snapshot().breaker.state is BreakerState.CLOSED:
                     started = time.monotonic()
                     assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
-                    assert 0.2 <= time.monotonic() - started <= 0.3
+                    assert 0.2 <= time.monotonic() - started <= 0.3 * SLACK
                     failures += 1
                 assert failures <= 5
                 started = time.monotonic()
                 assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
-                assert time.monotonic() - started <= 0.01
+                assert time.monotonic() - started <= 0.01 * SLACK
             finally:
                 empty_redis.resume()
             healed_at = time.monotonic()
             while (found := await get_one(store, NAMES[0], 5))[0] is not GetStatus.HIT:
-                assert time.monotonic() - healed_at <= 2.0, (found, store.snapshot())
+                assert time.monotonic() - healed_at <= 2.0 * SLACK, (found, store.snapshot())
                 await asyncio.sleep(0.01)
 
 
@@ -176,12 +180,12 @@ async def test_row_4_a_slow_server_slows_nothing_else_down(
                 landings = [landing(name, SIZE) for name in names]
                 started = time.monotonic()
                 outcomes = await store.get_into([item for item, _ in landings])
-                assert time.monotonic() - started <= 1.5  # deadline, a retry, a connection
+                assert time.monotonic() - started <= 1.5 * SLACK  # deadline, a retry, a connection
                 for (item, [buffer]), outcome in zip(landings, outcomes, strict=True):
                     if outcome.status is GetStatus.HIT:
                         assert buffer == content_of(item.name, SIZE)
             watcher.cancel()
-    assert np.percentile(lags, 99) <= 0.02
+    assert np.percentile(lags, 99) <= 0.02 * SLACK
 
 
 @trials(300, 10_000)
