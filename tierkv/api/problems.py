@@ -92,7 +92,7 @@ async def problem_middleware(request: web.Request, handler: Handler) -> web.Stre
         return _known_problem(request, error)
     except ConnectionError:
         raise  # the client has gone: there is nobody to answer
-    except Exception:
+    except Exception:  # a bug of ours: the log gets the traceback, the client one clean answer
         log.exception("request %s to %s failed", request[REQUEST_ID], request.path)
         return problem(request, 500, "internal_error", "tierkv has a bug", _INTERNAL)
 
