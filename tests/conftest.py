@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 
 import hypothesis  # noqa: F401 - its pytest plugin imports it at the end of a run otherwise, where
+
 # the stack is so deep that CPython 3.11's parser fails with "AST constructor recursion depth"
 import pytest
 import uvloop
