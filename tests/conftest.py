@@ -6,9 +6,9 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterator
 
-import hypothesis  # noqa: F401 - its pytest plugin imports it at the end of a run otherwise, where
-
-# the stack is so deep that CPython 3.11's parser fails with "AST constructor recursion depth"
+# Its pytest plugin would import it at the end of a run, where the stack is so deep that CPython
+# 3.11's parser fails ("AST constructor recursion depth mismatch").
+import hypothesis  # noqa: F401
 import pytest
 import uvloop
 from blockbuster import BlockBuster
