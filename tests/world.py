@@ -19,8 +19,10 @@ from tierkv.cache.layout import Layout
 from tierkv.cache.tokens import pack
 from tierkv.clock import Clock, SystemClock
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import Matched, Request
-from tierkv.service import CacheSettings, HandoffSettings, Service
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store

@@ -5,20 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from enum import Enum
 
-import msgspec
-import numpy as np
-
-from tierkv.cache import invariants
+from tierkv import observe
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Names, Prompt
 from tierkv.cache.node import Tier
-from tierkv.cache.policies import EvictionKind, EvictionPolicy, make_policy
-from tierkv.cache.pool import BlockPool, PoolStats
+from tierkv.cache.pool import BlockPool
 from tierkv.cache.space import Space
-from tierkv.cache.write_policy import WritePolicy, WriteRule
+from tierkv.cache.write_policy import WriteRule
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import (
     ConfigError,
@@ -26,132 +21,26 @@ from tierkv.errors import (
     InvariantError,
     StoreUnavailableError,
 )
-from tierkv.gpu.protocol import Device, Direction, Event, HostSlots, Planes
+from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
+from tierkv.observe import Lookup, Stats
+from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
-from tierkv.pd.staging import NUM_GROUPS, STAGING_BLOCKS, Staging
+from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.staging import STAGING_BLOCKS, Staging
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.sched.explain import Explanation, explain
 from tierkv.sched.fetcher import Fetched, Fetcher
 from tierkv.sched.lifecycle import Lifecycle
 from tierkv.sched.request import Request, RequestSpec
-from tierkv.sched.scheduler import Scheduler, SchedulerStats
-from tierkv.sched.tiers import Tiers, TierStats, Watermarks
+from tierkv.sched.scheduler import Scheduler
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.tiers import Tiers
 from tierkv.sched.waiting import Limits
-from tierkv.storage.protocol import GetStatus, Store, is_name
+from tierkv.storage.protocol import Store
 from tierkv.transfer.mover import Mover
-from tierkv.transfer.storage_io import StorageIO, StorageStats
+from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.service")
-
-_CLAIM_ATTEMPTS = 3
-
-
-class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes and rules of the tiers.
-
-    host_write: when a block is copied to the host; storage_write: when it is stored.
-    fetch_deadline_s: how long a request waits for storage before it computes instead.
-    device_eviction, host_eviction: which blocks go first. *_low_watermark, *_high_watermark: shares
-        of a tier; with fewer free slots than the low one, blocks go ahead of need up to the high.
-    """
-
-    block_size: int = 16
-    device_blocks: int = 2048
-    host_blocks: int = 4096
-    host_write: WritePolicy = WritePolicy.SELECTIVE
-    host_after_hits: int = 2
-    storage_write: WritePolicy = WritePolicy.NONE
-    storage_after_hits: int = 2
-    background_copies: int = 4
-    fetch_deadline_s: float = 10.0
-    tenant: str = ""
-    device_eviction: EvictionKind = EvictionKind.LRU
-    host_eviction: EvictionKind = EvictionKind.LRU
-    device_low_watermark: float = 0.0
-    device_high_watermark: float = 0.0
-    host_low_watermark: float = 0.0
-    host_high_watermark: float = 0.0
-
-    def watermarks(self) -> tuple[Watermarks, Watermarks]:
-        return (
-            Watermarks(self.device_low_watermark, self.device_high_watermark),
-            Watermarks(self.host_low_watermark, self.host_high_watermark),
-        )
-
-    def policies(self) -> tuple[EvictionPolicy, EvictionPolicy]:
-        return (
-            make_policy(self.device_eviction, self.device_blocks),
-            make_policy(self.host_eviction, self.host_blocks),
-        )
-
-    def __post_init__(self) -> None:
-        self.watermarks()  # refuses what cannot be
-        for name, least in (
-            ("block_size", 1),
-            ("device_blocks", 1),
-            ("host_blocks", 1),
-            ("host_after_hits", 1),
-            ("storage_after_hits", 1),
-            ("background_copies", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"cache.{name} must be at least {least}")
-        if self.fetch_deadline_s <= 0:
-            raise ConfigError("cache.fetch_deadline_s must be more than 0")
-
-
-class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names and lifetimes in storage, and the deadlines of publish and claim, in seconds."""
-
-    prefix: str = "tierkv"
-    block_ttl_s: float | None = 86_400.0
-    ticket_ttl_s: float = 600.0
-    publish_deadline_s: float = 30.0
-    claim_deadline_s: float = 10.0
-    lookup_deadline_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in ("ticket_ttl_s", "publish_deadline_s", "claim_deadline_s", "lookup_deadline_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"handoff.{name} must be more than 0")
-        if not is_name(self.prefix) or ":" in self.prefix:
-            raise ConfigError(
-                "handoff.prefix must be 1 to 64 letters, digits or ._-, the first a letter or "
-                f"digit, not {self.prefix[:80]!r}"
-            )
-        if self.block_ttl_s is not None and self.block_ttl_s < self.ticket_ttl_s:
-            raise ConfigError("handoff.block_ttl_s must not be less than handoff.ticket_ttl_s")
-
-
-class Stats(msgspec.Struct, frozen=True):
-    """A snapshot of everything that is counted."""
-
-    device: PoolStats
-    host: PoolStats
-    running_requests: int
-    waiting_requests: int
-    requests: SchedulerStats
-    tiers: TierStats
-    storage: StorageStats | None
-    loaded_bytes: int
-    offloaded_bytes: int
-
-
-class Lookup(msgspec.Struct, frozen=True):
-    """Where a prompt's leading tokens are; disjoint, in order. storage_tokens: None if the store
-    did not answer."""
-
-    num_tokens: int
-    device_tokens: int
-    host_tokens: int
-    storage_tokens: int | None
-
-
-class ClaimPolicy(Enum):
-    """What a decode node does when not every token of a claimed prompt can be had."""
-
-    WHOLE = "whole"  # refuse, with the reason
-    RECOMPUTE = "recompute"  # load what there is and compute the rest
 
 
 class Service:
@@ -249,7 +138,8 @@ class Service:
         self._storage = storage
         self._staging = Staging(first_slot=settings.host_blocks)
         self.handoff: Handoff | None = None
-        if storage is not None:
+        self.claims: Claims | None = None
+        if storage is not None and self.fetcher is not None:
             self.handoff = Handoff(
                 self.tiers,
                 storage,
@@ -258,6 +148,12 @@ class Service:
                 self._staging,
                 ticket_ttl_s=self._handoff_settings.ticket_ttl_s,
                 producer=self._name,
+            )
+            self.claims = Claims(
+                self.handoff,
+                self.scheduler,
+                self.fetcher,
+                fetch_deadline_s=settings.fetch_deadline_s,
             )
         async with self.tiers.running():
             yield
@@ -394,32 +290,21 @@ class Service:
         With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which
         the engine computes. Raises HandoffError, its reason a ClaimProblem, and what admit does.
         """
-        handoff = self._handoff()
+        claims = self._claims()
         spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
-        self.scheduler.check(spec)
         if deadline_s is None:
             deadline_s = self._handoff_settings.claim_deadline_s
-        ticket = await handoff.wait_for_ticket(ticket_id, deadline_s=deadline_s)
-        handoff.check_prompt(ticket, prompt)
-        for attempts_left in reversed(range(_CLAIM_ATTEMPTS)):
-            fetched = await self._fetch(prompt)
-            request = await self.scheduler.admit(spec, fetched)
-            if request.cached_tokens == prompt.num_tokens or policy is ClaimPolicy.RECOMPUTE:
-                return request, ticket
-            self.end(request)
-            # What was fetched whole can be evicted while the request waits for its turn.
-            was_whole = fetched is not None and fetched.first_problem is None
-            if not was_whole or not attempts_left:
-                raise _incomplete(request, fetched)
-        raise AssertionError("the last attempt returns or raises")
+        return await claims.claim(spec, ticket_id, policy=policy, deadline_s=deadline_s)
 
     def _handoff(self) -> Handoff:
         if self.handoff is None:
-            raise HandoffError(
-                ClaimProblem.UNAVAILABLE.value,
-                "this node has no storage tier: set storage.url to hand prompts over",
-            )
+            raise _no_storage()
         return self.handoff
+
+    def _claims(self) -> Claims:
+        if self.claims is None:
+            raise _no_storage()
+        return self.claims
 
     # Looking
 
@@ -447,57 +332,15 @@ class Service:
         return explain(self.index, prompt, self.tiers.history)
 
     def stats(self) -> Stats:
-        return Stats(
-            device=self.tiers.pools[Tier.DEVICE].stats(),
-            host=self.tiers.pools[Tier.HOST].stats(),
-            running_requests=len(self.scheduler.running_requests),
-            waiting_requests=self.scheduler.num_waiting,
-            requests=self.scheduler.stats,
-            tiers=self.tiers.stats,
-            storage=self._storage.stats if self._storage else None,
-            loaded_bytes=self.mover.bytes_moved[Direction.LOAD],
-            offloaded_bytes=self.mover.bytes_moved[Direction.OFFLOAD],
-        )
+        return observe.stats(self.scheduler, self.mover, self._storage)
 
     def verify(self) -> list[str]:
         """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
-        scheduler = self.scheduler
-        requests = (*scheduler.running_requests, *scheduler.ending_requests)
-        private = [request.private_slots() for request in requests]
-        wrong = invariants.findings(
-            self.index,
-            self.tiers.pools,
-            {
-                Tier.DEVICE: np.concatenate(
-                    [self.tiers.lent_slots(Tier.DEVICE), *private]
-                ).tolist(),
-                Tier.HOST: self.tiers.lent_slots(Tier.HOST).tolist(),
-            },
-        )
-        is_idle = not (
-            private
-            or self.tiers.num_tasks
-            or self.scheduler.num_waiting
-            or self.mover.num_in_flight
-        )
-        if self.fetcher is not None and self.fetcher.num_held:
-            is_idle = False
-        num_leases = self.index.num_held_leases - self.tiers.pins.num_leases
-        if is_idle and num_leases:
-            wrong.append(f"nothing runs, but {num_leases} leases are out")
-        if is_idle and self._staging.num_free_groups != NUM_GROUPS:
-            wrong.append("nothing runs, but staging slots are still lent")
-        return wrong
+        return observe.verify(self.scheduler, self.mover, self.fetcher, self._staging)
 
 
-def _incomplete(request: Request, fetched: Fetched | None) -> HandoffError:
-    problem = fetched.first_problem if fetched else None
-    reason = {
-        GetStatus.DAMAGED: ClaimProblem.DAMAGED,
-        GetStatus.FAILED: ClaimProblem.UNAVAILABLE,
-    }.get(problem.status if problem else GetStatus.MISS, ClaimProblem.INCOMPLETE)
+def _no_storage() -> HandoffError:
     return HandoffError(
-        reason.value,
-        f"only {request.cached_tokens} of {request.prompt.num_tokens} prompt tokens could be "
-        f"loaded: {problem.reason if problem else 'no room'}",
+        ClaimProblem.UNAVAILABLE.value,
+        "this node has no storage tier: set storage.url to hand prompts over",
     )

@@ -22,7 +22,7 @@ from tierkv.api.server import bind, listening
 from tierkv.api.settings import NodeSection, NodeSettings, Role
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.service import CacheSettings
+from tierkv.sched.settings import CacheSettings
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 

@@ -14,13 +14,15 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
 from tierkv.refmodel.generation import GenerateRequest, Generation
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.sampling import Sampling, sample
 from tierkv.refmodel.text import encode
-from tierkv.service import CacheSettings, HandoffSettings, Service
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
 from tierkv.storage.protocol import Store
 
 BLOCK_SIZE = 16

@@ -21,9 +21,10 @@ from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError, OwnershipError
 from tierkv.gpu.protocol import Direction
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
+from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.ticket import ClaimProblem, Ticket
-from tierkv.service import ClaimPolicy, HandoffSettings
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
 

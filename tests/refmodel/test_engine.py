@@ -25,11 +25,11 @@ from tierkv.errors import (
 )
 from tierkv.gpu.cpu import CallerStream, CpuDevice
 from tierkv.gpu.protocol import Direction, Event
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.ticket import MAX_TICKET_BYTES, Ticket
 from tierkv.refmodel.engine import LOAD_FAILED
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.sampling import Sampling
-from tierkv.service import ClaimPolicy
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem

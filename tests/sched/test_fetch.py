@@ -11,7 +11,7 @@ from tests.storage.values import put_one
 from tests.world import World, fingerprint, world
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
-from tierkv.service import Lookup
+from tierkv.observe import Lookup
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
 

@@ -16,7 +16,9 @@ from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Planes
-from tierkv.service import CacheSettings, HandoffSettings, Service
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
 

@@ -12,10 +12,10 @@ from prometheus_client.registry import Collector
 import tierkv
 from tierkv.api.node import Node
 from tierkv.cache.pool import PoolStats
+from tierkv.observe import Stats
 from tierkv.pd.ticket import ClaimProblem
 from tierkv.refmodel.engine import LOAD_FAILED
 from tierkv.refmodel.generation import Generation
-from tierkv.service import Stats
 from tierkv.transfer.storage_io import StorageStats
 
 OPERATIONS = ("generate", "prefill", "decode")

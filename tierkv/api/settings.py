@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 
 from tierkv.errors import ConfigError
+from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings
-from tierkv.service import CacheSettings, HandoffSettings
+from tierkv.sched.settings import CacheSettings
 from tierkv.storage.factory import StoreSettings
 from tierkv.storage.file import FileSettings
 from tierkv.storage.memory import MemorySettings

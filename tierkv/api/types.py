@@ -9,11 +9,12 @@ from msgspec.structs import asdict
 
 from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError
+from tierkv.observe import Lookup
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.ticket import Ticket
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import encode
-from tierkv.service import ClaimPolicy, Lookup
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]

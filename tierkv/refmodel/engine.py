@@ -25,13 +25,14 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Event
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled, Run, Tokens1D
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.paged import Floats
 from tierkv.sched.request import Request
-from tierkv.service import ClaimPolicy, Service
+from tierkv.service import Service
 from tierkv.tasks import outlast, task_group
 
 log = logging.getLogger("tierkv.engine")

@@ -1,0 +1,82 @@
+"""What a service can tell about itself: counts, and a recount that finds what is wrong."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from tierkv.cache import invariants
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import PoolStats
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.staging import NUM_GROUPS, Staging
+from tierkv.sched.fetcher import Fetcher
+from tierkv.sched.scheduler import Scheduler, SchedulerStats
+from tierkv.sched.tiers import TierStats
+from tierkv.transfer.mover import Mover
+from tierkv.transfer.storage_io import StorageIO, StorageStats
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """A snapshot of everything that is counted."""
+
+    device: PoolStats
+    host: PoolStats
+    running_requests: int
+    waiting_requests: int
+    requests: SchedulerStats
+    tiers: TierStats
+    storage: StorageStats | None
+    loaded_bytes: int
+    offloaded_bytes: int
+
+
+class Lookup(msgspec.Struct, frozen=True):
+    """Where a prompt's leading tokens are; disjoint, in order. storage_tokens: None if the store
+    did not answer."""
+
+    num_tokens: int
+    device_tokens: int
+    host_tokens: int
+    storage_tokens: int | None
+
+
+def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None) -> Stats:
+    tiers = scheduler.tiers
+    return Stats(
+        device=tiers.pools[Tier.DEVICE].stats(),
+        host=tiers.pools[Tier.HOST].stats(),
+        running_requests=len(scheduler.running_requests),
+        waiting_requests=scheduler.num_waiting,
+        requests=scheduler.stats,
+        tiers=tiers.stats,
+        storage=storage.stats if storage else None,
+        loaded_bytes=mover.bytes_moved[Direction.LOAD],
+        offloaded_bytes=mover.bytes_moved[Direction.OFFLOAD],
+    )
+
+
+def verify(
+    scheduler: Scheduler, mover: Mover, fetcher: Fetcher | None, staging: Staging
+) -> list[str]:
+    """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
+    tiers, index = scheduler.tiers, scheduler.index
+    requests = (*scheduler.running_requests, *scheduler.ending_requests)
+    private = [request.private_slots() for request in requests]
+    wrong = invariants.findings(
+        index,
+        tiers.pools,
+        {
+            Tier.DEVICE: np.concatenate([tiers.lent_slots(Tier.DEVICE), *private]).tolist(),
+            Tier.HOST: tiers.lent_slots(Tier.HOST).tolist(),
+        },
+    )
+    is_busy = private or tiers.num_tasks or scheduler.num_waiting or mover.num_in_flight
+    if is_busy or (fetcher is not None and fetcher.num_held):
+        return wrong
+    num_leases = index.num_held_leases - tiers.pins.num_leases
+    if num_leases:
+        wrong.append(f"nothing runs, but {num_leases} leases are out")
+    if staging.num_free_groups != NUM_GROUPS:
+        wrong.append("nothing runs, but staging slots are still lent")
+    return wrong
