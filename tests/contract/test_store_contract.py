@@ -102,7 +102,8 @@ def module_cluster() -> Iterator[RedisCluster]:
 
 def local_ground(kind: str, root: Path) -> Ground:
     clock = TurnedClock()
-    settings = replace(SETTINGS, resilience=ResilienceSettings(negative_ttl_s=0.0, timeout_s=10.0))
+    patient = ResilienceSettings(negative_ttl_s=0.0, timeout_s=10.0, write_timeout_s=10.0)
+    settings = replace(SETTINGS, resilience=patient)
 
     def at(url: str) -> Store:
         return open_store(url, settings, clock)

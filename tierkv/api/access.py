@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from tierkv.errors import TierKVError
+
 
 class Access(IntEnum):
     """What a route needs and a caller has; each includes those before it."""
@@ -30,3 +32,20 @@ class Principal:
 
 # Who calls a node that asks nobody, which only listens on loopback or was told to be insecure.
 ANYONE = Principal("anyone", "", Access.ADMIN)
+# Who calls a public route: nobody was asked, so nobody is known.
+NOBODY = Principal("nobody", "", Access.PUBLIC)
+
+
+class UnauthenticatedError(TierKVError):
+    """The node does not know who calls: bring a token, or a certificate, that it knows.
+
+    was_given: there was a credential, but not a good one.
+    """
+
+    def __init__(self, message: str, *, was_given: bool = False) -> None:
+        super().__init__(message)
+        self.was_given = was_given
+
+
+class ForbiddenError(TierKVError):
+    """The node knows who calls, and this caller may not do this."""

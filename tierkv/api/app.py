@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from tierkv.api.access import Access
+from tierkv.api.auth import Guard, auth_middleware
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.problems import problem_middleware
-from tierkv.api.routes_status import StatusRoutes
-from tierkv.api.routes_work import WorkRoutes
+from tierkv.api.route import Route
+from tierkv.api.table import routes
 
+# Which row of the table a request's `match_info.route` is; a 404 or 405 has none.
+TABLE = web.AppKey("table", Mapping[web.AbstractRoute, Route])
 _NO_ROUTE = "none"
 
 
-def make_app(node: Node) -> web.Application:
-    """The application over a node, which must be running when the first request comes."""
+def make_app(node: Node, guard: Guard) -> web.Application:
+    """The application over a node, which must be running when the first request comes.
+
+    guard: knows who may call; it must be running too.
+    """
     metrics = Metrics(node)
     app = web.Application(
-        middlewares=[_counting(metrics), problem_middleware],
+        middlewares=[_counting(metrics), problem_middleware, auth_middleware(guard, _access_of)],
         client_max_size=node.settings.node.max_body_bytes,
     )
-    WorkRoutes(node, metrics).add_to(app.router)
-    StatusRoutes(node, metrics).add_to(app.router)
+    app[TABLE] = _register(routes(node, metrics), app.router)
     metrics.know_routes([_NO_ROUTE, *(one.canonical for one in app.router.resources())])
     app.on_response_prepare.append(_name_no_versions)
     return app
+
+
+def _register(table: list[Route], router: web.UrlDispatcher) -> Mapping[web.AbstractRoute, Route]:
+    registered: dict[web.AbstractRoute, Route] = {}
+    for row in table:
+        for method in ("GET", "HEAD") if row.method == "GET" else (row.method,):
+            registered[router.add_route(method, row.path, row.handler)] = row
+    return registered
+
+
+def _access_of(request: web.Request) -> Access:
+    row = request.app[TABLE].get(request.match_info.route)
+    return row.access if row else Access.READ  # a stranger does not learn what there is not
 
 
 def _counting(metrics: Metrics) -> Middleware:

@@ -9,7 +9,9 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from msgspec.structs import replace
 
+from tierkv.api.access import ForbiddenError, UnauthenticatedError
 from tierkv.api.bodies import (
     REQUEST_ID,
     REQUEST_ID_HEADER,
@@ -19,6 +21,7 @@ from tierkv.api.bodies import (
     first_id,
 )
 from tierkv.api.node import NotReadyError
+from tierkv.api.refusals import UnknownIdError, WrongStateError
 from tierkv.api.types import FieldError
 from tierkv.errors import (
     BadRequestError,
@@ -44,7 +47,10 @@ class WrongRoleError(BadRequestError):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """code: stable, for programs. reason: of a hand-off that failed, stable too."""
+    """code: stable, for programs. reason: of a hand-off that failed, stable too.
+
+    tier, needed, available: which one has no room, how many blocks were asked for and are there.
+    """
 
     title: str
     status: int
@@ -52,15 +58,22 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     code: str
     request_id: str
     reason: str | None = None
+    tier: str | None = None
+    needed: int | None = None
+    available: int | None = None
 
 
 # The first line whose class fits, so subclasses come before their bases.
-_ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
+ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
+    (UnauthenticatedError, 401, "unauthenticated", "This node must know who calls"),
+    (ForbiddenError, 403, "forbidden", "This caller may not do this"),
     (BodyError, 400, "malformed_body", "The body cannot be read"),
     (FieldError, 422, "invalid_body", "The body's fields are wrong"),
     (MediaTypeError, 415, "unsupported_media_type", "The body's type is not supported"),
     (BodyTimeoutError, 408, "body_timeout", "The body did not arrive in time"),
     (WrongRoleError, 409, "wrong_role", "Another node does this"),
+    (UnknownIdError, 404, "unknown_id", "There is nothing of this id"),
+    (WrongStateError, 409, "wrong_state", "This cannot be done now"),
     (DuplicateRequestError, 409, "duplicate_request", "This request is running already"),
     (RequestTooLargeError, 422, "request_too_large", "The request needs more than there is"),
     (BadRequestError, 400, "bad_request", "The request can never succeed"),
@@ -89,23 +102,55 @@ async def problem_middleware(request: web.Request, handler: Handler) -> web.Stre
     except web.HTTPException as error:
         return _http_problem(request, error)
     except TierKVError as error:
-        return _known_problem(request, error)
+        return known_problem(request, error)
     except ConnectionError:
         raise  # the client has gone: there is nobody to answer
     except Exception:  # a bug of ours: the log gets the traceback, the client one clean answer
         log.exception("request %s to %s failed", request[REQUEST_ID], request.path)
-        return problem(request, 500, "internal_error", "tierkv has a bug", _INTERNAL)
+        return internal_problem(request)
 
 
 _INTERNAL = "Something unexpected happened; the log of this node has the details."
 
 
-def _known_problem(request: web.Request, error: TierKVError) -> web.Response:
-    for kind, status, code, title in _ERRORS:
+def known_problem(request: web.Request, error: TierKVError) -> web.Response:
+    """The answer to an error of ours."""
+    for kind, status, code, title in ERRORS:
         if isinstance(error, kind):
-            reason = error.reason if isinstance(error, HandoffError) else None
-            return problem(request, status, code, title, str(error), reason=reason)
+            body = Problem(
+                title=title,
+                status=status,
+                detail=str(error),
+                code=code,
+                request_id=request[REQUEST_ID],
+            )
+            return _answer(_with_facts(body, error), _challenge(error))
     log.error("request %s failed: %s", request[REQUEST_ID], error, exc_info=error)
+    return internal_problem(request)
+
+
+def _with_facts(body: Problem, error: TierKVError) -> Problem:
+    """What an error of this kind carries besides its sentence, so that a client can raise it."""
+    if isinstance(error, HandoffError):
+        return replace(body, reason=error.reason)
+    if isinstance(error, OutOfBlocksError):
+        return replace(body, tier=error.tier, needed=error.needed, available=error.available)
+    return body
+
+
+def _challenge(error: TierKVError) -> dict[str, str]:
+    """The header that RFC 6750 asks for."""
+    if isinstance(error, UnauthenticatedError):
+        why = ', error="invalid_token"' if error.was_given else ""
+    elif isinstance(error, ForbiddenError):
+        why = ', error="insufficient_scope"'
+    else:
+        return {}
+    return {"WWW-Authenticate": f'Bearer realm="tierkv"{why}'}
+
+
+def internal_problem(request: web.Request) -> web.Response:
+    """The answer to what nobody expected; the log says more."""
     return problem(request, 500, "internal_error", "tierkv has a bug", _INTERNAL)
 
 
@@ -131,26 +176,24 @@ def problem(  # noqa: PLR0913 - the parts of one answer
     title: str,
     detail: str,
     *,
-    reason: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> web.Response:
     body = Problem(
-        title=title,
-        status=status,
-        detail=detail,
-        code=code,
-        request_id=request[REQUEST_ID],
-        reason=reason,
+        title=title, status=status, detail=detail, code=code, request_id=request[REQUEST_ID]
     )
-    all_headers = {REQUEST_ID_HEADER: request[REQUEST_ID], **(headers or {})}
-    if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
+    return _answer(body, headers or {})
+
+
+def _answer(body: Problem, headers: Mapping[str, str]) -> web.Response:
+    all_headers = {REQUEST_ID_HEADER: body.request_id, **headers}
+    if body.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
         all_headers["Retry-After"] = str(_RETRY_AFTER_S)
     response = web.Response(
         body=msgspec.json.encode(body),
-        status=status,
+        status=body.status,
         content_type=PROBLEM_JSON,
         headers=all_headers,
     )
-    if status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+    if body.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         response.force_close()  # the rest of the body is not read
     return response

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 import tierkv
 from tierkv.api import bodies
+from tierkv.api.access import Access
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Health, Node, NotReadyError
+from tierkv.api.route import Route
 from tierkv.api.types import PartHealth, ReadyAnswer, VerifyAnswer, VersionAnswer
+from tierkv.observe import Stats
+
+
+def _ready(path: str, handler: Handler) -> Route:
+    return Route(
+        method="GET",
+        path=path,
+        handler=handler,
+        access=Access.PUBLIC,
+        summary="Tell whether the node takes requests: 200 ok or degraded, else 503.",
+        answer=ReadyAnswer,
+        query=(("verbose", bool),),
+    )
 
 
 class StatusRoutes:
@@ -16,14 +32,50 @@ class StatusRoutes:
         self._node = node
         self._metrics = metrics
 
-    def add_to(self, router: web.UrlDispatcher) -> None:
-        router.add_get("/livez", self.live)
-        router.add_get("/readyz", self.ready)
-        router.add_get("/healthz", self.ready)
-        router.add_get("/version", self.version)
-        router.add_get("/metrics", self.metrics)
-        router.add_get("/v1/stats", self.stats)
-        router.add_get("/v1/verify", self.verify)
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="GET",
+                path="/livez",
+                handler=self.live,
+                access=Access.PUBLIC,
+                summary="Tell whether the process still turns.",
+                answer=ReadyAnswer,
+            ),
+            _ready("/readyz", self.ready),
+            _ready("/healthz", self.ready),
+            Route(
+                method="GET",
+                path="/version",
+                handler=self.version,
+                access=Access.PUBLIC,
+                summary="Tell version, role, and what two nodes that share must have equal.",
+                answer=VersionAnswer,
+            ),
+            Route(
+                method="GET",
+                path="/metrics",
+                handler=self.metrics,
+                access=Access.READ,
+                summary="Counters and gauges, for Prometheus.",
+            ),
+            Route(
+                method="GET",
+                path="/v1/stats",
+                handler=self.stats,
+                access=Access.READ,
+                summary="Everything that is counted.",
+                answer=Stats,
+            ),
+            Route(
+                method="GET",
+                path="/v1/verify",
+                handler=self.verify,
+                access=Access.ADMIN,
+                summary="Recount blocks and leases; what is wrong with them, in words.",
+                answer=VerifyAnswer,
+            ),
+        ]
 
     async def live(self, request: web.Request) -> web.Response:
         """An answer at all is the point: the event loop turns."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 from aiohttp import web
 
 from tierkv.api import bodies
+from tierkv.api.access import Access
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.problems import WrongRoleError
+from tierkv.api.route import Route
 from tierkv.api.settings import Role
+from tierkv.api.streaming import stream
 from tierkv.api.types import (
     DecodeAnswer,
     DecodeBody,
@@ -23,6 +27,7 @@ from tierkv.api.types import (
 )
 from tierkv.cache.keys import Prompt
 from tierkv.errors import HandoffError
+from tierkv.refmodel.generation import GenerateRequest, OnTokens
 
 T = TypeVar("T")
 
@@ -32,54 +37,118 @@ class WorkRoutes:
         self._node = node
         self._metrics = metrics
 
-    def add_to(self, router: web.UrlDispatcher) -> None:
-        router.add_post("/v1/generate", self.generate)
-        router.add_post("/v1/prefill", self.prefill)
-        router.add_post("/v1/decode", self.decode)
-        router.add_post("/v1/lookup", self.lookup)
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="POST",
+                path="/v1/generate",
+                handler=self.generate,
+                access=Access.WRITE,
+                summary="Generate with the reference model, from the cache as far as it goes.",
+                body=GenerateBody,
+                answer=GenerateAnswer,
+                is_stream=True,
+            ),
+            Route(
+                method="POST",
+                path="/v1/prefill",
+                handler=self.prefill,
+                access=Access.WRITE,
+                summary="Compute a prompt's first token and publish the prompt's blocks.",
+                body=PrefillBody,
+                answer=PrefillAnswer,
+                is_stream=True,
+            ),
+            Route(
+                method="POST",
+                path="/v1/decode",
+                handler=self.decode,
+                access=Access.WRITE,
+                summary="Claim a published prompt and go on generating.",
+                body=DecodeBody,
+                answer=DecodeAnswer,
+                is_stream=True,
+            ),
+            Route(
+                method="POST",
+                path="/v1/lookup",
+                handler=self.lookup,
+                access=Access.READ,
+                summary="Tell where a prompt's leading tokens are cached.",
+                body=LookupBody,
+                answer=LookupAnswer,
+            ),
+        ]
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         async with self._node.work():
             body = await self._read(request, GenerateBody)
-            request_id = bodies.name_request(request, body.request_id)
-            generation = await self._node.engine.generate(body.job(request_id))
-        self._metrics.observe("generate", generation)
-        return bodies.answer(request, GenerateAnswer.of(request_id, generation))
+            job = body.job(bodies.name_request(request, body.request_id))
+            if not body.stream:
+                return bodies.answer(request, await self._generate(job))
 
-    async def prefill(self, request: web.Request) -> web.Response:
+        async def work(on_tokens: OnTokens) -> GenerateAnswer:
+            async with self._node.work():
+                return await self._generate(replace(job, on_tokens=on_tokens))
+
+        return await stream(request, work)
+
+    async def _generate(self, job: GenerateRequest) -> GenerateAnswer:
+        generation = await self._node.engine.generate(job)
+        self._metrics.observe("generate", generation)
+        return GenerateAnswer.of(job.request_id, generation)
+
+    async def prefill(self, request: web.Request) -> web.StreamResponse:
         self._check_role(Role.PREFILL, has_it=self._node.settings.node.role.prefills)
         async with self._node.work():
             body = await self._read(request, PrefillBody)
-            request_id = bodies.name_request(request, body.request_id)
-            ticket_id = request_id
+            job = body.job(bodies.name_request(request, body.request_id))
+            ticket_id = job.request_id
             if body.ticket_id is not None:
                 ticket_id = bodies.check_id(body.ticket_id, "ticket_id")
-            try:
-                prefilled = await self._node.engine.prefill(body.job(request_id), ticket_id)
-            except HandoffError as error:
-                self._metrics.count_handoff_failure("publish", error.reason)
-                raise
-        self._metrics.observe("prefill", prefilled.generation)
-        return bodies.answer(request, PrefillAnswer.of_prefill(request_id, prefilled))
+            if not body.stream:
+                return bodies.answer(request, await self._prefill(job, ticket_id))
 
-    async def decode(self, request: web.Request) -> web.Response:
+        async def work(on_tokens: OnTokens) -> PrefillAnswer:
+            async with self._node.work():
+                return await self._prefill(replace(job, on_tokens=on_tokens), ticket_id)
+
+        return await stream(request, work)
+
+    async def _prefill(self, job: GenerateRequest, ticket_id: str) -> PrefillAnswer:
+        try:
+            prefilled = await self._node.engine.prefill(job, ticket_id)
+        except HandoffError as error:
+            self._metrics.count_handoff_failure("publish", error.reason)
+            raise
+        self._metrics.observe("prefill", prefilled.generation)
+        return PrefillAnswer.of_prefill(job.request_id, prefilled)
+
+    async def decode(self, request: web.Request) -> web.StreamResponse:
         self._check_role(Role.DECODE, has_it=self._node.settings.node.role.decodes)
         async with self._node.work():
             body = await self._read(request, DecodeBody)
-            request_id = bodies.name_request(request, body.request_id)
-            ticket_id = bodies.check_id(body.ticket_id, "ticket_id")
-            try:
-                generation, ticket = await self._node.engine.decode(
-                    body.job(request_id),
-                    ticket_id,
-                    policy=body.policy,
-                    deadline_s=body.deadline_s,
-                )
-            except HandoffError as error:
-                self._metrics.count_handoff_failure("claim", error.reason)
-                raise
+            job = body.job(bodies.name_request(request, body.request_id))
+            bodies.check_id(body.ticket_id, "ticket_id")
+            if not body.stream:
+                return bodies.answer(request, await self._decode(job, body))
+
+        async def work(on_tokens: OnTokens) -> DecodeAnswer:
+            async with self._node.work():
+                return await self._decode(replace(job, on_tokens=on_tokens), body)
+
+        return await stream(request, work)
+
+    async def _decode(self, job: GenerateRequest, body: DecodeBody) -> DecodeAnswer:
+        try:
+            generation, ticket = await self._node.engine.decode(
+                job, body.ticket_id, policy=body.policy, deadline_s=body.deadline_s
+            )
+        except HandoffError as error:
+            self._metrics.count_handoff_failure("claim", error.reason)
+            raise
         self._metrics.observe("decode", generation)
-        return bodies.answer(request, DecodeAnswer.of_ticket(request_id, generation, ticket))
+        return DecodeAnswer.of_ticket(job.request_id, generation, ticket)
 
     async def lookup(self, request: web.Request) -> web.Response:
         async with self._node.work():

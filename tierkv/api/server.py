@@ -1,35 +1,29 @@
-"""Runs a node as a process: binds its address, serves, and ends in order on a signal."""
+"""Runs a node as a process: binds its addresses, serves, and ends in order on a signal."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import uvloop
-from aiohttp import web
 from msgspec.structs import replace
 
 from tierkv.api.app import make_app
+from tierkv.api.auth import Guard
+from tierkv.api.connections import Limits, serving
+from tierkv.api.listen import bind, is_loopback, make_room_for, open_listeners, url_of
 from tierkv.api.node import Node
-from tierkv.api.settings import NodeSection, NodeSettings
-from tierkv.errors import ConfigError
+from tierkv.api.settings import NodeSettings
+from tierkv.api.tls import server_tls
+
+__all__ = ["bind", "listening", "run", "serve", "url_of"]
 
 log = logging.getLogger("tierkv.server")
-
-_BACKLOG = 1024
-_LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
-_LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
-_WHY_NOT = {
-    errno.EADDRINUSE: "is taken by another process",
-    errno.EACCES: "needs rights that this process does not have",
-    errno.EADDRNOTAVAIL: "is not an address of this machine",
-}
 
 
 def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
@@ -38,14 +32,24 @@ def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
     announce: called with the URL once the node answers there.
     Raises a TierKVError whose sentence says what to correct, with nothing left open.
     """
-    with bind(settings.node) as listener:
-        port: int = listener.getsockname()[1]
-        settings = replace(settings, node=replace(settings.node, port=port))
-        uvloop.run(serve(Node(settings), listener, announce))
+    make_room_for(settings.node.max_connections)
+    with open_listeners(settings.node, asks_callers=bool(settings.auth.file)) as listeners:
+        if settings.node.listens_tcp:
+            port: int = listeners[0].getsockname()[1]
+            settings = replace(settings, node=replace(settings.node, port=port))
+            _warn_of_plain_tokens(settings, listeners[0])
+        uvloop.run(serve(Node(settings), listeners, announce))
 
 
-async def serve(node: Node, listener: socket.socket, announce: Callable[[str], None]) -> None:
-    """Run `node` behind `listener` until a signal; then drain it.
+def _warn_of_plain_tokens(settings: NodeSettings, listener: socket.socket) -> None:
+    if settings.auth.file and not settings.tls.cert and not is_loopback(listener.getsockname()[0]):
+        log.warning("tokens come over the network unencrypted: set tls.cert, or put TLS in front")
+
+
+async def serve(
+    node: Node, listeners: list[socket.socket], announce: Callable[[str], None]
+) -> None:
+    """Run `node` behind `listeners` until a signal; then drain it.
 
     First it is unready and takes no more work; what runs may end within the grace time, and is
     cut off then; publishes under way end by themselves. A second signal cuts off all of it. The
@@ -60,7 +64,7 @@ async def serve(node: Node, listener: socket.socket, announce: Callable[[str], N
         stop.set()
 
     with _signals(on_signal):
-        async with listening(node, listener) as url, node.running():
+        async with listening(node, *listeners) as url, node.running():
             log.info("%s is ready at %s", node.name, url)
             announce(url)
             await stop.wait()
@@ -72,65 +76,25 @@ async def serve(node: Node, listener: socket.socket, announce: Callable[[str], N
 
 
 @asynccontextmanager
-async def listening(node: Node, listener: socket.socket) -> AsyncIterator[str]:
-    """Answers on `listener`; yields the URL of it."""
-    runner = web.AppRunner(
-        make_app(node),
-        access_log=None,
-        handler_cancellation=True,  # a client that has gone needs no tokens
-        lingering_time=_LINGER_S,
-        keepalive_timeout=node.settings.node.idle_timeout_s,
-        shutdown_timeout=_LAST_ANSWERS_S,
-    )
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
-        yield url_of(listener)
-    finally:
-        await runner.cleanup()
+async def listening(node: Node, *listeners: socket.socket) -> AsyncIterator[str]:
+    """Answers on `listeners`; yields the URL of the first.
 
-
-# Addresses
-
-
-def bind(settings: NodeSection) -> socket.socket:
-    """A socket bound to the settings' address, not listening yet.
-
-    Raises ConfigError if it cannot be had, or is not loopback and that is not allowed.
+    Raises ConfigError if the auth file or the certificate cannot be used.
     """
-    where = f"{settings.host}:{settings.port}"
-    try:
-        found = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"the host {settings.host!r} is not known: {error}") from error
-    # Of a name with several addresses, such as localhost, the first IPv4 one.
-    family, _, _, _, address = min(found, key=lambda one: one[0] is not socket.AF_INET)
-    if not settings.allow_insecure_bind and not _is_loopback(str(address[0])):
-        raise ConfigError(
-            f"{settings.host} can be reached from other machines, and tierkv does not ask who "
-            "calls: listen on 127.0.0.1, or, on a network that only you use, say --insecure"
-        )
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        why = _WHY_NOT.get(error.errno or 0, f"cannot be had: {error.strerror}")
-        raise ConfigError(f"the address {where} {why}: choose another with --port") from error
-    return listener
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    settings = node.settings
+    auth = settings.auth
+    guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
+    limits = Limits(
+        max_connections=settings.node.max_connections,
+        idle_timeout_s=settings.node.idle_timeout_s,
+        send_timeout_s=settings.node.send_timeout_s,
+    )
+    async with (
+        guard.running(),
+        server_tls(settings.tls) as tls,
+        serving(make_app(node, guard), listeners, limits=limits, tls=tls),
+    ):
+        yield url_of(listeners[0], has_tls=tls is not None)
 
 
 # Signals

@@ -48,9 +48,13 @@ class NodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain_grace_s: how long running requests may go on after SIGTERM.
     allow_insecure_bind: listen on other than loopback addresses although nobody is asked who they
         are; for a private network.
-    max_body_bytes: a longer request body is refused.
+    unix_socket: path of a socket to listen on as well; "" for none.
+    listens_tcp: False listens on the Unix socket only.
+    max_body_bytes: a longer request body is refused; counted after decompression.
+    max_connections: one more is answered with 503 and closed.
     idle_timeout_s: a connection that brings no complete request head for so long is closed.
     body_timeout_s: how long a request's body may take to arrive.
+    send_timeout_s: a client that takes nothing of its answer for so long is cut off.
     """
 
     role: Role = Role.BOTH
@@ -60,9 +64,13 @@ class NodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     port: int = 8100
     drain_grace_s: float = 20.0
     allow_insecure_bind: bool = False
+    unix_socket: str = ""
+    listens_tcp: bool = True
     max_body_bytes: int = 16 << 20
+    max_connections: int = 16_384
     idle_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
@@ -71,12 +79,49 @@ class NodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("node.host is empty: name an address, such as 127.0.0.1")
         if self.max_body_bytes < 1:
             raise ConfigError("node.max_body_bytes must be at least 1")
+        if self.max_connections < 1:
+            raise ConfigError("node.max_connections must be at least 1")
+        if not (self.listens_tcp or self.unix_socket):
+            raise ConfigError("without node.listens_tcp, node.unix_socket must name a path")
         if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
             raise ConfigError("node.drain_grace_s must be a number that is not negative")
-        for name in ("idle_timeout_s", "body_timeout_s"):
-            value: float = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"node.{name} must be a number above 0")
+        for name in ("idle_timeout_s", "body_timeout_s", "send_timeout_s"):
+            _check_above_zero(f"node.{name}", getattr(self, name))
+
+
+class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """file: who may call, as `tierkv token` writes it; "" asks nobody who they are.
+    reload_s: how often is looked whether it has changed."""
+
+    file: str = ""
+    reload_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_above_zero("auth.reload_s", self.reload_s)
+
+
+class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Paths of PEM files. cert: the node's own, with its chain; "" serves without TLS.
+
+    key: of cert, where it is not in the same file. client_ca: every client must bring a
+    certificate that one of these signed; "" asks for none. reload_s: how often is looked whether a
+    file has changed. The Unix socket is without TLS always.
+    """
+
+    cert: str = ""
+    key: str = ""
+    client_ca: str = ""
+    reload_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check_above_zero("tls.reload_s", self.reload_s)
+        if (self.key or self.client_ca) and not self.cert:
+            raise ConfigError("tls.key and tls.client_ca are of no use without tls.cert")
+
+
+def _check_above_zero(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be a number above 0")
 
 
 class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,11 +141,20 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The config file of `tierkv serve`: each field is a table in it."""
 
     node: NodeSection = NodeSection()
+    auth: AuthSection = AuthSection()
+    tls: TlsSection = TlsSection()
     cache: CacheSettings = CacheSettings()
     handoff: HandoffSettings = HandoffSettings()
     storage: StorageSection = StorageSection()
     model: ModelConfig = ModelConfig()
     engine: EngineSettings = EngineSettings()
+
+    def __post_init__(self) -> None:
+        if self.tls.client_ca and not self.auth.file:
+            raise ConfigError(
+                "tls.client_ca says whose certificates are asked for, and auth.file must say which "
+                "of them may do what"
+            )
 
 
 def default_storage_url(environ: Mapping[str, str]) -> str:

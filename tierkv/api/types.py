@@ -56,10 +56,14 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """use_cache: False computes every token and leaves nothing cached."""
+    """use_cache: False computes every token and leaves nothing cached.
+
+    stream: answer with tokens as server-sent events while they come.
+    """
 
     max_tokens: AtLeastOne = 32
     use_cache: bool = True
+    stream: bool = False
 
     def job(self, request_id: str) -> GenerateRequest:
         return GenerateRequest(
@@ -68,9 +72,13 @@ class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """ticket_id: what the decode node will ask for; the request's id if it is not given."""
+    """ticket_id: what the decode node will ask for; the request's id if it is not given.
+
+    stream: answer with the first token as soon as it is computed, before all is published.
+    """
 
     ticket_id: str | None = None
+    stream: bool = False
 
     def job(self, request_id: str) -> GenerateRequest:
         return GenerateRequest(request_id, self.packed(), 1, self.sampling())
@@ -79,13 +87,14 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
 class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prompt and sampling must be those that the prefill node was given.
 
-    deadline_s: how long to wait for the ticket.
+    deadline_s: how long to wait for the ticket. stream: answer with tokens while they come.
     """
 
     ticket_id: str
     max_tokens: AtLeastOne = 32
     policy: ClaimPolicy = ClaimPolicy.WHOLE
     deadline_s: Seconds | None = None
+    stream: bool = False
 
     def job(self, request_id: str) -> GenerateRequest:
         return GenerateRequest(request_id, self.packed(), self.max_tokens, self.sampling())

@@ -189,6 +189,7 @@ class ReferenceEngine:
                     ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token"
                 )
             run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
+            run.tell()
             await self._continue(run)
             return run.result(load_problem)
         finally:

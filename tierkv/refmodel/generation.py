@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from tierkv.refmodel.text import decode
 from tierkv.sched.request import Matched, Request
 
 Tokens1D = npt.NDArray[np.int32]
+OnTokens = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class GenerateRequest:
     tokens: the prompt, packed as `cache.tokens.pack` does.
     uses_cache: False computes every token and leaves nothing cached, as a node without a cache
         would; what other paths are compared with.
+    on_tokens: called on the loop after each step, with all tokens generated so far; with fewer
+        than the last time if cached tokens did not load and the run begins again. It must not
+        block or raise, and must not keep the list.
     Raises BadRequestError if the model has no such tokens, or none are to be generated.
     """
 
@@ -35,6 +40,7 @@ class GenerateRequest:
     max_tokens: int = 32
     sampling: Sampling = field(default_factory=Sampling)
     uses_cache: bool = True
+    on_tokens: OnTokens | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -106,6 +112,12 @@ class Run:
         self.tokens.append(sample(logits, self.job.sampling, position))
         if self.first_token is None:
             self.first_token = time.monotonic()
+        self.tell()
+
+    def tell(self) -> None:
+        """Let who listens know of all tokens there are."""
+        if self.job.on_tokens is not None:
+            self.job.on_tokens(self.tokens)
 
     def result(self, load_problem: str | None) -> Generation:
         now = time.monotonic()

@@ -28,12 +28,14 @@ def advance(current: BreakerState, to: BreakerState) -> BreakerState:
 
 @dataclass(frozen=True, slots=True)
 class BreakerSnapshot:
-    """since: Unix time of the last change. reason: of the failure that opened it last."""
+    """since: Unix time of the last change. reason: of the failure that opened it last.
+    degraded_s: how long it has not been closed, all in all."""
 
     state: BreakerState
     since: float
     num_opened: int
     reason: str
+    degraded_s: float = 0.0
 
 
 class Breaker:
@@ -47,6 +49,8 @@ class Breaker:
         self._num_failures = 0
         self._num_opened = 0
         self._reason = ""
+        self._degraded_s = 0.0
+        self._opened_at = 0.0  # monotonic
 
     @property
     def is_closed(self) -> bool:
@@ -57,7 +61,11 @@ class Breaker:
         return self._reason
 
     def snapshot(self) -> BreakerSnapshot:
-        return BreakerSnapshot(self._state, self._since, self._num_opened, self._reason)
+        now = self._clock.monotonic()
+        degraded_s = self._degraded_s + (0.0 if self.is_closed else now - self._opened_at)
+        return BreakerSnapshot(
+            self._state, self._since, self._num_opened, self._reason, degraded_s
+        )
 
     def succeed(self) -> None:
         """An operation was answered; one that was begun before the breaker opened says nothing."""
@@ -73,6 +81,7 @@ class Breaker:
         if self._num_failures < self._failures_to_open:
             return False
         self._num_opened += 1
+        self._opened_at = self._clock.monotonic()
         self._move(BreakerState.OPEN)
         return True
 
@@ -83,6 +92,7 @@ class Breaker:
         """failure: why the probe was not answered; None if it was."""
         self._num_failures = 0
         if failure is None:
+            self._degraded_s += self._clock.monotonic() - self._opened_at
             self._move(BreakerState.CLOSED)
             return
         self._reason = failure

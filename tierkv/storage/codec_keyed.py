@@ -62,6 +62,45 @@ def codec_for(trust: Trust, key: bytes | None) -> Codec:
     return SignedCodec(key) if trust is Trust.SIGNED else SealedCodec(key)
 
 
+class TenantCodecs:
+    """A codec for each fingerprint, whose key is derived from one key of the deployment.
+
+    Tenant, model and adapter are in a fingerprint, and so each tenant has keys of its own: a value
+    of one is damaged for another, even if it is filed under the other's names.
+    """
+
+    def __init__(self, trust: Trust, key: bytes | None) -> None:
+        """key: 32 bytes that every node of the deployment has; None where none is needed.
+
+        Raises ConfigError as `codec_for` does, at once.
+        """
+        self._trust = trust
+        self._key = key
+        self._codecs: dict[str, Codec] = {}
+        codec_for(trust, key)
+
+    def __call__(self, fingerprint: str) -> Codec:
+        """fingerprint: the short form that stored names have in their second field."""
+        codec = self._codecs.get(fingerprint)
+        if codec is None:
+            key = self._key and _derive(self._key, b"tierkv tenant v1" + fingerprint.encode())
+            codec = self._codecs[fingerprint] = codec_for(self._trust, key)
+        return codec
+
+
+def parse_key(text: str) -> bytes:
+    """The 32 bytes that 64 hex digits stand for. Raises ConfigError, which does not repeat them."""
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(
+            f"a storage key is {2 * KEY_BYTES} hex digits: make one with `openssl rand -hex 32`"
+        )
+    return key
+
+
 def _missing(package: str) -> ConfigError:
     return ConfigError(f"the package {package} is not installed: install tierkv[untrusted]")
 

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -73,6 +74,9 @@ class FaultyStore:
     def cut_next_put(self, *lengths: int) -> None:
         """Keep only so many bytes of each of the next values written, and call it stored."""
         self._cuts.extend(lengths)
+
+    def notifier(self) -> Notifier:
+        return notifier_of(self._inner)
 
     @property
     def url(self) -> str:

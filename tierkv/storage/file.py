@@ -17,6 +17,8 @@ from tierkv.storage.file_direct import DirectWriter
 from tierkv.storage.file_room import Room
 from tierkv.storage.file_scratch import Scratch
 from tierkv.storage.file_values import ValueFiles
+from tierkv.storage.notify import Notifier
+from tierkv.storage.notify_file import FileNotifier
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -86,6 +88,9 @@ class FileStore:
         self._clock = clock
         self._threads = WorkerThreads(self.url, settings.num_threads)
         self._files: ValueFiles | None = None
+
+    def notifier(self) -> Notifier:
+        return FileNotifier(self._root)
 
     @property
     def url(self) -> str:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -56,6 +57,9 @@ class LayeredStore:
         self._came = asyncio.Event()
         self.num_near_hits = 0
         self.num_fills_dropped = 0
+
+    def notifier(self) -> Notifier:
+        return notifier_of(self._far)
 
     @property
     def url(self) -> str:

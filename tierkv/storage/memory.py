@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.buffers import copy_into
+from tierkv.storage.notify import Hub, Notifier
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -58,6 +59,10 @@ class MemoryStore:
         self._values: dict[str, _Value] = {}
         self._num_bytes = 0
         self._is_open = False
+        self._hub = Hub()
+
+    def notifier(self) -> Notifier:
+        return self._hub
 
     @property
     def url(self) -> str:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from redis.exceptions import RedisError
+
 from tierkv.clock import Clock
-from tierkv.errors import BadRequestError, StoreCorruptError
+from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.notify import Notifier
+from tierkv.storage.notify_redis import RedisNotifier
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -34,6 +39,8 @@ from tierkv.storage.redis_bulk import (
     question,
 )
 from tierkv.storage.redis_cluster import ClusterRouter
+from tierkv.storage.redis_connection import connection_factory
+from tierkv.storage.redis_lanes import RedisConnection
 from tierkv.storage.redis_node import (
     NAMES_PER_COMMAND,
     Access,
@@ -59,7 +66,8 @@ class RedisStore:
     """`Store` on Redis: a name is a key, a value a string, with PX for its time to live.
 
     Commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a cluster
-    ASKING and CLUSTER SLOTS), and for listings SCAN STRLEN PTTL.
+    ASKING and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints PUBLISH SUBSCRIBE
+    UNSUBSCRIBE on channels called like the names.
     """
 
     def __init__(self, url: RedisUrl, settings: RedisSettings, clock: Clock) -> None:
@@ -67,7 +75,11 @@ class RedisStore:
         self._settings = settings
         self._clock = clock
         self._router: Router | None = None
+        self._access: Access | None = None
         self.stats = WireStats()
+
+    def notifier(self) -> Notifier:
+        return RedisNotifier(self._connect_to_hear, self._tell, url=self.url)
 
     @property
     def url(self) -> str:
@@ -84,6 +96,7 @@ class RedisStore:
         login = Login(self._url.username, self._url.password, self._url.db)
         access = Access(self._settings, login, files, context, self.stats)
         router = _router(self._url, access, self._clock)
+        self._access = access
         async with router.running():
             for node in router.nodes():
                 await node.ask("PING")
@@ -163,6 +176,36 @@ class RedisStore:
             cursor = page.cursor
             if cursor is None:
                 return Usage(num_values, num_bytes)
+
+    async def _tell(self, topic: str, message: str) -> None:
+        await self._opened().nodes()[0].ask("PUBLISH", topic, message)
+
+    async def _connect_to_hear(self) -> RedisConnection:
+        """A connection to a server where every message arrives: any node of a cluster will do."""
+        access = self._access
+        if access is None:
+            raise StoreUnavailableError(f"{self.url} is closed")
+        failure: Exception = StoreUnavailableError(f"{self.url} has no servers")
+        addresses = list(self._url.addresses)
+        if self._url.setup is Setup.SENTINEL:
+            addresses = [await SentinelLocator(self._url, access).locate()]
+        random.shuffle(addresses)
+        for address in addresses:
+            make = connection_factory(
+                address,
+                access.login,
+                access.tls_files,
+                connect_timeout_s=access.settings.connect_timeout_s,
+            )
+            # In a thread: for each connection redis-py reads its own package's version.
+            connection = await asyncio.to_thread(make)
+            try:
+                await connection.connect()
+            except (RedisError, OSError) as error:
+                failure = error
+                continue
+            return connection
+        raise failure
 
     async def _carry_out(self, calls: Sequence[Call], lane: Lane) -> Sequence[Reply | Failure]:
         if self._router is None:

@@ -47,7 +47,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ResilienceSettings:
-    """timeout_s, slowest_bytes_per_s: an operation may take timeout_s and its bytes' time.
+    """timeout_s, slowest_bytes_per_s: a read may take timeout_s and its bytes' time. A little more
+        than the store's own deadline, whose errors say more.
+    write_timeout_s: the same of a batch of writes, for which no request waits but a hand-off, with
+        a deadline of its own.
     failures_to_open: failed operations in a row after which the store is left alone.
     probe_interval_s: how often it is then asked whether it is back.
     retries_per_operation: a budget, over all reads: 0.1 lets one read in ten be tried again.
@@ -59,7 +62,8 @@ class ResilienceSettings:
         ticket that is found ends it, since then somebody has written.
     """
 
-    timeout_s: float = 0.5
+    timeout_s: float = 0.3
+    write_timeout_s: float = 2.0
     slowest_bytes_per_s: float = 100e6
     failures_to_open: int = 5
     probe_interval_s: float = 1.0
@@ -73,7 +77,7 @@ class ResilienceSettings:
     negative_names: int = 65_536
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "slowest_bytes_per_s", "probe_interval_s"):
+        for name in ("timeout_s", "write_timeout_s", "slowest_bytes_per_s", "probe_interval_s"):
             value: float = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a number above 0, not {value}")
@@ -241,7 +245,7 @@ class ResilientStore:
     ) -> T:
         """One try of one read. judges: a normal return is a success for the breaker."""
         self._check_breaker()
-        deadline_s = self._deadline_s(num_bytes)
+        deadline_s = self._deadline_s(num_bytes, self._settings.timeout_s)
         with self._counted_waiting():
             await self._reading.acquire()
         try:
@@ -295,7 +299,8 @@ class ResilientStore:
         if self._clock.monotonic() < self._full_until:
             reason = f"{self.url} was full a moment ago"
             return [PutOutcome(PutStatus.FULL, reason)] * len(items)
-        deadline_s = self._deadline_s(sum(item.num_bytes for item in items))
+        num_bytes = sum(item.num_bytes for item in items)
+        deadline_s = self._deadline_s(num_bytes, self._settings.write_timeout_s)
         try:
             async with asyncio.timeout(deadline_s):
                 outcomes = await self.inner.put(items)
@@ -313,8 +318,8 @@ class ResilientStore:
 
     # The breaker
 
-    def _deadline_s(self, num_bytes: int) -> float:
-        return self._settings.timeout_s + num_bytes / self._settings.slowest_bytes_per_s
+    def _deadline_s(self, num_bytes: int, timeout_s: float) -> float:
+        return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
     def _check_breaker(self) -> None:
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)

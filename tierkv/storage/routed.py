@@ -31,9 +31,14 @@ class RoutedStore:
     time."""
 
     def __init__(self, routes: Mapping[str, Store], default: Store) -> None:
-        self._routes = dict(routes)
+        """routes: looked at anew by every operation; whoever changes it inside `running()` keeps
+        the stores in it running."""
+        self._routes = routes
         self._default = default
-        self._stores = tuple(dict.fromkeys((default, *self._routes.values())))
+
+    @property
+    def _stores(self) -> tuple[Store, ...]:
+        return tuple(dict.fromkeys((self._default, *self._routes.values())))
 
     @property
     def url(self) -> str:
@@ -45,6 +50,8 @@ class RoutedStore:
         return Capabilities(
             is_shared=all(one.is_shared for one in every),
             is_durable=all(one.is_durable for one in every),
+            has_ttl=all(one.has_ttl for one in every),
+            has_listing=all(one.has_listing for one in every),
         )
 
     def store_of(self, name: str) -> Store:
@@ -63,6 +70,8 @@ class RoutedStore:
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
+        if not self._routes:
+            return await self._default.exists(names)
         groups = self._groups(names)
         found = len(names)
         for store, indexes in groups.items():
@@ -95,16 +104,17 @@ class RoutedStore:
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """One store after the other."""
         index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
-        if not (index.isascii() and index.isdecimal() and int(index) < len(self._stores)):
+        stores = self._stores
+        if not (index.isascii() and index.isdecimal() and int(index) < len(stores)):
             raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
         values: MutableSequence[StoredValue] = []
-        for at in range(int(index), len(self._stores)):
-            page = await self._stores[at].list(prefix, limit=limit, cursor=inner or None)
+        for at in range(int(index), len(stores)):
+            page = await stores[at].list(prefix, limit=limit, cursor=inner or None)
             values += page.values
             inner = ""
             if page.cursor is not None:
                 return ListPage(tuple(values), f"{at}/{page.cursor}")
-            if len(values) >= limit and at + 1 < len(self._stores):
+            if len(values) >= limit and at + 1 < len(stores):
                 return ListPage(tuple(values), f"{at + 1}/")
         return ListPage(tuple(values), None)
 
@@ -123,6 +133,8 @@ class RoutedStore:
         items: Sequence[Item],
         ask: Callable[[Store, Sequence[Item]], Awaitable[Sequence[Outcome]]],
     ) -> list[Outcome]:  # type: ignore[valid-type]
+        if not self._routes:
+            return [*await ask(self._default, items)]
         groups = self._groups([item.name for item in items])
         results: dict[int, Outcome] = {}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tierkv.errors import StoreUnavailableError
+from tierkv.errors import StoreUnavailableError, TierKVError
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -27,6 +28,7 @@ from tierkv.storage.protocol import (
 )
 from tierkv.tasks import task_group
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 _NOTHING = "no store is attached"
 
@@ -173,7 +175,10 @@ async def _keep(attached: _Attached) -> None:
             attached.opened.set_result(None)
             await attached.is_detached.wait()
             await attached.is_idle.wait()
-    except StoreUnavailableError as error:
-        if attached.opened.done():
+    except TierKVError as error:
+        if not attached.opened.done():
+            attached.opened.set_exception(error)
+        elif attached.is_detached.is_set():
+            _log.warning("%s was detached and did not close well: %s", attached.store.url, error)
+        else:
             raise
-        attached.opened.set_exception(error)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from tierkv.cache.keys import Names, StoredKey
 from tierkv.cache.layout import Bytes1D, Layout
+from tierkv.cache.shards import Shard
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
-from tierkv.storage.codec import Codec, PlainCodec, ValueIdentity
+from tierkv.storage.codec import Codec, PlainCodec
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -24,6 +26,14 @@ from tierkv.storage.protocol import (
     Store,
 )
 from tierkv.storage.threads import WorkerThreads
+from tierkv.tasks import task_group
+from tierkv.transfer.storage_io_slices import Slice, Slices
+from tierkv.transfer.storage_io_touch import Toucher
+
+_MAX_FOUND = 65_536
+_WAITED_FOR = 1e9  # the worth of a block that somebody waits for
+_WORST_GET = (GetStatus.FAILED, GetStatus.DAMAGED, GetStatus.MISS)
+_WORST_PUT = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED)
 
 
 @dataclass(slots=True)
@@ -40,12 +50,27 @@ class StorageStats:
     failed_writes: int = 0
 
 
+@dataclass(slots=True)
+class _Read:
+    """One value on its way into a slot, or into a buffer from which slots are assembled."""
+
+    at: int  # which of the keys
+    shard: Shard
+    item: GetItem
+    header: bytearray
+    payload: Bytes1D
+    outcome: GetOutcome = GetOutcome(GetStatus.FAILED, "not asked for yet")
+
+
 class StorageIO:
     """One fingerprint's blocks in one store. Concurrency and deadlines of single operations are
     the store's; the deadline of a whole question is the caller's.
 
     block_ttl_s: how long a stored block lives, None for as long as the store keeps it.
-    codec: how blocks become values; None for the one with a plain checksum.
+    touches_per_ttl: how often a block that is used may be told to the store, to live on.
+    codecs: how the blocks of a fingerprint, by its short form, become values; None for a plain
+        checksum.
+    slices: what this node holds of each block; None for all of it, in the slots of `host`.
     """
 
     def __init__(  # noqa: PLR0913 - a block needs all of them to become a value
@@ -57,121 +82,235 @@ class StorageIO:
         *,
         deadline_s: float,
         block_ttl_s: float | None,
-        codec: Codec | None = None,
+        touches_per_ttl: int = 0,
+        codecs: Callable[[str], Codec] | None = None,
+        slices: Slices | None = None,
     ) -> None:
         self.store = store
         self.names = names
+        self.slices = slices or Slices.whole(names, layout, host)
         self.stats = StorageStats()
-        self._layout = layout
-        self._host = host
         self._deadline_s = deadline_s
         self._block_ttl_s = block_ttl_s
-        self._codec = PlainCodec() if codec is None else codec
+        self._codecs = codecs or (lambda _: _PLAIN)
+        self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> size of who stored it
         # Checksums of 2 MiB blocks would stop the loop for 70 us each.
         self._checkers = WorkerThreads("storage I/O", 2)
+        self._toucher: Toucher | None = None
+        if block_ttl_s is not None and touches_per_ttl:
+            interval_s = block_ttl_s / touches_per_ttl
+            self._toucher = Toucher(store, ttl_s=block_ttl_s, interval_s=interval_s)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self._checkers.running():
+        async with self._checkers.running(), self._toucher.running() if (
+            self._toucher
+        ) else nullcontext():
             yield
 
+    # Looking
+
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
-        """How many of `keys`, from the first on, the store has. StoreUnavailableError if it does
-        not say so in time."""
+        """How many of `keys`, from the first on, the store has whole, all ranks' slices of each.
+        StoreUnavailableError if it does not say so in time."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self.store.exists([self.names.name(key) for key in keys])
+                return await self._count_present(keys)
         except TimeoutError as error:
             raise StoreUnavailableError(
                 f"{self.store.url} did not answer within {self._deadline_s:g} s"
             ) from error
 
+    async def _count_present(self, keys: Sequence[StoredKey]) -> int:
+        at, size = 0, self.slices.size
+        while True:
+            names = [name for key in keys[at:] for name in self.slices.names_of(key, size)]
+            found = await self.store.exists(names) // size
+            self._note_found(keys[at : at + found], size)
+            at += found
+            if at == len(keys) or not self.slices.peer_sizes:
+                return at
+            other = await self._size_of(keys[at], size)
+            if other is None:
+                return at
+            size = other
+
+    async def _size_of(self, key: StoredKey, tried: int) -> int | None:
+        """Of how many ranks a node has stored this block, one of `tried` aside."""
+        sizes = [n for n in (self.slices.size, *self.slices.peer_sizes) if n != tried]
+        counts: dict[int, int] = {}
+
+        async def ask(size: int) -> None:
+            counts[size] = await self.store.exists(self.slices.names_of(key, size))
+
+        async with task_group() as group:
+            for size in sizes:
+                group.create_task(ask(size))
+        return next((size for size in sizes if counts[size] == size), None)
+
+    def _note_found(self, keys: Sequence[StoredKey], size: int) -> None:
+        for key in keys:
+            if self._toucher is not None:
+                self._toucher.used(self.slices.names_of(key, size))
+            if size == self.slices.size:
+                self._found.pop(key.digest, None)
+                continue
+            self._found[key.digest] = size
+            while len(self._found) > _MAX_FOUND:
+                self._found.popitem(last=False)
+
+    # Fetch
+
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
         """Bring blocks into host slots, which stay the caller's until this returns.
 
-        HIT means that length, key, layout and checksum are right. A damaged value is deleted.
+        HIT means that length, key, layout and checksum are right, of every rank's slice. A damaged
+        value is deleted.
         """
-        array = self._host.array
-        headers = [bytearray(self._codec.header_bytes) for _ in keys]
-        payloads = [
-            array[slot][: self._layout.stored_bytes(key.num_tokens)]
-            for key, slot in zip(keys, slot_ids, strict=True)
+        sizes = [self._found.get(key.digest, self.slices.size) for key in keys]
+        reads = [
+            self._read(at, key, shard, int(slot))
+            for at, (key, slot, size) in enumerate(zip(keys, slot_ids, sizes, strict=True))
+            for shard in self.slices.sources(size)
         ]
-        outcomes = await self.store.get_into(
-            [
-                GetItem(self.names.name(key), (memoryview(header), payload.data))
-                for key, header, payload in zip(keys, headers, payloads, strict=True)
-            ]
-        )
-        outcomes = await self._checkers.run(
-            lambda: self._verify(keys, slot_ids, headers, payloads, outcomes)
-        )
-        damaged = [
-            self.names.name(key)
-            for key, outcome in zip(keys, outcomes, strict=True)
-            if outcome.status is GetStatus.DAMAGED
-        ]
+        outcomes = await self.store.get_into([read.item for read in reads])
+        for read, outcome in zip(reads, outcomes, strict=True):
+            read.outcome = outcome
+        blocks = await self._checkers.run(lambda: self._check(keys, slot_ids, sizes, reads))
+        damaged = [r.item.name for r in reads if r.outcome.status is GetStatus.DAMAGED]
         if damaged:
             with suppress(StoreUnavailableError):  # then it will be found damaged again
                 await self.store.delete(damaged)
-        self._count_reads(keys, outcomes)
-        return outcomes
+        self._count_reads(keys, blocks, reads)
+        return blocks
 
-    def _verify(
+    def _read(self, at: int, key: StoredKey, shard: Shard, slot: int) -> _Read:
+        if shard.size == self.slices.size:
+            payload = self.slices.parts[shard.rank].payload(slot, key.num_tokens)
+        else:
+            payload = np.empty(self.slices.layout(shard).stored_bytes(key.num_tokens), np.uint8)
+        header = bytearray(self._codec(key).header_bytes)
+        name = self.slices.names_of(key, shard.size)[shard.rank]
+        return _Read(at, shard, GetItem(name, (memoryview(header), payload.data)), header, payload)
+
+    def _check(
         self,
         keys: Sequence[StoredKey],
         slot_ids: Ids,
-        headers: Sequence[bytearray],
-        payloads: Sequence[Bytes1D],
-        outcomes: Sequence[GetOutcome],
+        sizes: Sequence[int],
+        reads: Sequence[_Read],
     ) -> list[GetOutcome]:
-        checked = list(outcomes)
-        for i, outcome in enumerate(outcomes):
-            if outcome.status is not GetStatus.HIT:
+        """What became of each block, which is in its slot if that is HIT."""
+        of_block: list[list[_Read]] = [[] for _ in keys]
+        for read in reads:
+            of_block[read.at].append(read)
+            key = keys[read.at]
+            if read.outcome.status is GetStatus.HIT:
+                identity = self.slices.identity(key, read.shard)
+                try:
+                    self._codec(key).decode(read.header, read.payload.data, identity)
+                except StoreCorruptError as error:
+                    read.outcome = GetOutcome(GetStatus.DAMAGED, str(error))
+        blocks = []
+        for key, slot, size, parts in zip(keys, slot_ids, sizes, of_block, strict=True):
+            blocks.append(_worst_get([read.outcome for read in parts]))
+            if blocks[-1].status is not GetStatus.HIT:
                 continue
-            key, payload = keys[i], payloads[i]
-            try:
-                self._codec.decode(headers[i], payload.data, self._identity(key))
-            except StoreCorruptError as error:
-                checked[i] = GetOutcome(GetStatus.DAMAGED, str(error))
-                continue
+            if size != self.slices.size:
+                payloads = {read.shard: read.payload for read in parts}
+                self.slices.assemble(int(slot), payloads, key.num_tokens)
             if key.is_tail:
-                self._layout.paste_tail(
-                    payload.copy(), self._host.array[slot_ids[i]], key.num_tokens
-                )
-        return checked
+                for part in self.slices.parts:
+                    payload = part.payload(int(slot), key.num_tokens).copy()
+                    part.layout.paste_tail(payload, part.host.array[slot], key.num_tokens)
+        return blocks
 
-    async def flush(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[PutOutcome]:
-        """Write host slots to the store, which stay as they are until this returns."""
-        items = await self._checkers.run(lambda: self._encode(keys, slot_ids))
-        outcomes = await self.store.put(items)
-        for item, outcome in zip(items, outcomes, strict=True):
-            if outcome.status is PutStatus.STORED:
-                self.stats.flushed_blocks += 1
-                self.stats.flushed_bytes += sum(memoryview(part).nbytes for part in item.parts)
-            elif outcome.status is PutStatus.EXISTED:
-                self.stats.skipped_blocks += 1
-            else:
-                self.stats.failed_writes += 1
-        return outcomes
-
-    def _encode(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[PutItem]:
-        items = []
-        for key, slot in zip(keys, slot_ids, strict=True):
-            payload = self._layout.cut_tail(self._host.array[slot], key.num_tokens)
-            parts = self._codec.encode(np.ascontiguousarray(payload).data, self._identity(key))
-            items.append(PutItem(self.names.name(key), parts, ttl_s=self._block_ttl_s))
-        return items
-
-    def _identity(self, key: StoredKey) -> ValueIdentity:
-        return ValueIdentity(self._layout.digest, key.digest, key.num_tokens)
-
-    def _count_reads(self, keys: Sequence[StoredKey], outcomes: Sequence[GetOutcome]) -> None:
-        for key, outcome in zip(keys, outcomes, strict=True):
+    def _count_reads(
+        self, keys: Sequence[StoredKey], blocks: Sequence[GetOutcome], reads: Sequence[_Read]
+    ) -> None:
+        for key, outcome in zip(keys, blocks, strict=True):
             if outcome.status is GetStatus.HIT:
                 self.stats.fetched_blocks += 1
-                self.stats.fetched_bytes += self._layout.stored_bytes(key.num_tokens)
-            elif outcome.status is GetStatus.DAMAGED:
+                continue
+            self._found.pop(key.digest, None)  # whoever stored it, look again
+            if outcome.status is GetStatus.DAMAGED:
                 self.stats.damaged_blocks += 1
             elif outcome.status is GetStatus.FAILED:
                 self.stats.failed_reads += 1
+        hits = [r for r in reads if blocks[r.at].status is GetStatus.HIT]
+        self.stats.fetched_bytes += sum(len(read.payload) for read in hits)
+        if self._toucher is not None:
+            self._toucher.used(read.item.name for read in hits)
+
+    # Flush
+
+    async def flush(
+        self,
+        keys: Sequence[StoredKey],
+        slot_ids: Ids,
+        worth: Sequence[float] | None = None,
+    ) -> list[PutOutcome]:
+        """Write host slots to the store, which stay as they are until this returns.
+
+        worth: of each block; of writes that are too many for the store the least worth are
+            dropped. None: somebody waits for them.
+        """
+        values = [_WAITED_FOR] * len(keys) if worth is None else worth
+        items = await self._checkers.run(lambda: self._encode(keys, slot_ids, values))
+        outcomes = await self.store.put(items)
+        if self._toucher is not None:
+            answered = zip(items, outcomes, strict=True)
+            self._toucher.wrote(i.name for i, o in answered if o.status is PutStatus.STORED)
+            answered = zip(items, outcomes, strict=True)
+            self._toucher.used(i.name for i, o in answered if o.status is PutStatus.EXISTED)
+        size = self.slices.size
+        for item, outcome in zip(items, outcomes, strict=True):
+            if outcome.status is PutStatus.STORED:
+                self.stats.flushed_bytes += item.num_bytes
+        blocks = [_worst_put(outcomes[at : at + size]) for at in range(0, len(outcomes), size)]
+        for block in blocks:
+            if block.status is PutStatus.STORED:
+                self.stats.flushed_blocks += 1
+            elif block.status is PutStatus.EXISTED:
+                self.stats.skipped_blocks += 1
+            else:
+                self.stats.failed_writes += 1
+        return blocks
+
+    def _encode(
+        self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
+    ) -> list[PutItem]:
+        return [
+            self._item(key, part, int(slot), value)
+            for key, slot, value in zip(keys, slot_ids, worth, strict=True)
+            for part in self.slices.parts
+        ]
+
+    def _item(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem:
+        payload = part.layout.cut_tail(part.host.array[slot], key.num_tokens)
+        identity = self.slices.identity(key, part.shard)
+        value = self._codec(key).encode(np.ascontiguousarray(payload).data, identity)
+        name = self.slices.names_of(key, part.shard.size)[part.shard.rank]
+        return PutItem(name, value, ttl_s=self._block_ttl_s, worth=worth)
+
+    def _codec(self, key: StoredKey) -> Codec:
+        return self._codecs(key.space or self.names.fingerprint)
+
+
+_PLAIN = PlainCodec()
+
+
+def _worst_get(outcomes: Sequence[GetOutcome]) -> GetOutcome:
+    for status in _WORST_GET:
+        for outcome in outcomes:
+            if outcome.status is status:
+                return outcome
+    return outcomes[0]
+
+
+def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
+    for status in _WORST_PUT:
+        for outcome in outcomes:
+            if outcome.status is status:
+                return outcome
+    return outcomes[0]

@@ -1,0 +1,241 @@
+"""Connections of an HTTP server: how many, how long, how large, and an answer to what is no HTTP.
+
+aiohttp speaks HTTP; what is here is what it leaves to a proxy in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from uuid import uuid4
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+
+from tierkv.api.framing import framing_problem, overload_answer
+from tierkv.api.listen import BACKLOG
+
+log = logging.getLogger("tierkv.http")
+
+MAX_LINE_BYTES = 8_192
+MAX_FIELD_BYTES = 16_384  # another number than a line's: by it the two errors are told apart
+MAX_FIELDS = 100
+_LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
+_LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
+_REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
+_MAX_REFUSALS = 64  # at a time; more are just closed
+_TOO_MANY_FIELDS = "Too many headers received"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_connections: of all listeners together. idle_timeout_s: for a whole request head, and
+    for the TLS handshake. send_timeout_s: for a client to take anything of what is sent to it."""
+
+    max_connections: int
+    idle_timeout_s: float
+    send_timeout_s: float
+
+
+@asynccontextmanager
+async def serving(
+    app: web.Application,
+    listeners: Sequence[socket.socket],
+    *,
+    limits: Limits,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[None]:
+    """`app` answers on `listeners` while the body runs; TCP ones speak TLS if there is some."""
+    loop = asyncio.get_running_loop()
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,  # a client that has gone needs no tokens
+        shutdown_timeout=_LAST_ANSWERS_S,
+    )
+    await runner.setup()
+    handlers = runner.server
+    assert handlers is not None, "it has been set up"
+    counted = _Counted(limits)
+    servers: list[asyncio.Server] = []
+    try:
+        for listener in listeners:
+            is_unix = listener.family == socket.AF_UNIX
+            context = None if is_unix else tls
+            listen = loop.create_unix_server if is_unix else loop.create_server
+            servers.append(
+                await listen(
+                    lambda: Connection(handlers, loop, counted),
+                    sock=listener,
+                    backlog=BACKLOG,
+                    ssl=context,
+                    ssl_handshake_timeout=limits.idle_timeout_s if context else None,
+                )
+            )
+        yield
+    finally:
+        for server in servers:
+            server.close()
+        await runner.cleanup()
+
+
+class _Counted:
+    """How many connections there are, and how many of too many are being told so."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.num_open = 0
+        self.num_refused = 0
+
+
+class Connection(web.RequestHandler[web.Request]):
+    """One connection. Whatever comes over it, the answer is HTTP with problem+json, and the log
+    says in one line what was wrong."""
+
+    __slots__ = ("_counted", "_is_counted", "_sending")
+
+    def __init__(
+        self, manager: web.Server[web.Request], loop: asyncio.AbstractEventLoop, counted: _Counted
+    ) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type] - its own runner passes None as well
+            keepalive_timeout=counted.limits.idle_timeout_s,
+            lingering_time=_LINGER_S,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_FIELD_BYTES,
+            max_headers=MAX_FIELDS,
+        )
+        self._counted = counted
+        self._is_counted = False
+        self._sending: asyncio.TimerHandle | None = None
+
+    # How many
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        counted = self._counted
+        assert isinstance(transport, asyncio.Transport), "HTTP comes over a stream"
+        if counted.num_open >= counted.limits.max_connections:
+            _refuse(transport, counted)
+            return
+        counted.num_open += 1
+        self._is_counted = True
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._is_counted:
+            self._counted.num_open -= 1
+            self._is_counted = False
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    # How long: aiohttp closes what brings no whole head; this closes what takes no answer
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._sending is None:
+            self._sending = asyncio.get_running_loop().call_later(
+                self._counted.limits.send_timeout_s, self._give_up_sending
+            )
+
+    def resume_writing(self) -> None:
+        self._stop_clock()
+        super().resume_writing()
+
+    def _give_up_sending(self) -> None:
+        self._sending = None
+        if self.transport is not None:
+            log.info("a client took nothing of its answer in time, and is cut off")
+            self.transport.abort()
+
+    def _stop_clock(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+    # What is no HTTP
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp could not read, or an error of what goes around our own middlewares."""
+        request_id = uuid4().hex
+        if isinstance(exc, HttpProcessingError):
+            log.info("request %s is no HTTP: %s", request_id, _one_line(exc))
+            status = _status_of(exc)
+        else:
+            log.error("request %s failed", request_id, exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun already")
+        response = framing_problem(status, request_id)
+        response.force_close()
+        return response
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPException):  # raised before our middlewares: 417 of `Expect`
+            resp = framing_problem(resp.status, uuid4().hex)
+            resp.force_close()
+        return await super().finish_response(request, resp, start_time)
+
+    def log_exception(self, *args: object, **kw: object) -> None:
+        """What a client sends is not our bug, and gets one line; the rest gets its traceback."""
+        error = kw.get("exc_info")
+        if isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError)):
+            log.info("a connection broke off in a bad body: %s", type(error).__name__)
+        else:
+            super().log_exception(*args, **kw)
+
+
+def _status_of(error: HttpProcessingError) -> int:
+    if isinstance(error, LineTooLong):
+        is_line = MAX_LINE_BYTES in error.args
+        return (
+            HTTPStatus.REQUEST_URI_TOO_LONG
+            if is_line
+            else HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        )
+    if _TOO_MANY_FIELDS in error.message:
+        return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+    return HTTPStatus.BAD_REQUEST
+
+
+def _one_line(error: HttpProcessingError) -> str:
+    text = error.message.splitlines()[0][:120] if error.message else type(error).__name__
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+class _Refusal(asyncio.Protocol):
+    """Says 503 to one connection too many, and closes it when that has been read, or soon."""
+
+    def __init__(self, transport: asyncio.Transport, counted: _Counted) -> None:
+        self._counted = counted
+        counted.num_refused += 1
+        transport.write(overload_answer(uuid4().hex))
+        if transport.can_write_eof():
+            transport.write_eof()  # not close: what the client has sent unread would reset it all
+        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._timer.cancel()
+        self._counted.num_refused -= 1
+
+
+def _refuse(transport: asyncio.Transport, counted: _Counted) -> None:
+    log.info("there are %d connections: one more is refused", counted.num_open)
+    if counted.num_refused >= _MAX_REFUSALS:
+        transport.abort()
+        return
+    transport.set_protocol(_Refusal(transport, counted))

@@ -1,0 +1,55 @@
+"""Problems for what never becomes a request: bad HTTP, or a connection too many."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+from aiohttp import web
+
+from tierkv.api.bodies import REQUEST_ID_HEADER
+from tierkv.api.problems import PROBLEM_JSON, Problem
+
+# status: code, title, detail. Details name no bytes of the client: they may be anything.
+_PROBLEMS = {
+    400: ("malformed_request", "This is not HTTP", "The request's head or body cannot be read."),
+    414: ("uri_too_long", "The request line is too long", "Shorten the path and query."),
+    417: ("unknown_expectation", "Unknown expectation", "Of Expect, only 100-continue is known."),
+    431: ("headers_too_large", "The headers are too large", "Send fewer or shorter headers."),
+    500: ("internal_error", "tierkv has a bug", "The log of this node has the details."),
+    503: ("too_many_connections", "No more connections", "Close some, or ask another node."),
+}
+
+
+def framing_problem(status: int, request_id: str) -> web.Response:
+    """One of the statuses above, else 500."""
+    body = _body(status, request_id)
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=body.status,
+        content_type=PROBLEM_JSON,
+        headers={REQUEST_ID_HEADER: request_id},
+    )
+
+
+def overload_answer(request_id: str) -> bytes:
+    """A whole answer, for a connection that is not served."""
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    body = msgspec.json.encode(_body(status, request_id))
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
+        f"Content-Type: {PROBLEM_JSON}\r\n"
+        f"Content-Length: {len(body)}\r\n"
+        f"{REQUEST_ID_HEADER}: {request_id}\r\n"
+        "Retry-After: 1\r\n"
+        "Server: tierkv\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode("ascii") + body
+
+
+def _body(status: int, request_id: str) -> Problem:
+    if status not in _PROBLEMS:
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+    code, title, detail = _PROBLEMS[status]
+    return Problem(title=title, status=status, detail=detail, code=code, request_id=request_id)

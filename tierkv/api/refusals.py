@@ -1,0 +1,13 @@
+"""What the routes refuse for reasons of their own, each with a row among the problems."""
+
+from __future__ import annotations
+
+from tierkv.errors import BadRequestError
+
+
+class UnknownIdError(BadRequestError):
+    """There is nothing of this id, or it is another tenant's, which is told in the same words."""
+
+
+class WrongStateError(BadRequestError):
+    """What the id names is there, but this cannot be done with it now."""

@@ -1,0 +1,237 @@
+"""Calls between an engine's threads and the loop's: asked at once, answered later, picked up once.
+
+No lock is taken and nothing is waited for when an engine asks or polls: a lock that another thread
+holds would cost it the GIL, and up to a switch interval (5 ms) to get it back. Every step below is
+one operation on a dict or deque, which no other thread can cut in two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from enum import Enum
+from typing import Any, Generic, TypeVar, cast
+
+from tierkv.errors import GateTimeoutError, TierKVError
+
+T = TypeVar("T")
+
+
+class QueueFullError(TierKVError):
+    """So many calls are open already: take what has finished with `poll`, and ask again."""
+
+
+class AbortedError(TierKVError):
+    """The call was cancelled, or its request aborted, before there was a result."""
+
+
+class Answer(Enum):
+    READY = "ready"  # `result()` is there
+    ASK_AGAIN = "ask_again"  # not yet: look again in the next step
+    REFUSED = "refused"  # `error` says why; there will be no result
+
+
+class Call(Generic[T]):
+    """One question to the service. Any thread may look at it.
+
+    kind: the name of the method that made it. request_id: "" if it is about none.
+    """
+
+    __slots__ = ("_bell", "_callbacks", "_exchange", "_result", "answer", "error", "kind", "number",
+                 "request_id")  # fmt: skip
+
+    def __init__(self, exchange: Exchange, number: int, kind: str, request_id: str) -> None:
+        self.number = number
+        self.kind = kind
+        self.request_id = request_id
+        self.answer = Answer.ASK_AGAIN
+        self.error: TierKVError | None = None
+        self._result: T | None = None
+        self._exchange = exchange
+        self._bell: threading.Event | None = None
+        self._callbacks: deque[Callable[[], None]] = deque()
+
+    @property
+    def is_done(self) -> bool:
+        return self.answer is not Answer.ASK_AGAIN
+
+    def result(self) -> T:
+        """What came out. Raises `error` if it was refused, GateTimeoutError if it is not done."""
+        if self.answer is Answer.ASK_AGAIN:
+            raise GateTimeoutError(f"{self} is not done yet: ask again")
+        self._exchange.take(self)
+        if self.error is not None:
+            raise self.error
+        return cast("T", self._result)
+
+    def wait(self, timeout_s: float) -> T:
+        """Block this thread, not that of a loop, until there is a result. Raises GateTimeoutError
+        after `timeout_s`; the call itself goes on then."""
+        bell = threading.Event()
+        self.when_done(bell.set)
+        if not bell.wait(timeout_s):
+            raise GateTimeoutError(f"{self} was not done within {timeout_s:g} s")
+        return self.result()
+
+    async def finished(self) -> T:
+        """For an engine with an event loop of its own: the result, awaited on that loop. A cancel
+        ends the wait, not the call."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def tell() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(tell)
+
+        self.when_done(wake)
+        await done
+        return self.result()
+
+    def when_done(self, tell: Callable[[], None]) -> None:
+        """Call `tell` once there is an answer: here if there is one, on the loop's thread if not.
+        It must be quick and not raise."""
+        self._callbacks.append(tell)
+        if self.is_done:
+            self.run_callbacks()
+
+    def cancel(self) -> None:
+        """Give the call up, unless it is done. What it had taken is given back."""
+        self._exchange.cancel(self)
+
+    def settle(self, result: T | None, error: TierKVError | None) -> None:
+        """For the exchange."""
+        self._result = result
+        self.error = error
+        self.answer = Answer.READY if error is None else Answer.REFUSED
+        self.run_callbacks()
+
+    def run_callbacks(self) -> None:
+        """Each runs once, whichever thread comes first."""
+        while self._callbacks:
+            try:
+                tell = self._callbacks.popleft()
+            except IndexError:
+                return  # another thread took the last one
+            tell()
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.request_id!r}" if self.request_id else self.kind
+
+
+Work = Callable[[], Coroutine[Any, Any, Any]]
+
+
+class Exchange:
+    """All open calls: those pending, and those done that nobody has taken.
+
+    wake: tells the loop's thread to `take_work`; must not block. max_calls: more are refused.
+    """
+
+    def __init__(self, max_calls: int, wake: Callable[[], None]) -> None:
+        self.failure: TierKVError | None = None
+        self._max_calls = max_calls
+        self._wake = wake
+        self._numbers = itertools.count()
+        self._pending: dict[int, Call[Any]] = {}
+        self._finished: dict[int, Call[Any]] = {}
+        self._inbox: deque[tuple[Call[Any], Work]] = deque()
+        self._cancels: deque[int] = deque()
+        self._bell = threading.Event()
+
+    # The engine's side
+
+    def submit(self, kind: str, request_id: str, work: Work) -> Call[Any]:
+        """Ask. The call is refused at once, and never polled, if too many are open or the service
+        has ended."""
+        call: Call[Any] = Call(self, next(self._numbers), kind, request_id)
+        if self.failure is not None:
+            call.settle(None, self.failure)
+            return call
+        if len(self._pending) + len(self._finished) >= self._max_calls:
+            text = f"{self._max_calls} calls are open: poll() for what has finished, then ask again"
+            call.settle(None, QueueFullError(text))
+            return call
+        self._pending[call.number] = call
+        self._inbox.append((call, work))
+        self._wake()
+        if self.failure is not None:  # it ended meanwhile, and may not have seen this call
+            self.finish(call, error=self.failure)
+        return call
+
+    def poll(self) -> list[Call[Any]]:
+        """The calls that have finished and whose result nobody has taken, each once, in the order
+        in which they finished. Never blocks."""
+        if not self._finished:
+            return []
+        done = [call for call in list(self._finished.values()) if call.is_done]
+        return [call for call in done if self._finished.pop(call.number, None) is not None]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` would return something, or for `timeout_s`; whether it would."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._bell.clear()
+            if any(call.is_done for call in list(self._finished.values())):
+                return True
+            if not self._bell.wait(max(deadline - time.monotonic(), 0.0)):
+                return False
+
+    def take(self, call: Call[Any]) -> None:
+        self._finished.pop(call.number, None)
+
+    def cancel(self, call: Call[Any]) -> None:
+        if call.number in self._pending:
+            self._cancels.append(call.number)
+            self._wake()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._pending) + len(self._finished)
+
+    # The loop's side
+
+    def take_work(self) -> tuple[Call[Any], Work] | None:
+        """The next call, None if there is none now."""
+        return self._inbox.popleft() if self._inbox else None
+
+    def take_cancel(self) -> int | None:
+        """The number of the next call to be cancelled, None if there is none now."""
+        return self._cancels.popleft() if self._cancels else None
+
+    def finish(
+        self, call: Call[Any], *, result: object = None, error: TierKVError | None = None
+    ) -> None:
+        """Answer; of several answers the first counts. Any thread."""
+        if self._pending.pop(call.number, None) is None:
+            return
+        self._finished[call.number] = call  # before it is done, so that taking it removes it
+        call.settle(result, error)
+        self._bell.set()
+
+    def pending(self) -> list[Call[Any]]:
+        return list(self._pending.values())
+
+    def fail(self, error: TierKVError) -> None:
+        """Every pending call and every later one is refused with `error`. The first one counts."""
+        if self.failure is None:
+            self.failure = error
+        for call in self.pending():
+            self.finish(call, error=self.failure)
+        self._bell.set()
+
+    def fork(self, error: TierKVError) -> None:
+        """In a forked child, whose loop thread does not exist: refuse everything, touch no lock,
+        since a thread that is not here may have held it."""
+        self.failure = error
+        for call in self.pending():
+            call.answer, call.error = Answer.REFUSED, error
+        self._pending, self._finished = {}, {}
+        self._bell = threading.Event()

@@ -1,0 +1,1 @@
+"""`tierkv gateway`: one OpenAI-compatible address in front of prefill and decode nodes."""

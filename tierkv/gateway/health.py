@@ -1,0 +1,34 @@
+"""Asks every node whether it is ready, for as long as the gateway runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tierkv.gateway.calls import NodeCalls
+from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
+from tierkv.gateway.settings import HealthSection
+
+log = logging.getLogger("tierkv.gateway")
+
+
+async def keep_probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> None:
+    """Runs until it is cancelled."""
+    async with asyncio.TaskGroup() as tasks:
+        for node in nodes.all:
+            tasks.create_task(_probe(node, calls, settings), name=f"tierkv-probe-{node.url}")
+
+
+async def _probe(node: BackendNode, calls: NodeCalls, settings: HealthSection) -> None:
+    now = asyncio.get_running_loop().time
+    before: NodeState | None = None
+    while True:
+        if await calls.is_ready(node):
+            node.says_ready()
+        else:
+            node.says_unready()
+        state = node.state(now())
+        if state is not before:
+            log.info("node %s (%s) is %s", node.url, node.role.value, state.value)
+            before = state
+        await asyncio.sleep(settings.probe_interval_s)

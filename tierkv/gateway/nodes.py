@@ -1,0 +1,121 @@
+"""The nodes behind the gateway: who may get work, and how much each has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from tierkv.api.settings import Role
+from tierkv.errors import ConfigError
+from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
+
+_FIRST_RATE = 5_000.0  # prompt tokens a second, until a node has shown its own
+_LEARN = 0.3  # weight of the newest measurement
+
+
+class NodeState(Enum):
+    READY = "ready"
+    UNREADY = "unready"  # its probe says that it takes no work: it starts or drains
+    EJECTED = "ejected"  # it failed, and gets no work for a while
+
+
+class BackendNode:
+    """One node. Times are of a monotonic clock, in seconds.
+
+    outstanding_tokens: prompt tokens that are to be computed, or tokens to be generated there.
+    rate: prompt tokens a second, as measured.
+    """
+
+    def __init__(self, url: str, role: Role, settings: HealthSection) -> None:
+        self.url = url
+        self.role = role
+        self.outstanding_tokens = 0
+        self.running = 0
+        self.rate = _FIRST_RATE
+        self.num_failures = 0  # in a row
+        self.lives = 0  # how often it came back after a failure; what it held before may be gone
+        self._settings = settings
+        self._ejected_until = 0.0
+        self._is_ready = True
+
+    def state(self, now: float) -> NodeState:
+        if now < self._ejected_until:
+            return NodeState.EJECTED
+        return NodeState.READY if self._is_ready else NodeState.UNREADY
+
+    def has_failed(self, now: float) -> None:
+        """Leave it alone; the longer, the more often this has happened in a row."""
+        self.num_failures += 1
+        longest = self._settings.eject_most_s
+        # Failures of work that ran beside each other are one death, not many.
+        if now >= self._ejected_until:
+            doublings = min(self.num_failures - 1, 16)
+            self._ejected_until = now + min(self._settings.eject_s * 2**doublings, longest)
+
+    def has_worked(self) -> None:
+        self.num_failures = 0
+        self._ejected_until = 0.0
+
+    def says_ready(self) -> None:
+        """A probe was answered well."""
+        if self.num_failures:
+            self.lives += 1
+        self._is_ready = True
+        self._ejected_until = 0.0
+        self.num_failures = 0
+
+    def says_unready(self) -> None:
+        """It takes no work until a probe says otherwise."""
+        self._is_ready = False
+
+    def learn_rate(self, tokens: int, seconds: float) -> None:
+        if tokens > 0 and seconds > 0:
+            self.rate += _LEARN * (tokens / seconds - self.rate)
+
+    @contextmanager
+    def working(self, tokens: int) -> Iterator[None]:
+        """Counts a request of so many tokens while the body runs."""
+        self.running += 1
+        self.outstanding_tokens += tokens
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.outstanding_tokens -= tokens
+
+
+class Nodes:
+    """All nodes. Raises ConfigError if there is none, or one twice."""
+
+    def __init__(self, section: GatewaySection, health: HealthSection) -> None:
+        self.all = [
+            BackendNode(url, role, health)
+            for role, given in (
+                (Role.PREFILL, section.prefill),
+                (Role.DECODE, section.decode),
+                (Role.BOTH, section.both),
+            )
+            for url in urls_of(given)
+        ]
+        if not self.all:
+            raise ConfigError("a gateway needs nodes: give --prefill and --decode, or --both")
+        urls = [node.url for node in self.all]
+        if len(set(urls)) < len(urls):
+            raise ConfigError("the same node is given twice; for one that does both, give --both")
+
+    def prefilling(self) -> list[BackendNode]:
+        return [node for node in self.all if node.role.prefills]
+
+    def decoding(self) -> list[BackendNode]:
+        return [node for node in self.all if node.role.decodes]
+
+
+def usable(
+    nodes: Iterable[BackendNode], now: float, avoid: Iterable[BackendNode] = ()
+) -> list[BackendNode]:
+    """Those to choose from: the ready ones not to be avoided; if there are none, those that failed
+    and are not to be avoided, because a refused try costs less than a refused caller."""
+    left = [node for node in nodes if node not in set(avoid)]
+    ready = [node for node in left if node.state(now) is NodeState.READY]
+    return ready or [node for node in left if node.state(now) is NodeState.EJECTED]

@@ -1,0 +1,135 @@
+"""All settings of a gateway, one section for each part that has some."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from tierkv.errors import ConfigError
+
+_MAX_PORT = 65_535
+
+
+class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the gateway listens and which nodes are behind it.
+
+    prefill, decode, both: URLs of the nodes, a list or one text with spaces or commas between.
+    model: what the one model is called at /v1/models.
+    node_token: a bearer token for the nodes; belongs into the environment.
+    forward_authorization: hand the caller's own Authorization header on to the nodes, so that
+        these decide who it is and which tenant it works in; node_token is then for probes only.
+    allow_insecure_bind: listen on other than loopback addresses although the gateway asks nobody
+        who they are; not needed with forward_authorization, because the nodes ask.
+    drain_grace_s: how long running requests may go on after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    prefill: str | tuple[str, ...] = ()
+    decode: str | tuple[str, ...] = ()
+    both: str | tuple[str, ...] = ()
+    model: str = "tierkv-ref-tiny"
+    node_token: str = ""
+    forward_authorization: bool = False
+    allow_insecure_bind: bool = False
+    drain_grace_s: float = 30.0
+    max_body_bytes: int = 16 << 20
+    idle_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= _MAX_PORT:
+            raise ConfigError(f"gateway.port must be in 0..{_MAX_PORT}, not {self.port}")
+        if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
+            raise ConfigError("gateway.drain_grace_s must be a number that is not negative")
+        if self.max_body_bytes < 1:
+            raise ConfigError("gateway.max_body_bytes must be at least 1")
+        _all_above_zero("gateway", self, "idle_timeout_s", "body_timeout_s")
+
+
+class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the gateway takes at once.
+
+    max_running: prompts at the nodes; max_queued: more that wait here, above which callers get
+        429; queue_timeout_s: after waiting for so long they get 503.
+    max_batch: prompts of one call. max_attempts: how often a prompt is tried, at any nodes.
+    """
+
+    max_running: int = 64
+    max_queued: int = 256
+    queue_timeout_s: float = 15.0
+    max_batch: int = 32
+    max_attempts: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_batch", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"limits.{name} must be at least 1")
+        if self.max_queued < 0:
+            raise ConfigError("limits.max_queued must not be negative")
+        _all_above_zero("limits", self, "queue_timeout_s")
+
+
+class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long things may take, in seconds.
+
+    request_s: a prompt from its first attempt to its last token. connect_s: to reach a node.
+    first_token_s: until a node says anything to a prefill, claim or generate.
+    stall_s: between two tokens of a stream. lookup_s: the question who holds a prefix; who has
+        not answered by then is judged by what the gateway remembers.
+    hedge_s: a prefill that has no first token after so long, or after hedge_factor times what was
+        expected, is also given to another node; both publish the same bytes.
+    """
+
+    request_s: float = 600.0
+    connect_s: float = 2.0
+    first_token_s: float = 120.0
+    stall_s: float = 20.0
+    lookup_s: float = 0.1
+    hedge_s: float = 5.0
+    hedge_factor: float = 3.0
+
+    def __post_init__(self) -> None:
+        _all_above_zero("deadlines", self, *self.__struct_fields__)
+
+
+class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a node gets no work, in seconds.
+
+    probe_interval_s, probe_timeout_s: of asking /readyz. eject_s: after a failure a node gets no
+        work for so long, doubled with each further one, up to eject_most_s; a good probe ends it.
+    """
+
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 2.0
+    eject_s: float = 1.0
+    eject_most_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _all_above_zero("health", self, *self.__struct_fields__)
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The config file of `tierkv gateway`: each field is a table in it."""
+
+    gateway: GatewaySection = GatewaySection()
+    limits: LimitsSection = LimitsSection()
+    deadlines: DeadlineSection = DeadlineSection()
+    health: HealthSection = HealthSection()
+
+
+def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The URLs, without a slash at their ends. Raises ConfigError if one is none."""
+    several = given.replace(",", " ").split() if isinstance(given, str) else given
+    for url in several:
+        if not url.startswith(("http://", "https://")) or "@" in url:
+            raise ConfigError(f"{url!r} is not the URL of a node, such as http://127.0.0.1:8100")
+    return tuple(url.rstrip("/") for url in several)
+
+
+def _all_above_zero(section: str, settings: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        value: float = getattr(settings, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{section}.{name} must be a number above 0")

@@ -1,0 +1,142 @@
+"""What the tiers own: pools, tasks, slots in flight, listeners; and the stored keys of blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import numpy as np
+
+from tierkv.cache.history import History
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt, StoredKey, chain, keys_of, tail_digest
+from tierkv.cache.node import Node, Tier
+from tierkv.cache.pool import BlockPool, Ids
+from tierkv.cache.tokens import TOKEN_BYTES
+from tierkv.cache.write_policy import WriteRule
+from tierkv.sched.pins import Pins
+from tierkv.tasks import task_group
+from tierkv.transfer.mover import Mover
+from tierkv.transfer.storage_io import StorageIO
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counts since the start."""
+
+    evicted_device_blocks: int = 0
+    evicted_host_blocks: int = 0
+    forgotten_blocks: int = 0  # evicted from their last tier
+    offloaded_blocks: int = 0
+    skipped_offloads: int = 0  # no room on the host
+    failed_transfers: int = 0
+
+
+class Parts(TypedDict):
+    """What the tiers are made of. host_rule: when a device block is copied to the host;
+    storage_rule: when a host block is stored."""
+
+    index: Index
+    root_digest: bytes
+    device_pool: BlockPool
+    host_pool: BlockPool
+    mover: Mover
+    storage: StorageIO | None
+    host_rule: WriteRule
+    storage_rule: WriteRule
+
+
+class TierBooks:
+    """Pools and index, and who holds slots outside the index. Every copy runs in a task of this
+    object, under a lease of its own, and ends in bookkeeping whether or not anybody still waits."""
+
+    def __init__(self, **parts: Unpack[Parts]) -> None:
+        self.index = parts["index"]
+        self.root_digest = parts["root_digest"]
+        self.pools = {Tier.DEVICE: parts["device_pool"], Tier.HOST: parts["host_pool"]}
+        self.mover = parts["mover"]
+        self.storage = parts["storage"]
+        self.rules = {Tier.DEVICE: parts["host_rule"], Tier.HOST: parts["storage_rule"]}
+        self.stats = TierStats()
+        self.history = History()
+        self.pins = Pins(self.index, self.capacity_changed)
+        self._in_flight_slots: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self._changed = asyncio.Event()
+        self.num_tasks = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leaving waits for every copy under way."""
+        async with task_group() as self._tasks:
+            yield
+
+    async def next_change(self) -> None:
+        """Return after the next time slots may have become available."""
+        await self._changed.wait()
+
+    def on_capacity(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever slots may have become available."""
+        self._listeners.append(listener)
+
+    def capacity_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for listener in self._listeners:
+            listener()
+
+    def start(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Run `work` in a task that this object owns and waits for."""
+        assert self._tasks is not None, "the tiers are running"
+        self.num_tasks += 1
+        task = self._tasks.create_task(work, name=name)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, _: asyncio.Task[None]) -> None:
+        self.num_tasks -= 1
+        if not self.num_tasks:
+            self.capacity_changed()
+
+    # Slots that movements hold
+
+    def give(self, tier: Tier, slots: Ids) -> None:
+        if len(slots):
+            self.pools[tier].release(slots)
+            self.capacity_changed()
+
+    def lend(self, tier: Tier, slots: Ids) -> None:
+        """Note slots that a movement holds outside the index, so that `verify` finds an owner."""
+        self._in_flight_slots[tier].append(slots)
+
+    def unlend(self, tier: Tier, slots: Ids) -> None:
+        lent = self._in_flight_slots[tier]
+        del lent[next(i for i, other in enumerate(lent) if other is slots)]
+
+    def lent_slots(self, tier: Tier) -> Ids:
+        return np.concatenate([np.zeros(0, np.int32), *self._in_flight_slots[tier]])
+
+    # Stored keys
+
+    def keys_of(self, node: Node, first: int, stop: int) -> list[StoredKey]:
+        """The stored keys of path blocks [first, stop), a tail being the last of its path."""
+        size, space = self.index.block_size, node.space
+        digests = self.index.digests(node, node.start if node.is_tail else stop)
+        keys = [StoredKey(one, size, is_tail=False, space=space.name) for one in digests]
+        if node.is_tail:
+            parent = digests[-1] if digests else space.root_digest
+            digest = tail_digest(parent, node.tokens, node.extra(node.start))
+            tokens = len(node.tokens) // TOKEN_BYTES
+            keys.append(StoredKey(digest, tokens, is_tail=True, space=space.name))
+        return keys[first:stop]
+
+    def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:
+        """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""
+        match = self.index.match(prompt)
+        root = match.node.space.root_digest
+        digests = self.index.digests(match.node, match.num_blocks)
+        parent = digests[-1] if digests else root
+        return keys_of(root, prompt, digests + chain(parent, prompt, match.num_blocks))

@@ -1,0 +1,189 @@
+"""Blocks that running requests are computing right now, so that others may wait for them.
+
+A claim is found by where the next of its blocks hangs in the tree: who has matched up to there and
+goes on with the same block shares at least that one. Claims promise nothing: an owner may be slow,
+fail or leave, so every wait has an end of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierkv.cache.keys import Prompt
+from tierkv.cache.match import Match
+from tierkv.cache.node import Node
+from tierkv.cache.tokens import TOKEN_BYTES, common_tokens_at
+from tierkv.sched.estimate import HEDGE, Line
+
+_Key = tuple[str, int, bytes, bytes]  # space, node, extra keys and tokens of the next block
+_MAX_CAUTION = 6
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """Blocks [first, stop) of `prompt`, which its request computes. first grows with each commit.
+
+    begun: seconds on the loop's clock; from then on it computes. begun_at: the block it began with.
+    num_waiting: requests that wait for it.
+    """
+
+    prompt: Prompt
+    first: int
+    stop: int
+    begun: float
+    key: _Key
+    begun_at: int
+    is_over: bool = False
+    num_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """For a claim to reach block `stop`; for `patience_s` seconds at the most."""
+
+    claim: Claim
+    stop: int
+    patience_s: float
+
+    @property
+    def is_over(self) -> bool:
+        return self.claim.is_over or self.claim.first >= self.stop
+
+
+class Computing:
+    """All claims. on_progress: called when a claim has come further that somebody waits for.
+
+    prefill: seconds that computing takes, by tokens; as long as it is not known, nobody waits.
+    """
+
+    def __init__(self, prefill: Line, on_progress: Callable[[], None]) -> None:
+        self._prefill = prefill
+        self._on_progress = on_progress
+        self._claims: dict[_Key, list[Claim]] = {}
+        self._lost = 0  # waits in a row that came to nothing
+        self._skip = 0  # chances to wait that are passed by because of them
+        self.num_claims = 0
+
+    def claims(self) -> list[Claim]:
+        return [claim for claims in self._claims.values() for claim in claims]
+
+    def begin(self, node: Node, first: int, prompt: Prompt, now: float) -> Claim | None:
+        """A request starts to compute `prompt` from block `first` on, below `node`'s end; None if
+        there is no full block to compute."""
+        if first >= prompt.num_blocks:
+            return None
+        key = _key(node, first, prompt)
+        claim = Claim(prompt, first, prompt.num_blocks, now, key, first)
+        self._claims.setdefault(key, []).append(claim)
+        self.num_claims += 1
+        return claim
+
+    def advance(self, claim: Claim, node: Node, first: int) -> None:
+        """Its blocks up to `first` can be matched; `node` ends there."""
+        if claim.is_over or first <= claim.first:
+            return
+        if first >= claim.stop:
+            claim.first = first
+            self.end(claim)
+            return
+        self._remove(claim)
+        claim.first, claim.key = first, _key(node, first, claim.prompt)
+        self._claims.setdefault(claim.key, []).append(claim)
+        if claim.num_waiting:
+            self._on_progress()
+
+    def end(self, claim: Claim) -> None:
+        """Its request computes no more of it, for whatever reason. Twice is as good as once."""
+        if claim.is_over:
+            return
+        claim.is_over = True
+        self._remove(claim)
+        self.num_claims -= 1
+        if claim.num_waiting:
+            self._on_progress()
+
+    def _remove(self, claim: Claim) -> None:
+        claims = self._claims[claim.key]
+        claims.remove(claim)
+        if not claims:
+            del self._claims[claim.key]
+
+    def find(self, match: Match, prompt: Prompt, stop: int) -> tuple[Claim, int] | None:
+        """The claim that shares most of the prompt's blocks [match.num_blocks, stop), and up to
+        which block it does; None if there is none."""
+        at = match.num_blocks
+        if not self._claims or at >= stop or match.node.end != at:
+            return None
+        best: tuple[Claim, int] | None = None
+        for claim in self._claims.get(_key(match.node, at, prompt), ()):
+            shared = at + _shared(claim, prompt, at, min(stop, claim.stop))
+            if best is None or shared > best[1]:
+                best = claim, shared
+        return best
+
+    def worth_a_wait(self, match: Match, prompt: Prompt, stop: int, now: float) -> Wait | None:
+        """What to wait for instead of computing it again; None if that is not cheaper.
+
+        A wait that comes to nothing costs what its owner was expected to need still, which is less
+        than computing the same here, and HEDGE of the latter. After each such wait in a row twice
+        as many chances are passed by, so that owners who never deliver cost ever less.
+        """
+        if not self._claims or not self._prefill.is_known:
+            return None
+        found = self.find(match, prompt, stop)
+        if found is None:
+            return None
+        claim, shared = found
+        size = prompt.block_size
+        compute_s = self._prefill.seconds((shared - match.num_blocks) * size)
+        expected_s = self._prefill.seconds((shared - claim.begun_at) * size)
+        left_s = max(expected_s - (now - claim.begun), 0.0)
+        if left_s > compute_s:
+            return None
+        if self._skip:
+            self._skip -= 1
+            return None
+        return Wait(claim, shared, left_s + HEDGE * compute_s)
+
+    def note_wait(self, *, was_worth_it: bool) -> None:
+        if was_worth_it:
+            self._lost = self._skip = 0
+        else:
+            self._lost = min(self._lost + 1, _MAX_CAUTION)
+            self._skip = (1 << self._lost) - 1
+
+    def findings(self, num_running: int) -> list[str]:
+        """What is wrong with the claims, in words."""
+        claims = self.claims()
+        wrong = []
+        if len(claims) != self.num_claims:
+            wrong.append(f"{self.num_claims} blocks' claims are counted, {len(claims)} are listed")
+        if len(claims) > num_running:
+            wrong.append(f"{len(claims)} prompts are claimed as computing by {num_running} requests")
+        for key, listed in self._claims.items():
+            wrong.extend(
+                f"a claim of blocks {claim.first} to {claim.stop} is over but still listed"
+                for claim in listed
+                if claim.is_over
+            )
+            if any(claim.key != key for claim in listed):
+                wrong.append("a claim is listed where it does not belong")
+        return wrong
+
+
+def _key(node: Node, block: int, prompt: Prompt) -> _Key:
+    return node.space.name, node.uid, prompt.extra(block), prompt.block(block)
+
+
+def _shared(claim: Claim, prompt: Prompt, at: int, stop: int) -> int:
+    """How many full blocks from `at` on are the same in both prompts, at most up to `stop`."""
+    size = prompt.block_size
+    start = at * size * TOKEN_BYTES
+    most = (stop - at) * size
+    shared = common_tokens_at(claim.prompt.tokens, start, prompt.tokens, start, most) // size
+    if claim.prompt.extras or prompt.extras:
+        for block in range(at, at + shared):
+            if claim.prompt.extra(block) != prompt.extra(block):
+                return block - at
+    return shared

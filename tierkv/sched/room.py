@@ -1,0 +1,169 @@
+"""Makes room on a tier: quotas, watermarks, eviction. What must be copied first is copied first."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Unpack
+
+import numpy as np
+
+from tierkv.cache.index import runs_of
+from tierkv.cache.node import Node, Tier
+from tierkv.cache.pool import Ids
+from tierkv.cache.space import Space
+from tierkv.cache.states import CopyState
+from tierkv.errors import ConfigError, OutOfBlocksError
+from tierkv.sched.books import Parts, TierBooks
+from tierkv.sched.planner import Step, plan_eviction, plan_room
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of a tier's slots. When fewer than `low` are free, blocks are evicted, and copied down
+    first where the rule says so, until `high` are: a burst then need not wait for copies."""
+
+    low: float = 0.0
+    high: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high < 1:
+            raise ConfigError("watermarks: 0 <= low <= high < 1")
+
+
+class CopyDown(Enum):
+    """What became of a copy that must come before an eviction."""
+
+    STARTED = "started"
+    LATER = "later"  # room below is being made
+    IMPOSSIBLE = "impossible"
+
+
+class Room(TierBooks, ABC):
+    """Everything here is synchronous: it evicts, or starts the copies after which it can."""
+
+    def __init__(
+        self, watermarks: tuple[Watermarks, Watermarks] | None, **parts: Unpack[Parts]
+    ) -> None:
+        super().__init__(**parts)
+        self._watermarks = watermarks or (Watermarks(), Watermarks())
+        self._on_the_way = {Tier.DEVICE: 0, Tier.HOST: 0}
+
+    @abstractmethod
+    def _copy_down(self, tier: Tier, step: Step) -> CopyDown:
+        """Start the copy that must come before `step`'s blocks may leave `tier`."""
+
+    def is_making_room(self, tier: Tier) -> bool:
+        """Whether copies are under way after which slots of `tier` will be free."""
+        return self._on_the_way[tier] > 0
+
+    def take(self, tier: Tier, count: int, space: Space | None = None, *, reserved: int = 0) -> Ids:
+        """`count` slots of `tier`, evicting what may go. Raises OutOfBlocksError with none taken;
+        if copies that must come first have been started, `on_capacity` tells when to ask again.
+
+        space: whose quota they count in, together with `reserved` slots that are not in the index
+        yet. Who is over its quota evicts from its own.
+        """
+        if space is not None:
+            self._stay_within_quota(tier, space, count + reserved)
+        pool = self.pools[tier]
+        while True:
+            steps = plan_room(
+                self.index,
+                pool,
+                tier,
+                needed=count,
+                on_the_way=self._on_the_way[tier],
+                rule=self.rules[tier],
+            )
+            if not steps or not self._make_room(tier, steps):
+                break
+        slots = pool.allocate(count)
+        self._keep_free(tier)
+        return slots
+
+    def _stay_within_quota(self, tier: Tier, space: Space, count: int) -> None:
+        """Let `space` have `count` more. Raises OutOfBlocksError if what it holds is in the way."""
+        quota, order = space.quota[tier], self.index.own_order(space, tier)
+        if quota is None or order is None:
+            return
+        while (excess := space.used[tier] + count - quota) > 0:
+            is_possible = excess <= order.num_unheld
+            steps = plan_eviction(order, tier, excess, self.rules[tier]) if is_possible else []
+            if not steps or not self._make_room(tier, steps):
+                available = max(quota - space.used[tier], 0) + order.num_unheld
+                raise OutOfBlocksError(tier.name.lower(), needed=count, available=available)
+
+    def _keep_free(self, tier: Tier) -> None:
+        """Below the low watermark, evict ahead of need up to the high one."""
+        marks, pool = self._watermarks[tier], self.pools[tier]
+        if pool.num_free >= marks.low * pool.capacity:
+            return
+        missing = int(marks.high * pool.capacity) - pool.num_free - self._on_the_way[tier]
+        steps = plan_eviction(self.index.order[tier], tier, missing, self.rules[tier])
+        self._make_room(tier, steps)
+
+    def available(self, tier: Tier) -> int:
+        """Slots that `take` could give at once or after copies it would start."""
+        return self.pools[tier].num_free + self.index.order[tier].num_unheld
+
+    def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
+        """Carry out `steps`; returns how many slots are free now that were not."""
+        pool = self.pools[tier]
+        before = pool.num_free
+        # A copy that must go down first keeps everything above it where it is, since a match is
+        # a run from the root: those steps come again in a later plan.
+        waits_for_copy: set[int] = set()
+        for step in steps:
+            node = step.victim.node
+            if step.must_copy:
+                waits_for_copy.update(part.uid for part in node.path())
+            elif node.uid not in waits_for_copy:
+                self._evict(tier, node, step.victim.start, step.victim.stop)
+        for step in steps:
+            node = step.victim.node
+            if step.must_copy and not node.copies[tier].num_present:
+                continue  # forgotten meanwhile, together with what it hung below
+            if not step.must_copy or self._copy_down(tier, step) is not CopyDown.IMPOSSIBLE:
+                continue
+            if not node.holders:
+                self.forget(node, step.victim.start)
+        return pool.num_free - before
+
+    def _evict(self, tier: Tier, node: Node, start: int, stop: int) -> None:
+        self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
+        other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+        lost = node.copies[other].states[start:stop] == CopyState.ABSENT
+        self.stats.forgotten_blocks += int(np.count_nonzero(lost))
+        if tier is Tier.DEVICE:
+            self.stats.evicted_device_blocks += stop - start
+        else:
+            self.stats.evicted_host_blocks += stop - start
+        self.pools[tier].release(self.index.drop(tier, node, start, stop))
+
+    def forget(self, node: Node, start: int) -> None:
+        """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
+        tier = Tier.DEVICE if node.copies[Tier.DEVICE].num_present else Tier.HOST
+        self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
+        device, host = self.index.forget_below(node, start)
+        self.stats.forgotten_blocks += max(len(device), len(host))
+        self.stats.evicted_device_blocks += len(device)
+        self.stats.evicted_host_blocks += len(host)
+        self.pools[Tier.DEVICE].release(device)
+        self.pools[Tier.HOST].release(host)
+
+    def evict_below(self, tier: Tier, node: Node, start: int) -> None:
+        """Evict the copies on `tier` of run blocks from `start` on and of all below them, of an
+        unheld node all of whose blocks there are whole on the other tier."""
+        pending, order = [(node, start)], []
+        while pending:
+            part, first = pending.pop()
+            order.append((part, first))
+            pending.extend((child, 0) for child in part.children.values())
+        for part, first in reversed(order):
+            stop = part.num_blocks
+            for i, j in runs_of(part.copies[tier].is_in(CopyState.READY, first, stop)):
+                self._evict(tier, part, first + i, first + j)

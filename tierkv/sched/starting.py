@@ -1,0 +1,174 @@
+"""Starts a request: holds what it matched, takes its slots, and sets its loads going."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tierkv.cache.index import Lease
+from tierkv.cache.match import Match
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import Ids
+from tierkv.cache.states import CopyState
+from tierkv.errors import OutOfBlocksError, TransferError
+from tierkv.sched.computing import Computing
+from tierkv.sched.loads import Loads
+from tierkv.sched.planner import AdmissionPlan
+from tierkv.sched.request import Matched, Request, RequestSpec
+from tierkv.sched.running import Running
+from tierkv.sched.tiers import Tiers
+from tierkv.sched.waiting import Waiting
+from tierkv.transfer.mover import Movement
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start. shared_waits: requests that waited for another one's blocks instead
+    of computing them; lost_waits: those of them for whom they did not come in time."""
+
+    admitted_requests: int = 0
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    shared_waits: int = 0
+    lost_waits: int = 0
+
+
+class Starting:
+    """All or nothing: a start that fails has changed nothing."""
+
+    def __init__(
+        self, tiers: Tiers, running: Running, loads: Loads, computing: Computing
+    ) -> None:
+        self._tiers = tiers
+        self._index = tiers.index
+        self._running = running
+        self._loads = loads
+        self._computing = computing
+        self.stats = SchedulerStats()
+
+    def _try_admit(self, waiting: Waiting) -> Request:
+        """Raises OutOfBlocksError, with nothing held, if it has to wait."""
+        spec = waiting.spec
+        plan = plan_admission(self.index, self.tiers.pools[Tier.DEVICE], spec)
+        if not waiting.uses_partial:
+            plan = replace(plan, match=replace(plan.match, partial=None))
+        match = plan.match
+        lease = self.index.hold(match.node, match.num_blocks)
+        partial = match.partial
+        source = self.index.hold(partial.node, partial.block + 1) if partial else None
+        try:
+            slots = self._take(spec, plan.num_slots)
+        except OutOfBlocksError:
+            if source is not None:
+                self.index.release(source)
+            self.index.release(lease)
+            raise
+        return self._start(waiting, plan, lease, source, slots)
+
+    def _take(self, spec: RequestSpec, count: int) -> Ids:
+        """Device slots within the tenant's quota, of which private blocks are a part too."""
+        space = self.index.root_of(spec.prompt).space
+        if not space.has_quota:
+            return self.tiers.take(Tier.DEVICE, count)
+        reserved = sum(
+            sum(request.is_private)
+            for request in (*self._running.values(), *self._ending)
+            if request.spec.prompt.space == space.name
+        )
+        return self.tiers.take(Tier.DEVICE, count, space, reserved=reserved)
+
+    def _start(
+        self,
+        waiting: Waiting,
+        plan: AdmissionPlan,
+        lease: Lease,
+        source: Lease | None,
+        slots: Ids,
+    ) -> Request:
+        spec, match, index = waiting.spec, plan.match, self.index
+        loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
+        first_load = match.num_blocks - plan.num_loads
+        arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
+        loads = self.loads.of(arriving)
+        for joined in loads:
+            joined.num_users += 1
+        if len(loading):
+            loads.append(self.loads.start(lease, first_load, match.num_blocks, loading))
+        movements = [load.movement for load in loads]
+        if source is not None:
+            assert match.partial is not None, "a source is of a partial match"
+            movements.append(self._copy_partial(source, match.partial.block, private[:1]))
+
+        self.index.count_hit(lease)
+        table = np.concatenate(
+            [self.index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks), private]
+        )
+        fetched_tokens = waiting.fetched.tokens if waiting.fetched else range(0)
+        matched = _matched(match, fetched_tokens, self.index.block_size, source)
+        request = Request(
+            spec=spec,
+            prompt=spec.prompt,
+            block_table=table,
+            is_private=[False] * match.num_blocks + [True] * len(private),
+            lease=lease,
+            cached_tokens=matched.total_tokens,
+            matched=matched,
+            gate=self.tiers.mover.gate([movement.submission for movement in movements]),
+            loads=tuple(movements),
+        )
+        self._running[spec.request_id] = request
+        self._loads_of[request] = loads
+        self.tiers.write_down(lease.node, match.device_blocks)
+        self.stats.admitted_requests += 1
+        self.stats.prompt_tokens += spec.prompt.num_tokens
+        self.stats.device_hit_tokens += matched.device_tokens
+        self.stats.host_hit_tokens += matched.host_tokens
+        self.stats.storage_hit_tokens += matched.storage_tokens
+        return request
+
+    def _copy_partial(self, source: Lease, block: int, target: Ids) -> Movement:
+        """Copy a cached block, of which the prompt shares the first tokens, to a private one."""
+        index, mover = self.index, self.tiers.mover
+        on_device = index.states(Tier.DEVICE, source.node, block, block + 1)[0]
+        if on_device is CopyState.READY:
+            movement = mover.copy_within(
+                index.slots(Tier.DEVICE, source.node, block, block + 1), target
+            )
+        else:
+            movement = mover.load(index.slots(Tier.HOST, source.node, block, block + 1), target)
+        self.tiers.start(self._release_after(movement, source), "tierkv-copy-partial")
+        return movement
+
+    async def _release_after(self, movement: Movement, lease: Lease) -> None:
+        try:
+            await movement.done()
+        except TransferError:
+            self.tiers.stats.failed_transfers += 1
+        self.index.release(lease)
+        self.tiers.capacity_changed()
+
+
+def _matched(match: Match, fetched_tokens: range, block_size: int, source: Lease | None) -> Matched:
+    """Count the matched tokens by the tier they came from."""
+    on_device = (match.device_blocks + match.loading_blocks) * block_size
+    full = match.num_blocks * block_size
+    partial = match.partial.num_tokens if match.partial else 0
+    below = range(on_device, full)
+    device, host = on_device, 0
+    fetched = len(
+        range(max(below.start, fetched_tokens.start), min(below.stop, fetched_tokens.stop))
+    )
+    host = len(below) - fetched
+    if partial and source is not None:
+        block = source.node.copies[Tier.DEVICE].states
+        if full in fetched_tokens:
+            fetched += partial
+        elif block[source.num_blocks - 1 - source.node.start] == CopyState.READY:
+            device += partial
+        else:
+            host += partial
+    return Matched(device, host, fetched)

@@ -1,0 +1,155 @@
+"""Hints between the processes that share a directory: files that come and go at once, seen by the
+kernel's inotify.
+
+    store/.notify/3f9c...e1.b12     told: made and removed at once; the name is topic and message
+
+The event outlives the file, so nothing stays behind. A directory shared between machines tells only
+those on the same machine; the others look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import hashlib
+import logging
+import os
+import struct
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from pathlib import Path
+
+from tierkv.storage.notify import LOOK, Listener, Topics, check_message
+from tierkv.tasks import background
+
+_log = logging.getLogger(__name__)
+
+DIRECTORY = ".notify"
+_EVENT = struct.Struct("iIII")
+_CREATED, _OVERFLOW, _IGNORED = 0x100, 0x4000, 0x8000
+_IN_CLOEXEC, _IN_NONBLOCK = os.O_CLOEXEC, os.O_NONBLOCK
+_BUFFER_BYTES = 64 * 1024
+_LEFT_BEHIND_S = 60.0
+_TRY_AGAIN_S = 5.0
+
+
+class FileNotifier:
+    """`Notifier` of the processes that have the directory `root` on one machine."""
+
+    def __init__(self, root: Path) -> None:
+        self._directory = root / DIRECTORY
+        self._topics = Topics()
+        self._is_watching = False
+        self._lost = asyncio.Event()
+        self._has_warned = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with background({"tierkv-file-notify": self._serve()}):
+            yield
+
+    async def tell(self, topic: str, message: str = LOOK) -> None:
+        path = self._directory / f"{_digest(topic)}.{check_message(message)}"
+        with suppress(OSError):  # a hint that is lost costs its reader a look
+            await asyncio.to_thread(_flash, path)
+
+    def listen(self, topic: str) -> AbstractContextManager[Listener]:
+        return self._topics.listening(topic, is_live=self._is_watching)
+
+    async def _serve(self) -> None:
+        """Watch from the first listener on. A watch that cannot be had or is lost is tried again."""
+        while True:
+            while not self._topics:
+                self._topics.changed.clear()
+                await self._topics.changed.wait()
+            try:
+                fd = await asyncio.to_thread(_watch, self._directory)
+            except OSError as error:
+                self._warn(error)
+            else:
+                await self._follow(fd)
+            await asyncio.sleep(_TRY_AGAIN_S)
+
+    async def _follow(self, fd: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._lost.clear()
+        loop.add_reader(fd, self._read, fd)
+        try:
+            self._is_watching = True
+            self._topics.turn_all(is_live=True)
+            await self._lost.wait()
+        finally:
+            self._is_watching = False
+            loop.remove_reader(fd)
+            os.close(fd)
+            self._topics.turn_all(is_live=False)
+
+    def _read(self, fd: int) -> None:
+        try:
+            events = os.read(fd, _BUFFER_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._lost.set()
+            return
+        digests = {_digest(topic): topic for topic in self._topics.wanted}
+        at = 0
+        while at < len(events):
+            _, mask, _, length = _EVENT.unpack_from(events, at)
+            name = events[at + _EVENT.size : at + _EVENT.size + length].rstrip(b"\0").decode()
+            at += _EVENT.size + length
+            if mask & _OVERFLOW:
+                self._topics.turn_all(is_live=True)
+            elif mask & _IGNORED:
+                self._lost.set()
+            elif mask & _CREATED:
+                digest, _, message = name.partition(".")
+                if topic := digests.get(digest):
+                    self._topics.hear(topic, message)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s cannot be watched (%s): tickets are polled", self._directory, error)
+
+
+def _digest(topic: str) -> str:
+    return hashlib.sha256(topic.encode()).hexdigest()[:32]
+
+
+def _flash(path: Path) -> None:
+    """Make a file and remove it. Raises OSError."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return  # nobody has ever listened here
+    os.close(fd)
+    with suppress(FileNotFoundError):  # another told the same at the same moment
+        os.unlink(path)
+
+
+def _watch(directory: Path) -> int:
+    """A non-blocking descriptor of inotify that hears of files made in `directory`.
+
+    Removes what processes left behind that died while telling. Raises OSError.
+    """
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFT_BEHIND_S:
+                    os.unlink(entry.path)
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        fd: int = libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK)
+    except AttributeError:
+        raise OSError(errno.ENOSYS, "this system has no inotify") from None
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if libc.inotify_add_watch(fd, os.fsencode(directory), _CREATED) < 0:
+        code = ctypes.get_errno()
+        os.close(fd)
+        raise OSError(code, os.strerror(code))
+    return fd
