@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from tests.gpu.cuda import cupy_or_skip, read_plane, write_plane
 from tests.latch import CopyLatch, ManualEvent
 from tests.layouts import ALL_LAYOUTS, LAYOUTS
 from tierkv.cache.layout import Layout
@@ -78,8 +79,21 @@ def _cpu() -> Ground:
 
 
 def _cuda() -> Ground:
-    pytest.importorskip("cupy", reason="needs CuPy")
-    pytest.skip("this suite cannot hold or break a CUDA copy yet; tests/gpu has its own ways")
+    cupy = cupy_or_skip()
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - needs CuPy
+
+    latch = CopyLatch()
+
+    def break_layer(planes: Planes, layer: int) -> None:
+        pytest.skip("CUDA has no failure of one layer: small copies are one unit of all layers")
+
+    return Ground(
+        CudaDevice(before_copy=latch),
+        latch,
+        lambda planes, plane, rows: write_plane(cupy, planes, plane, rows),
+        lambda planes, plane: read_plane(cupy, planes, plane),
+        break_layer,
+    )
 
 
 DEVICES: dict[str, Callable[[], Ground]] = {"cpu": _cpu, "cuda": _cuda}

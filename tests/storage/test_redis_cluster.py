@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from redis.crc import key_slot
 
-from tests.redis_groups import RedisCluster, redis_cluster, sentinel_group
+from tests.redis_groups import RedisCluster, redis_cluster, sentinel_group, wait_until
+from tests.redis_server import RedisServer
 from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
@@ -23,6 +25,8 @@ from tierkv.storage.resp import Refused
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 NAMES = [f"t:f:{index:04}:0" for index in range(400)]
 HERE = Address("127.0.0.1", 1)
+# As in test_reliability.py: the goals themselves on request.
+SLACK = 1.0 if os.environ.get("TIERKV_STRICT_TIMES") else 5.0
 
 
 def cluster_store(url: str, settings: RedisSettings = PATIENT) -> RedisStore:
@@ -132,13 +136,25 @@ async def test_cancels_in_a_cluster_mix_up_no_replies(store: RedisStore) -> None
         assert await get_one(store, name, 5_000) == (GetStatus.HIT, content_of(name, 5_000))
 
 
+def promoted_at(cluster: RedisCluster) -> float:
+    """When the first master's replica is master. Blocks."""
+    wait_until(lambda: is_master(cluster.replicas[0]), "a replica that takes over")
+    return time.monotonic()
+
+
+def is_master(server: RedisServer) -> bool:
+    role = server.execute("ROLE")
+    assert isinstance(role, list)
+    return bool(role[0] == b"master")
+
+
 @pytest.mark.parametrize(
     "trials", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_over(
     trials: int,
 ) -> None:
-    recoveries = []
+    recoveries, ours = [], []
     for _ in range(trials):
         with redis_cluster(3, has_replicas=True) as cluster:
             store = cluster_store(cluster.url, RedisSettings())
@@ -149,18 +165,28 @@ async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_ove
                 await asyncio.sleep(1.2)  # a failover is refused to replicas that are too new
                 cluster.masters[0].kill()
                 killed_at = time.monotonic()
-                failed = True
-                while failed:
-                    counts = await check_all(store)
-                    assert counts[GetStatus.MISS] == counts[GetStatus.DAMAGED] == 0
-                    failed = counts[GetStatus.HIT] < len(NAMES)
-                    await asyncio.sleep(0.01)
-                recoveries.append(time.monotonic() - killed_at)
+                async with asyncio.TaskGroup() as group:
+                    promotion = group.create_task(asyncio.to_thread(promoted_at, cluster))
+                    failed = True
+                    while failed:
+                        counts = await check_all(store)
+                        assert counts[GetStatus.MISS] == counts[GetStatus.DAMAGED] == 0
+                        failed = counts[GetStatus.HIT] < len(NAMES)
+                        await asyncio.sleep(0.01)
+                    recovered_at = time.monotonic()
+                recoveries.append(recovered_at - killed_at)
+                ours.append(recovered_at - promotion.result())
                 assert await store.exists(NAMES) == len(NAMES)
                 puts = await store.put([PutItem(f"t:g:{i}:0", (b"x",)) for i in range(100)])
                 assert {put.status for put in puts} == {PutStatus.STORED}
-    print(f"recovered after {min(recoveries):.2f} to {max(recoveries):.2f} s")  # noqa: T201 - for docs
-    assert max(recoveries) <= 5.0
+    print(  # noqa: T201 - for docs
+        f"recovered after {min(recoveries):.2f} to {max(recoveries):.2f} s, "
+        f"{max(ours):.2f} s of that at most after the replica had taken over"
+    )
+    # What the cluster needs to see that a master is dead and to elect another is its own: a node
+    # timeout, the replica's delay of 0.5 to 1 s, and two gossips, which a busy machine holds up.
+    assert max(ours) <= 0.4 * SLACK
+    assert max(recoveries) <= 3.0 * SLACK
 
 
 async def test_sentinels_lead_to_the_master_that_takes_over() -> None:

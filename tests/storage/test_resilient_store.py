@@ -101,12 +101,21 @@ async def test_probes_close_the_breaker_when_the_store_is_back(make: Make) -> No
 
 async def test_a_batch_that_fails_in_part_is_no_failure_of_the_store(make: Make) -> None:
     pair = await make(failures_to_open=1)
-    pair.store._judge(["one node of many"], 2)  # noqa: SLF001 - no store fails in part on demand
+    await put_one(pair.store, NAMES[1], BLOCK)
+    landings = [landing(name, len(BLOCK)) for name in NAMES[:2]]
+    pair.faulty.fail_items(NAMES[0])
+    outcomes = await pair.store.get_into([item for item, _ in landings])
+    assert [o.status for o in outcomes] == [GetStatus.FAILED, GetStatus.HIT]
     assert pair.state is BreakerState.CLOSED
+    outcomes = await pair.store.get_into([landings[0][0]])
+    assert outcomes[0].status is GetStatus.FAILED
+    assert pair.state is BreakerState.OPEN
 
 
 async def test_a_silent_store_costs_one_deadline(make: Make) -> None:
-    pair = await make(timeout_s=0.05, failures_to_open=100, probe_interval_s=100.0)
+    pair = await make(
+        timeout_s=0.05, write_timeout_s=0.05, failures_to_open=100, probe_interval_s=100.0
+    )
     pair.faulty.hold()
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -135,12 +144,11 @@ async def test_a_read_is_tried_again_within_the_budget_and_a_write_never(make: M
 async def test_reads_do_not_wait_behind_writes(make: Make) -> None:
     pair = await make(timeout_s=5.0)
     await put_one(pair.store, NAMES[0], BLOCK)
-    pair.faulty.hold()
+    pair.faulty.hold_writes()
     async with asyncio.TaskGroup() as group:
         for name in NAMES[1:]:
             group.create_task(put_one(pair.store, name, BLOCK))
         await pair.faulty.until_held(1)
-        pair.faulty._latch.set()  # noqa: SLF001 - reads pass, the writes under way are held again
         assert (await get_one(pair.store, NAMES[0], 1_000))[0] is GetStatus.HIT
         pair.faulty.release()
 

@@ -63,9 +63,7 @@ class Breaker:
     def snapshot(self) -> BreakerSnapshot:
         now = self._clock.monotonic()
         degraded_s = self._degraded_s + (0.0 if self.is_closed else now - self._opened_at)
-        return BreakerSnapshot(
-            self._state, self._since, self._num_opened, self._reason, degraded_s
-        )
+        return BreakerSnapshot(self._state, self._since, self._num_opened, self._reason, degraded_s)
 
     def succeed(self) -> None:
         """An operation was answered; one that was begun before the breaker opened says nothing."""

@@ -35,6 +35,8 @@ class FaultyStore:
         self._latch = asyncio.Event()
         self._latch.set()
         self._is_firm = False
+        self._passes_reads = False
+        self._failing: frozenset[str] = frozenset()
         self._arrival = asyncio.Event()
         self._num_held = 0
         self._failures_due = 0
@@ -46,7 +48,12 @@ class FaultyStore:
     def hold(self) -> None:
         """Close the latch: operations that come to it wait there, until a cancel or `release`."""
         self._latch.clear()
-        self._is_firm = False
+        self._is_firm = self._passes_reads = False
+
+    def hold_writes(self) -> None:
+        """Like `hold`, for `put` alone."""
+        self.hold()
+        self._passes_reads = True
 
     def hold_firmly(self) -> None:
         """Like `hold`, but a cancelled caller waits for `release` too, as one must whose buffers
@@ -66,6 +73,10 @@ class FaultyStore:
     def fail_next(self, num_operations: int) -> None:
         """Let so many operations fail as if the store did not answer."""
         self._failures_due = num_operations
+
+    def fail_items(self, *names: str) -> None:
+        """Let reads of these names fail from now on, as if they were on a node that is down."""
+        self._failing = frozenset(names)
 
     def flip_next_get(self, *bits: int) -> None:
         """Flip one bit in each of the next values read; bit 0 is the lowest of the first byte."""
@@ -103,6 +114,9 @@ class FaultyStore:
         except StoreUnavailableError as error:
             return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
         outcomes = await self._inner.get_into(items)
+        for at, item in enumerate(items):
+            if item.name in self._failing:
+                outcomes[at] = GetOutcome(GetStatus.FAILED, f"{item.name} fails, as it was told")
         for item, outcome in zip(items, outcomes, strict=True):
             if self._flips and outcome.status is GetStatus.HIT:
                 _flip(item.into, self._flips.pop(0))
@@ -119,7 +133,7 @@ class FaultyStore:
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         try:
-            await self._pass()
+            await self._pass(is_write=True)
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         return await self._inner.put(
@@ -147,14 +161,15 @@ class FaultyStore:
         await self._pass()
         return await self._inner.usage(prefix)
 
-    async def _pass(self) -> None:
+    async def _pass(self, *, is_write: bool = False) -> None:
         """Wait and fail as asked. Raises StoreUnavailableError."""
         self.num_operations += 1
         await asyncio.sleep(self.delay_s)
         self._num_held += 1
         self._arrival.set()
         try:
-            await self._wait_at_latch()
+            if is_write or not self._passes_reads:
+                await self._wait_at_latch()
         finally:
             self._num_held -= 1
         if self._failures_due:

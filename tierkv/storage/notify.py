@@ -1,7 +1,7 @@
 """Telling those who wait that something is there: hints, never the thing itself.
 
-A message may be lost, come twice, or come late. So whoever listens looks into the store first, looks
-again whenever it hears something, and now and then when it hears nothing.
+A message may be lost, come twice, or come late. So whoever listens looks into the store first,
+looks again whenever it hears something, and now and then when it hears nothing.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class FileNotifier:
         return self._topics.listening(topic, is_live=self._is_watching)
 
     async def _serve(self) -> None:
-        """Watch from the first listener on. A watch that cannot be had or is lost is tried again."""
+        """Watch from the first listener on; a watch that is lost or refused is tried again."""
         while True:
             while not self._topics:
                 self._topics.changed.clear()

@@ -1,6 +1,6 @@
 """Hints through Redis pub/sub, heard on a connection of their own that comes back when it is lost.
 
-    listen -> SUBSCRIBE topic -> confirmed: live, look once more -> messages
+listen -> SUBSCRIBE topic -> confirmed: live, look once more -> messages
 """
 
 from __future__ import annotations

@@ -231,6 +231,13 @@ def question(*command: Argument, num_bytes: int = 0) -> Request:
     return new_request([memoryview(pack(*command))], None, num_bytes)
 
 
+def pipeline(commands: bytes, num_replies: int) -> Request:
+    """Several packed commands in one request, each with a small reply."""
+    request = new_request([memoryview(commands)], None, 0)
+    request.num_replies = num_replies
+    return request
+
+
 def get_request(item: GetItem) -> Request:
     return new_request([memoryview(pack("GET", item.name))], item.into, item.num_bytes)
 

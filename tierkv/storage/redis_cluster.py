@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis_bulk import FixedAddress, finished
+from tierkv.storage.redis_bulk import FixedAddress, finished, pipeline
 from tierkv.storage.redis_connection import ask_once, connection_factory
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Access, Lane, RedisNode, cut, expect
 from tierkv.storage.redis_node import understood as checked
@@ -24,7 +24,7 @@ from tierkv.storage.redis_slots import masters, parse_slots, redirection, slot_o
 from tierkv.storage.redis_socket import Address
 from tierkv.storage.redis_url import RedisUrl
 from tierkv.storage.redis_wire import Failure, Request
-from tierkv.storage.resp import Refused, Reply, pack
+from tierkv.storage.resp import Refused, Reply, pack, pack_each
 from tierkv.tasks import task_group
 
 _log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class ClusterRouter:
         self._members: dict[Address, _Member] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._stale = asyncio.Event()
+        self._silent: dict[Address, float] = {}  # who did not say the topology, and when
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -116,19 +117,17 @@ class ClusterRouter:
 
         A variadic EXISTS would need all its names in one slot.
         """
-        groups: dict[Address | None, list[int]] = {}
-        for index, name in enumerate(names):
-            groups.setdefault(self._table[slot_of(name)], []).append(index)
         present = [False] * len(names)
         requests: list[tuple[list[int], Request]] = []
         again: list[int] = []
-        for address, indexes in groups.items():
+        for address, indexes in self._by_master(names).items():
             member = None if address is None else await self._member(address)
             if member is None:
                 again += indexes
                 continue
-            wire = b"".join(pack("EXISTS", names[index]) for index in indexes)
-            request = _many(wire, len(indexes))
+            request = pipeline(
+                pack_each("EXISTS", [names[index] for index in indexes]), len(indexes)
+            )
             member.node.lanes[Lane.QUESTION].begin([request])
             requests.append((indexes, request))
         outcomes = await finished([request for _, request in requests])
@@ -137,14 +136,27 @@ class ClusterRouter:
                 self._stale.set()
                 raise StoreUnavailableError(outcome.reason)
             for index, reply in zip(indexes, outcome, strict=True):
-                if reply in {0, 1}:
-                    present[index] = reply == 1
-                else:
+                if reply == 1:
+                    present[index] = True
+                elif reply != 0:
                     again.append(index)
         calls = [_exists_call(names[index]) for index in again]
         for index, answer in zip(again, await self.carry_out(calls, Lane.QUESTION), strict=True):
             present[index] = expect(int, checked(answer, ("EXISTS",))) == 1
         return present
+
+    def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
+        """Which names, by index, belong to which master; those of None to no known one."""
+        table = self._table
+        # By identity first: hashing an address a thousand times would take half a millisecond.
+        ranges: dict[int, tuple[Address | None, list[int]]] = {}
+        for index, slot in enumerate(map(slot_of, names)):
+            address = table[slot]
+            ranges.setdefault(id(address), (address, []))[1].append(index)
+        groups: dict[Address | None, list[int]] = {}
+        for address, indexes in ranges.values():
+            groups.setdefault(address, []).extend(indexes)
+        return groups
 
     async def _try(self, attempts: Sequence[_Attempt], lane: Lane) -> list[_Attempt]:
         """Send each attempt where it belongs by what is known; returns those to be sent again."""
@@ -222,9 +234,12 @@ class ClusterRouter:
             await asyncio.sleep(_REFRESH_INTERVAL_S)
 
     async def _ask_for_table(self) -> list[Address | None]:
-        """From the first node that answers. Raises StoreUnavailableError if none does."""
+        """From the first node that answers; one that lately did not, which would cost its deadline
+        again while the others know better, comes last. Raises StoreUnavailableError if none does.
+        """
         failures = []
-        for address in dict.fromkeys((*self._members, *self._url.addresses)):
+        known = dict.fromkeys((*self._members, *self._url.addresses))
+        for address in sorted(known, key=lambda address: self._silent.get(address, 0.0)):
             deadline_s = self._access.settings.timeout_s
             connection = connection_factory(
                 address,
@@ -237,9 +252,12 @@ class ClusterRouter:
                 reply = await ask_once(
                     connection, command, url=f"redis://{address}", deadline_s=deadline_s
                 )
-                return parse_slots(reply, address)
+                table = parse_slots(reply, address)
+                self._silent.pop(address, None)
+                return table
             except StoreUnavailableError as error:
                 failures.append(str(error))
+                self._silent[address] = self._clock.monotonic()
         raise StoreUnavailableError("; ".join(dict.fromkeys(failures)))
 
 
@@ -249,11 +267,6 @@ async def _keep(member: _Member) -> None:
         await member.is_left.wait()
 
 
-def _many(wire: bytes, num_replies: int) -> Request:
-    outcome = asyncio.get_running_loop().create_future()
-    return Request([memoryview(wire)], None, 0, outcome, num_replies=num_replies)
-
-
 def _exists_call(name: str) -> Call:
     wire = pack("EXISTS", name)
-    return Call(name, lambda: _many(wire, 1))
+    return Call(name, lambda: pipeline(wire, 1))

@@ -188,9 +188,9 @@ class Wire:
             self._stats.received_bytes += num_bytes
             left -= num_bytes
             try:
-                for reply in self._replies.received(num_bytes):
-                    if not self.is_lost:
-                        self._answer(reply)
+                replies = self._replies.received(num_bytes)
+                while replies and not self.is_lost:
+                    replies = self._answer(replies)
             except NotRedisError as error:
                 self.close(Failure(f"does not speak Redis ({error})"))
                 return
@@ -199,19 +199,23 @@ class Wire:
         if not self.is_lost:  # OpenSSL holds more, of which the socket will not tell
             self._loop.call_soon(self._read)
 
-    def _answer(self, reply: Reply) -> None:
+    def _answer(self, replies: list[Reply]) -> list[Reply]:
+        """Give the oldest request its replies; returns those that are not its."""
         waiting = self._in_flight[0]
-        waiting.replies.append(reply)
-        if len(waiting.replies) < waiting.request.num_replies:
-            return
+        wanted = waiting.request.num_replies - len(waiting.replies)
+        waiting.replies += replies[:wanted]
+        if len(replies) < wanted:
+            return []
         self._in_flight.popleft()
         self._in_flight_bytes -= waiting.request.num_bytes
         waiting.request.settle(waiting.replies)
         if self._has_room():
             self._room.set()
-        if isinstance(reply, Refused) and reply.code == "READONLY":
+        last = replies[wanted - 1]
+        if isinstance(last, Refused) and last.code == "READONLY":
             # A master no more: the next connection asks anew where it is.
             self.close(Failure("is a replica now"))
+        return replies[wanted:]
 
     def _write(self) -> None:
         left = _WRITE_TURN_BYTES

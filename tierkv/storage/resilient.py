@@ -19,6 +19,7 @@ from typing import TypeVar
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.storage.breaker import Breaker, BreakerSnapshot
+from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -129,6 +130,7 @@ class ResilientStore:
         self._random = random.Random()
         self._missing: OrderedDict[str, float] = OrderedDict()
         self._num_retries = self._num_refused = self._negative_hits = 0
+        self._when_back: MutableSequence[Callable[[], None]] = []
 
     @property
     def url(self) -> str:
@@ -137,6 +139,13 @@ class ResilientStore:
     @property
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities
+
+    def notifier(self) -> Notifier:
+        return notifier_of(self.inner)
+
+    def when_back(self, call: Callable[[], None]) -> None:
+        """Call `call` whenever the store answers again: it may have lost all it had."""
+        self._when_back.append(call)
 
     def snapshot(self) -> ResilienceSnapshot:
         return ResilienceSnapshot(
@@ -351,6 +360,8 @@ class ResilientStore:
             if failure is None:
                 self._opened.clear()
                 _log.warning("%s answers again", self.url)
+                for call in self._when_back:
+                    call()
 
     async def _probe(self) -> str | None:
         try:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from tierkv.errors import BadRequestError
+from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -53,6 +54,10 @@ class RoutedStore:
             has_ttl=all(one.has_ttl for one in every),
             has_listing=all(one.has_listing for one in every),
         )
+
+    def notifier(self) -> Notifier:
+        """The common store's: tickets lie there."""
+        return notifier_of(self._default)
 
     def store_of(self, name: str) -> Store:
         return self._routes.get(":".join(name.split(":", 2)[:2]), self._default)

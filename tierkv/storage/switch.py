@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError, TierKVError
+from tierkv.storage.notify import LOOK, Listener, Notifier, notifier_of
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -38,6 +39,7 @@ class _Attached:
     """A store and the task that keeps it running. Left when detached and nothing is under way."""
 
     store: Store
+    notifier: Notifier
     opened: asyncio.Future[None]
     is_detached: asyncio.Event = field(default_factory=asyncio.Event)
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,6 +60,15 @@ class SwitchStore:
     def store(self) -> Store | None:
         """The one attached."""
         return None if self._current is None else self._current.store
+
+    def notifier(self) -> Notifier:
+        """Tells and hears through the store attached at that moment. Who listens when it is
+        detached hears nothing more, and has to look."""
+        return _Notifier(self)
+
+    @property
+    def current_notifier(self) -> Notifier | None:
+        return None if self._current is None else self._current.notifier
 
     @property
     def url(self) -> str:
@@ -88,7 +99,7 @@ class SwitchStore:
         """
         if self._tasks is None:
             raise StoreUnavailableError("nothing can be attached now")
-        attached = _Attached(store, asyncio.get_running_loop().create_future())
+        attached = _Attached(store, notifier_of(store), asyncio.get_running_loop().create_future())
         self._tasks.create_task(_keep(attached), name="tierkv-attached-store")
         try:
             await asyncio.shield(attached.opened)
@@ -157,6 +168,31 @@ class SwitchStore:
             return await ask(store)
 
 
+class _Notifier:
+    """`Notifier` of a place; those of the stores live as long as they are attached."""
+
+    def __init__(self, place: SwitchStore) -> None:
+        self._place = place
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        yield
+
+    async def tell(self, topic: str, message: str = LOOK) -> None:
+        notifier = self._place.current_notifier
+        if notifier is not None:
+            await notifier.tell(topic, message)
+
+    @contextmanager
+    def listen(self, topic: str) -> Iterator[Listener]:
+        notifier = self._place.current_notifier
+        if notifier is None:
+            yield Listener()
+            return
+        with notifier.listen(topic) as listener:
+            yield listener
+
+
 @contextmanager
 def _under_way(attached: _Attached) -> Iterator[Store]:
     attached.num_under_way += 1
@@ -171,7 +207,7 @@ def _under_way(attached: _Attached) -> Iterator[Store]:
 
 async def _keep(attached: _Attached) -> None:
     try:
-        async with attached.store.running():
+        async with attached.store.running(), attached.notifier.running():
             attached.opened.set_result(None)
             await attached.is_detached.wait()
             await attached.is_idle.wait()

@@ -1,0 +1,336 @@
+"""A service's storage tier: attached, exchanged and taken away while requests run; signed and sealed
+values; blocks that are used live on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.latch import CopyLatch, finish, until
+from tests.world import BLOCK, World, fingerprint
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError, HandoffError, StoreUnavailableError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+from tierkv.storage.breaker import BreakerState
+from tierkv.storage.codec_keyed import TenantCodecs, Trust
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.transfer.storage_io_tier import StorageOptions
+
+TOKENS = list(range(3 * BLOCK + 1))
+
+
+def memory() -> FaultyStore:
+    return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+
+
+def guarded(inner: FaultyStore, **settings: float) -> ResilientStore:
+    chosen: dict[str, Any] = {"probe_interval_s": 0.02, "retries_per_operation": 0} | settings
+    return ResilientStore(inner, ResilienceSettings(**chosen), SystemClock())
+
+
+async def values_in(store: FaultyStore) -> int:
+    return (await store.usage("tierkv")).num_values
+
+
+@asynccontextmanager
+async def tier(
+    store: Any = None, options: StorageOptions | None = None, who: Fingerprint | None = None
+) -> AsyncIterator[World]:
+    """A node that stores every block as soon as it is computed."""
+    latch = CopyLatch()
+    who = who or fingerprint()
+    service = Service(
+        CpuDevice(before_copy=latch),
+        who,
+        CacheSettings(
+            block_size=who.layout.block_size,
+            device_blocks=32,
+            host_blocks=32,
+            storage_write=WritePolicy.WRITE_THROUGH,
+        ),
+        HandoffSettings(),
+        store,
+        storage=options,
+    )
+    async with service.running():
+        try:
+            yield World(service, latch)
+        finally:
+            latch.release()
+
+
+async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() -> None:
+    store = memory()
+    async with tier() as here:
+        assert here.service.storage_state() == ()
+        assert here.service.stats().storage is None
+        await here.run(TOKENS)
+        with pytest.raises(HandoffError, match="no storage tier"):
+            await here.service.claim("c", "t", here.prompt(TOKENS), max_new_tokens=0)
+
+        await here.service.attach_storage(store)
+        [state] = here.service.storage_state()
+        assert (state.tenant, state.circuit, state.is_degraded) == ("", None, False)
+        await here.run(TOKENS)  # what was computed before is stored too, once it is used again
+        assert await values_in(store) >= 3
+
+        request = await here.admit([7, *TOKENS])
+        await here.prefill(request, [7, *TOKENS])
+        await finish(here.service.publish(request, "ticket", [1]))
+        here.service.end(request)
+        await here.settle()
+
+        assert here.service.detach_storage()
+        assert not here.service.detach_storage()
+        assert here.service.storage_state() == ()
+        with pytest.raises(HandoffError, match="no storage tier"):
+            await here.service.claim("c", "ticket", here.prompt(TOKENS), max_new_tokens=0)
+        await here.run([9, *TOKENS])
+
+
+async def test_another_store_gets_all_blocks_again() -> None:
+    first, second = memory(), memory()
+    async with tier(first) as here:
+        await here.run(TOKENS)
+        assert await values_in(first) >= 3
+        await here.service.attach_storage(second)
+        await here.run(TOKENS)
+        assert await values_in(second) >= 3  # the full blocks; a tail is written by who makes it
+
+
+async def test_detaching_in_the_middle_of_a_fetch_leaves_a_request_that_computes() -> None:
+    store = memory()
+    async with tier(store) as here:
+        await here.run(TOKENS)
+        here.service.reset()
+        store.hold()
+        admitting = asyncio.ensure_future(here.admit(TOKENS))
+        await finish(store.until_held(1))
+        here.service.detach_storage()
+        store.release()
+        request = await admitting
+        await here.prefill(request, TOKENS)
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_detaching_in_the_middle_of_writes_ends_them_and_nothing_leaks() -> None:
+    store = memory()
+    async with tier(store) as here:
+        store.hold_writes()
+        request = await here.admit(TOKENS)
+        await here.prefill(request, TOKENS)
+        here.service.end(request)
+        await finish(store.until_held(1))
+        here.service.detach_storage()
+        store.release()
+        await here.settle()
+        await here.run(TOKENS)
+
+
+async def test_a_store_that_cannot_be_opened_leaves_the_one_there() -> None:
+    class Broken(MemoryStore):
+        @asynccontextmanager
+        async def running(self) -> AsyncIterator[None]:
+            raise ConfigError("this store is set up wrongly")
+            yield
+
+    async with tier(memory()) as here:
+        before = here.service.store
+        for wrong in (Broken(MemorySettings(), SystemClock()), "memory://"):
+            with pytest.raises(ConfigError):
+                await here.service.attach_storage(wrong)
+        assert here.service.store is before
+        await here.run(TOKENS)
+
+
+async def test_a_url_is_opened_as_the_service_was_told() -> None:
+    opened = []
+
+    def open_store(url: str) -> MemoryStore:
+        opened.append(url)
+        return MemoryStore(MemorySettings(), SystemClock())
+
+    async with tier(options=StorageOptions(open=open_store)) as here:
+        await here.service.attach_storage("memory://")
+        assert opened == ["memory://"]
+        assert [state.url for state in here.service.storage_state()] == ["memory://"]
+
+
+async def test_a_tenant_has_its_blocks_in_a_store_of_its_own() -> None:
+    common, own = memory(), memory()
+    async with tier(common) as here:
+        tenant = here.service.open_fingerprint(fingerprint(tenant="acme"))
+        await here.service.attach_storage(own, tenant=tenant)
+        await here.run(TOKENS)
+        assert await values_in(own) == 0
+        num_common = await values_in(common)
+        prompt = type(here.prompt(TOKENS))(
+            here.prompt(TOKENS).tokens, here.layout.block_size, space=tenant
+        )
+        request = await finish(here.service.admit("tenant's", prompt, max_new_tokens=0))
+        here.compute(request, TOKENS)
+        await finish(here.service.commit(request, prompt.tokens))
+        here.service.end(request)
+        await here.settle()
+        assert await values_in(common) == num_common
+        assert await values_in(own) >= 3
+        assert {state.tenant for state in here.service.storage_state()} == {"", tenant}
+        assert here.service.detach_storage(tenant=tenant)
+        assert {state.tenant for state in here.service.storage_state()} == {""}
+
+
+async def test_a_store_that_came_back_empty_is_written_to_again() -> None:
+    inner = memory()
+    async with tier(guarded(inner, failures_to_open=1)) as here:
+        await here.run(TOKENS)
+        assert await values_in(inner) >= 3
+        await inner.delete([value.name for value in (await inner.list("tierkv", limit=99)).values])
+        inner.fail_next(2)
+        await here.run([5, *TOKENS])
+        await until(
+            lambda: here.service.storage_state()[0].circuit == BreakerState.CLOSED.value,
+            "a store that is back",
+        )
+        await here.run(TOKENS)
+        assert await values_in(inner) >= 3
+        [state] = here.service.storage_state()
+        assert state.degraded_s > 0
+        assert state.reason
+
+
+# Trust
+
+
+@pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])
+async def test_only_who_has_the_key_reads_or_writes_blocks(trust: Trust) -> None:
+    store = memory()
+
+    def node(key: bytes | None) -> Any:
+        codecs = TenantCodecs(trust if key else Trust.TRUSTED, key)
+        return tier(Kept(store), StorageOptions(codecs=codecs))
+
+    async with store.running():
+        async with node(bytes(32)) as here:
+            await here.run(TOKENS)
+            num_values = await values_in(store)
+        async with node(bytes(32)) as here:
+            assert (await here.run(TOKENS)).storage_tokens >= 3 * BLOCK
+        for key in (b"x" * 32, None):
+            async with node(key) as here:
+                assert (await here.run(TOKENS)).storage_tokens == 0
+                stats = here.service.stats().storage
+                assert stats is not None
+                assert stats.damaged_blocks > 0
+        assert num_values >= 3
+
+
+def test_each_tenant_has_a_key_of_its_own() -> None:
+    codecs = TenantCodecs(Trust.SEALED, bytes(32))
+    assert codecs("a" * 16) is codecs("a" * 16)
+    assert codecs("a" * 16) is not codecs("b" * 16)
+    with pytest.raises(ConfigError):
+        TenantCodecs(Trust.SIGNED, None)
+
+
+class Kept(FaultyStore):
+    """A store whose life is the test's own."""
+
+    def __init__(self, store: FaultyStore) -> None:
+        super().__init__(store)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:  # type: ignore[override]
+        yield
+
+
+# Worth and touching
+
+
+async def test_blocks_that_were_hit_are_worth_more_and_earlier_ones_than_later() -> None:
+    worth: dict[str, float] = {}
+
+    class Noting(MemoryStore):
+        async def put(self, items: Any) -> Any:
+            worth.update({item.name: item.worth for item in items})
+            return await super().put(items)
+
+    async with tier(Noting(MemorySettings(), SystemClock())) as here:
+        await here.run(TOKENS)
+        names = here.names(TOKENS)[:3]
+        assert [*sorted(names, key=lambda name: -worth[name])] == names
+        cold = dict(worth)
+        for _ in range(3):
+            await here.run(TOKENS)
+        await here.service.attach_storage(Noting(MemorySettings(), SystemClock()))
+        await here.run(TOKENS)
+        assert all(worth[name] >= cold[name] + 1 for name in names)
+
+
+class Touched(Kept):
+    """Notes what it is asked to touch."""
+
+    def __init__(self, store: FaultyStore) -> None:
+        super().__init__(store)
+        self.touched: list[str] = []
+        self.failures_due = 0
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        assert ttl_s == HandoffSettings().block_ttl_s
+        self.touched += names
+        if self.failures_due:
+            self.failures_due -= 1
+            raise StoreUnavailableError("it does not answer, as it was told")
+        return await super().touch(names, ttl_s=ttl_s)
+
+
+async def read_again(here: World, times: int) -> None:
+    for _ in range(times):
+        here.service.reset()
+        assert (await here.run(TOKENS)).storage_tokens >= 3 * BLOCK
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+async def test_a_stored_block_that_is_used_lives_on_and_the_store_hears_of_it_once(
+    failures: int,
+) -> None:
+    inner = memory()
+    store = Touched(inner)
+    store.failures_due = failures
+    async with inner.running():
+        async with tier(store) as here:
+            await here.run(TOKENS)
+            await read_again(here, 2)
+            assert store.touched == []  # not asked for
+        async with tier(store, StorageOptions(touches_per_ttl=10)) as here:
+            wanted = set(here.names(TOKENS)[:3])
+            async with asyncio.timeout(20):
+                while not wanted <= set(store.touched) or store.failures_due:
+                    await read_again(here, 1)
+            if failures:
+                store.touched.clear()
+                async with asyncio.timeout(20):
+                    while not wanted <= set(store.touched):
+                        await read_again(here, 1)
+            await read_again(here, 3)
+            assert len(store.touched) == len(set(store.touched))
+
+
+async def test_what_was_just_written_is_not_touched() -> None:
+    inner = memory()
+    store = Touched(inner)
+    async with inner.running(), tier(store, StorageOptions(touches_per_ttl=10)) as here:
+        await here.run(TOKENS)
+        await read_again(here, 3)
+        assert not set(store.touched) & set(here.names(TOKENS)[:3])
