@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import World, world
+from tests.world import GQA, World, world
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.gpu.protocol import Direction
@@ -198,9 +198,10 @@ async def test_what_the_store_did_not_take_is_offered_again() -> None:  # fault 
 
 
 async def test_copies_in_the_background_are_bounded() -> None:
-    async with world(host_write=THROUGH, device_blocks=64, host_blocks=64, background_copies=2) as (
-        here
-    ):
+    size = 4 * GQA.block_bytes
+    async with world(
+        host_write=THROUGH, device_blocks=64, host_blocks=64, background_copy_bytes=size
+    ) as here:
         here.latch.hold(OFFLOAD)
         for base in range(0, 800, 100):
             request = await here.admit(tokens(8, base))
@@ -213,6 +214,7 @@ async def test_copies_in_the_background_are_bounded() -> None:
         here.latch.release()
         await here.settle()
         assert on_host(here) == 16
+        assert here.service.tiers.background.most_in_flight == size
 
 
 async def test_a_write_down_does_not_hold_up_the_request() -> None:  # fault 13

@@ -162,16 +162,31 @@ def chain_tokens(root: bytes, tokens: bytes, width: int) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """What a tail's digest is made of: its parent block's digest, its packed tokens, extra keys."""
+
+    parent: bytes
+    tokens: bytes
+    extra: bytes = b""
+
+    @property
+    def digest(self) -> bytes:
+        return tail_digest(self.parent, self.tokens, self.extra)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredKey:
     """One block or tail as storage knows it. num_tokens is block_size for a full block.
 
     space: the fingerprint it belongs to, "" for the one that the names are made for.
+    tail: what a tail is, where that is known: then storage can note it under its parent.
     """
 
     digest: bytes
     num_tokens: int
     is_tail: bool
     space: str = ""
+    tail: Tail | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +206,30 @@ class Names:
         name = f"{self.prefix}:{fingerprint}:{key.digest.hex()}:{self.shard}"
         return f"{name}:partial:{key.num_tokens}" if key.is_tail else name
 
+    def tails(self, parent: bytes, space: str = "") -> str:
+        """Where the tails under a block, or under the root, are listed, for all shards."""
+        return f"{self.prefix}:{space or self.fingerprint}:{parent.hex()}:tails"
+
     def ticket(self, ticket_id: str) -> str:
         """Where a ticket lies. Ids come from outside, so only their digest becomes a name, and
         tickets of all fingerprints share one place, so that a mismatch can be seen and named."""
-        return f"{self.prefix}:ticket:{hashlib.sha256(ticket_id.encode()).hexdigest()}"
+        return f"{self.prefix}:ticket:{_digest_of(ticket_id)}"
+
+    def open_ticket(self, ticket_id: str) -> str:
+        """Where it is said that a ticket will come."""
+        return f"{self.prefix}:open:{_digest_of(ticket_id)}"
+
+    def acknowledgement(self, ticket_id: str) -> str:
+        """Where it is said who claimed a ticket."""
+        return f"{self.prefix}:ack:{_digest_of(ticket_id)}"
+
+    def producer(self, incarnation: str) -> str:
+        """Where a node that publishes says that it lives."""
+        return f"{self.prefix}:producer:{_digest_of(incarnation)}"
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def stored_keys(root: bytes, prompt: Prompt) -> list[StoredKey]:
@@ -209,6 +244,7 @@ def keys_of(root: bytes, prompt: Prompt, digests: Sequence[bytes]) -> list[Store
     if prompt.tail_tokens:
         parent = digests[-1] if digests else root
         last = prompt.num_blocks
-        digest = tail_digest(parent, prompt.block(last), prompt.extra(last))
-        keys.append(StoredKey(digest, prompt.tail_tokens, is_tail=True, space=space))
+        tail = Tail(parent, prompt.block(last), prompt.extra(last))
+        key = StoredKey(tail.digest, prompt.tail_tokens, is_tail=True, space=space, tail=tail)
+        keys.append(key)
     return keys

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tierkv.errors import ConfigError
 
 DEFAULT = ""  # the space of an index with a single fingerprint
+Quota = tuple[int | None, int | None]  # the most device and host blocks, None for any
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +20,7 @@ class Space:
     name: str
     root_digest: bytes
     used: list[int] = field(default_factory=lambda: [0, 0])
-    quota: tuple[int | None, int | None] = (None, None)
+    quota: Quota = (None, None)
 
     def __post_init__(self) -> None:
         check_quota(self.quota)
@@ -29,6 +30,6 @@ class Space:
         return self.quota != (None, None)
 
 
-def check_quota(quota: tuple[int | None, int | None]) -> None:
+def check_quota(quota: Quota) -> None:
     if any(most is not None and most < 0 for most in quota):
         raise ConfigError("a quota is a number of blocks, at least 0")

@@ -19,7 +19,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.policies import EvictionKind, EvictionPolicy, make_policy
 from tierkv.cache.pool import Ids
-from tierkv.cache.space import DEFAULT, Space
+from tierkv.cache.space import DEFAULT, Quota, Space
 from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import BadRequestError
@@ -56,18 +56,49 @@ class Tree:
         root = Node(0, None, space, b"", (TierCopies(0), TierCopies(0)))
         self._roots[space.name] = root
         if space.has_quota:
-            self._own_orders[space.name] = (
-                EvictionOrder(Tier.DEVICE, make_policy(kind, space.quota[0] or 0)),
-                EvictionOrder(Tier.HOST, make_policy(kind, space.quota[1] or 0)),
-            )
+            self._open_own_orders(space, kind)
         return root
+
+    def close_space(self, name: str) -> None:
+        """Let prompts of `name` in no more. It has no block, and is not the default one."""
+        root = self.root_named(name)
+        assert not root.children, "a space is closed when it is empty"
+        assert root is not self.root, "the default space stays"
+        del self._roots[name]
+        self._own_orders.pop(name, None)
+
+    def set_quota(self, space: Space, quota: Quota, kind: EvictionKind = EvictionKind.LRU) -> None:
+        """Another quota from now on; nothing is evicted here. Walks the tree of the space if it
+        had none before, to queue its blocks."""
+        space.quota = quota
+        if not space.has_quota:
+            self._own_orders.pop(space.name, None)
+        elif space.name not in self._own_orders:
+            self._open_own_orders(space, kind)
+            pending = list(self._roots[space.name].children.values())
+            while pending:
+                node = pending.pop()
+                pending.extend(node.children.values())
+                for order in self._own_orders[space.name]:
+                    if not node.holders:
+                        order.num_unheld += node.copies[order.tier].num_present
+                    order.offer(node)
+
+    def _open_own_orders(self, space: Space, kind: EvictionKind) -> None:
+        self._own_orders[space.name] = (
+            EvictionOrder(Tier.DEVICE, make_policy(kind, space.quota[0] or 0)),
+            EvictionOrder(Tier.HOST, make_policy(kind, space.quota[1] or 0)),
+        )
 
     def root_of(self, prompt: Prompt) -> Node:
         """Raises BadRequestError if no space of that name is open."""
+        return self.root_named(prompt.space)
+
+    def root_named(self, name: str) -> Node:
         try:
-            return self._roots[prompt.space]
+            return self._roots[name]
         except KeyError:
-            message = f"no fingerprint {prompt.space!r} is open here"
+            message = f"no fingerprint {name!r} is open here"
             raise BadRequestError(message) from None
 
     def spaces(self) -> list[Space]:

@@ -12,11 +12,12 @@ import numpy as np
 
 from tierkv.cache.history import History
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt, StoredKey, chain, keys_of, tail_digest
+from tierkv.cache.keys import Prompt, StoredKey, Tail, chain, keys_of
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.cache.write_policy import WriteRule
+from tierkv.sched.events import CacheEvents
 from tierkv.sched.pins import Pins
 from tierkv.tasks import task_group
 from tierkv.transfer.mover import Mover
@@ -61,6 +62,8 @@ class TierBooks:
         self.storage = parts["storage"]
         self.rules = {Tier.DEVICE: parts["host_rule"], Tier.HOST: parts["storage_rule"]}
         self.stats = TierStats()
+        self.events = CacheEvents()
+        self.num_loads = 0  # on their way to the device: copies down make way for them
         self.history = History()
         self.pins = Pins(self.index, self.capacity_changed)
         self._in_flight_slots: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}
@@ -128,9 +131,9 @@ class TierBooks:
         keys = [StoredKey(one, size, is_tail=False, space=space.name) for one in digests]
         if node.is_tail:
             parent = digests[-1] if digests else space.root_digest
-            digest = tail_digest(parent, node.tokens, node.extra(node.start))
+            tail = Tail(parent, node.tokens, node.extra(node.start))
             tokens = len(node.tokens) // TOKEN_BYTES
-            keys.append(StoredKey(digest, tokens, is_tail=True, space=space.name))
+            keys.append(StoredKey(tail.digest, tokens, is_tail=True, space=space.name, tail=tail))
         return keys[first:stop]
 
     def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:

@@ -160,7 +160,9 @@ class Computing:
         if len(claims) != self.num_claims:
             wrong.append(f"{self.num_claims} blocks' claims are counted, {len(claims)} are listed")
         if len(claims) > num_running:
-            wrong.append(f"{len(claims)} prompts are claimed as computing by {num_running} requests")
+            wrong.append(
+                f"{len(claims)} prompts are claimed as computing by {num_running} requests"
+            )
         for key, listed in self._claims.items():
             wrong.extend(
                 f"a claim of blocks {claim.first} to {claim.stop} is over but still listed"

@@ -14,7 +14,8 @@ from enum import Enum
 
 class FetchPolicy(Enum):
     """BEST_EFFORT fetches what is estimated to be faster than computing, and gives up in time.
-    WAIT_COMPLETE fetches all there is. DEADLINE fetches, until its time is up."""
+    WAIT_COMPLETE fetches all there is, as long as some of it arrives before each deadline.
+    DEADLINE fetches, until its time is up."""
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
@@ -89,10 +90,18 @@ FIRST_TRY_S = 0.25
 
 
 class Estimator:
-    """One tier's path to the device. bytes_per_token: KV bytes of a token."""
+    """One tier's path to the device. bytes_per_token: KV bytes of a token. prefill: what computing
+    takes, by tokens, which others may look at, too. first_try_s: how long is waited for as long as
+    the engine has not told its speed, so that nothing can be compared."""
 
     def __init__(
-        self, *, bytes_per_token: float, policy: FetchPolicy, deadline_s: float | None = None
+        self,
+        *,
+        bytes_per_token: float,
+        policy: FetchPolicy,
+        deadline_s: float | None = None,
+        prefill: Line | None = None,
+        first_try_s: float = FIRST_TRY_S,
     ) -> None:
         if policy is FetchPolicy.DEADLINE and deadline_s is None:
             raise ValueError("the deadline policy needs deadline_s")
@@ -100,9 +109,12 @@ class Estimator:
         self.policy = policy
         self.deadline_s = deadline_s
         self.transfer = Line()
-        self.prefill = Line()
+        self.prefill = prefill or Line()
         self.queued_bytes = 0.0
+        self._first_try_s = first_try_s
         self._refused = 0
+        self._answers_in_time = True
+        self._unasked = 0
 
     def note_fetch(self, num_bytes: float, seconds: float) -> None:
         """A fetch moved so many bytes in so much time; of one given up, what it had moved."""
@@ -111,23 +123,41 @@ class Estimator:
     def note_prefill(self, tokens: int, seconds: float) -> None:
         self.prefill.add(tokens, seconds)
 
-    def decide(self, tokens: int) -> Decision:
-        """For a run of `tokens` tokens that the tier has."""
+    def note_answer(self, *, in_time: bool) -> None:
+        """The tier has said what it has, in the time that `decide_question` gave it, or not."""
+        self._answers_in_time, self._unasked = in_time, 0
+
+    def decide_question(self, tokens: int, policy: FetchPolicy | None = None) -> Decision:
+        """Whether to ask the tier what it has of `tokens` missing tokens, and how long to wait for
+        the answer. A tier that did not answer is asked again after PROBE_EVERY requests."""
+        compute_s = self.prefill.seconds(tokens)
+        patience: float | None = compute_s * HEDGE
+        reason = "asked for a share of computing"
+        if (policy or self.policy) is not FetchPolicy.BEST_EFFORT or not self.prefill.is_known:
+            patience, reason = None, "asked until the deadline"
+        elif not self._answers_in_time:
+            self._unasked += 1
+            if self._unasked % PROBE_EVERY:
+                patience, reason = 0.0, "the tier did not answer in time"
+        return Decision(patience != 0, patience, 0.0, compute_s, reason)
+
+    def decide(self, tokens: int, policy: FetchPolicy | None = None) -> Decision:
+        """For a run of `tokens` tokens that the tier has. policy: None for the usual one."""
         compute_s = self.prefill.seconds(tokens)
         fetch_s = self.transfer.seconds(tokens * self.bytes_per_token + self.queued_bytes)
-        patience, reason = self._patience(fetch_s, compute_s)
+        patience, reason = self._patience(fetch_s, compute_s, policy or self.policy)
         return Decision(patience != 0, patience, fetch_s, compute_s, reason)
 
     def _patience(  # noqa: PLR0911 - one return for each rule reads best
-        self, fetch_s: float, compute_s: float
+        self, fetch_s: float, compute_s: float, policy: FetchPolicy
     ) -> tuple[float | None, str]:
         """How long to wait, None for as long as it takes, 0 for not at all; and why."""
-        if self.policy is FetchPolicy.WAIT_COMPLETE:
+        if policy is FetchPolicy.WAIT_COMPLETE:
             return None, "the policy waits for all there is"
-        if self.policy is FetchPolicy.DEADLINE:
+        if policy is FetchPolicy.DEADLINE:
             return self.deadline_s, "until the deadline"
         if not self.prefill.is_known:
-            return FIRST_TRY_S, "prefill speed not known yet: a try"
+            return self._first_try_s, "prefill speed not known yet: a try"
         bound = compute_s * HEDGE
         if not self.transfer.is_known:
             return bound, "bandwidth not known yet: a try"

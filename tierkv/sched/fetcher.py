@@ -7,12 +7,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tierkv.cache.history import Event, Fate
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
 from tierkv.errors import OutOfBlocksError, StoreUnavailableError
+from tierkv.sched.estimate import Estimator, FetchPolicy
+from tierkv.sched.shared_tail import SharedTails
 from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.transfer.storage_io import StorageIO
@@ -45,33 +48,89 @@ class Fetched:
 @dataclass(slots=True)
 class _Progress:
     lease: Lease
+    fate: Fate | None = None
     tail: Lease | None = None
     num_tokens: int = 0
     first_token: int = 0
     first_problem: GetOutcome | None = None
     claimed: list[bytes] = field(default_factory=list)
+    expected_bytes: float = 0.0
+    began: float = 0.0
+    queued_before: float = 0.0
+
+    def ends(self, fate: Fate, reason: str) -> None:
+        """It goes no further, for a reason that is not the store's answer."""
+        status = GetStatus.MISS if fate is Fate.NOT_WORTH_IT else GetStatus.FAILED
+        self.first_problem, self.fate = GetOutcome(status, reason), fate
+
+
+class _Patience:
+    """When to give up: `deadline_s` after the start, or sooner; after each arrival, if the policy
+    is to wait for all there is."""
+
+    def __init__(self, scope: asyncio.Timeout, deadline_s: float, policy: FetchPolicy) -> None:
+        self.policy = policy
+        self._scope = scope
+        self._deadline_s = deadline_s
+        self._last = self.now() + deadline_s
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def until(self, seconds: float | None) -> None:
+        """Give up after so many seconds from now; None for the deadline."""
+        latest = self._last
+        self._scope.reschedule(latest if seconds is None else min(latest, self.now() + seconds))
+
+    def arrived(self) -> None:
+        if self.policy is FetchPolicy.WAIT_COMPLETE:
+            self._last = self.now() + self._deadline_s
+            self._scope.reschedule(self._last)
 
 
 class Fetcher:
-    """One fetch per block at a time: who wants a block that is on its way waits for it."""
+    """One fetch per block at a time: who wants a block that is on its way waits for it.
 
-    def __init__(self, tiers: Tiers, storage: StorageIO) -> None:
+    estimator: whether a fetch is worth its time, and learns from each. None: all are.
+    """
+
+    def __init__(
+        self, tiers: Tiers, storage: StorageIO, estimator: Estimator | None = None
+    ) -> None:
         self._tiers = tiers
         self._index: Index = tiers.index
         self._storage = storage
         self.num_held = 0  # results that have not been released yet
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
+        self._tails = SharedTails(tiers, storage)
+        self._estimator = estimator or Estimator(
+            bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE
+        )
 
-    async def fetch(self, prompt: Prompt, *, deadline_s: float) -> Fetched:
+    @property
+    def num_in_flight(self) -> int:
+        """Blocks that are being asked for or fetched."""
+        return len(self._in_flight)
+
+    def is_fetching(self, digest: bytes) -> bool:
+        return digest in self._in_flight
+
+    async def fetch(
+        self,
+        prompt: Prompt,
+        *,
+        deadline_s: float,
+        policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,
+    ) -> Fetched:
         """Bring what storage has of `prompt` beyond the local match, in order, without a gap.
 
         Whatever goes wrong with storage ends the fetch early and is told in `first_problem`; it
-        never raises for it. After `deadline_s` seconds the result is what has arrived. Cancelling
-        it leaves nothing held.
+        never raises for it. The result is what has arrived when `deadline_s` seconds are over
+        (WAIT_COMPLETE: over without an arrival), or earlier, where it is not worth the wait.
+        Cancelling it leaves nothing held.
         """
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Fetched] = loop.create_future()
-        self._tiers.start(self._run(prompt, loop.time() + deadline_s, outcome), name="tierkv-fetch")
+        outcome: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+        self._tiers.start(self._run(prompt, deadline_s, policy, outcome), name="tierkv-fetch")
         try:
             return await asyncio.shield(outcome)
         except asyncio.CancelledError:
@@ -83,28 +142,30 @@ class Fetcher:
         self.num_held -= 1
         self._tiers.capacity_changed()
 
-    async def _run(self, prompt: Prompt, deadline: float, outcome: asyncio.Future[Fetched]) -> None:
+    async def _run(
+        self,
+        prompt: Prompt,
+        deadline_s: float,
+        policy: FetchPolicy,
+        outcome: asyncio.Future[Fetched],
+    ) -> None:
         match = self._index.match(prompt)
         progress = _Progress(self._index.hold(match.node, match.num_blocks))
         progress.first_token = match.num_blocks * self._index.block_size
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._fetch(prompt, progress)
+            async with asyncio.timeout(deadline_s) as scope:
+                await self._fetch(prompt, progress, _Patience(scope, deadline_s, policy))
         except TimeoutError:
-            progress.first_problem = GetOutcome(GetStatus.FAILED, "storage took too long")
+            progress.ends(Fate.LATE, "storage took too long")
         except StoreUnavailableError as error:
-            progress.first_problem = GetOutcome(GetStatus.FAILED, str(error))
+            progress.ends(Fate.FAILED, str(error))
         except BaseException:
             # Nothing expected: it goes up and stops the service, and who waits hears of that.
             outcome.cancel()
             raise
         finally:
             self._finish_claims(progress)
-        if progress.first_problem is not None and progress.first_problem.status in (
-            GetStatus.FAILED,
-            GetStatus.DAMAGED,
-        ):
-            log.warning("fetch ended early: %s", progress.first_problem.reason)
+        self._note(prompt, progress)
         lease = progress.lease
         if progress.tail is not None:
             lease = progress.tail
@@ -119,17 +180,48 @@ class Fetcher:
             )
         )
 
-    async def _fetch(self, prompt: Prompt, progress: _Progress) -> None:
-        keys = await self._wait_for_others(prompt, progress)
+    def _note(self, prompt: Prompt, progress: _Progress) -> None:
+        """What the fetch came to: for the estimate, for `explain`, and for the log."""
+        now = asyncio.get_running_loop().time()
+        if progress.expected_bytes:
+            self._estimator.queued_bytes -= progress.expected_bytes
+            moved = progress.num_tokens * self._estimator.bytes_per_token
+            if moved >= progress.expected_bytes or progress.fate is Fate.LATE:
+                self._estimator.note_fetch(moved + progress.queued_before, now - progress.began)
+        problem = progress.first_problem
+        if problem is None:
+            return
+        fate = progress.fate or _FATES.get(problem.status)
+        if fate is not None:
+            event = Event(fate, "storage", now, problem.reason)
+            self._tiers.history.record(prompt, progress.lease.num_blocks, event)
+        if problem.status is not GetStatus.MISS:
+            log.warning("fetch ended early: %s", problem.reason)
+
+    async def _fetch(self, prompt: Prompt, progress: _Progress, patience: _Patience) -> None:
+        keys = await self._wait_for_others(prompt, progress, patience)
         if not keys:
+            return
+        missing = sum(key.num_tokens for key in keys)
+        question = self._estimator.decide_question(missing, patience.policy)
+        if not question.fetches:
+            progress.ends(Fate.NOT_WORTH_IT, question.reason)
             return
         loop = asyncio.get_running_loop()
         for key in keys:
             self._in_flight[key.digest] = loop.create_future()
             progress.claimed.append(key.digest)
-        present = await self._storage.count_present(keys)
+        patience.until(question.give_up_s)
+        present = await self._ask(keys)
         if present < len(keys):
             progress.first_problem = GetOutcome(GetStatus.MISS, "not in storage")
+        tokens = sum(key.num_tokens for key in keys[:present])
+        decision = self._estimator.decide(tokens, patience.policy)
+        if present and not decision.fetches:
+            progress.ends(Fate.NOT_WORTH_IT, decision.reason)
+            return
+        self._expect(progress, tokens)
+        patience.until(None if patience.policy is FetchPolicy.DEADLINE else decision.give_up_s)
         at = 0
         while at < present:
             group = keys[at : min(at + GROUP_BLOCKS, present)]
@@ -140,7 +232,47 @@ class Fetcher:
             group = group[: len(slots)]
             if not await self._fetch_group(prompt, progress, group, slots):
                 return
+            patience.arrived()
             at += len(group)
+        if present < len(keys):
+            await self._fetch_shared_tail(prompt, progress)
+
+    async def _fetch_shared_tail(self, prompt: Prompt, progress: _Progress) -> None:
+        """Bring a tail that another prompt left where this one goes on, if storage has one."""
+        found = await self._tails.find(prompt, progress.lease, missing=progress.claimed)
+        if found is None:
+            return
+        digest = found.key.digest
+        if busy := self._in_flight.get(digest):
+            await asyncio.shield(busy)
+            partial = self._index.match(prompt).partial
+            if partial is not None:
+                progress.tail = self._index.hold(partial.node, partial.block + 1)
+            return
+        self._in_flight[digest] = asyncio.get_running_loop().create_future()
+        progress.claimed.append(digest)
+        slots = await self._take(1, self._index.root_of(prompt).space)
+        if slots is None:
+            return
+        progress.tail = await self._tails.fetch(prompt, progress.lease, found, slots)
+        if progress.tail is not None:
+            progress.num_tokens += found.num_shared
+
+    async def _ask(self, keys: list[StoredKey]) -> int:
+        in_time = False
+        try:
+            present = await self._storage.count_present(keys)
+            in_time = True
+        finally:
+            self._estimator.note_answer(in_time=in_time)
+        return present
+
+    def _expect(self, progress: _Progress, tokens: int) -> None:
+        """From now on others queue behind this fetch."""
+        progress.began = asyncio.get_running_loop().time()
+        progress.queued_before = self._estimator.queued_bytes
+        progress.expected_bytes = tokens * self._estimator.bytes_per_token
+        self._estimator.queued_bytes += progress.expected_bytes
 
     async def _take(self, count: int, space: Space) -> Ids | None:
         """1 to `count` host slots, after copies that make room for them; None if none will."""
@@ -154,7 +286,9 @@ class Fetcher:
                     return None
             await tiers.next_change()
 
-    async def _wait_for_others(self, prompt: Prompt, progress: _Progress) -> list[StoredKey]:
+    async def _wait_for_others(
+        self, prompt: Prompt, progress: _Progress, patience: _Patience
+    ) -> list[StoredKey]:
         """The keys beyond the local match, once none of them is being fetched by another call."""
         while True:
             match = self._index.match(prompt)
@@ -171,6 +305,12 @@ class Fetcher:
             busy = next((f for key in keys if (f := self._in_flight.get(key.digest))), None)
             if busy is None:
                 return keys
+            tokens = sum(key.num_tokens for key in keys)
+            decision = self._estimator.decide(tokens, patience.policy)
+            if not decision.fetches:
+                progress.ends(Fate.NOT_WORTH_IT, decision.reason)
+                return []
+            patience.until(decision.give_up_s)
             await asyncio.shield(busy)
 
     async def _fetch_group(
@@ -210,6 +350,9 @@ class Fetcher:
     def _finish_claims(self, progress: _Progress) -> None:
         for digest in progress.claimed:
             self._in_flight.pop(digest).set_result(None)
+
+
+_FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
 
 
 def _let_go(outcome: asyncio.Future[Fetched]) -> None:

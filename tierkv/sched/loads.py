@@ -10,6 +10,7 @@ from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change
 from tierkv.errors import TransferError
+from tierkv.sched.events import Happening
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
 
@@ -68,6 +69,7 @@ class Loads:
         for upper in above:
             upper.below.append(load)
         self._by_slot |= dict.fromkeys(slots.tolist(), load)
+        self._tiers.num_loads += 1
         self._tiers.start(self._follow(load), "tierkv-load")
         return load
 
@@ -85,9 +87,12 @@ class Loads:
             arrived = False
         for upper in load.above:
             await asyncio.shield(upper.settled)
+        self._tiers.num_loads -= 1
         if arrived and not load.is_failed:
             self._forget(load)
             self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.ARRIVE)
+            node = load.lease.node
+            self._tiers.events.tell(Happening.LOADED, "device", node, load.first, load.stop)
         else:
             self._fail(load)
         self._index.release(load.lease)

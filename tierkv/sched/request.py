@@ -12,8 +12,9 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node
 from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
-from tierkv.errors import BadRequestError, OwnershipError
+from tierkv.errors import BadRequestError, OwnershipError, RequestAbortedError
 from tierkv.gpu.protocol import Event
+from tierkv.sched.computing import Claim
 from tierkv.transfer.gate import LayerGate
 from tierkv.transfer.mover import Movement
 
@@ -89,6 +90,8 @@ class Request:
     written: events of the kernels that write what was committed last.
     is_damaged: such a kernel failed, so nothing more of the request is cached.
     pinned: the end of its path while it is preempted.
+    is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
+    claim: the blocks that it computes, for others to wait for.
     """
 
     spec: RequestSpec
@@ -105,6 +108,8 @@ class Request:
     written: tuple[Event, ...] = ()
     is_damaged: bool = False
     pinned: Node | None = None
+    is_aborted: bool = False
+    claim: Claim | None = None
 
     @property
     def request_id(self) -> str:
@@ -116,8 +121,8 @@ class Request:
 
     def check_tokens(self, tokens: bytes) -> None:
         """Raise BadRequestError unless `tokens`, packed, can be a commit of this request, and
-        OwnershipError if it has ended."""
-        self.check_running()
+        what `check_wanted` raises."""
+        self.check_wanted()
         known = self.prompt.tokens[: self.computed_tokens * TOKEN_BYTES]
         wanted = self.spec.prompt.tokens[: len(tokens)]
         room = len(self.block_table) * self.prompt.block_size
@@ -130,3 +135,9 @@ class Request:
         if self.state is not RequestState.RUNNING:
             how = "has ended" if self.state is RequestState.ENDED else "is preempted"
             raise OwnershipError(f"request {self.request_id!r} {how}")
+
+    def check_wanted(self) -> None:
+        """Raise OwnershipError if it has ended, RequestAbortedError if it should end."""
+        self.check_running()
+        if self.is_aborted:
+            raise RequestAbortedError(f"request {self.request_id!r} was aborted")

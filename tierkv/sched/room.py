@@ -18,6 +18,7 @@ from tierkv.cache.space import Space
 from tierkv.cache.states import CopyState
 from tierkv.errors import ConfigError, OutOfBlocksError
 from tierkv.sched.books import Parts, TierBooks
+from tierkv.sched.events import Happening
 from tierkv.sched.planner import Step, plan_eviction, plan_room
 
 
@@ -97,6 +98,17 @@ class Room(TierBooks, ABC):
                 available = max(quota - space.used[tier], 0) + order.num_unheld
                 raise OutOfBlocksError(tier.name.lower(), needed=count, available=available)
 
+    def shrink_to_quota(self, tier: Tier, space: Space) -> None:
+        """Evict what `space` has beyond its quota and nobody holds."""
+        quota, order = space.quota[tier], self.index.own_order(space, tier)
+        if quota is None or order is None:
+            return
+        while (excess := min(space.used[tier] - quota, order.num_unheld)) > 0:
+            before = space.used[tier]
+            self._make_room(tier, plan_eviction(order, tier, excess, self.rules[tier]))
+            if space.used[tier] == before:
+                return  # copies come first; `take` asks again
+
     def _keep_free(self, tier: Tier) -> None:
         """Below the low watermark, evict ahead of need up to the high one."""
         marks, pool = self._watermarks[tier], self.pools[tier]
@@ -142,18 +154,34 @@ class Room(TierBooks, ABC):
             self.stats.evicted_device_blocks += stop - start
         else:
             self.stats.evicted_host_blocks += stop - start
+        first = node.start
+        self.events.tell(Happening.EVICTED, tier.name.lower(), node, first + start, first + stop)
         self.pools[tier].release(self.index.drop(tier, node, start, stop))
 
     def forget(self, node: Node, start: int) -> None:
         """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
         tier = Tier.DEVICE if node.copies[Tier.DEVICE].num_present else Tier.HOST
         self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
+        if self.events.has_listeners:
+            self._tell_forgotten(node, start)
         device, host = self.index.forget_below(node, start)
         self.stats.forgotten_blocks += max(len(device), len(host))
         self.stats.evicted_device_blocks += len(device)
         self.stats.evicted_host_blocks += len(host)
         self.pools[Tier.DEVICE].release(device)
         self.pools[Tier.HOST].release(host)
+
+    def _tell_forgotten(self, node: Node, start: int) -> None:
+        pending = [(node, start)]
+        while pending:
+            part, first = pending.pop()
+            pending.extend((child, 0) for child in part.children.values())
+            for tier in Tier:
+                for i, j in runs_of(
+                    part.copies[tier].is_in(CopyState.READY, first, part.num_blocks)
+                ):
+                    at = part.start + first
+                    self.events.tell(Happening.EVICTED, tier.name.lower(), part, at + i, at + j)
 
     def evict_below(self, tier: Tier, node: Node, start: int) -> None:
         """Evict the copies on `tier` of run blocks from `start` on and of all below them, of an

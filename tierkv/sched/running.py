@@ -17,6 +17,7 @@ class Running:
     by_id: dict[str, Request] = field(default_factory=dict)
     ending: set[Request] = field(default_factory=set)
     loads_of: dict[Request, list[Load]] = field(default_factory=dict)
+    _of_tenant: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.by_id.values()
@@ -29,8 +30,39 @@ class Running:
         """Device blocks of a tenant's requests that the index does not count."""
         return sum(sum(one.is_private) for one in self if one.spec.prompt.space == space)
 
-    def of_tenant(self, space: str) -> list[int]:
-        """The number of blocks of each running request of a tenant."""
+    def of_tenant(self, space: str) -> tuple[int, int]:
+        """How many requests of a tenant run, and how many blocks they have together."""
+        requests, blocks = self._of_tenant.get(space, (0, 0))
+        return requests, blocks
+
+    def add(self, request: Request) -> None:
+        self.by_id[request.request_id] = request
+        self._count(request, +1, len(request.block_table))
+
+    def grown(self, request: Request, num_blocks: int) -> None:
+        """A running request has so many blocks more."""
+        self._count(request, 0, num_blocks)
+
+    def remove(self, request: Request) -> None:
+        del self.by_id[request.request_id]
+        self._count(request, -1, -len(request.block_table))
+
+    def _count(self, request: Request, requests: int, blocks: int) -> None:
+        space = request.spec.prompt.space
+        had = self._of_tenant.get(space, (0, 0))
+        self._of_tenant[space] = had[0] + requests, had[1] + blocks
+        if not self._of_tenant[space][0]:
+            del self._of_tenant[space]
+
+    def findings(self) -> list[str]:
+        """What is wrong with the counts, in words."""
+        recounted: dict[str, tuple[int, int]] = {}
+        for one in self.by_id.values():
+            had = recounted.get(one.spec.prompt.space, (0, 0))
+            recounted[one.spec.prompt.space] = had[0] + 1, had[1] + len(one.block_table)
         return [
-            len(one.block_table) for one in self.by_id.values() if one.spec.prompt.space == space
+            f"tenant {space!r} runs {recounted.get(space, (0, 0))} requests and blocks, but "
+            f"{self._of_tenant.get(space, (0, 0))} are counted"
+            for space in sorted(recounted.keys() | self._of_tenant.keys())
+            if recounted.get(space) != self._of_tenant.get(space)
         ]

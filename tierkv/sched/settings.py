@@ -5,18 +5,28 @@ from __future__ import annotations
 import msgspec
 
 from tierkv.cache.policies import EvictionKind, EvictionPolicy, make_policy
+from tierkv.cache.space import Quota, check_quota
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError
+from tierkv.sched.estimate import FetchPolicy
 from tierkv.sched.tiers import Watermarks
+from tierkv.sched.waiting import Limits
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and rules of the tiers.
 
     host_write: when a block is copied to the host; storage_write: when it is stored.
+    background_copy_bytes: copies down by rule that may be on their way at once.
     fetch_deadline_s: how long a request waits for storage before it computes instead.
+    fetch_policy: whether it waits so long, or only while that is estimated to be faster than
+        computing, which takes an engine that tells its speed (Service.note_prefill).
+    max_tenants: fingerprints that are open at once for tenants by name. tenant_*, request_blocks:
+        what each of them may have, None for any: slots of a tier, requests that run, device blocks
+        of those together, device blocks of one request.
     device_eviction, host_eviction: which blocks go first. *_low_watermark, *_high_watermark: shares
         of a tier; with fewer free slots than the low one, blocks go ahead of need up to the high.
+    tensor_parallel: over how many ranks the heads of each block are split.
     """
 
     block_size: int = 16
@@ -26,9 +36,17 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host_after_hits: int = 2
     storage_write: WritePolicy = WritePolicy.NONE
     storage_after_hits: int = 2
-    background_copies: int = 4
+    background_copy_bytes: int = 256 << 20
     fetch_deadline_s: float = 10.0
+    fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT
     tenant: str = ""
+    max_tenants: int = 256
+    tenant_device_blocks: int | None = None
+    tenant_host_blocks: int | None = None
+    tenant_requests: int | None = None
+    tenant_running_blocks: int | None = None
+    request_blocks: int | None = None
+    tensor_parallel: int = 1
     device_eviction: EvictionKind = EvictionKind.LRU
     host_eviction: EvictionKind = EvictionKind.LRU
     device_low_watermark: float = 0.0
@@ -42,6 +60,14 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             Watermarks(self.host_low_watermark, self.host_high_watermark),
         )
 
+    def limits(self) -> Limits:
+        """Of each tenant that has none of its own."""
+        return Limits(self.tenant_requests, self.tenant_running_blocks, self.request_blocks)
+
+    def quota(self) -> Quota:
+        """Device and host blocks of each tenant by name."""
+        return self.tenant_device_blocks, self.tenant_host_blocks
+
     def policies(self) -> tuple[EvictionPolicy, EvictionPolicy]:
         return (
             make_policy(self.device_eviction, self.device_blocks),
@@ -50,13 +76,17 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         self.watermarks()  # refuses what cannot be
+        self.limits()
+        check_quota(self.quota())
         for name, least in (
             ("block_size", 1),
             ("device_blocks", 1),
             ("host_blocks", 1),
             ("host_after_hits", 1),
             ("storage_after_hits", 1),
-            ("background_copies", 1),
+            ("background_copy_bytes", 1),
+            ("max_tenants", 1),
+            ("tensor_parallel", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"cache.{name} must be at least {least}")

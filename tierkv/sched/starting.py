@@ -40,9 +40,7 @@ class SchedulerStats:
 class Starting:
     """All or nothing: a start that fails has changed nothing."""
 
-    def __init__(
-        self, tiers: Tiers, running: Running, loads: Loads, computing: Computing
-    ) -> None:
+    def __init__(self, tiers: Tiers, running: Running, loads: Loads, computing: Computing) -> None:
         self._tiers = tiers
         self._index = tiers.index
         self._running = running
@@ -50,36 +48,31 @@ class Starting:
         self._computing = computing
         self.stats = SchedulerStats()
 
-    def _try_admit(self, waiting: Waiting) -> Request:
+    def try_start(self, waiting: Waiting, plan: AdmissionPlan) -> Request:
         """Raises OutOfBlocksError, with nothing held, if it has to wait."""
         spec = waiting.spec
-        plan = plan_admission(self.index, self.tiers.pools[Tier.DEVICE], spec)
         if not waiting.uses_partial:
             plan = replace(plan, match=replace(plan.match, partial=None))
         match = plan.match
-        lease = self.index.hold(match.node, match.num_blocks)
+        lease = self._index.hold(match.node, match.num_blocks)
         partial = match.partial
-        source = self.index.hold(partial.node, partial.block + 1) if partial else None
+        source = self._index.hold(partial.node, partial.block + 1) if partial else None
         try:
-            slots = self._take(spec, plan.num_slots)
+            slots = self.take(spec, plan.num_slots)
         except OutOfBlocksError:
             if source is not None:
-                self.index.release(source)
-            self.index.release(lease)
+                self._index.release(source)
+            self._index.release(lease)
             raise
         return self._start(waiting, plan, lease, source, slots)
 
-    def _take(self, spec: RequestSpec, count: int) -> Ids:
+    def take(self, spec: RequestSpec, count: int) -> Ids:
         """Device slots within the tenant's quota, of which private blocks are a part too."""
-        space = self.index.root_of(spec.prompt).space
+        space = self._index.root_of(spec.prompt).space
         if not space.has_quota:
-            return self.tiers.take(Tier.DEVICE, count)
-        reserved = sum(
-            sum(request.is_private)
-            for request in (*self._running.values(), *self._ending)
-            if request.spec.prompt.space == space.name
-        )
-        return self.tiers.take(Tier.DEVICE, count, space, reserved=reserved)
+            return self._tiers.take(Tier.DEVICE, count)
+        reserved = self._running.private_blocks(space.name)
+        return self._tiers.take(Tier.DEVICE, count, space, reserved=reserved)
 
     def _start(
         self,
@@ -89,26 +82,26 @@ class Starting:
         source: Lease | None,
         slots: Ids,
     ) -> Request:
-        spec, match, index = waiting.spec, plan.match, self.index
+        spec, match, index = waiting.spec, plan.match, self._index
         loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
         first_load = match.num_blocks - plan.num_loads
         arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
-        loads = self.loads.of(arriving)
+        loads = self._loads.of(arriving)
         for joined in loads:
             joined.num_users += 1
         if len(loading):
-            loads.append(self.loads.start(lease, first_load, match.num_blocks, loading))
+            loads.append(self._loads.start(lease, first_load, match.num_blocks, loading))
         movements = [load.movement for load in loads]
         if source is not None:
             assert match.partial is not None, "a source is of a partial match"
             movements.append(self._copy_partial(source, match.partial.block, private[:1]))
 
-        self.index.count_hit(lease)
+        self._index.count_hit(lease)
         table = np.concatenate(
-            [self.index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks), private]
+            [self._index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks), private]
         )
         fetched_tokens = waiting.fetched.tokens if waiting.fetched else range(0)
-        matched = _matched(match, fetched_tokens, self.index.block_size, source)
+        matched = _matched(match, fetched_tokens, self._index.block_size, source)
         request = Request(
             spec=spec,
             prompt=spec.prompt,
@@ -117,12 +110,17 @@ class Starting:
             lease=lease,
             cached_tokens=matched.total_tokens,
             matched=matched,
-            gate=self.tiers.mover.gate([movement.submission for movement in movements]),
+            gate=self._tiers.mover.gate([movement.submission for movement in movements]),
             loads=tuple(movements),
         )
-        self._running[spec.request_id] = request
-        self._loads_of[request] = loads
-        self.tiers.write_down(lease.node, match.device_blocks)
+        self._running.add(request)
+        self._running.loads_of[request] = loads
+        if spec.uses_cache:
+            now = asyncio.get_running_loop().time()
+            request.claim = self._computing.begin(
+                request.lease.node, match.num_blocks, spec.prompt, now
+            )
+        self._tiers.write_down(lease.node, match.device_blocks)
         self.stats.admitted_requests += 1
         self.stats.prompt_tokens += spec.prompt.num_tokens
         self.stats.device_hit_tokens += matched.device_tokens
@@ -132,7 +130,7 @@ class Starting:
 
     def _copy_partial(self, source: Lease, block: int, target: Ids) -> Movement:
         """Copy a cached block, of which the prompt shares the first tokens, to a private one."""
-        index, mover = self.index, self.tiers.mover
+        index, mover = self._index, self._tiers.mover
         on_device = index.states(Tier.DEVICE, source.node, block, block + 1)[0]
         if on_device is CopyState.READY:
             movement = mover.copy_within(
@@ -140,16 +138,16 @@ class Starting:
             )
         else:
             movement = mover.load(index.slots(Tier.HOST, source.node, block, block + 1), target)
-        self.tiers.start(self._release_after(movement, source), "tierkv-copy-partial")
+        self._tiers.start(self._release_after(movement, source), "tierkv-copy-partial")
         return movement
 
     async def _release_after(self, movement: Movement, lease: Lease) -> None:
         try:
             await movement.done()
         except TransferError:
-            self.tiers.stats.failed_transfers += 1
-        self.index.release(lease)
-        self.tiers.capacity_changed()
+            self._tiers.stats.failed_transfers += 1
+        self._index.release(lease)
+        self._tiers.capacity_changed()
 
 
 def _matched(match: Match, fetched_tokens: range, block_size: int, source: Lease | None) -> Matched:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Unpack
 
 import numpy as np
@@ -13,6 +12,7 @@ from tierkv.cache.node import Node, Tier
 from tierkv.cache.states import CopyState
 from tierkv.errors import OutOfBlocksError
 from tierkv.sched.books import Parts, TierStats
+from tierkv.sched.budget import ByteBudget
 from tierkv.sched.room import Watermarks
 from tierkv.sched.write_back import WriteBack
 
@@ -22,17 +22,22 @@ GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a tim
 
 
 class Tiers(WriteBack):
-    """background_copies: how many groups of blocks may be on their way down at once, by policy."""
+    """background: how many bytes may be on their way down at once, by rule; loads go first."""
 
     def __init__(
         self,
         *,
-        background_copies: int,
+        background_copy_bytes: int,
+        block_bytes: int,
         watermarks: tuple[Watermarks, Watermarks] | None = None,
         **parts: Unpack[Parts],
     ) -> None:
         super().__init__(watermarks, **parts)
-        self._background = asyncio.Semaphore(background_copies)
+        self._block_bytes = block_bytes
+        self.background = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
+        self.on_capacity(self.background.look_again)
+        # Runs that a task is to copy to the host, and up to which block: nobody starts another.
+        self._to_host: dict[Node, int] = {}
 
     def write_down(self, node: Node, num_blocks: int) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
@@ -44,24 +49,28 @@ class Tiers(WriteBack):
             told = part.stored_in(i, j)
             to_storage = ~told & (host != CopyState.INCOMING) & wants_storage
             to_host = (host == CopyState.ABSENT) & ~to_storage & wants_host
+            if (queued := self._to_host.get(part)) is not None:
+                to_host[: max(queued - part.start - i, 0)] = False
             part.believe_stored(i, j, told | to_storage)  # claimed: no other task writes it too
             for mask, is_stored in ((to_storage, True), (to_host, False)):
                 for start, stop in runs_of(mask):
-                    lease = self.index.hold_as_is(part)
                     first = part.start + i
-                    work = self._write_down(
-                        lease, first + start, first + stop, to_storage=is_stored
-                    )
-                    self.start(work, "tierkv-write-down")
+                    self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
     def save(self, node: Node, num_blocks: int) -> None:
         """Copy path blocks [0, num_blocks) to the host, whatever the rules want."""
         for part, i, j in segments(node, 0, num_blocks):
             missing = part.copies[Tier.HOST].is_in(CopyState.ABSENT, i, j)
             for start, stop in runs_of(missing):
-                lease, first = self.index.hold_as_is(part), part.start + i
-                work = self._write_down(lease, first + start, first + stop, to_storage=False)
-                self.start(work, "tierkv-save")
+                first = part.start + i
+                self._start_down(part, first + start, first + stop, to_storage=False)
+
+    def _start_down(self, node: Node, first: int, stop: int, *, to_storage: bool) -> None:
+        lease = self.index.hold_as_is(node)
+        if not to_storage:
+            self._to_host[node] = max(self._to_host.get(node, 0), stop)
+        work = self._write_down(lease, first, stop, to_storage=to_storage)
+        self.start(work, "tierkv-write-down")
 
     async def _write_down(self, lease: Lease, first: int, stop: int, *, to_storage: bool) -> None:
         index, node = self.index, lease.node
@@ -69,7 +78,7 @@ class Tiers(WriteBack):
             at = first
             while at < stop:
                 end = min(at + GROUP_BLOCKS, stop)
-                async with self._background:
+                async with self.background.room((end - at) * self._block_bytes):
                     is_whole = await self._host_copy(node, at, end)
                     if to_storage and is_whole:
                         await self._flush(node, at, end)
@@ -77,6 +86,8 @@ class Tiers(WriteBack):
                         index.unmark_stored(node, at, end)
                 at = end
         finally:
+            if self._to_host.get(node) == stop:
+                del self._to_host[node]
             index.release(lease)
             self.capacity_changed()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tierkv.errors import ConfigError
+from tierkv.sched.computing import Wait
 from tierkv.sched.fetcher import Fetched
 from tierkv.sched.request import Request, RequestSpec
 
@@ -16,16 +17,17 @@ MAX_PASSED_OVER = 32
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much may run at once, for one tenant or for each request; None is no limit of its own.
+    """How much of one tenant may run at once; None is no limit of its own.
 
-    requests: running ones. blocks: device blocks that they hold together.
+    requests: running ones. blocks: device blocks that they hold together. request_blocks: of each.
     """
 
     requests: int | None = None
     blocks: int | None = None
+    request_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        for what in (self.requests, self.blocks):
+        for what in (self.requests, self.blocks, self.request_blocks):
             if what is not None and what < 1:
                 raise ConfigError("a limit of running requests or blocks is at least 1")
 
@@ -38,7 +40,11 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that is not admitted yet. fetched: what was brought from storage for it."""
+    """A request that is not admitted yet. fetched: what was brought from storage for it.
+
+    wait: for blocks that another request computes; timer: ends it. give_up_at: when the last such
+    wait of this request ends, seconds on the loop's clock, None before the first.
+    """
 
     spec: RequestSpec
     fetched: Fetched | None
@@ -46,12 +52,39 @@ class Waiting:
     number: int = 0
     passed_over: int = 0
     uses_partial: bool = True  # False once that has stood in the request's own way
+    wait: Wait | None = None
+    timer: asyncio.TimerHandle | None = None
+    give_up_at: float | None = None
 
     @property
     def tenant(self) -> str:
         return self.spec.prompt.space
 
+    @property
+    def is_parked(self) -> bool:
+        return self.wait is not None and not self.wait.is_over
+
+    def park(self, wait: Wait, now: float, on_timeout: Callable[[], None]) -> None:
+        """Stay aside until the wait is over, in one way or another."""
+        if self.give_up_at is None:
+            self.give_up_at = now + wait.patience_s
+        self.wait = wait
+        wait.claim.num_waiting += 1
+        left_s = min(wait.patience_s, self.give_up_at - now)
+        self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
+
+    def unpark(self) -> Wait | None:
+        """Go on; what it waited for, if it did."""
+        wait, self.wait = self.wait, None
+        if wait is not None:
+            wait.claim.num_waiting -= 1
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        return wait
+
     def let_go(self) -> None:
+        self.unpark()
         if self.fetched is not None:
             self.fetched.release()
 
@@ -85,7 +118,12 @@ class WaitingLine:
         self._line.append(waiting)
 
     def leave(self, waiting: Waiting) -> None:
+        waiting.unpark()
         self._line.remove(waiting)
+
+    def forget(self, tenant: str) -> None:
+        """A tenant that is no more."""
+        self._given.pop(tenant, None)
 
     def admitted(self, waiting: Waiting, num_blocks: int) -> None:
         """It leaves with `num_blocks`; those that came before it have been passed over."""

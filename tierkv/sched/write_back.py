@@ -9,6 +9,7 @@ from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change
 from tierkv.errors import OutOfBlocksError, TransferError
+from tierkv.sched.events import Happening
 from tierkv.sched.planner import Step
 from tierkv.sched.room import CopyDown, Room
 from tierkv.storage.protocol import PutStatus
@@ -89,16 +90,25 @@ class WriteBack(Room):
             return False
         index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
         self.stats.offloaded_blocks += stop - first
+        self.events.tell(Happening.STORED, "host", node, first, stop)
         return True
 
     async def _flush(self, node: Node, first: int, stop: int) -> bool:
         """Store path blocks [first, stop), held and ready on the host; whether all are stored."""
-        assert self.storage is not None, "there is a storage tier"
+        storage = self.storage
+        if storage is None:  # detached meanwhile
+            self.index.unmark_stored(node, first, stop)
+            return False
         keys = self.keys_of(node, first, stop)
-        outcomes = await self.storage.flush(keys, self.index.slots(Tier.HOST, node, first, stop))
+        # A block is of no use without those before it, so of equal hits the first is worth most.
+        worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
+        slots = self.index.slots(Tier.HOST, node, first, stop)
+        outcomes = await storage.flush(keys, slots, worth)
         fine = (PutStatus.STORED, PutStatus.EXISTED)
-        for at, outcome in enumerate(outcomes):
+        for at, outcome in enumerate(outcomes, start=first):
             if outcome.status not in fine:
                 log.warning("block not stored: %s", outcome.reason)
-                self.index.unmark_stored(node, first + at, first + at + 1)
+                self.index.unmark_stored(node, at, at + 1)
+            elif outcome.status is PutStatus.STORED:
+                self.events.tell(Happening.STORED, "storage", node, at, at + 1)
         return all(outcome.status in fine for outcome in outcomes)

@@ -1,0 +1,113 @@
+"""What happens to cached blocks, told to who listens: routers, event streams. Costs nothing else.
+
+Each subscriber has a bounded queue of its own. One that is too slow loses the oldest events, and is
+told how many, so that it can start again from a listing instead of being wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import msgspec
+
+from tierkv.cache.keys import DIGEST_BYTES
+from tierkv.cache.match import segments
+from tierkv.cache.node import Node
+
+DEFAULT_CAPACITY = 4096  # events that may wait for one subscriber
+
+
+class Happening(Enum):
+    STORED = "stored"  # a whole copy is there now, by computing, offload, fetch or flush
+    LOADED = "loaded"  # a copy came back to the device from the host
+    EVICTED = "evicted"
+
+
+class CacheEvent(msgspec.Struct, frozen=True):
+    """Something happened to blocks [start, stop) of a prompt.
+
+    number: counts all events up; a gap means that some were dropped. tier: "device", "host" or
+    "storage". space: the fingerprint's short name, "" for the service's own. digests: the keys of
+    those of the blocks whose keys are known, from `start` on; a block's key fixes its whole prefix.
+    """
+
+    number: int
+    kind: Happening
+    tier: str
+    space: str
+    start: int
+    stop: int
+    digests: tuple[bytes, ...]
+
+
+class Subscription:
+    """Events as they come: `async for event in subscription`. num_dropped: lost by being slow."""
+
+    def __init__(self, capacity: int) -> None:
+        self.num_dropped = 0
+        self._capacity = capacity
+        self._events: deque[CacheEvent] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, event: CacheEvent) -> None:
+        if len(self._events) >= self._capacity:
+            self._events.popleft()
+            self.num_dropped += 1
+        self._events.append(event)
+        self._arrived.set()
+
+    def __aiter__(self) -> AsyncIterator[CacheEvent]:
+        return self
+
+    async def __anext__(self) -> CacheEvent:
+        """The next event; waits for it. It never ends: leave the subscription instead."""
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._events.popleft()
+
+
+class CacheEvents:
+    """All subscribers of one service."""
+
+    def __init__(self) -> None:
+        self._subscriptions: list[Subscription] = []
+        self._number = 0
+
+    @property
+    def has_listeners(self) -> bool:
+        return bool(self._subscriptions)
+
+    @contextmanager
+    def subscribe(self, capacity: int = DEFAULT_CAPACITY) -> Iterator[Subscription]:
+        """Events from now on, until the body ends."""
+        subscription = Subscription(capacity)
+        self._subscriptions.append(subscription)
+        try:
+            yield subscription
+        finally:
+            self._subscriptions.remove(subscription)
+
+    def tell(self, kind: Happening, tier: str, node: Node, start: int, stop: int) -> None:
+        """Path blocks [start, stop) of `node`; one event for each run."""
+        if not self._subscriptions or start >= stop:
+            return
+        for part, i, j in segments(node, start, stop):
+            self._number += 1
+            kept = part.digests
+            known = range(i * DIGEST_BYTES, min(j * DIGEST_BYTES, len(kept)), DIGEST_BYTES)
+            event = CacheEvent(
+                self._number,
+                kind,
+                tier,
+                part.space.name,
+                part.start + i,
+                part.start + j,
+                tuple(kept[at : at + DIGEST_BYTES] for at in known),
+            )
+            for subscription in self._subscriptions:
+                subscription.put(event)

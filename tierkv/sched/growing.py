@@ -1,0 +1,100 @@
+"""More blocks for requests that run, before anybody is admitted; and who gives up if all wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import Ids
+from tierkv.errors import OutOfBlocksError, RequestTooLargeError
+from tierkv.sched.request import Request, RequestSpec
+from tierkv.sched.running import Running
+from tierkv.sched.starting import Starting
+from tierkv.sched.tiers import Tiers
+from tierkv.sched.waiting import Limits
+
+
+class Growing:
+    """extending: requests that wait for more blocks right now. limits_of: a request's tenant's."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        running: Running,
+        starting: Starting,
+        limits_of: Callable[[RequestSpec], Limits],
+    ) -> None:
+        self._tiers = tiers
+        self._index = tiers.index
+        self._running = running
+        self._starting = starting
+        self._limits_of = limits_of
+        self.extending: list[Request] = []
+
+    async def extend(self, request: Request, num_tokens: int) -> None:
+        """Make room in the block table for `num_tokens` beyond the prompt's and the committed ones.
+
+        All the blocks or none. It waits for them before anybody is admitted. Raises
+        OutOfBlocksError if all that run wait for one another and this one is the least of them:
+        `preempt` it then; also if its tenant may not have as many. Raises RequestTooLargeError if
+        the device, its tenant's quota or the limit of one request is too small for it.
+        """
+        request.check_wanted()
+        size = self._index.block_size
+        tokens = request.prompt.num_tokens + num_tokens
+        count = -(-tokens // size) - len(request.block_table)
+        if count <= 0:
+            return
+        self._check(request, len(request.block_table) + count, count)
+        self.extending.append(request)
+        try:
+            while (slots := self._try_extend(request, count)) is None:
+                await self._tiers.next_change()
+                request.check_wanted()
+            request.block_table = np.concatenate([request.block_table, slots])
+            request.is_private += [True] * count
+            self._running.grown(request, count)
+        finally:
+            self.extending.remove(request)
+            self._tiers.capacity_changed()
+
+    def _check(self, request: Request, total: int, more: int) -> None:
+        """Raise at once what no waiting would change."""
+        limits = self._limits_of(request.spec)
+        space = self._index.root_of(request.prompt).space
+        for most, what in (
+            (self._tiers.pools[Tier.DEVICE].capacity, "the device holds"),
+            (space.quota[Tier.DEVICE], "its tenant's quota"),
+            (limits.request_blocks, "one request may have"),
+        ):
+            if most is not None and total > most:
+                raise RequestTooLargeError(f"{total} blocks are more than {what}: {most}")
+        requests, blocks = self._running.of_tenant(space.name)
+        if not limits.allow(requests, blocks + more):
+            raise OutOfBlocksError(
+                "the tenant's limit", needed=more, available=(limits.blocks or 0) - blocks
+            )
+
+    def _try_extend(self, request: Request, count: int) -> Ids | None:
+        try:
+            return self._starting.take(request.spec, count)
+        except OutOfBlocksError:
+            if self._must_yield(request):
+                raise
+            return None
+
+    def _must_yield(self, request: Request) -> bool:
+        """Whether nothing will make room unless one of those that extend gives up, and it is its
+        turn to: the lowest priority, and among equals the last that came."""
+        if self._tiers.num_tasks:
+            return False
+        space = self._index.root_of(request.prompt).space
+        rivals = list(self._running.by_id.values())
+        quota, private = space.quota[Tier.DEVICE], self._running.private_blocks(space.name)
+        if quota is not None and space.used[Tier.DEVICE] + private >= quota:
+            rivals = [one for one in rivals if one.spec.prompt.space == space.name]
+        if not all(one in self.extending for one in rivals):
+            return False
+        return request is min(rivals, key=lambda one: (one.spec.priority, -rivals.index(one)))

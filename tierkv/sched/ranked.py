@@ -1,0 +1,320 @@
+"""Several ranks as one device: each holds its heads of every block, and a copy is one when all have
+made it.
+
+    block b, device   rank 0 | planes of heads 0 1 |    rank 1 | planes of heads 2 3 |
+    host slot s       rank 0 | its bytes |              rank 1 | its bytes |
+
+The scheduler decides once, for all ranks: a block has the same number everywhere. What a mover asks
+of this device goes to every rank, and an event here is done when it is on all ranks; it fails only
+after the last rank has stopped touching the blocks, and says which rank failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.cache.layout import Layout
+from tierkv.cache.shards import Shard, ShardScheme
+from tierkv.errors import (
+    ConfigError,
+    DeviceFailedError,
+    GateTimeoutError,
+    LayoutError,
+    TransferError,
+)
+from tierkv.gpu.protocol import (
+    BlockCopy,
+    Device,
+    Direction,
+    Event,
+    HostSlots,
+    Ids,
+    Lane,
+    Planes,
+    Stream,
+)
+from tierkv.sched.ranks import Outcome, Ranks
+from tierkv.transfer.storage_io_slices import Slice
+
+LATE_S = 5.0
+DEAD_S = 60.0
+
+
+class RankedDevice:
+    """devices: one of each rank, in order; it closes them. scheme: how a block is split.
+
+    now: seconds, for what is late; see `findings`.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        scheme: ShardScheme,
+        *,
+        late_s: float = LATE_S,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not devices:
+            raise ConfigError("tensor parallelism needs one rank or more")
+        self.devices = tuple(devices)
+        self.scheme = scheme
+        self.shards = tuple(Shard(rank, len(devices)) for rank in range(len(devices)))
+        self.layouts = tuple(scheme.layout(shard) for shard in self.shards)
+        self.name = f"{devices[0].name} x{len(devices)}"
+        self.compute_stream: Stream = _RankedStream([d.compute_stream for d in devices])
+        self._ledger = _Ledger(len(devices), late_s, now)
+
+    @property
+    def array_module(self) -> ModuleType:
+        return self.devices[0].array_module
+
+    @property
+    def failure(self) -> str | None:
+        for rank, device in enumerate(self.devices):
+            if device.failure is not None:
+                return f"rank {rank}: {device.failure}"
+        return None
+
+    @property
+    def status(self) -> str:
+        """See Device.status; of every rank."""
+        return ", ".join(device.status for device in self.devices)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """See Device.computing: one thread computes for all ranks, on the first one's device."""
+        return self.devices[0].computing()
+
+    def findings(self) -> list[str]:
+        """Ranks that owe a copy for too long, or failed one for good, by name."""
+        return self._ledger.findings()
+
+    def allocate_planes(self, layout: Layout, num_blocks: int) -> RankedPlanes:
+        """`arrays` of the result are those of rank 0, in its layout's order, then of rank 1..."""
+        self._check(layout)
+        parts: list[Planes] = []
+        try:
+            for device, own in zip(self.devices, self.layouts, strict=True):
+                parts.append(device.allocate_planes(own, num_blocks))
+        except BaseException:
+            for part in parts:
+                part.close()
+            raise
+        return RankedPlanes(layout, num_blocks, parts)
+
+    def allocate_host(self, layout: Layout, num_slots: int) -> RankedHost:
+        self._check(layout)
+        parts: list[HostSlots] = []
+        try:
+            for device, own in zip(self.devices, self.layouts, strict=True):
+                parts.append(device.allocate_host(own, num_slots))
+        except BaseException:
+            for part in parts:
+                part.close()
+            raise
+        return RankedHost(num_slots, parts)
+
+    def slices(self, host: HostSlots) -> list[Slice]:
+        """The ranks' parts of `host`, which is this device's."""
+        assert isinstance(host, RankedHost), "a ranked device's slots are ranked"
+        parts = zip(self.shards, self.layouts, host.parts, strict=True)
+        return [Slice(shard, layout, part) for shard, layout, part in parts]
+
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
+        assert isinstance(planes, RankedPlanes), "a ranked device's planes are ranked"
+        assert isinstance(host, RankedHost), "a ranked device's slots are ranked"
+        lanes: list[Lane] = []
+        try:
+            for device, p, h in zip(self.devices, planes.parts, host.parts, strict=True):
+                lanes.append(device.open_lane(direction, p, h))
+        except BaseException:
+            for lane in lanes:
+                lane.close()
+            raise
+        return _RankedLane(lanes, planes.layout.num_layers, self._ledger)
+
+    def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
+        assert isinstance(planes, RankedPlanes), "a ranked device's planes are ranked"
+        events: list[Event] = []
+        for device, part in zip(self.devices, planes.parts, strict=True):
+            try:
+                events.append(device.copy_blocks(part, source_ids, target_ids))
+            except TransferError as error:
+                events.append(_Failed(error))
+        return RankedEvent(events, self._ledger.begin())
+
+    def close(self) -> None:
+        for device in self.devices:
+            device.close()
+
+    def _check(self, layout: Layout) -> None:
+        if layout.digest != self.scheme.whole.digest:
+            raise LayoutError("the ranks split another layout than this")
+
+
+class RankedPlanes:
+    def __init__(self, layout: Layout, num_blocks: int, parts: Sequence[Planes]) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.parts = tuple(parts)
+
+    @property
+    def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:
+        return [array for part in self.parts for array in part.arrays]
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+class RankedHost:
+    """Slots of which each rank has its part in memory of its own."""
+
+    def __init__(self, num_slots: int, parts: Sequence[HostSlots]) -> None:
+        self.num_slots = num_slots
+        self.parts = tuple(parts)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        raise LayoutError("slots of several ranks are not one array: ask each part for its own")
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+class RankedEvent:
+    """Done when it is on every rank. settled: told once of each rank, and whether it failed there;
+    None where nobody wants to know."""
+
+    def __init__(
+        self, parts: Sequence[Event], settled: Callable[[int, bool], None] | None = None
+    ) -> None:
+        self.parts = tuple(parts)
+        self._settled = settled
+        self._lock = threading.Lock()  # a poller's thread and a compute thread may look at once
+        self._pending = set(range(len(parts)))
+        self._errors: dict[int, TransferError] = {}
+
+    @property
+    def is_done(self) -> bool:
+        with self._lock:
+            for rank in sorted(self._pending):
+                try:
+                    if not self.parts[rank].is_done:
+                        continue
+                except TransferError as error:
+                    self._errors[rank] = error
+                self._pending.discard(rank)
+                if self._settled is not None:
+                    self._settled(rank, rank in self._errors)
+            if self._pending:
+                return False
+            if self._errors:
+                rank, error = min(self._errors.items())
+                kind = DeviceFailedError if isinstance(error, DeviceFailedError) else TransferError
+                raise kind(f"rank {rank}: {error}", blocks=error.blocks) from error
+            return True
+
+    def block_until_done(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for rank in sorted(self._pending):
+            try:
+                self.parts[rank].block_until_done(max(deadline - time.monotonic(), 0.0))
+            except GateTimeoutError as error:
+                raise GateTimeoutError(f"rank {rank}: {error}") from error
+            except TransferError:
+                continue  # it is named below, after the others
+        if not self.is_done:
+            raise GateTimeoutError(f"the ranks did not finish within {timeout_s:g} s")
+
+
+class _Failed:
+    """The event of what a rank did not even begin."""
+
+    def __init__(self, error: TransferError) -> None:
+        self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        raise self._error
+
+    def block_until_done(self, timeout_s: float) -> None:  # noqa: ARG002 - the protocol's
+        raise self._error
+
+
+class _RankedStream:
+    def __init__(self, parts: Sequence[Stream]) -> None:
+        self._parts = tuple(parts)
+
+    def record(self) -> Event:
+        return RankedEvent([stream.record() for stream in self._parts])
+
+    def wait(self, event: Event, timeout_s: float) -> None:
+        """Each rank's stream waits for its rank's part."""
+        deadline = time.monotonic() + timeout_s
+        for rank, stream in enumerate(self._parts):
+            stream.wait(_part(event, rank), max(deadline - time.monotonic(), 0.0))
+
+
+class _RankedLane:
+    def __init__(self, lanes: Sequence[Lane], num_layers: int, ledger: _Ledger) -> None:
+        self._lanes = tuple(lanes)
+        self._num_layers = num_layers
+        self._ledger = ledger
+
+    def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
+        by_rank: list[Sequence[Event]] = []
+        for rank, lane in enumerate(self._lanes):
+            after = tuple(_part(event, rank) for event in copy.after)
+            own = BlockCopy(copy.direction, copy.slot_ids, copy.block_ids, after)
+            try:
+                by_rank.append(lane.submit(own))
+            except TransferError as error:  # what the ranks before it have begun goes on
+                by_rank.append([_Failed(error)] * self._num_layers)
+        *layers, last = zip(*by_rank, strict=True)
+        ended = self._ledger.begin()
+        return (*(RankedEvent(events) for events in layers), RankedEvent(last, ended))
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+
+def _part(event: Event, rank: int) -> Event:
+    return event.parts[rank] if isinstance(event, RankedEvent) else event
+
+
+class _Ledger:
+    """`Ranks`, told from whichever thread sees an event first."""
+
+    def __init__(self, num_ranks: int, late_s: float, now: Callable[[], float]) -> None:
+        self._ranks = Ranks(num_ranks, late_s=late_s, dead_s=max(DEAD_S, late_s))
+        self._now = now
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+
+    def begin(self) -> Callable[[int, bool], None]:
+        """A movement of all ranks has begun; what is returned is told how it ended on each."""
+        with self._lock:
+            number = next(self._numbers)
+            self._ranks.begin(number, self._now())
+
+        def settled(rank: int, has_failed: bool) -> None:  # noqa: FBT001 - a callback's answer
+            with self._lock:
+                outcome = self._ranks.report(rank, number, self._now(), failed=has_failed)
+                if outcome is not Outcome.PENDING:
+                    self._ranks.end(number)
+
+        return settled
+
+    def findings(self) -> list[str]:
+        with self._lock:
+            return self._ranks.findings(self._now())

@@ -1,0 +1,119 @@
+"""Tenants and other fingerprints beside the service's own: opened, limited, and closed again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.node import Tier
+from tierkv.cache.policies import EvictionKind
+from tierkv.cache.space import DEFAULT, Quota, Space, check_quota
+from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
+from tierkv.sched.tiers import Tiers
+
+
+class Tenants:
+    """fingerprints: by space, the service's own under "". is_in_use: whether requests of a space
+    run, wait, or are on their way. max_tenants: spaces of tenants that are open by name at once."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        fingerprints: dict[str, Fingerprint],
+        is_in_use: Callable[[str], bool],
+        *,
+        max_tenants: int,
+        quota: Quota,
+        eviction: EvictionKind,
+    ) -> None:
+        self._tiers = tiers
+        self._index = tiers.index
+        self._fingerprints = fingerprints
+        self._is_in_use = is_in_use
+        self._max_tenants = max_tenants
+        self._quota = quota
+        self._eviction = eviction
+        self._by_tenant: OrderedDict[str, str] = OrderedDict()  # last asked for last
+
+    def space_of(self, tenant: str) -> str:
+        """The space of a tenant's prompts, opened on first use. When there are too many, the one
+        that was not asked for longest and is not in use is closed, its blocks forgotten. Raises
+        OutOfBlocksError if all are in use."""
+        own = self._fingerprints[DEFAULT]
+        if tenant == own.tenant:
+            return DEFAULT
+        known = self._by_tenant.get(tenant)
+        if known is not None:
+            self._by_tenant.move_to_end(tenant)
+            return known
+        fingerprint = replace(own, tenant=tenant)
+        if fingerprint.short not in self._fingerprints:
+            self._make_room()
+            self.open(fingerprint, self._quota)
+        self._by_tenant[tenant] = fingerprint.short
+        return fingerprint.short
+
+    def _make_room(self) -> None:
+        if len(self._by_tenant) < self._max_tenants:
+            return
+        for tenant, space in self._by_tenant.items():
+            if not self._why_not_to_close(space):
+                self._close(tenant, space)
+                return
+        raise OutOfBlocksError("tenants", needed=1, available=0)
+
+    def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
+        """Serve `fingerprint`, too; the space of its prompts. Raises ConfigError, BadRequestError
+        if it is open already."""
+        own = self._fingerprints[DEFAULT]
+        if fingerprint.layout.digest != own.layout.digest or fingerprint.short == own.short:
+            raise ConfigError("another fingerprint has the same layout and another root")
+        space = Space(fingerprint.short, fingerprint.root(), quota=quota)
+        self._index.open_space(space, self._eviction)
+        self._fingerprints[space.name] = fingerprint
+        return space.name
+
+    def close(self, name: str) -> int:
+        """Forget a space and all its blocks; how many copies that were. What Storage has of it
+        stays. Raises BadRequestError, with nothing changed, while it is in use."""
+        if name == DEFAULT or name not in self._fingerprints:
+            raise BadRequestError(f"no fingerprint {name!r} is open beside the service's own")
+        if why := self._why_not_to_close(name):
+            raise BadRequestError(f"fingerprint {name!r} is in use: {why}")
+        tenant = next((t for t, space in self._by_tenant.items() if space == name), None)
+        return self._close(tenant, name)
+
+    def _why_not_to_close(self, name: str) -> str:
+        root = self._index.root_named(name)
+        if self._is_in_use(name):
+            return "its requests have not ended"
+        if root.holders:
+            return "some of its blocks are held, by pins or by copies under way"
+        return ""
+
+    def _close(self, tenant: str | None, name: str) -> int:
+        root = self._index.root_named(name)
+        before = sum(root.space.used)
+        for node in list(root.children.values()):
+            self._tiers.forget(node, 0)
+        self._index.close_space(name)
+        del self._fingerprints[name]
+        if tenant is not None:
+            del self._by_tenant[tenant]
+        self._tiers.capacity_changed()
+        return before
+
+    def quota_of(self, name: str) -> Quota:
+        return self._index.root_named(name).space.quota
+
+    def set_quota(self, name: str, quota: Quota) -> None:
+        """The most device and host blocks that `name` may have from now on, None for any. What it
+        has beyond goes as far as nobody holds it, and the rest as soon as it wants more."""
+        check_quota(quota)
+        root = self._index.root_named(name)
+        self._index.set_quota(root.space, quota, self._eviction)
+        for tier in Tier:
+            self._tiers.shrink_to_quota(tier, root.space)
+        self._tiers.capacity_changed()
