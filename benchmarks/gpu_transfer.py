@@ -28,11 +28,12 @@ from benchmarks.bench import Row, row, show
 from tierkv.cache.layout import Layout, attention_layout, layered
 from tierkv.gpu.cuda import CudaEvent, CudaStream, DeviceMemory, new_stream
 from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.cuda_lane import CudaLane, LaneSettings
+from tierkv.gpu.cuda_lane import CudaLane
 from tierkv.gpu.cuda_planes import CudaPlanes
 from tierkv.gpu.driver import load_driver
 from tierkv.gpu.pending import PendingEvent
 from tierkv.gpu.pinned import PinnedSlots
+from tierkv.gpu.pipeline import LaneSettings
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
 from tierkv.gpu.units import Order
 from tierkv.transfer.completion import EventPoller
@@ -120,7 +121,7 @@ class Bench:
     def make_copy(self, direction: Direction, seed: int) -> BlockCopy:
         rng = np.random.default_rng(seed)
         first = 0 if direction is Direction.LOAD else self.num_blocks
-        slots = rng.permutation(self.num_blocks).astype(np.int32) + np.int32(first)
+        slots = 2 * rng.permutation(self.num_blocks).astype(np.int32) + np.int32(first > 0)
         blocks = rng.permutation(self.num_blocks).astype(np.int32) + np.int32(first)
         return BlockCopy(direction, slots, blocks)
 

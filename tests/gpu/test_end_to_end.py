@@ -133,7 +133,7 @@ def same_bytes(found: Sequence[Bytes], expected: Sequence[Bytes]) -> bool:
     )
 
 
-@pytest.fixture(params=["float32", "float16"])
+@pytest.fixture(params=["float32", "float16", "bfloat16"])
 def node(request: pytest.FixtureRequest) -> GpuNode:
     return GpuNode(cupy_or_skip(), request.param)
 

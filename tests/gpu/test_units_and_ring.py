@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 import numpy as np
@@ -13,24 +14,25 @@ from tests.latch import ManualEvent
 from tests.layouts import ALL_LAYOUTS
 from tierkv.errors import LayoutError
 from tierkv.gpu.ring import Ring
-from tierkv.gpu.units import MAX_BLOCKS, Order, UnitPlanner, UnitSizes
+from tierkv.gpu.units import MAX_BLOCKS, Order, UnitPlanner, UnitSizes, joined
 
 
 @given(
     name=st.sampled_from(sorted(ALL_LAYOUTS)),
     order=st.sampled_from(Order),
     num_blocks=st.integers(1, 3000),
+    first=st.integers(1, 10_000),
     least=st.integers(1, 10_000),
     most=st.integers(1, 100_000),
     piece=st.integers(1, 2000),
 )
 def test_units_hold_every_byte_once_layers_ascending(
-    name: str, order: Order, num_blocks: int, least: int, most: int, piece: int
+    name: str, order: Order, num_blocks: int, first: int, least: int, most: int, piece: int
 ) -> None:
     layout = ALL_LAYOUTS[name]
     held = np.zeros((num_blocks, layout.block_bytes), np.uint8)
     layer = 0
-    for unit in UnitPlanner(layout, order, UnitSizes(least, most, piece)).plan(num_blocks):
+    for unit in UnitPlanner(layout, order, UnitSizes(first, least, most, piece)).plan(num_blocks):
         held[unit.start : unit.stop, unit.first_byte : unit.first_byte + unit.num_bytes] += 1
         assert unit.layers.start >= layer
         layer = unit.layers.start
@@ -73,3 +75,26 @@ def test_staging_in_use_is_handed_out_only_behind_its_event(
 def test_more_than_the_ring_has_is_refused() -> None:
     with pytest.raises(LayoutError, match="staging_bytes"):
         Ring[ManualEvent](1024).take(1025)
+
+
+@given(
+    slots=st.sets(st.integers(0, 40), min_size=1),
+    per_chunk=st.integers(1, 50),
+    block_bytes=st.integers(1, 9000),
+)
+def test_neighbours_are_joined_within_a_chunk_and_every_block_is_in_one_piece(
+    slots: set[int], per_chunk: int, block_bytes: int
+) -> None:
+    start = 1 << 40
+    ids = sorted(slots)
+    addresses = np.array(ids, np.uint64) * np.uint64(block_bytes) + np.uint64(start)
+    firsts, sizes = joined(addresses, block_bytes, start=start, chunk_bytes=per_chunk * block_bytes)
+    pieces = [
+        list(range(ids[first], ids[first] + int(size) // block_bytes))
+        for first, size in zip(firsts.tolist(), sizes.tolist(), strict=True)
+    ]
+    assert [slot for piece in pieces for slot in piece] == ids
+    for piece in pieces:
+        assert piece[0] // per_chunk == piece[-1] // per_chunk
+    for before, after in itertools.pairwise(pieces):
+        assert after[0] != before[-1] + 1 or after[0] % per_chunk == 0

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -226,9 +227,13 @@ class CpuDevice:
         self.name = "cpu"
         self.array_module = np
         self.failure: str | None = None
+        self.status = "cpu"
         self.compute_stream: Stream = CallerStream()
         self._before_copy = before_copy
         self._within = ThreadPoolExecutor(1, thread_name_prefix="tierkv-copy")
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
         return CpuPlanes(layout, num_blocks)

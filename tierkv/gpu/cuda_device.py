@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
@@ -11,7 +12,7 @@ from tierkv.cache.layout import Layout
 from tierkv.errors import LayoutError, TransferError
 from tierkv.gpu.cpu import done_event
 from tierkv.gpu.cuda import ARRAY_MODULE, Gpu, adopted_stream, new_stream
-from tierkv.gpu.cuda_lane import CudaLane, LaneSettings
+from tierkv.gpu.cuda_lane import CudaLane
 from tierkv.gpu.cuda_planes import (
     CudaPlanes,
     SharedPlane,
@@ -22,8 +23,11 @@ from tierkv.gpu.cuda_planes import (
 )
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
-from tierkv.gpu.protocol import Direction, Event, HostSlots, Ids, Lane, Planes
+from tierkv.gpu.pipeline import LaneSettings
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids, Lane, Planes
 from tierkv.gpu.units import Order
+
+_GIB = 1 << 30
 
 
 class CudaDevice:
@@ -31,16 +35,24 @@ class CudaDevice:
 
     compute_stream: the cudaStream_t on which the engine's kernels run; 0 is the legacy default
         stream, which is also CuPy's unless it is told otherwise.
+    before_copy: see CudaLane; for tests that need to hold or break a copy.
     Raises ConfigError if there is no such GPU.
     """
 
     def __init__(
-        self, index: int = 0, *, compute_stream: int = 0, lanes: LaneSettings | None = None
+        self,
+        index: int = 0,
+        *,
+        compute_stream: int = 0,
+        lanes: LaneSettings | None = None,
+        before_copy: Callable[[BlockCopy], None] | None = None,
     ) -> None:
         self.gpu = Gpu(index)
         self.name = f"cuda:{index} ({self.gpu.model})"
         self.compute_stream = adopted_stream(self.gpu, compute_stream)
         self._lane_settings = lanes or LaneSettings()
+        self._before_copy = before_copy
+        self._host: PinnedSlots | None = None  # the last one made
         self._within = new_stream(self.gpu, is_urgent=True)
         self._kernels: tuple[CudaPlanes, PlaneKernels] | None = None
 
@@ -53,6 +65,24 @@ class CudaDevice:
     def failure(self) -> str | None:
         """Why this GPU is lost to this process, None while it works."""
         return self.gpu.failure
+
+    @property
+    def status(self) -> str:
+        """What it is, and how far the pinning of its host slots has come."""
+        if self.gpu.failure is not None:
+            return self.gpu.failure
+        host = self._host
+        if host is None or host.is_closed or host.pinned_bytes == host.num_bytes:
+            return self.name
+        return (
+            f"{self.name}, {host.pinned_bytes / _GIB:.1f} of {host.num_bytes / _GIB:.1f} GiB of "
+            "host slots pinned; copies of the others wait"
+        )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with self.gpu.bound(), self.compute_stream.raw:
+            yield
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> CudaPlanes:
         return allocated_planes(self.gpu, layout, num_blocks)
@@ -72,7 +102,8 @@ class CudaDevice:
         return opened_planes(self.gpu, layout, num_blocks, shared)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> PinnedSlots:
-        return PinnedSlots(self.gpu, layout, num_slots)
+        self._host = PinnedSlots(self.gpu, layout, num_slots)
+        return self._host
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         """Loads run layer by layer, offloads block by block."""
@@ -83,7 +114,8 @@ class CudaDevice:
         self, direction: Direction, planes: Planes, host: HostSlots, order: Order
     ) -> CudaLane:
         planes, host = self._ours(planes), _pinned(host)
-        return CudaLane(self.gpu, direction, planes, host, self._lane_settings, order)
+        settings, before = self._lane_settings, self._before_copy
+        return CudaLane(self.gpu, direction, planes, host, settings, order, before)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         ours = self._ours(planes)

@@ -40,7 +40,7 @@ class PinnedSlots:
     The memory is usable by this process at once. The first chunk is pinned when the constructor
     returns, the others follow in the background; a copy waits for the chunks of its slots.
 
-    chunk_bytes: about how much is pinned at a time.
+    chunk_bytes: about how much is pinned at a time; the attribute says how much it is.
     Raises ConfigError, with what to do, if there is too little memory or it cannot be pinned.
     """
 
@@ -63,6 +63,7 @@ class PinnedSlots:
         _pinned_pages[self.address] = self._array
         self._chunks = _chunks(num_slots, layout.block_bytes, chunk_bytes)
         self._slots_per_chunk = len(self._chunks[0])
+        self.chunk_bytes = max(self._slots_per_chunk, 1) * layout.block_bytes
         self._registered: list[int] = []  # addresses
         self._lock = threading.Lock()
         self._is_closing = False
@@ -82,6 +83,10 @@ class PinnedSlots:
         return self._array
 
     @property
+    def is_closed(self) -> bool:
+        return self._array is None
+
+    @property
     def pinned_bytes(self) -> int:
         """How far pinning has come, of `num_bytes`."""
         with self._lock:
@@ -91,6 +96,8 @@ class PinnedSlots:
     def wait_until_pinned(self, slot_ids: Ids | None = None) -> None:
         """Block until these slots (all, if None) are pinned. Raises TransferError if they cannot
         be; the text says what to do."""
+        if self._array is None:
+            raise LayoutError("these host slots are closed")
         if self.is_pinned:
             return
         wanted = range(len(self._pins))

@@ -8,6 +8,7 @@ device keeps all of this, including that copies finish later, in order per strea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
@@ -153,6 +154,15 @@ class Device(Protocol):
     @property
     def failure(self) -> str | None:
         """Why the device is lost to this process, for good; None while it works."""
+
+    @property
+    def status(self) -> str:
+        """One line for people: what it is, what it is still busy opening, or its failure."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Within it the calling thread computes on this device with `array_module`, in the order of
+        `compute_stream`; errors of the device come out as TransferError, DeviceFailedError if it
+        is lost."""
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
         """Raises ConfigError if the device has no room for so many blocks."""

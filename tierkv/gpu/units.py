@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from tierkv.cache.layout import Layout
 
+Bytes = npt.NDArray[np.uint64]  # addresses, or how many
+
 MAX_BLOCKS = 960  # as in csrc/planes.cu
+FIRST_BLOCKS = 128  # of the first unit: at 1 us a piece it may be an event loop that submits them
 _KEEP_UP_TO = 64  # plans for so few blocks are kept: making one takes longer than using it
 ROW_ALIGNMENT = 16  # rows of staging start where 16-byte vectors may
 
@@ -29,10 +35,14 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Bytes. A unit aims at a quarter of the copy, within [least, most]; the first one at half of
-    that, so that the pipeline fills (and the first layer arrives) early. Copies of up to two of
-    `least` are one unit: for a block or a few, another kernel costs more than it hides.
+    """Bytes. A unit aims at a quarter of the copy, within [least, most]. Units start at `first`, or
+    half of that quarter, and double, so that the pipeline fills (and the first layer arrives)
+    early. Copies of up to two of `least` are one unit: for a block or a few, another kernel costs
+    more than it hides.
 
+    first: what the submitting thread brings to the streams itself, of at most FIRST_BLOCKS blocks.
+        It must keep the copy engine busy until the lane's thread goes on, which took 350 to 500 us
+        (H100 in a virtual machine, 2026-11-21); PCIe 5 moves 32 MiB in 600.
     most: beside saturating matmuls a kernel starts only between two of the model's, 1.6 ms apart
         at bf16 8192^3, one per boundary, so a unit must bring what PCIe moves in that time: with
         16 MiB the pipeline fell to 60 % of the limit, with 64 MiB to 75 %, with 128 MiB it kept
@@ -41,6 +51,7 @@ class UnitSizes:
         256 KiB pieces reach 99 % of a contiguous copy (H200, 2026-11-21).
     """
 
+    first: int = 32 << 20
     least: int = 8 << 20
     most: int = 128 << 20
     piece: int = 256 << 10
@@ -95,20 +106,21 @@ class UnitPlanner:
     def _cut(self, num_blocks: int) -> Iterator[Unit]:
         total = num_blocks * self._starts[-1]
         target = min(max(total // 4, self._sizes.least), self._sizes.most)
-        first_target = target // 2
+        first_target = min(target // 2, self._sizes.first)
         if total <= min(2 * self._sizes.least, self._sizes.most):
             target = first_target = total
+        aim, most_blocks = first_target, FIRST_BLOCKS
         for layers in self._spans(num_blocks, first_target, target):
             first_byte = self._starts[layers.start]
             num_bytes = self._starts[layers.stop] - first_byte
             row = Unit(layers, first_byte, num_bytes, 0, 1).row_bytes
             start = 0
             while start < num_blocks:
-                is_first = start == 0 and layers.start == 0
-                room = max((first_target if is_first else target) // row, 1)
-                stop = min(start + min(room, MAX_BLOCKS), num_blocks)
+                room = max(aim // row, 1)
+                stop = min(start + min(room, most_blocks), num_blocks)
                 yield Unit(layers, first_byte, num_bytes, start, stop)
                 start = stop
+                aim, most_blocks = min(2 * aim, target), MAX_BLOCKS
 
     def _spans(self, num_blocks: int, first_target: int, target: int) -> Iterator[range]:
         """The layers taken together, in order; with Order.LAYERS as few as a good piece and unit
@@ -127,3 +139,16 @@ class UnitPlanner:
                 stop += 1
             yield range(start, stop)
             start = stop
+
+
+def joined(
+    slots: Bytes, block_bytes: int, *, start: int, chunk_bytes: int
+) -> tuple[npt.NDArray[np.intp], Bytes]:
+    """Pieces of whole blocks at ascending addresses `slots`, with neighbours taken together: which
+    of the blocks each begins with, and its bytes. None spans two chunks of the memory at `start`,
+    which are registered one by one."""
+    follows = np.diff(slots) == np.uint64(block_bytes)
+    follows &= (slots[1:] - np.uint64(start)) % np.uint64(chunk_bytes) != 0
+    firsts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    counts = np.diff(np.append(firsts, len(slots)))
+    return firsts, counts.astype(np.uint64) * np.uint64(block_bytes)

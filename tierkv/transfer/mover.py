@@ -19,7 +19,7 @@ from tierkv.gpu.protocol import (
     Lane,
     Planes,
 )
-from tierkv.tasks import task_group
+from tierkv.tasks import outlast, task_group
 from tierkv.transfer.completion import EventPoller
 from tierkv.transfer.gate import LayerGate, Submission
 
@@ -79,8 +79,7 @@ class Mover:
         """Opens the lanes; at the end waits for every copy, then closes them."""
         self._submitter = ThreadPoolExecutor(1, thread_name_prefix="tierkv-submit")
         try:
-            for direction in Direction:
-                self._lanes[direction] = self._device.open_lane(direction, self._planes, self._host)
+            await self._open_lanes()
             async with self.poller.running(), task_group() as self._tasks:
                 yield
         finally:
@@ -88,6 +87,19 @@ class Mover:
             self._submitter.shutdown(wait=True)
             for lane in self._lanes.values():
                 lane.close()
+
+    async def _open_lanes(self) -> None:
+        """In the submitting thread: a lane takes memory, and its kernels may have to be compiled.
+        A cancel waits for its end."""
+        assert self._submitter is not None, "there is a thread"
+
+        def open_all() -> None:
+            for direction in Direction:
+                self._lanes[direction] = self._device.open_lane(direction, self._planes, self._host)
+
+        opening = asyncio.wrap_future(self._submitter.submit(open_all))
+        await outlast({opening}, on_cancel=lambda: None)
+        opening.result()
 
     def load(self, slot_ids: Ids, block_ids: Ids, after: Sequence[Event] = ()) -> Movement:
         """Host slots to device blocks. Ids must stay leased until the movement has ended."""

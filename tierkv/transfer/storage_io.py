@@ -29,6 +29,7 @@ from tierkv.storage.threads import WorkerThreads
 from tierkv.tasks import task_group
 from tierkv.transfer.storage_io_slices import Slice, Slices
 from tierkv.transfer.storage_io_touch import Toucher
+from tierkv.transfer.tails import TailLists
 
 _MAX_FOUND = 65_536
 _WAITED_FOR = 1e9  # the worth of a block that somebody waits for
@@ -94,6 +95,9 @@ class StorageIO:
         self._block_ttl_s = block_ttl_s
         self._codecs = codecs or (lambda _: _PLAIN)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> size of who stored it
+        self.tails = TailLists(
+            store, names, layout, self._codecs, deadline_s=deadline_s, ttl_s=block_ttl_s
+        )
         # Checksums of 2 MiB blocks would stop the loop for 70 us each.
         self._checkers = WorkerThreads("storage I/O", 2)
         self._toucher: Toucher | None = None
@@ -138,6 +142,8 @@ class StorageIO:
     async def _size_of(self, key: StoredKey, tried: int) -> int | None:
         """Of how many ranks a node has stored this block, one of `tried` aside."""
         sizes = [n for n in (self.slices.size, *self.slices.peer_sizes) if n != tried]
+        if not sizes:
+            return None
         counts: dict[int, int] = {}
 
         async def ask(size: int) -> None:
@@ -168,6 +174,27 @@ class StorageIO:
         value is deleted.
         """
         sizes = [self._found.get(key.digest, self.slices.size) for key in keys]
+        blocks = await self._fetch(keys, slot_ids, sizes)
+        for at, key in enumerate(keys):
+            # Found by another way than `count_present`, a block can be of any size.
+            if blocks[at].status is GetStatus.MISS and key.digest not in self._found:
+                with suppress(StoreUnavailableError):
+                    if other := await self._size_of(key, self.slices.size):
+                        again = await self._fetch([key], slot_ids[at : at + 1], [other])
+                        blocks[at] = again[0]
+        for key, outcome in zip(keys, blocks, strict=True):
+            if outcome.status is not GetStatus.HIT:
+                self._found.pop(key.digest, None)  # whoever stored it, look again
+            if outcome.status is GetStatus.DAMAGED:
+                self.stats.damaged_blocks += 1
+            elif outcome.status is GetStatus.FAILED:
+                self.stats.failed_reads += 1
+        return blocks
+
+    async def _fetch(
+        self, keys: Sequence[StoredKey], slot_ids: Ids, sizes: Sequence[int]
+    ) -> list[GetOutcome]:
+        """sizes: of how many ranks the node was that stored each of them."""
         reads = [
             self._read(at, key, shard, int(slot))
             for at, (key, slot, size) in enumerate(zip(keys, slot_ids, sizes, strict=True))
@@ -181,7 +208,11 @@ class StorageIO:
         if damaged:
             with suppress(StoreUnavailableError):  # then it will be found damaged again
                 await self.store.delete(damaged)
-        self._count_reads(keys, blocks, reads)
+        hits = [read for read in reads if blocks[read.at].status is GetStatus.HIT]
+        self.stats.fetched_blocks += sum(block.status is GetStatus.HIT for block in blocks)
+        self.stats.fetched_bytes += sum(len(read.payload) for read in hits)
+        if self._toucher is not None:
+            self._toucher.used(read.item.name for read in hits)
         return blocks
 
     def _read(self, at: int, key: StoredKey, shard: Shard, slot: int) -> _Read:
@@ -225,23 +256,6 @@ class StorageIO:
                     part.layout.paste_tail(payload, part.host.array[slot], key.num_tokens)
         return blocks
 
-    def _count_reads(
-        self, keys: Sequence[StoredKey], blocks: Sequence[GetOutcome], reads: Sequence[_Read]
-    ) -> None:
-        for key, outcome in zip(keys, blocks, strict=True):
-            if outcome.status is GetStatus.HIT:
-                self.stats.fetched_blocks += 1
-                continue
-            self._found.pop(key.digest, None)  # whoever stored it, look again
-            if outcome.status is GetStatus.DAMAGED:
-                self.stats.damaged_blocks += 1
-            elif outcome.status is GetStatus.FAILED:
-                self.stats.failed_reads += 1
-        hits = [r for r in reads if blocks[r.at].status is GetStatus.HIT]
-        self.stats.fetched_bytes += sum(len(read.payload) for read in hits)
-        if self._toucher is not None:
-            self._toucher.used(read.item.name for read in hits)
-
     # Flush
 
     async def flush(
@@ -249,8 +263,13 @@ class StorageIO:
         keys: Sequence[StoredKey],
         slot_ids: Ids,
         worth: Sequence[float] | None = None,
+        *,
+        notes_tails: bool = True,
     ) -> list[PutOutcome]:
         """Write host slots to the store, which stay as they are until this returns.
+
+        notes_tails: list the tails among them under their parents too; who has no time for it now
+            does it later, with `tails.note`.
 
         worth: of each block; of writes that are too many for the store the least worth are
             dropped. None: somebody waits for them.
@@ -275,6 +294,10 @@ class StorageIO:
                 self.stats.skipped_blocks += 1
             else:
                 self.stats.failed_writes += 1
+        if notes_tails:
+            stored = (PutStatus.STORED, PutStatus.EXISTED)
+            pairs = zip(keys, blocks, strict=True)
+            await self.tails.note([key for key, block in pairs if block.status in stored])
         return blocks
 
     def _encode(

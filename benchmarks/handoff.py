@@ -1,0 +1,292 @@
+"""How long a decode node waits after the prefill is done, and what a hand-off costs beyond storage.
+
+    python benchmarks/handoff.py [--quick] [--json] [--tokens 10000]
+
+Prefill and decode nodes are processes of their own, on Redis and on a directory. "After the prefill"
+runs from the first token on the prefill node to the first token that the decode node computes itself,
+on one clock. Streaming and publish-after-prefill take turns, each with a new prompt; the claim waits
+from the start of the prefill on in both.
+
+The second part moves a prompt of 512 KiB blocks, not computed by any model, by publish and claim,
+and the same bytes by puts and gets of the store alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.bench import Row, row, show
+from tests.redis_server import redis_server
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Prompt
+from tierkv.cache.layout import layered
+from tierkv.cache.tokens import pack
+from tierkv.clock import SystemClock
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
+from tierkv.refmodel.config import ModelConfig
+from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
+from tierkv.refmodel.generation import GenerateRequest
+from tierkv.refmodel.model import ReferenceModel
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus
+
+BLOCK = 16
+BULK_BLOCK, BULK_TOKEN_BYTES = 64, 8192  # 512 KiB blocks
+BATCH = 32
+MOST_OF_PUBLISH_AFTER_PREFILL = 0.25
+MOST_OF_RAW = 1.10
+HANDOFF = HandoffSettings(publish_deadline_s=60, claim_deadline_s=120, lookup_deadline_s=10)
+
+
+def now_s() -> float:
+    """Seconds on the clock that all processes of a machine share."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 256, num_tokens)]
+
+
+# The nodes
+
+
+class EngineNode:
+    """A node with the reference model."""
+
+    def __init__(self, service: Service, engine: ReferenceEngine) -> None:
+        self.service = service
+        self.engine = engine
+
+    async def do(self, work: dict[str, Any]) -> dict[str, float]:
+        marks: list[float] = []
+        tokens = pack(prompt_of(work["seed"], work["num_tokens"]))
+        job = GenerateRequest(
+            work["id"], tokens, 2, on_tokens=lambda _: marks.append(now_s())
+        )
+        if work["do"] == "prefill":
+            await self.engine.prefill(job, work["id"])
+        else:
+            await self.engine.decode(job, work["id"])
+        return {"at": marks[-1], "done": now_s()}
+
+
+class BulkNode:
+    """A node whose device holds what it holds: for bytes, not for tokens."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def do(self, work: dict[str, Any]) -> dict[str, float]:
+        prompt = Prompt.of(prompt_of(work["seed"], work["num_tokens"]), BULK_BLOCK)
+        service, name = self.service, work["id"]
+        started = now_s()
+        if work["do"] == "publish":
+            request = await service.admit(name, prompt, max_new_tokens=0)
+            await service.commit(request, prompt.tokens)
+            started = now_s()
+            await service.publish(request, name, [1])
+        elif work["do"] == "claim":
+            request, _ = await service.claim(name, name, prompt, max_new_tokens=0)
+            await request.gate.all_layers(60)
+        else:
+            return await self._raw(work)
+        taken = now_s() - started
+        service.end(request)
+        while service.tiers.num_tasks:
+            await service.tiers.next_change()
+        return {"taken": taken}
+
+    async def _raw(self, work: dict[str, Any]) -> dict[str, float]:
+        store = self.service.store
+        assert store is not None, "a benchmark's node has a store"
+        size = BULK_BLOCK * BULK_TOKEN_BYTES
+        names = [f"tierkv:raw:{work['seed']}:{i}" for i in range(work["num_tokens"] // BULK_BLOCK)]
+        memory = np.ones((BATCH, size), np.uint8)
+        started = now_s()
+        for at in range(0, len(names), BATCH):
+            part = list(zip(names[at : at + BATCH], memory, strict=False))
+            if work["do"] == "raw-put":
+                put = await store.put([PutItem(n, (m.data,), ttl_s=600) for n, m in part])
+                assert all(one.status is PutStatus.STORED for one in put)
+            else:
+                got = await store.get_into([GetItem(n, (m.data,)) for n, m in part])
+                assert all(one.status is GetStatus.HIT for one in got)
+        return {"taken": now_s() - started}
+
+
+@asynccontextmanager
+async def node(kind: str, url: str, num_tokens: int) -> AsyncIterator[EngineNode | BulkNode]:
+    store = open_store(url, StoreSettings(), SystemClock())
+    handoff = HANDOFF if kind != "plain" else _replace(HANDOFF, streams=False)
+    if kind == "bulk":
+        blocks = num_tokens // BULK_BLOCK + 8
+        layout = layered(BULK_BLOCK, [("latent", "bfloat16", BULK_TOKEN_BYTES // 8)], 8)
+        cache = CacheSettings(block_size=BULK_BLOCK, device_blocks=blocks, host_blocks=blocks)
+        service = Service(CpuDevice(), Fingerprint("bulk", layout), cache, handoff, store)
+        async with service.running():
+            yield BulkNode(service)
+        return
+    config = ModelConfig(max_positions=num_tokens + 64)
+    model = ReferenceModel(config, BLOCK)
+    blocks = 3 * (num_tokens // BLOCK + 8)
+    cache = CacheSettings(block_size=BLOCK, device_blocks=blocks, host_blocks=blocks)
+    service = Service(CpuDevice(), Fingerprint("bench", model.layout), cache, handoff, store)
+    engine = ReferenceEngine(service, model, EngineSettings())
+    async with service.running(), engine.running():
+        yield EngineNode(service, engine)
+
+
+def _replace(settings: HandoffSettings, *, streams: bool) -> HandoffSettings:
+    fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
+    return HandoffSettings(**(fields | {"streams": streams}))
+
+
+async def serve(kind: str, url: str, num_tokens: int) -> None:
+    """Carry out each line of stdin; answer with one of stdout."""
+    async with node(kind, url, num_tokens) as here:
+        print(json.dumps({}), flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            print(json.dumps(await here.do(json.loads(line))), flush=True)
+
+
+# The measurements
+
+
+class Child:
+    """A node in a process of its own."""
+
+    def __init__(self, kind: str, url: str, num_tokens: int) -> None:
+        command = [sys.executable, __file__, "--node", kind, "--url", url]
+        self.popen = subprocess.Popen(
+            [*command, "--tokens", str(num_tokens)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        self.answer()
+
+    def begin(self, **work: object) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps(work) + "\n")
+        self.popen.stdin.flush()
+
+    def answer(self) -> dict[str, float]:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            raise RuntimeError("a node died: see its traceback above")
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    def ask(self, **work: object) -> dict[str, float]:
+        self.begin(**work)
+        return self.answer()
+
+    def close(self) -> None:
+        self.popen.communicate(timeout=60)
+
+
+@contextmanager
+def children(url: str, num_tokens: int, *kinds: str) -> Iterator[list[Child]]:
+    found: list[Child] = []
+    try:
+        for kind in kinds:
+            found.append(Child(kind, url, num_tokens))
+        yield found
+        for child in found:
+            child.close()
+    finally:
+        for child in found:
+            child.popen.kill()
+
+
+def after_prefill(url: str, where: str, num_tokens: int, rounds: int) -> list[Row]:
+    waits: dict[str, list[float]] = {"plain": [], "stream": []}
+    prefills: list[float] = []
+    with children(url, num_tokens, "plain", "stream", "stream") as (plain, stream, decode):
+        for child in (plain, stream, decode):  # everything is imported and connected
+            child.ask(do="prefill", id=f"warm{id(child)}", seed=id(child), num_tokens=200)
+        for number in range(rounds):
+            for kind, prefill in (("plain", plain), ("stream", stream)):
+                work = {"id": f"{kind}{number}", "seed": 2 * number + (kind == "plain")}
+                started = now_s()
+                decode.begin(do="decode", num_tokens=num_tokens, **work)
+                prefill.begin(do="prefill", num_tokens=num_tokens, **work)
+                first, own = prefill.answer()["at"], decode.answer()["at"]
+                waits[kind].append((own - first) * 1e3)
+                prefills.append(first - started)
+    before = row(f"{where}: after the prefill, published then", waits["plain"], "ms")
+    return [
+        row(f"{where}: prefill of {num_tokens} tokens", prefills, "s"),
+        before,
+        row(
+            f"{where}: after the prefill, streamed",
+            waits["stream"],
+            "ms",
+            against=before,
+            most=MOST_OF_PUBLISH_AFTER_PREFILL,
+        ),
+    ]
+
+
+def beyond_storage(url: str, num_tokens: int, rounds: int) -> list[Row]:
+    raw: list[float] = []
+    moved: list[float] = []
+    with children(url, num_tokens, "bulk", "bulk") as (here, there):
+        for number in range(rounds + 1):  # the first warms up
+            work = {"id": f"bulk{number}", "seed": number, "num_tokens": num_tokens}
+            raw_s = here.ask(do="raw-put", **work)["taken"] + there.ask(do="raw-get", **work)["taken"]
+            moved_s = here.ask(do="publish", **work)["taken"] + there.ask(do="claim", **work)["taken"]
+            if number:
+                raw.append(raw_s * 1e3)
+                moved.append(moved_s * 1e3)
+    store = row(f"redis: puts and gets of {num_tokens} tokens", raw, "ms")
+    what = f"redis: publish and claim of {num_tokens} tokens"
+    return [store, row(what, moved, "ms", against=store, most=MOST_OF_RAW)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="one round of each")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--tokens", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--node", choices=["plain", "stream", "bulk"], help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.node:
+        uvloop.run(serve(options.node, options.url, options.tokens))
+        return
+    rounds = 1 if options.quick else options.rounds
+    rows: list[Row] = []
+    with redis_server() as redis:
+        rows += after_prefill(redis.url, "redis", options.tokens, rounds)
+        redis.execute("FLUSHALL")
+        rows += beyond_storage(redis.url, options.tokens, rounds)
+    with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as directory:
+        rows += after_prefill(Path(directory).as_uri(), "files", options.tokens, rounds)
+    show(rows, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

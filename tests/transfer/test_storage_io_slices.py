@@ -1,0 +1,261 @@
+"""Nodes of different tensor-parallel sizes read each other's blocks, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import product
+
+import numpy as np
+import pytest
+
+from tests.storage.values import put_one
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.layout import Bytes1D, Layout, attention_layout, layered
+from tierkv.cache.shards import Shard, ShardScheme
+from tierkv.clock import SystemClock
+from tierkv.errors import LayoutError, StoreUnavailableError
+from tierkv.gpu.cpu import CpuHostSlots
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetStatus, PutStatus
+from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io_slices import Slice, Slices
+
+BLOCK = 4
+NUM_SLOTS = 12
+SIZES = (1, 2, 4)
+
+
+def gqa(heads: int) -> ShardScheme:
+    layout = attention_layout(
+        num_layers=3, num_kv_heads=heads, head_dim=6, dtype="float16", item_bytes=2,
+        block_size=BLOCK,
+    )  # fmt: skip
+    return ShardScheme(layout, {"key": heads, "value": heads})
+
+
+SCHEMES = {
+    "four heads": gqa(4),
+    "two heads": gqa(2),  # fewer than four ranks
+    "one head": gqa(1),
+    "latent": ShardScheme(layered(BLOCK, [("latent", "bfloat16", 10)], 2), {}),  # on every rank
+    "scaled": ShardScheme(
+        layered(BLOCK, [("key", "fp8", 8), ("scale", "float32", 16), ("indexer", "uint8", 3)], 2),
+        {"key": 4, "scale": 4},
+    ),
+}
+
+
+class Node:
+    """The storage side of one node of `size` ranks, each with slots of its own."""
+
+    def __init__(self, store: FaultyStore, scheme: ShardScheme, size: int, peers: Sequence[int]):
+        self.store = store
+        self.scheme = scheme
+        who = Fingerprint("model", scheme.whole)
+        self.names = Names("tierkv", who.short)
+        self.parts = [
+            Slice(shard, layout, CpuHostSlots(layout, NUM_SLOTS))
+            for shard in (Shard(rank, size) for rank in range(size))
+            for layout in [scheme.layout(shard)]
+        ]
+        self.slices = Slices(self.names, self.parts, scheme, peers)
+        self.io = StorageIO(
+            store,
+            self.names,
+            scheme.whole,
+            self.parts[0].host,
+            deadline_s=20.0,
+            block_ttl_s=None,
+            slices=self.slices,
+        )
+        self.who = who
+
+    def keys(self, num_tokens: int) -> list[StoredKey]:
+        return stored_keys(self.who.root(), Prompt.of(range(num_tokens), BLOCK))
+
+    def fill(self, slot: int, whole: Bytes1D) -> None:
+        """Give every rank its heads of a whole block."""
+        for part in self.parts:
+            self.scheme.assemble(part.shard, {Shard(0, 1): whole}, part.host.array[slot])
+
+    def check(self, slot: int, whole: Bytes1D) -> None:
+        for part in self.parts:
+            expected = np.empty(part.layout.block_bytes, np.uint8)
+            self.scheme.assemble(part.shard, {Shard(0, 1): whole}, expected)
+            assert np.array_equal(part.host.array[slot], expected), part.shard
+
+
+@asynccontextmanager
+async def nodes(
+    scheme: ShardScheme, *sizes: int, peers: Sequence[int] = SIZES
+) -> AsyncIterator[list[Node]]:
+    store = FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+    made = [Node(store, scheme, size, peers) for size in sizes]
+    async with store.running():
+        async with made[0].io.running(), made[-1].io.running():
+            yield made
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def blocks(layout: Layout, count: int) -> list[Bytes1D]:
+    rng = np.random.default_rng(count)
+    return [rng.integers(1, 256, layout.block_bytes, np.uint8) for _ in range(count)]
+
+
+def cut(layout: Layout, whole: Bytes1D, num_tokens: int) -> Bytes1D:
+    """A whole block of which only the first tokens are kept."""
+    tail = np.zeros_like(whole)
+    layout.paste_tail(layout.cut_tail(whole, num_tokens).copy(), tail, num_tokens)
+    return tail
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(product(SIZES, SIZES)))
+@pytest.mark.parametrize("name", SCHEMES)
+async def test_any_size_reads_what_any_other_wrote_byte_for_byte(
+    name: str, writer: int, reader: int
+) -> None:
+    scheme = SCHEMES[name]
+    async with nodes(scheme, writer, reader) as (writes, reads):
+        keys = writes.keys(2 * BLOCK + 3)
+        written = blocks(scheme.whole, 3)
+        for slot, whole in enumerate(written):
+            writes.fill(slot, whole)
+        outcomes = await writes.io.flush(keys, ids(0, 1, 2))
+        assert [outcome.status for outcome in outcomes] == [PutStatus.STORED] * 3
+        assert await reads.io.count_present(keys) == 3
+        for part in reads.parts:
+            part.host.array[:] = 0xEE
+        got = await reads.io.fetch(keys, ids(9, 8, 7))
+        assert [outcome.status for outcome in got] == [GetStatus.HIT] * 3
+        reads.check(9, written[0])
+        reads.check(8, written[1])
+        reads.check(7, cut(scheme.whole, written[2], 3))
+        for part in reads.parts:
+            assert np.all(part.host.array[6] == 0xEE)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(2, 1), (4, 2), (1, 4), (2, 4), (4, 4)])
+async def test_what_was_not_counted_before_is_found_as_well(writer: int, reader: int) -> None:
+    async with nodes(SCHEMES["four heads"], writer, reader) as (writes, reads):
+        [key] = writes.keys(BLOCK)
+        [whole] = blocks(writes.scheme.whole, 1)
+        writes.fill(0, whole)
+        await writes.io.flush([key], ids(0))
+        [outcome] = await reads.io.fetch([key], ids(5))
+        assert outcome.status is GetStatus.HIT
+        reads.check(5, whole)
+
+
+@pytest.mark.parametrize("lost", range(4))
+async def test_a_block_counts_only_when_the_slices_of_all_ranks_are_there(lost: int) -> None:
+    async with nodes(SCHEMES["four heads"], 4, 2) as (writes, reads):
+        keys = writes.keys(3 * BLOCK)
+        await writes.io.flush(keys, ids(0, 1, 2))
+        await writes.store.delete([writes.slices.names_of(keys[1], 4)[lost]])
+        assert await writes.io.count_present(keys) == 1
+        assert await reads.io.count_present(keys) == 1
+        assert await reads.io.count_present(keys[2:]) == 1
+        [outcome] = await reads.io.fetch(keys[1:2], ids(5))
+        assert outcome.status is GetStatus.MISS
+
+
+async def test_a_prompt_that_several_sizes_have_written_in_turn_is_one_run() -> None:
+    scheme = SCHEMES["four heads"]
+    async with nodes(scheme, 2, 1) as (two, one):
+        four = Node(two.store, scheme, 4, SIZES)
+        async with four.io.running():
+            keys = two.keys(6 * BLOCK)
+            written = blocks(scheme.whole, 6)
+            for writer, part in ((two, (0, 1)), (four, (2, 3)), (one, (4,)), (two, (5,))):
+                for slot in part:
+                    writer.fill(slot, written[slot])
+                await writer.io.flush([keys[i] for i in part], ids(*part))
+            for reader in (one, two, four):
+                assert await reader.io.count_present(keys) == 6
+                got = await reader.io.fetch(keys, ids(*range(6, 12)))
+                assert [outcome.status for outcome in got] == [GetStatus.HIT] * 6
+                for slot, whole in enumerate(written):
+                    reader.check(6 + slot, whole)
+
+
+async def test_a_slice_of_another_rank_is_never_taken_for_ones_own() -> None:
+    async with nodes(SCHEMES["four heads"], 2, 2) as (writes, reads):
+        [key] = writes.keys(BLOCK)
+        [whole] = blocks(writes.scheme.whole, 1)
+        writes.fill(0, whole)
+        await writes.io.flush([key], ids(0))
+        first, second = writes.slices.names_of(key, 2)
+        value = await writes.store.get(first, max_bytes=1 << 20)
+        assert value is not None
+        await writes.store.delete([second])
+        await put_one(writes.store, second, value)
+        [outcome] = await reads.io.fetch([key], ids(5))
+        assert outcome.status is GetStatus.DAMAGED
+        assert "layout" in outcome.reason
+        assert await reads.io.count_present([key]) == 0
+
+
+@pytest.mark.parametrize("reader", [1, 2])
+async def test_a_damaged_slice_damages_its_block_and_only_the_slice_is_deleted(
+    reader: int,
+) -> None:
+    async with nodes(SCHEMES["four heads"], 2, reader) as (writes, reads):
+        keys = writes.keys(2 * BLOCK)
+        await writes.io.flush(keys, ids(0, 1))
+        assert await reads.io.count_present(keys) == 2
+        reads.store.flip_next_get(8 * 100)
+        got = await reads.io.fetch(keys, ids(4, 5))
+        assert [outcome.status for outcome in got] == [GetStatus.DAMAGED, GetStatus.HIT]
+        assert reads.io.stats.damaged_blocks == 1
+        left = [value.name for value in (await reads.store.list("tierkv", limit=9)).values]
+        assert sorted(left) == sorted(
+            writes.slices.names_of(keys[0], 2)[1:] + writes.slices.names_of(keys[1], 2)
+        )
+
+
+async def test_a_slice_that_the_store_has_no_room_for_leaves_its_block_unseen() -> None:
+    scheme = SCHEMES["four heads"]
+    store = FaultyStore(MemoryStore(MemorySettings(450), SystemClock()))
+    node = Node(store, scheme, 2, SIZES)
+    async with store.running(), node.io.running():
+        keys = node.keys(3 * BLOCK)
+        outcomes = await node.io.flush(keys, ids(0, 1, 2))
+        assert PutStatus.FULL in {outcome.status for outcome in outcomes}
+        whole = [outcome.status is PutStatus.STORED for outcome in outcomes]
+        assert await node.io.count_present(keys) == whole.index(False)
+
+
+async def test_a_store_that_fails_while_other_sizes_are_looked_for_is_unavailable() -> None:
+    async with nodes(SCHEMES["four heads"], 2, 1) as (writes, reads):
+        keys = writes.keys(BLOCK)
+        await writes.io.flush(keys, ids(0))
+        asked = reads.store.num_operations
+        assert await reads.io.count_present(keys) == 1
+        assert reads.store.num_operations - asked == 4  # its own size, two others, and the rest
+        reads.store.fail_next(1)
+        with pytest.raises(StoreUnavailableError):
+            await reads.io.count_present(keys)
+
+
+async def test_a_node_that_looks_for_no_other_sizes_asks_once() -> None:
+    async with nodes(SCHEMES["four heads"], 2, 1, peers=()) as (writes, reads):
+        keys = writes.keys(3 * BLOCK)
+        await writes.io.flush(keys, ids(0, 1, 2))
+        asked = reads.store.num_operations
+        assert await reads.io.count_present(keys) == 0
+        assert reads.store.num_operations == asked + 1
+
+
+def test_sizes_that_cannot_split_the_heads_are_not_looked_for() -> None:
+    scheme = gqa(6)
+    parts = [Slice(Shard(0, 1), scheme.whole, CpuHostSlots(scheme.whole, 1))]
+    slices = Slices(Names("tierkv", "f" * 16), parts, scheme, (1, 2, 3, 4, 5, 6, 12))
+    assert slices.peer_sizes == (2, 3, 6, 12)
+    with pytest.raises(LayoutError):
+        Slices(Names("tierkv", "f" * 16), parts * 2, scheme)

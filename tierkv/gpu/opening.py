@@ -1,0 +1,38 @@
+"""Opens the device that a node's settings name."""
+
+from __future__ import annotations
+
+from tierkv.errors import ConfigError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Device
+
+KINDS = ("cpu", "cuda")
+_CUDA_REMEDY = "`tierkv doctor` says what is missing; the device cpu needs no GPU"
+
+
+def open_device(name: str) -> Device:
+    """`cpu`, `cuda`, or `cuda:N` for the GPU of that index.
+
+    Raises ConfigError, with what to do, if the name is none of these, or CuPy, its driver or the
+    GPU is missing.
+    """
+    kind, _, index = name.partition(":")
+    if kind == "cpu" and not index:
+        return CpuDevice()
+    if kind == "cuda" and (not index or index.isdecimal()):
+        return _open_cuda(int(index or 0))
+    raise ConfigError(f"there is no device {name!r}; known here: cpu, cuda, cuda:N")
+
+
+def _open_cuda(index: int) -> Device:
+    try:
+        from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - may be missing
+    except ImportError as error:
+        raise ConfigError(
+            f"the device cuda needs CuPy, which cannot be imported ({error}): "
+            f"pip install 'tierkv[cuda13]', or cuda12 for an older driver. {_CUDA_REMEDY}"
+        ) from error
+    try:
+        return CudaDevice(index)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {_CUDA_REMEDY}") from error

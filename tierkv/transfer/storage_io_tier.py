@@ -1,0 +1,183 @@
+"""The storage tier of a service: what is attached to it, now, and how that is doing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tierkv.cache.keys import Names
+from tierkv.cache.layout import Layout
+from tierkv.cache.shards import Shard, ShardScheme
+from tierkv.errors import ConfigError
+from tierkv.gpu.protocol import HostSlots
+from tierkv.storage.attach import AttachedStores
+from tierkv.storage.breaker import BreakerState
+from tierkv.storage.codec import Codec
+from tierkv.storage.protocol import Store
+from tierkv.storage.resilient import ResilientStore
+from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io_slices import Slice, Slices
+
+
+@dataclass(frozen=True, slots=True)
+class StorageOptions:
+    """What a service needs to know of its storage tier beyond the store.
+
+    open: from a URL to a store, for `attach`; None attaches only stores.
+    tenants: a store of its own for each of these fingerprints, by the short form.
+    codecs, touches_per_ttl: see StorageIO. scheme, peer_sizes: see Slices.
+    """
+
+    open: Callable[[str], Store] | None = None
+    tenants: Mapping[str, Store] = field(default_factory=dict)
+    codecs: Callable[[str], Codec] | None = None
+    touches_per_ttl: int = 0
+    peer_sizes: Sequence[int] = ()
+    scheme: ShardScheme | None = None
+
+
+class StoreState(msgspec.Struct, frozen=True):
+    """One attached store. tenant: the fingerprint it is for, "" for all that have no other.
+
+    circuit: closed, open or half_open; None, and the counts 0, of a store without a breaker.
+    reason: why the circuit opened last. degraded_s: how long it has not been closed, all in all.
+    """
+
+    tenant: str
+    url: str
+    is_shared: bool
+    is_durable: bool
+    circuit: str | None
+    reason: str = ""
+    degraded_s: float = 0.0
+    retries: int = 0
+    refused: int = 0
+    dropped_writes: int = 0
+    waiting_write_bytes: int = 0
+    negative_hits: int = 0
+
+    @property
+    def is_degraded(self) -> bool:
+        return self.circuit not in (None, BreakerState.CLOSED.value)
+
+
+class StorageTier:
+    """`io` is there inside `running()`, whether a store is attached or not.
+
+    on_change: called when another store is there, or the same again after a failure: what is
+    believed to be stored may not be.
+    """
+
+    def __init__(
+        self, store: Store | None, options: StorageOptions, on_change: Callable[[], None]
+    ) -> None:
+        self.options = options
+        self._stores = AttachedStores(store)
+        self._on_change = on_change
+        self._prefix = ""
+        if store is not None:
+            self._watch(store)
+
+    @asynccontextmanager
+    async def running(
+        self,
+        names: Names,
+        layout: Layout,
+        host: HostSlots,
+        parts: Sequence[Slice] = (),
+        *,
+        deadline_s: float,
+        block_ttl_s: float | None,
+    ) -> AsyncIterator[None]:
+        """parts: the ranks' slices; none for one rank, whose is all of `host`. See StorageIO for
+        the rest. Raises what a store's `running()` raises."""
+        self._prefix = names.prefix
+        options = self.options
+        slices = Slices(
+            names,
+            parts or [Slice(Shard(0, 1), layout, host)],
+            options.scheme,
+            options.peer_sizes,
+        )
+        self.io = StorageIO(
+            self._stores.store,
+            names,
+            layout,
+            host,
+            deadline_s=deadline_s,
+            block_ttl_s=block_ttl_s,
+            touches_per_ttl=self.options.touches_per_ttl,
+            codecs=self.options.codecs,
+            slices=slices,
+        )
+        async with self._stores.running():
+            for tenant, store in self.options.tenants.items():
+                await self.attach(store, tenant)
+            async with self.io.running():
+                yield
+
+    @property
+    def attached_io(self) -> StorageIO | None:
+        """`io` while some store is attached."""
+        return self.io if self._stores.attached else None
+
+    @property
+    def store(self) -> Store | None:
+        """The common one that is attached."""
+        return self._stores.attached.get("")
+
+    async def attach(self, store: str | Store, tenant: str = "") -> None:
+        """Use a store from now on, given itself or its URL, in the place of the one there, if any.
+
+        Raises ConfigError for a URL that names none, and what the store's `running()` raises;
+        then the one there stays.
+        """
+        if isinstance(store, str):
+            if self.options.open is None:
+                raise ConfigError("this service was not told how to open a store: give it one")
+            store = self.options.open(store)
+        await self._stores.attach(store, self._route(tenant))
+        self._watch(store)
+        self._on_change()
+
+    def detach(self, tenant: str = "") -> bool:
+        """Use the store there no more; whether there was one. What is under way ends on it."""
+        was_there = self._stores.detach(self._route(tenant)) is not None
+        self._on_change()
+        return was_there
+
+    def state(self) -> tuple[StoreState, ...]:
+        """Every attached store."""
+        stores = sorted(self._stores.attached.items())
+        return tuple(_state(route.rpartition(":")[2], store) for route, store in stores)
+
+    def _route(self, tenant: str) -> str:
+        return f"{self._prefix}:{tenant}" if tenant else ""
+
+    def _watch(self, store: Store) -> None:
+        if isinstance(store, ResilientStore):
+            store.when_back(self._on_change)
+
+
+def _state(tenant: str, store: Store) -> StoreState:
+    can = store.capabilities
+    if not isinstance(store, ResilientStore):
+        return StoreState(tenant, store.url, can.is_shared, can.is_durable, None)
+    now = store.snapshot()
+    return StoreState(
+        tenant=tenant,
+        url=store.url,
+        is_shared=can.is_shared,
+        is_durable=can.is_durable,
+        circuit=now.breaker.state.value,
+        reason=now.breaker.reason,
+        degraded_s=now.breaker.degraded_s,
+        retries=now.num_retries,
+        refused=now.num_refused,
+        dropped_writes=now.num_dropped_writes,
+        waiting_write_bytes=now.waiting_write_bytes,
+        negative_hits=now.negative_hits,
+    )
