@@ -8,6 +8,12 @@ RUN /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check --req
 COPY pyproject.toml README.md LICENSE ./
 COPY tierkv tierkv
 RUN /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation .
+# Extras of pyproject.toml, such as cuda12. They are not in run.lock, but may change nothing that is.
+ARG EXTRAS=
+RUN if [ -n "$EXTRAS" ]; then \
+      grep -oE '^[A-Za-z0-9._-]+==[^ ;]+' requirements/run.lock > /tmp/held && \
+      /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check -c /tmp/held ".[$EXTRAS]"; \
+    fi
 
 FROM docker.io/library/python:3.12-slim-bookworm
 COPY --from=build /opt/tierkv /opt/tierkv

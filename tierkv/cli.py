@@ -36,7 +36,9 @@ class _Commands(click.Group):
     later: ClassVar = {
         "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
         "doctor": ("tierkv.gpu.doctor", "Tell what this machine's GPUs and memory allow."),
+        "gateway": ("tierkv.cli_gateway", "One OpenAI-compatible address in front of nodes."),
         "storage": ("tierkv.cli_storage", "Look into a store: list, measure, verify, remove."),
+        "token": ("tierkv.cli_token", "Give callers tokens, and take them back."),
     }
 
     def invoke(self, ctx: click.Context) -> object:
@@ -104,6 +106,23 @@ def main() -> None:
 )
 @click.option("--name", help="What this node is called in logs and tickets.")
 @click.option(
+    "--auth",
+    "auth_file",
+    metavar="FILE",
+    help="Who may call, as `tierkv token` writes it. Without it nobody is asked who they are.",
+)
+@click.option("--tls-cert", metavar="FILE", help="Serve TLS with this certificate (PEM).")
+@click.option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file.")
+@click.option(
+    "--client-ca",
+    metavar="FILE",
+    help="Clients must bring a certificate that one of these signed (mutual TLS).",
+)
+@click.option(
+    "--unix-socket", metavar="PATH", help="Listen on this socket too; only its owner may connect."
+)
+@click.option("--no-tcp", is_flag=True, help="Listen on the Unix socket only.")
+@click.option(
     "--insecure",
     is_flag=True,
     help="Listen on an address that other machines can reach, although no caller is asked who it "
@@ -117,7 +136,12 @@ def main() -> None:
     help="How much goes to the log, on stderr.",
 )
 def serve(
-    log_level: str, *, insecure: bool, config: Path | None, **options: str | int | None
+    log_level: str,
+    *,
+    insecure: bool,
+    no_tcp: bool,
+    config: Path | None,
+    **options: str | int | None,
 ) -> None:
     """Run a node until SIGTERM or Ctrl-C.
 
@@ -131,7 +155,7 @@ def serve(
     from tierkv.api.logs import log_to_stderr  # noqa: PLC0415
     from tierkv.api.server import run  # noqa: PLC0415
 
-    settings = _settings(config, options, insecure=insecure)
+    settings = _settings(config, options, insecure=insecure, no_tcp=no_tcp)
     log_to_stderr(log_level.upper())
 
     def announce(url: str) -> None:
@@ -141,7 +165,11 @@ def serve(
 
 
 def _settings(
-    config: Path | None, options: Mapping[str, str | int | None], *, insecure: bool
+    config: Path | None,
+    options: Mapping[str, str | int | None],
+    *,
+    insecure: bool,
+    no_tcp: bool,
 ) -> NodeSettings:
     from msgspec.structs import replace  # noqa: PLC0415
 
@@ -151,11 +179,21 @@ def _settings(
     settings = load(NodeSettings, config, os.environ)
     given: dict[str, object] = {key: value for key, value in options.items() if value is not None}
     storage = given.pop("storage", None)
+    auth = {"file": given.pop("auth_file")} if "auth_file" in given else {}
+    names = {"tls_cert": "cert", "tls_key": "key", "client_ca": "client_ca"}
+    tls = {names[key]: given.pop(key) for key in list(given) if key in names}
     if "role" in given:
         given["role"] = Role(given["role"])
     if insecure:
         given["allow_insecure_bind"] = True
-    settings = replace(settings, node=replace(settings.node, **given))
+    if no_tcp:
+        given["listens_tcp"] = False
+    settings = replace(
+        settings,
+        node=replace(settings.node, **given),
+        auth=replace(settings.auth, **auth),
+        tls=replace(settings.tls, **tls),
+    )
     if storage is not None:
         settings = replace(settings, storage=replace(settings.storage, url=storage))
     return settings

@@ -21,6 +21,10 @@ class DuplicateRequestError(BadRequestError):
     """A request of this id is already running: use another id, or wait for that one."""
 
 
+class RequestAbortedError(TierKVError):
+    """Somebody aborted this request: end it, nobody waits for its result."""
+
+
 class ShuttingDownError(TierKVError):
     """The service is draining and takes no new work: use another node."""
 

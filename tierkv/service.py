@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 
 from tierkv import observe
 from tierkv.cache.fingerprint import Fingerprint
@@ -12,7 +18,7 @@ from tierkv.cache.index import Index
 from tierkv.cache.keys import Names, Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.space import Space
+from tierkv.cache.space import Quota
 from tierkv.cache.write_policy import WriteRule
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import (
@@ -23,22 +29,34 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats
+from tierkv.pd import status
 from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
+from tierkv.pd.lease import ProducerLease
+from tierkv.pd.ledger import Ledger, TicketView
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.staging import STAGING_BLOCKS, Staging
+from tierkv.pd.status import TicketStatus
+from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.pd.tickets import Tickets
+from tierkv.sched.arriving import Arriving
+from tierkv.sched.estimate import Estimator
 from tierkv.sched.explain import Explanation, explain
 from tierkv.sched.fetcher import Fetched, Fetcher
 from tierkv.sched.lifecycle import Lifecycle
+from tierkv.sched.ranked import RankedDevice
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.tenants import Tenants
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.waiting import Limits
 from tierkv.storage.protocol import Store
+from tierkv.tasks import outlast
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io_tier import StorageOptions, StorageTier, StoreState
 
 log = logging.getLogger("tierkv.service")
 
@@ -54,6 +72,7 @@ class Service:
         handoff: HandoffSettings,
         store: Store | None,
         *,
+        storage: StorageOptions | None = None,
         name: str = "tierkv",
         clock: Clock | None = None,
     ) -> None:
@@ -62,37 +81,26 @@ class Service:
         self.fingerprint = fingerprint
         self.settings = settings
         self.device = device
-        self.store = store
+        self._storage_tier = StorageTier(store, storage or StorageOptions(), self._storage_changed)
         self._handoff_settings = handoff
+        self._fingerprints = {"": fingerprint}
         self._name = name
         self._clock = clock or SystemClock()
         self._host: HostSlots | None = None
+        self.ranks = device if isinstance(device, RankedDevice) else None
         self.is_ready = False
         self.is_draining = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Opens store and memory; at the end waits for every copy, checks the books, frees all."""
-        layout = self.fingerprint.layout
         async with AsyncExitStack() as stack:
-            if self.store is not None:
-                await stack.enter_async_context(self.store.running())
-            stack.enter_context(self._memory())
+            await self._open_memory(stack)
             assert self._host is not None, "memory is there"
             self.mover = Mover(self.device, self.planes, self._host)
             await stack.enter_async_context(self.mover.running())
-            storage = None
-            if self.store is not None:
-                storage = StorageIO(
-                    self.store,
-                    Names(self._handoff_settings.prefix, self.fingerprint.short),
-                    layout,
-                    self._host,
-                    deadline_s=self._handoff_settings.lookup_deadline_s,
-                    block_ttl_s=self._handoff_settings.block_ttl_s,
-                )
-                await stack.enter_async_context(storage.running())
-            await stack.enter_async_context(self._control(storage))
+            await stack.enter_async_context(self._running_storage(self._host))
+            await stack.enter_async_context(self._control(self._storage_tier.io))
             self.is_ready = True
             try:
                 yield
@@ -101,6 +109,25 @@ class Service:
                 self.drain()
             await self.scheduler.until_idle()
         log.info("service %s closed", self._name)
+
+    def _running_storage(self, host: HostSlots) -> AbstractAsyncContextManager[None]:
+        names = Names(self._handoff_settings.prefix, self.fingerprint.short)
+        return self._storage_tier.running(
+            names,
+            self.fingerprint.layout,
+            host,
+            self.ranks.slices(host) if self.ranks is not None else (),
+            deadline_s=self._handoff_settings.lookup_deadline_s,
+            block_ttl_s=self._handoff_settings.block_ttl_s,
+        )
+
+    async def _open_memory(self, stack: AsyncExitStack) -> None:
+        """In a thread: pinning takes 0.1 s and more. A cancel waits for its end, so that the stack
+        knows what to close."""
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(None, stack.enter_context, self._memory())
+        await outlast({opening}, on_cancel=lambda: None)
+        opening.result()
 
     @contextmanager
     def _memory(self) -> Iterator[None]:
@@ -116,7 +143,7 @@ class Service:
             self.planes.close()
 
     @asynccontextmanager
-    async def _control(self, storage: StorageIO | None) -> AsyncIterator[None]:
+    async def _control(self, storage: StorageIO) -> AsyncIterator[None]:
         settings = self.settings
         root = self.fingerprint.root()
         self.index = Index(settings.block_size, root, settings.policies())
@@ -126,36 +153,36 @@ class Service:
             device_pool=BlockPool("device", settings.device_blocks),
             host_pool=BlockPool("host", settings.host_blocks),
             mover=self.mover,
-            storage=storage,
+            storage=self._storage_tier.attached_io,
             host_rule=WriteRule(settings.host_write, settings.host_after_hits),
             storage_rule=WriteRule(settings.storage_write, settings.storage_after_hits),
-            background_copies=settings.background_copies,
+            background_copy_bytes=settings.background_copy_bytes,
+            block_bytes=self.fingerprint.layout.block_bytes,
             watermarks=settings.watermarks(),
         )
-        self.scheduler = Scheduler(self.tiers)
-        self.fetcher = Fetcher(self.tiers, storage) if storage else None
+        self.estimator = Estimator(
+            bytes_per_token=self.fingerprint.layout.block_bytes / settings.block_size,
+            policy=settings.fetch_policy,
+            deadline_s=settings.fetch_deadline_s,
+            first_try_s=settings.fetch_deadline_s,
+        )
+        self.scheduler = Scheduler(
+            self.tiers, default=settings.limits(), prefill=self.estimator.prefill
+        )
+        self.fetcher = Fetcher(self.tiers, storage, self.estimator)
+        self._arriving = Arriving()
+        self.tenants = Tenants(
+            self.tiers,
+            self._fingerprints,
+            lambda name: self.scheduler.is_used_by(name) or self._arriving.is_used_by(name),
+            max_tenants=settings.max_tenants,
+            quota=settings.quota(),
+            eviction=settings.device_eviction,
+        )
         self.lifecycle = Lifecycle(self.tiers, (settings.device_blocks, settings.host_blocks))
-        self._storage = storage
         self._staging = Staging(first_slot=settings.host_blocks)
-        self.handoff: Handoff | None = None
-        self.claims: Claims | None = None
-        if storage is not None and self.fetcher is not None:
-            self.handoff = Handoff(
-                self.tiers,
-                storage,
-                self.fingerprint,
-                self._clock,
-                self._staging,
-                ticket_ttl_s=self._handoff_settings.ticket_ttl_s,
-                producer=self._name,
-            )
-            self.claims = Claims(
-                self.handoff,
-                self.scheduler,
-                self.fetcher,
-                fetch_deadline_s=settings.fetch_deadline_s,
-            )
-        async with self.tiers.running():
+        self._compose_handoff(storage)
+        async with self._all_handoffs.running(), self.tiers.running():
             yield
         self.tiers.pins.clear()
         # Every task has ended, so the books must be closed: a leak stops here, loudly.
@@ -163,6 +190,63 @@ class Service:
         wrong += [f"request {r.request_id!r} never ended" for r in self.scheduler.running_requests]
         if wrong:
             raise InvariantError(tuple(wrong))
+
+    def _compose_handoff(self, storage: StorageIO) -> None:
+        settings = self._handoff_settings
+        lease = ProducerLease(storage, self._clock, lease_s=settings.producer_lease_s)
+        tickets = Tickets(
+            storage,
+            self.tiers,
+            self._fingerprints,
+            self._clock,
+            ticket_ttl_s=settings.ticket_ttl_s,
+            claimed_ttl_s=settings.claimed_ttl_s,
+            name=self._name,
+        )
+        ledger = Ledger(tickets, self._clock, incarnation=lease.incarnation)
+        self._all_handoffs = Handoff(
+            self.tiers, storage, self._staging, tickets, lease=lease, ledger=ledger
+        )
+        self._all_claims = Claims(
+            tickets,
+            lease,
+            self.scheduler,
+            self.fetcher,
+            fetch_deadline_s=self.settings.fetch_deadline_s,
+        )
+
+    # Storage
+
+    @property
+    def store(self) -> Store | None:
+        """The store that is attached, for all tenants that have none of their own."""
+        return self._storage_tier.store
+
+    async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
+        """Use a store from now on, instead of the one there, if any; see StorageTier.attach.
+
+        tenant: a name from `open_fingerprint`, or the service's own fingerprint's short form: only
+            its blocks go there. Tickets are in the common store always.
+        """
+        await self._storage_tier.attach(store, tenant)
+
+    def detach_storage(self, *, tenant: str = "") -> bool:
+        """Go on without the store; whether there was one. What is under way ends on it, or fails
+        as if the store had gone; requests compute instead."""
+        return self._storage_tier.detach(tenant)
+
+    def storage_state(self) -> tuple[StoreState, ...]:
+        """Each attached store, and how it is doing. One that is degraded only slows a node down."""
+        return self._storage_tier.state()
+
+    def _storage_changed(self) -> None:
+        """Another store is there, or one that may have lost what it had."""
+        if not self.is_ready:
+            return
+        self.tiers.storage = self._storage_tier.attached_io
+        for node in self.index.nodes():
+            self.index.unmark_stored(node, node.start, node.end)
+        self.tiers.capacity_changed()
 
     def drain(self) -> None:
         """Take no new requests; `running()` then ends once the running ones have."""
@@ -188,14 +272,37 @@ class Service:
         quota: the most device and host blocks it may have, None for any; over it, it evicts its
         own. Returns the name that its prompts carry as `space`. Its layout must be the service's.
         """
-        differs = fingerprint.layout.digest != self.fingerprint.layout.digest
-        if differs or fingerprint.short == self.fingerprint.short:
-            raise ConfigError("another fingerprint has the same layout and another root")
-        space = Space(fingerprint.short, fingerprint.root(), quota=quota)
-        self.index.open_space(space, self.settings.device_eviction)
+        space = self.tenants.open(fingerprint, quota)
         if limits is not None:
-            self.scheduler.limit(space.name, limits)
-        return space.name
+            self.scheduler.limit(space, limits)
+        return space
+
+    def space_of_tenant(self, tenant: str) -> str:
+        """What this tenant's prompts carry as `space`, opened on first use; see Tenants.space_of."""
+        return self.tenants.space_of(tenant)
+
+    def close_fingerprint(self, space: str) -> int:
+        """Forget a fingerprint opened beside the service's own, and its blocks, which must not be
+        in use; how many copies that were. See Tenants.close."""
+        closed = self.tenants.close(space)
+        self.scheduler.forget_tenant(space)
+        return closed
+
+    def set_quota(self, space: str, quota: Quota) -> None:
+        """The most device and host blocks a space may have from now on; see Tenants.set_quota."""
+        self.tenants.set_quota(space, quota)
+
+    def quota_of(self, space: str) -> Quota:
+        return self.tenants.quota_of(space)
+
+    def set_limits(self, space: str, limits: Limits) -> None:
+        """What a space may have running from now on."""
+        self.index.root_named(space)
+        self.scheduler.limit(space, limits)
+
+    def fingerprint_of(self, space: str) -> Fingerprint:
+        """Of a name from `open_fingerprint`, or the service's own for ""."""
+        return self._fingerprints[space]
 
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
         """Keep what is cached of `prompt` for a while; how many blocks. See Pins."""
@@ -231,12 +338,30 @@ class Service:
             request_id, prompt, max_new_tokens, uses_cache=uses_cache, priority=priority
         )
         self.scheduler.check(spec)
-        return await self.scheduler.admit(spec, await self._fetch(prompt) if uses_cache else None)
+        fetched = None
+        if uses_cache and self.tiers.storage is not None:
+            async with self._arriving.arrival(request_id, prompt.space):
+                fetched = await self._fetch(prompt)
+        return await self.scheduler.admit(spec, fetched)
+
+    def abort(self, request_id: str) -> bool:
+        """Nobody wants this request any more; whether there was one. See Scheduler.abort."""
+        return self._arriving.abort(request_id) or self.scheduler.abort(request_id)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine took so long to compute so many prompt tokens. From these the node learns
+        what is worth fetching, or waiting for; without them every fetch has its full deadline, and
+        nobody waits for blocks that another request is computing."""
+        if num_tokens > 0 and seconds > 0:
+            self.estimator.note_prefill(num_tokens, seconds)
 
     async def _fetch(self, prompt: Prompt) -> Fetched | None:
-        if self.fetcher is None:
+        if self.tiers.storage is None:
             return None
-        return await self.fetcher.fetch(prompt, deadline_s=self.settings.fetch_deadline_s)
+        settings = self.settings
+        return await self.fetcher.fetch(
+            prompt, deadline_s=settings.fetch_deadline_s, policy=settings.fetch_policy
+        )
 
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
         await self.scheduler.commit(request, tokens, after=after)
@@ -275,6 +400,17 @@ class Service:
             deadline_s=self._handoff_settings.publish_deadline_s,
         )
 
+    def stream(self, request: Request, ticket_id: str) -> Stream | None:
+        """Publish the request's prompt while it is computed; None if the settings say otherwise.
+
+        See Stream. Raises HandoffError without a storage tier.
+        """
+        handoff = self._handoff()
+        if not self._handoff_settings.streams:
+            return None
+        deadline_s = self._handoff_settings.publish_deadline_s
+        return Stream(handoff, request, ticket_id, deadline_s=deadline_s)
+
     async def claim(
         self,
         request_id: str,
@@ -284,17 +420,51 @@ class Service:
         max_new_tokens: int,
         policy: ClaimPolicy = ClaimPolicy.WHOLE,
         deadline_s: float | None = None,
-    ) -> tuple[Request, Ticket]:
+    ) -> tuple[Request, Ticket | None]:
         """Wait for a published prompt and get its blocks, every token of them on the way.
 
         With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which
-        the engine computes. Raises HandoffError, its reason a ClaimProblem, and what admit does.
+        the engine computes, and there may be no ticket; with RECOMPUTE_ALL there is neither.
+        Raises HandoffError, its reason a ClaimProblem, and what admit does.
         """
         claims = self._claims()
         spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
         if deadline_s is None:
             deadline_s = self._handoff_settings.claim_deadline_s
         return await claims.claim(spec, ticket_id, policy=policy, deadline_s=deadline_s)
+
+    async def ticket_state(self, ticket_id: str) -> TicketStatus:
+        """How a ticket stands, of whatever node it is; without waiting for it."""
+        handoff = self._handoff()
+        return await status.look(handoff.tickets, handoff.lease, ticket_id)
+
+    async def forget_ticket(self, ticket_id: str) -> bool:
+        """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""
+        return await self._handoff().tickets.forget(ticket_id)
+
+    async def acknowledge(self, ticket_id: str) -> None:
+        """Say that a ticket was claimed, for an engine that did not claim it through `claim`.
+
+        Raises HandoffError if there is none, and StoreUnavailableError.
+        """
+        tickets = self._handoff().tickets
+        ticket = await tickets.read(ticket_id)
+        if ticket is None:
+            raise HandoffError(ClaimProblem.NOT_YET.value, f"there is no ticket {ticket_id[:80]!r}")
+        await tickets.acknowledge(ticket)
+
+    def issued_tickets(self) -> list[TicketView]:
+        """What became of the last tickets of this node, the newest first."""
+        return self._all_handoffs.ledger.views
+
+    @property
+    def handoff(self) -> Handoff | None:
+        """None without a storage tier to hand over through."""
+        return self._all_handoffs if self.tiers.storage is not None else None
+
+    @property
+    def claims(self) -> Claims | None:
+        return self._all_claims if self.tiers.storage is not None else None
 
     def _handoff(self) -> Handoff:
         if self.handoff is None:
@@ -313,10 +483,10 @@ class Service:
         match = self.index.match(prompt)
         size = self.settings.block_size
         stored: int | None = 0
-        if self._storage is not None:
+        if self.tiers.storage is not None:
             keys = self.tiers.prompt_keys(prompt)[match.num_blocks :]
             try:
-                present = await self._storage.count_present(keys)
+                present = await self.tiers.storage.count_present(keys)
                 stored = sum(key.num_tokens for key in keys[:present])
             except StoreUnavailableError:
                 stored = None
@@ -332,7 +502,7 @@ class Service:
         return explain(self.index, prompt, self.tiers.history)
 
     def stats(self) -> Stats:
-        return observe.stats(self.scheduler, self.mover, self._storage)
+        return observe.stats(self.scheduler, self.mover, self.tiers.storage)
 
     def verify(self) -> list[str]:
         """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""

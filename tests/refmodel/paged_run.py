@@ -14,11 +14,11 @@ from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.sampling import Sampling, sample
 from tierkv.refmodel.text import encode
 
-KVDtype = Literal["float32", "float16"]
+KVDtype = Literal["float32", "float16", "bfloat16"]
 Tokens = npt.NDArray[np.int32]
 Logits = npt.NDArray[np.float32]
 
-NAN_BYTE = 0xFF  # float32 and float16 made of it are NaN
+NAN_BYTE = 0xFF  # of any kv_dtype it makes NaN
 
 PROSE = encode(
     "The quick brown fox jumps over the lazy dog, and the dog, being lazy, says nothing at all. "

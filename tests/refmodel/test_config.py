@@ -32,7 +32,7 @@ from tierkv.refmodel.model import ReferenceModel
         {"rope_theta": float("inf")},
         {"seed": -1},
         {"seed": 2**64},
-        {"kv_dtype": "bfloat16"},
+        {"kv_dtype": "float8"},
     ],
     ids=str,
 )
@@ -48,7 +48,9 @@ def test_it_converts_from_toml() -> None:
     )
 
 
-@pytest.mark.parametrize(("kv_dtype", "item_bytes"), [("float32", 4), ("float16", 2)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "item_bytes"), [("float32", 4), ("float16", 2), ("bfloat16", 2)]
+)
 def test_the_layout_is_a_key_and_a_value_plane_per_layer(kv_dtype: str, item_bytes: int) -> None:
     config = msgspec.convert({"kv_dtype": kv_dtype}, ModelConfig)
     layout = config.layout(24)

@@ -30,7 +30,7 @@ def on_cuda(run: PagedRun, cupy: ModuleType) -> PagedRun:
     return run
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
 def test_cuts_block_size_and_block_table_change_no_bit(cupy: ModuleType, kv_dtype: KVDtype) -> None:
     config = ModelConfig(kv_dtype=kv_dtype, max_positions=4096)
     tokens = np.random.default_rng(0).integers(0, 256, 700)

@@ -21,7 +21,7 @@ def after_prompt(kv_dtype: KVDtype = "float32") -> PagedRun:
     return run
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("num_zeroed", [1, 2, 4, 8, 13])
 def test_zeroing_the_last_tokens_changes_what_is_generated(
     num_zeroed: int, kv_dtype: KVDtype

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.refmodel.paged_run import PROSE, KVDtype, PagedRun, Tokens, model
 
-DTYPES: tuple[KVDtype, ...] = ("float32", "float16")
+DTYPES: tuple[KVDtype, ...] = ("float32", "float16", "bfloat16")
 
 
 def random_tokens(num_tokens: int, seed: int = 0) -> Tokens:

@@ -22,7 +22,7 @@ _UNKNOWN = "the token is not known here, or has expired"
 
 
 def new_token() -> tuple[Token, str]:
-    """A token, and its id. `tkv_{id}_{secret}`: the id is public, the secret has 256 random bits."""
+    """A token and its id: `tkv_{id}_{secret}`. The id is public, the secret has 256 random bits."""
     token_id = secrets.token_hex(_ID_BYTES)
     return Token(f"{_PREFIX}_{token_id}_{secrets.token_urlsafe(_SECRET_BYTES)}"), token_id
 

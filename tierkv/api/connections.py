@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import cast
 from uuid import uuid4
 
 from aiohttp import web
@@ -30,6 +31,8 @@ _LINGER_S = 1.0  # a refused body is read on for so long, or its sender would no
 _LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
 _REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
 _MAX_REFUSALS = 64  # at a time; more are just closed
+_NO_LOG = logging.getLogger("tierkv.http.access")
+_NO_LOG.disabled = True  # what is asked is counted; a line for each would cost more than the answer
 _TOO_MANY_FIELDS = "Too many headers received"
 
 
@@ -94,19 +97,19 @@ class _Counted:
         self.num_refused = 0
 
 
-class Connection(web.RequestHandler[web.Request]):
+class Connection(web.RequestHandler):
     """One connection. Whatever comes over it, the answer is HTTP with problem+json, and the log
     says in one line what was wrong."""
 
     __slots__ = ("_counted", "_is_counted", "_sending")
 
     def __init__(
-        self, manager: web.Server[web.Request], loop: asyncio.AbstractEventLoop, counted: _Counted
+        self, manager: web.Server, loop: asyncio.AbstractEventLoop, counted: _Counted
     ) -> None:
         super().__init__(
             manager,
             loop=loop,
-            access_log=None,  # type: ignore[arg-type] - its own runner passes None as well
+            access_log=_NO_LOG,
             keepalive_timeout=counted.limits.idle_timeout_s,
             lingering_time=_LINGER_S,
             max_line_size=MAX_LINE_BYTES,
@@ -121,9 +124,8 @@ class Connection(web.RequestHandler[web.Request]):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         counted = self._counted
-        assert isinstance(transport, asyncio.Transport), "HTTP comes over a stream"
         if counted.num_open >= counted.limits.max_connections:
-            _refuse(transport, counted)
+            _refuse(cast("asyncio.Transport", transport), counted)  # HTTP comes over a stream
             return
         counted.num_open += 1
         self._is_counted = True
@@ -167,7 +169,7 @@ class Connection(web.RequestHandler[web.Request]):
         request: web.BaseRequest,
         status: int = 500,
         exc: BaseException | None = None,
-        message: str | None = None,
+        message: str | None = None,  # noqa: ARG002 - aiohttp's words, which may quote the client
     ) -> web.StreamResponse:
         """What aiohttp could not read, or an error of what goes around our own middlewares."""
         request_id = uuid4().hex
@@ -228,7 +230,7 @@ class _Refusal(asyncio.Protocol):
             transport.write_eof()  # not close: what the client has sent unread would reset it all
         self._timer = asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
 
-    def connection_lost(self, exc: BaseException | None) -> None:
+    def connection_lost(self, exc: BaseException | None) -> None:  # noqa: ARG002
         self._timer.cancel()
         self._counted.num_refused -= 1
 

@@ -66,8 +66,7 @@ class Desk:
 
         async def first() -> Held:
             request, ticket = await begin()
-            tokens = request.spec.prompt.num_tokens
-            held = Held(key, request, ttl_s, ticket, prompt_tokens=tokens)
+            held = Held.of(key, request, ttl_s, ticket)
             self._held[key] = held
             self._renew(held)
             if wait is Wait.LOADED:
@@ -142,6 +141,7 @@ class Desk:
                     self._service.end(resumed)
                     raise held.wrong_state()
                 held.request, held.state = resumed, State.RUNNING
+                held.matched = resumed.matched
 
     @asynccontextmanager
     async def room(self, num_tokens: int, *, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:

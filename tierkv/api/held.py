@@ -10,7 +10,7 @@ from tierkv.api.types_requests import Loads, State
 from tierkv.errors import TierKVError, TransferError
 from tierkv.pd.handoff import Published
 from tierkv.pd.ticket import Ticket
-from tierkv.sched.request import Request
+from tierkv.sched.request import Matched, Request
 
 Key = tuple[str, str]  # tenant, request id
 Publishing = asyncio.Task[Published | TierKVError]
@@ -35,7 +35,22 @@ class Held:
     publishes: dict[str, Publishing] = field(default_factory=dict)
     resuming: asyncio.Timeout | None = None
     prompt_tokens: int = 0
+    block_size: int = 0
+    matched: Matched = field(default_factory=Matched)
     computed_tokens: int = 0
+
+    @classmethod
+    def of(cls, key: Key, request: Request, ttl_s: float, ticket: Ticket | None) -> Held:
+        prompt = request.spec.prompt
+        return cls(
+            key,
+            request,
+            ttl_s,
+            ticket,
+            prompt_tokens=prompt.num_tokens,
+            block_size=prompt.block_size,
+            matched=request.matched,
+        )
 
     def running(self) -> Request:
         """Raises WrongStateError if it has ended or is preempted."""

@@ -140,5 +140,5 @@ def make_room_for(connections: int) -> None:
     wanted = connections + _OTHER_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
-    if soft not in (resource.RLIM_INFINITY,) and soft < wanted:
+    if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -16,7 +16,9 @@ from tierkv.observe import Stats
 from tierkv.pd.ticket import ClaimProblem
 from tierkv.refmodel.engine import LOAD_FAILED
 from tierkv.refmodel.generation import Generation
+from tierkv.storage.breaker import BreakerState
 from tierkv.transfer.storage_io import StorageStats
+from tierkv.transfer.storage_io_tier import StoreState
 
 OPERATIONS = ("generate", "prefill", "decode")
 _STATUS_CLASSES = ("2xx", "4xx", "5xx")
@@ -108,6 +110,7 @@ class NodeCollector(Collector):
         yield from _requests(stats)
         yield from _engine(node)
         yield from _storage(stats)
+        yield from _stores(node.service.storage_state())
 
 
 def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
@@ -233,6 +236,50 @@ def _storage(stats: Stats) -> Iterator[Metric]:
         (),
         {(): storage.damaged_blocks},
     )
+
+
+def _stores(states: Iterable[StoreState]) -> Iterator[Metric]:
+    """By tenant that has a store of its own; "" is the common one."""
+    stores = {state.tenant: state for state in states}
+    yield _gauge(
+        "tierkv_circuit_state",
+        "1 for the state that the store's circuit breaker is in",
+        ("tenant", "state"),
+        {
+            (tenant, state.value): int(store.circuit == state.value)
+            for tenant, store in stores.items()
+            for state in BreakerState
+        },
+    )
+    yield _gauge(
+        "tierkv_storage_waiting_write_bytes",
+        "Bytes that wait to be written to the store",
+        ("tenant",),
+        {(tenant,): store.waiting_write_bytes for tenant, store in stores.items()},
+    )
+    for name, text, values in (
+        (
+            "tierkv_storage_degraded_seconds",
+            "Time in which the store was left alone because it failed",
+            {tenant: store.degraded_s for tenant, store in stores.items()},
+        ),
+        (
+            "tierkv_storage_retries",
+            "Reads that were tried again",
+            {tenant: store.retries for tenant, store in stores.items()},
+        ),
+        (
+            "tierkv_storage_refused_operations",
+            "Operations that failed at once, since the store is left alone or has too many",
+            {tenant: store.refused for tenant, store in stores.items()},
+        ),
+        (
+            "tierkv_storage_dropped_writes",
+            "Writes dropped because more was written than the store takes",
+            {tenant: store.dropped_writes for tenant, store in stores.items()},
+        ),
+    ):
+        yield _counter(name, text, ("tenant",), {(t,): value for t, value in values.items()})
 
 
 def _gauge(

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
 
+from tierkv.api.desk import Desk
+from tierkv.api.events import EventFeed
+from tierkv.api.pins import PinBook
+from tierkv.api.prefetches import Prefetches
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.cache.fingerprint import Fingerprint
-from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, ShuttingDownError, StoreUnavailableError, TierKVError
-from tierkv.gpu.cpu import CpuDevice
+from tierkv.cache.keys import Prompt
+from tierkv.clock import Clock, SystemClock
+from tierkv.errors import BadRequestError, ShuttingDownError, StoreUnavailableError, TierKVError
+from tierkv.gpu.opening import open_device
 from tierkv.gpu.protocol import Device
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
+from tierkv.sched.ranked import RankedDevice
 from tierkv.service import Service
-from tierkv.storage.factory import open_store
+from tierkv.storage.factory import open_resilient_store
 from tierkv.storage.protocol import Store
+from tierkv.transfer.storage_io_tier import StorageOptions, StoreState
 
 _PING_DEADLINE_S = 1.0
 
-DEVICES: dict[str, Callable[[], Device]] = {"cpu": CpuDevice}
+
+_TENANTS_TICKET = re.compile("[0-9a-f]{32}:")
 
 
 class Health(Enum):
@@ -54,9 +64,8 @@ class Node:
         self.settings = settings
         node, model = settings.node, settings.model
         self.name = node.name or f"{node.role.value}@{node.host}:{node.port}"
-        self.store = store or _open_store(settings, environ)
-        self.device = device or _open_device(node.device)
         layout = model.layout(settings.cache.block_size)
+        self.device = device or _open_device(settings)
         self.service = Service(
             self.device,
             Fingerprint(
@@ -67,12 +76,23 @@ class Node:
             ),
             settings.cache,
             settings.handoff,
-            self.store,
+            store or _open_store(settings, environ),
+            storage=_storage_options(settings),
             name=self.name,
         )
-        self.engine = ReferenceEngine(
-            self.service, ReferenceModel(model, settings.cache.block_size), settings.engine
-        )
+        with self.device.computing():
+            reference = ReferenceModel(
+                model,
+                settings.cache.block_size,
+                self.device.array_module,
+                tensor_parallel=settings.cache.tensor_parallel,
+            )
+        self.engine = ReferenceEngine(self.service, reference, settings.engine)
+        self.desk = Desk(self.service, self._something_ended)
+        self.prefetches = Prefetches(self.service)
+        self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
+        self.feed = EventFeed(self.service)
+        self.clock: Clock = SystemClock()
         self.has_started = False
         self._work: set[asyncio.Timeout] = set()
         self._changed = asyncio.Event()  # a work has ended, or there is a hurry
@@ -86,7 +106,13 @@ class Node:
         Raises StoreUnavailableError or ConfigError if the store cannot be used.
         """
         try:
-            async with self.service.running(), self.engine.running():
+            async with (
+                self.service.running(),
+                self.engine.running(),
+                self.desk.running(),
+                self.prefetches.running(),
+                self.feed.running(),
+            ):
                 self.has_started = True
                 try:
                     yield
@@ -100,6 +126,26 @@ class Node:
         """Raise NotReadyError if there is nothing to ask yet."""
         if not self.has_started:
             raise NotReadyError("this node has not started yet")
+
+    def prompt(self, tokens: bytes, tenant: str) -> Prompt:
+        """Packed tokens as a prompt of this tenant's, which shares nothing with others'."""
+        return Prompt(tokens, self.settings.cache.block_size, space=self.space(tenant))
+
+    def request_name(self, request_id: str, prompt: Prompt) -> str:
+        """What the scheduler calls a request: tenants may use the same ids."""
+        return f"{prompt.space}/{request_id}" if prompt.space else request_id
+
+    def ticket_name(self, ticket_id: str, tenant: str) -> str:
+        """What a ticket is called on all nodes: tenants may use the same ids."""
+        if not tenant:
+            if _TENANTS_TICKET.match(ticket_id):
+                raise BadRequestError("a ticket's id does not begin like those of tenants")
+            return ticket_id
+        return f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}:{ticket_id}"
+
+    def space(self, tenant: str) -> str:
+        """What the cache calls a tenant."""
+        return self.service.space_of_tenant(tenant) if tenant else ""
 
     # Work and its end
 
@@ -118,6 +164,13 @@ class Node:
         self.check_started()
         if self.is_draining:
             raise ShuttingDownError("this node is shutting down")
+        async with self.call():
+            yield
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """As `work`, for what belongs to a request under way: it may begin while draining."""
+        self.check_started()
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -126,15 +179,19 @@ class Node:
                     yield
                 finally:
                     self._work.discard(scope)
-                    self._changed.set()
+                    self._something_ended()
         except TimeoutError as error:
             if not scope.expired():
                 raise
             raise ShuttingDownError("this node was stopped before the request was done") from error
 
+    def _something_ended(self) -> None:
+        self._changed.set()
+
     def drain(self) -> None:
         """Be unready, and take no more work; what runs goes on."""
         self.service.drain()
+        self.feed.close()
 
     def hurry(self) -> None:
         """Wait for nobody's work any more, publishes included."""
@@ -143,10 +200,13 @@ class Node:
         self._changed.set()
 
     async def idle(self, *, grace_s: float) -> None:
-        """Return when no work is left: all done, or cut off after `grace_s` or a `hurry`."""
+        """Return when no work is left: all done, or cut off after `grace_s` or a `hurry`.
+
+        Engines may end their requests until then; what they still hold at the end of `running` is
+        aborted."""
         try:
             async with asyncio.timeout(grace_s):
-                while self._work and not self._is_hurried:
+                while (self._work or self.desk.num_open) and not self._is_hurried:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -163,19 +223,41 @@ class Node:
     async def health(self) -> dict[str, tuple[Health, str]]:
         """Each dependency with its state and a word on it. A store that is down only slows a node,
         since computing is a right answer too."""
-        parts = {"service": self._service_health()}
-        if self.store is None:
+        is_lost = self.device.failure is not None
+        parts = {
+            "service": self._service_health(),
+            "device": (Health.DOWN if is_lost else Health.OK, self.device.status),
+        }
+        ranks = self.service.ranks
+        if ranks is not None:
+            wrong = ranks.findings()
+            state = Health.DEGRADED if wrong else Health.OK
+            parts["ranks"] = state, "; ".join(wrong) or f"{len(ranks.devices)} ranks keep up"
+        stores = self.service.storage_state() if self.has_started else ()
+        if not stores:
             parts["storage"] = (Health.OK, "no storage tier")
-            return parts
+        for state_of_store in stores:
+            name = "storage" + (f" of {state_of_store.tenant}" if state_of_store.tenant else "")
+            parts[name] = await self._storage_health(state_of_store)
+        return parts
+
+    async def _storage_health(self, state: StoreState) -> tuple[Health, str]:
+        """A store that is left alone is not asked again: its breaker does that."""
+        if state.is_degraded:
+            return Health.DEGRADED, (
+                f"{state.url} is left alone ({state.circuit}) since it failed: {state.reason}"
+            )
+        store = self.service.store
+        if state.tenant or store is None:
+            return Health.OK, state.url
         try:
             async with asyncio.timeout(_PING_DEADLINE_S):
-                await self.store.ping()
-            parts["storage"] = (Health.OK, self.store.url)
+                await store.ping()
         except TimeoutError:
-            parts["storage"] = (Health.DEGRADED, f"{self.store.url} does not answer")
+            return Health.DEGRADED, f"{state.url} does not answer"
         except StoreUnavailableError as error:
-            parts["storage"] = (Health.DEGRADED, str(error))
-        return parts
+            return Health.DEGRADED, str(error)
+        return Health.OK, state.url
 
     def _service_health(self) -> tuple[Health, str]:
         if not self.has_started:
@@ -185,14 +267,35 @@ class Node:
         return Health.OK, "takes requests"
 
 
-def _open_device(name: str) -> Device:
-    if name not in DEVICES:
-        raise ConfigError(f"there is no device {name!r}; known here: {', '.join(sorted(DEVICES))}")
-    return DEVICES[name]()
+def _open_device(settings: NodeSettings) -> Device:
+    name = settings.node.device
+    ranks = settings.cache.tensor_parallel
+    if ranks == 1:
+        return open_device(name)
+    scheme = settings.model.shards(settings.cache.block_size)
+    return RankedDevice([open_device(name) for _ in range(ranks)], scheme)
 
 
 def _open_store(settings: NodeSettings, environ: Mapping[str, str]) -> Store | None:
     url = settings.storage.url or default_storage_url(environ)
     if url == NO_STORAGE:
         return None
-    return open_store(url, settings.storage.of_kinds(), SystemClock())
+    return _opener(settings)(url)
+
+
+def _opener(settings: NodeSettings) -> Callable[[str], Store]:
+    kinds = settings.storage.of_kinds()
+    return lambda url: open_resilient_store(url, kinds, SystemClock())
+
+
+def _storage_options(settings: NodeSettings) -> StorageOptions:
+    storage = settings.storage
+    opener = _opener(settings)
+    return StorageOptions(
+        open=opener,
+        tenants={tenant: opener(url) for tenant, url in storage.tenants.items()},
+        codecs=storage.codecs(),
+        touches_per_ttl=storage.touches_per_ttl,
+        peer_sizes=storage.peer_tensor_parallel,
+        scheme=settings.model.shards(settings.cache.block_size),
+    )

@@ -21,7 +21,7 @@ from tierkv.api.bodies import (
     first_id,
 )
 from tierkv.api.node import NotReadyError
-from tierkv.api.refusals import UnknownIdError, WrongStateError
+from tierkv.api.refusals import TooManyError, UnknownIdError, WrongStateError
 from tierkv.api.types import FieldError
 from tierkv.errors import (
     BadRequestError,
@@ -73,6 +73,7 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (BodyTimeoutError, 408, "body_timeout", "The body did not arrive in time"),
     (WrongRoleError, 409, "wrong_role", "Another node does this"),
     (UnknownIdError, 404, "unknown_id", "There is nothing of this id"),
+    (TooManyError, 429, "too_many", "There are too many of these"),
     (WrongStateError, 409, "wrong_state", "This cannot be done now"),
     (DuplicateRequestError, 409, "duplicate_request", "This request is running already"),
     (RequestTooLargeError, 422, "request_too_large", "The request needs more than there is"),
@@ -169,7 +170,7 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
     return problem(request, error.status, code, error.reason, detail, headers=headers)
 
 
-def problem(  # noqa: PLR0913 - the parts of one answer
+def problem(
     request: web.Request,
     status: int,
     code: str,

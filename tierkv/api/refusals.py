@@ -11,3 +11,7 @@ class UnknownIdError(BadRequestError):
 
 class WrongStateError(BadRequestError):
     """What the id names is there, but this cannot be done with it now."""
+
+
+class TooManyError(BadRequestError):
+    """There are as many of these as there may be: wait until one is gone."""

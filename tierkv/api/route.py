@@ -22,9 +22,9 @@ class Disconnect(Enum):
 class Route:
     """path: with aiohttp's {names}. body, answer: msgspec types, None where there is none.
 
-    other_answers: statuses besides `status` that are no problem+json, with their types.
     query: names of query parameters with their types. summary: one sentence for the document.
-    is_stream: the answer may also be text/event-stream.
+    is_stream: the answer may also be text/event-stream. is_body_optional: none is as good as {}.
+    content_type: of the answer, where it is not JSON or msgpack.
     """
 
     method: str
@@ -38,3 +38,5 @@ class Route:
     on_disconnect: Disconnect = Disconnect.CANCEL
     query: tuple[tuple[str, type], ...] = ()
     is_stream: bool = False
+    is_body_optional: bool = False
+    content_type: str | None = None

@@ -1,4 +1,4 @@
-"""The routes that do work: generate, prefill, decode, lookup."""
+"""The routes that do work: generate, prefill, decode."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from tierkv.api.types import (
     DecodeBody,
     GenerateAnswer,
     GenerateBody,
-    LookupAnswer,
-    LookupBody,
     PrefillAnswer,
     PrefillBody,
 )
-from tierkv.cache.keys import Prompt
 from tierkv.errors import HandoffError
+from tierkv.pd.handoff import PublishWait
 from tierkv.refmodel.generation import GenerateRequest, OnTokens
 
 T = TypeVar("T")
@@ -69,15 +67,6 @@ class WorkRoutes:
                 answer=DecodeAnswer,
                 is_stream=True,
             ),
-            Route(
-                method="POST",
-                path="/v1/lookup",
-                handler=self.lookup,
-                access=Access.READ,
-                summary="Tell where a prompt's leading tokens are cached.",
-                body=LookupBody,
-                answer=LookupAnswer,
-            ),
         ]
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -107,22 +96,26 @@ class WorkRoutes:
             if body.ticket_id is not None:
                 ticket_id = bodies.check_id(body.ticket_id, "ticket_id")
             if not body.stream:
-                return bodies.answer(request, await self._prefill(job, ticket_id))
+                return bodies.answer(request, await self._prefill(job, ticket_id, body.wait))
 
         async def work(on_tokens: OnTokens) -> PrefillAnswer:
             async with self._node.work():
-                return await self._prefill(replace(job, on_tokens=on_tokens), ticket_id)
+                told = replace(job, on_tokens=on_tokens)
+                return await self._prefill(told, ticket_id, body.wait)
 
         return await stream(request, work)
 
-    async def _prefill(self, job: GenerateRequest, ticket_id: str) -> PrefillAnswer:
+    async def _prefill(
+        self, job: GenerateRequest, ticket_id: str, wait: PublishWait
+    ) -> PrefillAnswer:
         try:
-            prefilled = await self._node.engine.prefill(job, ticket_id)
+            prefilled = await self._node.engine.prefill(job, ticket_id, waits_for=wait)
         except HandoffError as error:
             self._metrics.count_handoff_failure("publish", error.reason)
             raise
         self._metrics.observe("prefill", prefilled.generation)
-        return PrefillAnswer.of_prefill(job.request_id, prefilled)
+        block_size = self._node.settings.cache.block_size
+        return PrefillAnswer.of_prefill(job.request_id, prefilled, ticket_id, block_size)
 
     async def decode(self, request: web.Request) -> web.StreamResponse:
         self._check_role(Role.DECODE, has_it=self._node.settings.node.role.decodes)
@@ -148,15 +141,7 @@ class WorkRoutes:
             self._metrics.count_handoff_failure("claim", error.reason)
             raise
         self._metrics.observe("decode", generation)
-        return DecodeAnswer.of_ticket(job.request_id, generation, ticket)
-
-    async def lookup(self, request: web.Request) -> web.Response:
-        async with self._node.work():
-            body = await self._read(request, LookupBody)
-            request_id = bodies.name_request(request, body.request_id)
-            prompt = Prompt(body.packed(), self._node.settings.cache.block_size)
-            found = await self._node.service.lookup(prompt)
-        return bodies.answer(request, LookupAnswer.of(request_id, found))
+        return DecodeAnswer.of_ticket(job.request_id, generation, body.ticket_id, ticket)
 
     async def _read(self, request: web.Request, kind: type[T]) -> T:
         return await bodies.read_body(

@@ -14,10 +14,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings
 from tierkv.sched.settings import CacheSettings
-from tierkv.storage.factory import StoreSettings
-from tierkv.storage.file import FileSettings
-from tierkv.storage.memory import MemorySettings
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.settings import StorageSettings
 
 NO_STORAGE = "none"
 _MAX_PORT = 65_535
@@ -43,7 +40,7 @@ class NodeSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What the node is and how it is reached.
 
     name: for people, in logs, tickets and metrics; role@host:port where it is empty.
-    device: what computes and holds the Device tier; "cpu" is the only one yet.
+    device: what computes and holds the Device tier: "cpu", "cuda", or "cuda:1" for the second GPU.
     port: 0 takes a free one.
     drain_grace_s: how long running requests may go on after SIGTERM.
     allow_insecure_bind: listen on other than loopback addresses although nobody is asked who they
@@ -124,17 +121,7 @@ def _check_above_zero(name: str, value: float) -> None:
         raise ConfigError(f"{name} must be a number above 0")
 
 
-class StorageSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """url: where the storage tier is: file:///directory, redis://host:port/0, memory:// or none.
-    Where it is empty, files in the user's cache directory, which nodes of one machine share."""
-
-    url: str = ""
-    file: FileSettings = FileSettings()
-    memory: MemorySettings = MemorySettings()
-    redis: RedisSettings = RedisSettings()
-
-    def of_kinds(self) -> StoreSettings:
-        return StoreSettings(memory=self.memory, file=self.file, redis=self.redis)
+StorageSection = StorageSettings
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,13 +5,23 @@ from __future__ import annotations
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.route import Route
+from tierkv.api.routes_handoff import HandoffRoutes
+from tierkv.api.routes_openapi import OpenApiRoutes
+from tierkv.api.routes_pins import PinRoutes
+from tierkv.api.routes_prefetches import PrefetchRoutes
+from tierkv.api.routes_requests import RequestRoutes
 from tierkv.api.routes_status import StatusRoutes
 from tierkv.api.routes_work import WorkRoutes
 
 
 def routes(node: Node, metrics: Metrics) -> list[Route]:
     """The table that the router, the OpenAPI document, metrics and the access check come from."""
-    return [
+    table = [
         *StatusRoutes(node, metrics).routes(),
+        *RequestRoutes(node, metrics).routes(),
+        *HandoffRoutes(node, metrics).routes(),
+        *PrefetchRoutes(node, metrics).routes(),
+        *PinRoutes(node, metrics).routes(),
         *WorkRoutes(node, metrics).routes(),
     ]
+    return [*table, *OpenApiRoutes(table).routes()]

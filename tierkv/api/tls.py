@@ -42,7 +42,7 @@ async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | Non
 
 
 def _load(context: ssl.SSLContext, settings: TlsSection) -> None:
-    # Into a context of its own first: a certificate whose key does not fit would break the live one.
+    # First into a context of its own: a key that does not fit would break the live one.
     for target in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
         try:
             # An encrypted key is refused; without a password, OpenSSL would ask on the terminal.

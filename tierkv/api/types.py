@@ -11,6 +11,7 @@ from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError
 from tierkv.observe import Lookup
 from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import PublishWait
 from tierkv.pd.ticket import Ticket
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled
 from tierkv.refmodel.sampling import Sampling
@@ -75,10 +76,12 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
     """ticket_id: what the decode node will ask for; the request's id if it is not given.
 
     stream: answer with the first token as soon as it is computed, before all is published.
+    wait: what to wait for before the answer: published, or nothing beyond the first token.
     """
 
     ticket_id: str | None = None
     stream: bool = False
+    wait: PublishWait = PublishWait.PUBLISHED
 
     def job(self, request_id: str) -> GenerateRequest:
         return GenerateRequest(request_id, self.packed(), 1, self.sampling())
@@ -142,19 +145,22 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeAnswer(GenerateAnswer, frozen=True, kw_only=True):
-    """producer: the node that published the prompt. first_tokens: those that it had generated."""
+    """producer: the node that published the prompt, null if no ticket of it came and the policy let
+    this node compute instead. first_tokens: those that the producer had generated."""
 
     ticket_id: str
-    producer: str
+    producer: str | None
     first_tokens: tuple[int, ...]
 
     @classmethod
-    def of_ticket(cls, request_id: str, generation: Generation, ticket: Ticket) -> DecodeAnswer:
+    def of_ticket(
+        cls, request_id: str, generation: Generation, ticket_id: str, ticket: Ticket | None
+    ) -> DecodeAnswer:
         return DecodeAnswer(
             **asdict(GenerateAnswer.of(request_id, generation)),
-            ticket_id=ticket.ticket_id,
-            producer=ticket.producer,
-            first_tokens=ticket.first_tokens,
+            ticket_id=ticket_id,
+            producer=ticket.producer if ticket else None,
+            first_tokens=ticket.first_tokens if ticket else (),
         )
 
 
@@ -162,27 +168,32 @@ class PrefillAnswer(GenerateAnswer, frozen=True, kw_only=True):
     """tokens, text: the first token. expires_at: of the ticket, in Unix seconds.
 
     num_blocks: of the prompt, its tail of tail_tokens included; present_blocks of them were in
-        storage already.
+        storage already, early_blocks were stored while the prompt was computed. What publishing
+        did is null if it was not waited for.
     """
 
     ticket_id: str
     num_blocks: int
-    present_blocks: int
     tail_tokens: int
-    flushed_bytes: int
-    expires_at: float
+    present_blocks: int | None
+    early_blocks: int | None
+    flushed_bytes: int | None
+    expires_at: float | None
 
     @classmethod
-    def of_prefill(cls, request_id: str, prefilled: Prefilled) -> PrefillAnswer:
-        published, ticket = prefilled.published, prefilled.published.ticket
+    def of_prefill(
+        cls, request_id: str, prefilled: Prefilled, ticket_id: str, block_size: int
+    ) -> PrefillAnswer:
+        published, num_tokens = prefilled.published, prefilled.generation.prompt_tokens
         return PrefillAnswer(
             **asdict(GenerateAnswer.of(request_id, prefilled.generation)),
-            ticket_id=ticket.ticket_id,
-            num_blocks=published.num_blocks,
-            present_blocks=published.present_blocks,
-            tail_tokens=ticket.num_tokens % ticket.block_size,
-            flushed_bytes=published.flushed_bytes,
-            expires_at=ticket.expires_at,
+            ticket_id=ticket_id,
+            num_blocks=-(-num_tokens // block_size),
+            tail_tokens=num_tokens % block_size,
+            present_blocks=published.present_blocks if published else None,
+            early_blocks=published.early_blocks if published else None,
+            flushed_bytes=published.flushed_bytes if published else None,
+            expires_at=published.ticket.expires_at if published else None,
         )
 
 

@@ -154,10 +154,11 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimAnswer(RequestAnswer, frozen=True, kw_only=True):
-    """producer: the node that published the prompt. first_tokens: what it had generated."""
+    """producer: the node that published the prompt. first_tokens: what it had generated. Null and
+    none if the policy went on without a ticket."""
 
     ticket_id: str
-    producer: str
+    producer: str | None
     first_tokens: list[int]
 
 

@@ -63,7 +63,7 @@ async def stop(process: asyncio.subprocess.Process) -> int:
 
 
 class NodeProcess:
-    """One `tierkv serve`. url is where it listens."""
+    """One `tierkv serve` or `tierkv gateway`. url is where it listens."""
 
     def __init__(self, url: str, process: asyncio.subprocess.Process) -> None:
         self.url = url
@@ -71,25 +71,47 @@ class NodeProcess:
 
 
 @asynccontextmanager
-async def node(
-    name: str, *, role: str, config: Path, storage: str, folder: Path
+async def node(  # noqa: PLR0913 - all but the name are keywords
+    name: str, *, role: str, config: Path, storage: str, folder: Path, port: int = 0
 ) -> AsyncIterator[NodeProcess]:
-    """A node on a free port, ready to serve. Raises DemoError with the node's own words if it
-    does not come up."""
-    log = folder / f"{name}.log"
+    """A node, by default on a free port, ready to serve. Raises DemoError with the node's own
+    words if it does not come up."""
     command = [sys.executable, "-m", "tierkv", "serve", "--role", role, "--config", str(config)]
-    command += ["--port", "0", "--name", name]
+    command += ["--port", str(port), "--name", name]
     # By environment, not by option: a URL may hold a password, which `ps` would show.
-    async with child(command, log, {"TIERKV_STORAGE__URL": storage}) as process:
+    environ = {"TIERKV_STORAGE__URL": storage}
+    async with _listening(f"{name} node", command, folder / f"{name}.log", environ) as process:
+        yield process
+
+
+@asynccontextmanager
+async def gateway(
+    folder: Path, *, prefill: Sequence[str], decode: Sequence[str], options: Sequence[str] = ()
+) -> AsyncIterator[NodeProcess]:
+    """A gateway on a free port in front of the nodes at these URLs. Raises DemoError."""
+    command = [sys.executable, "-m", "tierkv", "gateway", "--port", "0", *options]
+    for url in prefill:
+        command += ["--prefill", url]
+    for url in decode:
+        command += ["--decode", url]
+    async with _listening("gateway", command, folder / "gateway.log", {}) as process:
+        yield process
+
+
+@asynccontextmanager
+async def _listening(
+    what: str, command: Sequence[str], log: Path, environ: Mapping[str, str]
+) -> AsyncIterator[NodeProcess]:
+    async with child(command, log, environ) as process:
         assert process.stdout is not None, "its stdout is a pipe"
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 line = (await process.stdout.readline()).decode()
         except TimeoutError as error:
-            raise DemoError(f"the {name} node did not start: {last_words(log)}") from error
+            raise DemoError(f"the {what} did not start: {last_words(log)}") from error
         url = next((word for word in line.split() if word.startswith("http://")), None)
         if url is None:
-            raise DemoError(f"the {name} node did not start: {last_words(log)}")
+            raise DemoError(f"the {what} did not start: {last_words(log)}")
         yield NodeProcess(url.rstrip("/"), process)
 
 

@@ -219,12 +219,16 @@ class Exchange:
     def pending(self) -> list[Call[Any]]:
         return list(self._pending.values())
 
-    def fail(self, error: TierKVError) -> None:
-        """Every pending call and every later one is refused with `error`. The first one counts."""
+    def refuse(self, error: TierKVError) -> None:
+        """Every later call is refused with `error`; those pending go on."""
         if self.failure is None:
             self.failure = error
+
+    def fail(self, error: TierKVError) -> None:
+        """Every pending call is refused with `error`, and every later one, if none was before."""
+        self.refuse(error)
         for call in self.pending():
-            self.finish(call, error=self.failure)
+            self.finish(call, error=error)
         self._bell.set()
 
     def fork(self, error: TierKVError) -> None:

@@ -1,20 +1,20 @@
-"""The requests of an embedded service, on its loop: one operation after another for each of them."""
+"""The requests of an embedded service, on its loop: for each, one operation after another."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.embed.admitted import Admitted, LimitedSpec, Until, admitted
 from tierkv.errors import (
     DeviceFailedError,
     DuplicateRequestError,
     GateTimeoutError,
+    HandoffError,
     OwnershipError,
     TransferError,
 )
@@ -26,6 +26,8 @@ from tierkv.sched.request import Request, RequestSpec, RequestState
 from tierkv.service import Service
 
 log = logging.getLogger("tierkv.embed")
+
+LOAD_FAILED = "load_failed"  # a claim's reason beside those of ClaimProblem
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +83,9 @@ class Requests:
                 policy=policy,
                 deadline_s=deadline_s,
             )
-            return await self._ready(held, Until.LOADED)
+            return await self._ready(
+                held, Until.LOADED, may_recompute=policy is not ClaimPolicy.WHOLE
+            )
 
     async def resume(self, request_id: str, max_new_tokens: int, until: Until) -> Admitted:
         async with self._turn(request_id) as held:
@@ -95,7 +99,7 @@ class Requests:
         async with self._turn(request_id) as held:
             return await self._recover(held, "the engine could not use what was loaded")
 
-    async def _ready(self, held: _Held, until: Until) -> Admitted:
+    async def _ready(self, held: _Held, until: Until, *, may_recompute: bool = True) -> Admitted:
         assert held.request is not None, "the caller has just got it"
         if until is Until.ADMITTED:
             return admitted(held.request, ticket=held.ticket)
@@ -104,6 +108,9 @@ class Requests:
         except DeviceFailedError:
             raise
         except TransferError as error:
+            if not may_recompute:
+                text = f"the claimed prompt did not load: {error}"
+                raise HandoffError(LOAD_FAILED, text) from error
             return await self._recover(held, str(error))
         return admitted(held.request, ticket=held.ticket)
 
@@ -131,13 +138,10 @@ class Requests:
         service, spec = self.service, request.spec
         size = spec.prompt.block_size
         promised = -(-request.cached_tokens // size)
-        loads = service.scheduler.loads.of(request.block_table)
-        overdue = {block for load in loads for block in load.slots.tolist()}
         intact = service.index.match(spec.prompt).device_blocks
         log.warning("request %s computes what did not load: %s", spec.request_id, problem)
         service.end(request)
         held.request = None
-        assert not overdue or intact < promised, "what is on its way is not on the device"
         held.request = await service.scheduler.admit(LimitedSpec.of(spec, intact * size))
         await self._loaded(held.request)
         first = held.request.cached_tokens // size
@@ -150,9 +154,7 @@ class Requests:
 
     # Running requests
 
-    async def commit(
-        self, request_id: str, tokens: bytes, after: Sequence[Event]
-    ) -> None:
+    async def commit(self, request_id: str, tokens: bytes, after: Sequence[Event]) -> None:
         async with self._turn(request_id) as held:
             request = self._request(held, request_id)
             await self.service.commit(request, pack(tokens), after=after)
@@ -223,8 +225,9 @@ class Requests:
         held = _Held()
         self._held[request_id] = held
         try:
-            async with self._listed(held), held.turn:
-                yield held
+            with _listed(held):
+                async with held.turn:
+                    yield held
         except BaseException:
             if self._held.get(request_id) is held:
                 del self._held[request_id]
@@ -235,20 +238,11 @@ class Requests:
     @asynccontextmanager
     async def _turn(self, request_id: str) -> AsyncIterator[_Held]:
         held = self._known(request_id)
-        async with self._listed(held), held.turn:
-            if self._held.get(request_id) is not held:
-                self._known(request_id)
-                raise OwnershipError(f"request {request_id!r} has ended")
-            yield held
-
-    @asynccontextmanager
-    async def _listed(self, held: _Held) -> AsyncIterator[None]:
-        task = _current_task()
-        held.tasks.add(task)
-        try:
-            yield
-        finally:
-            held.tasks.discard(task)
+        with _listed(held):
+            async with held.turn:
+                if self._held.get(request_id) is not held:
+                    raise OwnershipError(f"request {request_id!r} has ended")
+                yield held
 
     def _known(self, request_id: str) -> _Held:
         held = self._held.get(request_id)
@@ -262,15 +256,18 @@ class Requests:
         return held.request
 
 
+@contextmanager
+def _listed(held: _Held) -> Iterator[None]:
+    """While the body runs, `abort` finds its task."""
+    task = _current_task()
+    held.tasks.add(task)
+    try:
+        yield
+    finally:
+        held.tasks.discard(task)
+
+
 def _current_task() -> asyncio.Task[object]:
     task = asyncio.current_task()
     assert task is not None, "operations run in tasks"
     return task
-
-
-def prompt_of(tokens: Prompt | bytes, block_size: int) -> Prompt:
-    return tokens if isinstance(tokens, Prompt) else Prompt.of(tokens, block_size)
-
-
-async def outcome_of(awaitable: Awaitable[object]) -> object:
-    return await awaitable

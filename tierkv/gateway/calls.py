@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
 from typing import NoReturn
 
@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from tierkv.api.bodies import REQUEST_ID_HEADER
+from tierkv.api.streaming import EVENT_STREAM
 from tierkv.gateway.failures import (
     AttemptError,
     HandoffRefusedError,
@@ -65,15 +66,15 @@ class NodeCalls:
             yield
 
     async def is_ready(self, node: BackendNode) -> bool:
-        """Whether its probe is answered with 200. False if it is not answered at all."""
+        """Whether its probe is answered with 200. Raises AttemptError if it is not answered."""
         try:
             async with (
                 asyncio.timeout(self._health.probe_timeout_s),
                 self._http.get(node.url + "/readyz", headers=self._headers(None)) as response,
             ):
                 return response.status == HTTPStatus.OK
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            return False
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise AttemptError(f"{node.url} does not answer its probe") from error
 
     async def lookup(self, node: BackendNode, job: Job) -> Held:
         """What the node has of the prompt. Raises AttemptError; nobody is blamed for it."""
@@ -95,7 +96,7 @@ class NodeCalls:
 
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Mapping[str, object]
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """The events of a node's answer up to `done`, which is the last. Close it when done.
 
         Raises AttemptError if the node fails, is busy, or refuses a hand-off, and
@@ -104,46 +105,57 @@ class NodeCalls:
         """
         now = asyncio.get_running_loop().time
         try:
-            async for event in self._events(node, path, job, body):
-                node.has_worked()
-                yield event
+            async with aclosing(self._events(node, path, job, body)) as events:
+                async for event in events:
+                    node.has_worked()
+                    yield event
         except NodeFailedError:
             node.has_failed(now())
             raise
 
     async def _events(
         self, node: BackendNode, path: str, job: Job, body: Mapping[str, object]
-    ) -> AsyncIterator[Event]:
-        reader = EventReader()
+    ) -> AsyncGenerator[Event, None]:
         try:
             async with asyncio.timeout(self._deadlines.first_token_s):
                 response = await self._http.post(
                     node.url + path, data=msgspec.json.encode(body), headers=self._headers(job)
                 )
             async with response:
-                if response.status != HTTPStatus.OK:
-                    async with asyncio.timeout(self._deadlines.stall_s):
-                        raw = await response.content.read(_MOST_ANSWER_BYTES)
-                    self._refuse(node, raw, response.status)
-                if response.content_type != "text/event-stream":
-                    raise NodeFailedError(f"{node.url} does not stream: is it a tierkv node?")
-                while True:
-                    async with asyncio.timeout(self._deadlines.stall_s):
-                        chunk = await response.content.readany()
-                    if not chunk:
-                        raise NodeFailedError(f"{node.url} broke off its answer")
-                    for event in reader.feed(chunk):
-                        if event.name == "error":
-                            self._refuse(node, event.data, None)
+                await self._check(node, response)
+                async with aclosing(self._read(node, response)) as events:
+                    async for event in events:
                         yield event
-                        if event.name == "done":
-                            return
         except TimeoutError as error:
             raise NodeFailedError(f"{node.url} says nothing any more") from error
         except (aiohttp.ClientError, OSError) as error:
             raise NodeFailedError(f"{node.url} cannot be reached, or broke off: {error}") from error
         except ValueError as error:
             raise NodeFailedError(f"{node.url} answers nonsense: {error}") from error
+
+    async def _check(self, node: BackendNode, response: aiohttp.ClientResponse) -> None:
+        if response.status != HTTPStatus.OK:
+            async with asyncio.timeout(self._deadlines.stall_s):
+                raw = await response.content.read(_MOST_ANSWER_BYTES)
+            self._refuse(node, raw, response.status)
+        if response.content_type != EVENT_STREAM:
+            raise NodeFailedError(f"{node.url} does not stream: is it a tierkv node?")
+
+    async def _read(
+        self, node: BackendNode, response: aiohttp.ClientResponse
+    ) -> AsyncGenerator[Event, None]:
+        reader = EventReader()
+        while True:
+            async with asyncio.timeout(self._deadlines.stall_s):
+                chunk = await response.content.readany()
+            if not chunk:
+                raise NodeFailedError(f"{node.url} broke off its answer")
+            for event in reader.feed(chunk):
+                if event.name == "error":
+                    self._refuse(node, event.data, None)
+                yield event
+                if event.name == "done":
+                    return
 
     def _refuse(self, node: BackendNode, raw: bytes, status: int | None) -> NoReturn:
         """Raise what a node's problem means for us."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from tierkv.gateway.calls import NodeCalls
+from tierkv.gateway.failures import AttemptError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.settings import HealthSection
 
@@ -23,10 +24,13 @@ async def _probe(node: BackendNode, calls: NodeCalls, settings: HealthSection) -
     now = asyncio.get_running_loop().time
     before: NodeState | None = None
     while True:
-        if await calls.is_ready(node):
-            node.says_ready()
-        else:
-            node.says_unready()
+        try:
+            if await calls.is_ready(node):
+                node.says_ready()
+            else:
+                node.says_unready()
+        except AttemptError:
+            node.has_failed(now())
         state = node.state(now())
         if state is not before:
             log.info("node %s (%s) is %s", node.url, node.role.value, state.value)

@@ -11,6 +11,7 @@ from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 
 _FIRST_RATE = 5_000.0  # prompt tokens a second, until a node has shown its own
+_ENOUGH_TOKENS = 64  # of fewer, the time is that of the call
 _LEARN = 0.3  # weight of the newest measurement
 
 
@@ -70,7 +71,7 @@ class BackendNode:
         self._is_ready = False
 
     def learn_rate(self, tokens: int, seconds: float) -> None:
-        if tokens > 0 and seconds > 0:
+        if tokens >= _ENOUGH_TOKENS and seconds > 0:
             self.rate += _LEARN * (tokens / seconds - self.rate)
 
     @contextmanager

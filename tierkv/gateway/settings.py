@@ -11,6 +11,13 @@ from tierkv.errors import ConfigError
 _MAX_PORT = 65_535
 
 
+def _all_above_zero(section: str, settings: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        value: float = getattr(settings, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{section}.{name} must be a number above 0")
+
+
 class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the gateway listens and which nodes are behind it.
 
@@ -126,10 +133,3 @@ def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
         if not url.startswith(("http://", "https://")) or "@" in url:
             raise ConfigError(f"{url!r} is not the URL of a node, such as http://127.0.0.1:8100")
     return tuple(url.rstrip("/") for url in several)
-
-
-def _all_above_zero(section: str, settings: msgspec.Struct, *names: str) -> None:
-    for name in names:
-        value: float = getattr(settings, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{section}.{name} must be a number above 0")

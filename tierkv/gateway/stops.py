@@ -26,7 +26,9 @@ class StopFinder:
         shown = []
         for character in text:
             self._held += character
-            found = max((stop for stop in self._stops if self._held.endswith(stop)), key=len, default="")
+            found = max(
+                (stop for stop in self._stops if self._held.endswith(stop)), key=len, default=""
+            )
             if found:
                 self.has_stopped = True
                 shown.append(self._held.removesuffix(found))

@@ -2,56 +2,109 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 
-from tierkv.errors import HandoffError
-from tierkv.pd.handoff import Handoff
+from tierkv.errors import HandoffError, StoreUnavailableError
+from tierkv.pd.ahead import Ahead
+from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.pd.tickets import Tickets
+from tierkv.pd.watch import Watch
 from tierkv.sched.fetcher import Fetched, Fetcher
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
 from tierkv.storage.protocol import GetStatus
+from tierkv.tasks import background
+
+log = logging.getLogger("tierkv.handoff")
 
 _ATTEMPTS = 3
+# Computing the prompt here would not be what the caller meant.
+_ALWAYS_REFUSED = (ClaimProblem.INCOMPATIBLE.value, ClaimProblem.OTHER_PROMPT.value)
 
 
 class ClaimPolicy(Enum):
-    """What a decode node does when not every token of a claimed prompt can be had."""
+    """What a decode node does when not every token of a claimed prompt can be had.
+
+    Without a ticket there are no first tokens: those policies that may, compute them, too.
+    """
 
     WHOLE = "whole"  # refuse, with the reason
-    RECOMPUTE = "recompute"  # load what there is and compute the rest
+    RECOMPUTE = "recompute"  # load what there is and compute the rest, be there a ticket or not
+    RECOMPUTE_ALL = "recompute_all"  # compute everything, as if nobody had prefilled
 
 
 class Claims:
     """fetch_deadline_s: how long to wait for a prompt's blocks once its ticket is there."""
 
     def __init__(
-        self, handoff: Handoff, scheduler: Scheduler, fetcher: Fetcher, *, fetch_deadline_s: float
+        self,
+        tickets: Tickets,
+        lease: ProducerLease,
+        scheduler: Scheduler,
+        fetcher: Fetcher,
+        *,
+        fetch_deadline_s: float,
     ) -> None:
-        self._handoff = handoff
+        self._tickets = tickets
+        self._lease = lease
         self._scheduler = scheduler
         self._fetcher = fetcher
         self._fetch_deadline_s = fetch_deadline_s
 
     async def claim(
         self, spec: RequestSpec, ticket_id: str, *, policy: ClaimPolicy, deadline_s: float
-    ) -> tuple[Request, Ticket]:
+    ) -> tuple[Request, Ticket | None]:
         """Wait for a published prompt and get its blocks; see Service.claim."""
-        prompt = spec.prompt
         self._scheduler.check(spec)
-        ticket = await self._handoff.wait_for_ticket(ticket_id, deadline_s=deadline_s)
-        self._handoff.check_prompt(ticket, prompt)
+        if policy is ClaimPolicy.RECOMPUTE_ALL:
+            alone = replace(spec, needs_logits=True, uses_cache=False)
+            return await self._scheduler.admit(alone), None
+        try:
+            ticket = await self._wait(spec, ticket_id, deadline_s)
+        except HandoffError as error:
+            if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
+                raise
+            log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
+            return await self._without_ticket(spec, error), None
+        request = await self._get(spec, policy)
+        self._scheduler.tiers.start(self._acknowledge(ticket), "tierkv-acknowledge")
+        return request, ticket
+
+    async def _wait(self, spec: RequestSpec, ticket_id: str, deadline_s: float) -> Ticket:
+        """The ticket; blocks that are whole before it is are on their way meanwhile."""
+        ahead = Ahead(spec, self._scheduler, self._fetcher, deadline_s=self._fetch_deadline_s)
+        watch = Watch(self._tickets, self._lease, ticket_id, spec.prompt, on_progress=ahead.ready)
+        async with background({"tierkv-claim-ahead": ahead.run()}):
+            return await watch.ticket(deadline_s=deadline_s)
+
+    async def _get(self, spec: RequestSpec, policy: ClaimPolicy) -> Request:
+        """The request, with every token or with what `policy` says."""
+        prompt = spec.prompt
         for attempts_left in reversed(range(_ATTEMPTS)):
             fetched = await self._fetcher.fetch(prompt, deadline_s=self._fetch_deadline_s)
             request = await self._scheduler.admit(spec, fetched)
             if request.cached_tokens == prompt.num_tokens or policy is ClaimPolicy.RECOMPUTE:
-                return request, ticket
+                return request
             self._scheduler.end(request)
             # What was fetched whole can be evicted while the request waits for its turn.
             was_whole = fetched.first_problem is None
             if not was_whole or not attempts_left:
                 raise _incomplete(request, fetched)
         raise AssertionError("the last attempt returns or raises")
+
+    async def _without_ticket(self, spec: RequestSpec, error: HandoffError) -> Request:
+        fetched = None
+        if error.reason != ClaimProblem.UNAVAILABLE.value:
+            fetched = await self._fetcher.fetch(spec.prompt, deadline_s=self._fetch_deadline_s)
+        return await self._scheduler.admit(replace(spec, needs_logits=True), fetched)
+
+    async def _acknowledge(self, ticket: Ticket) -> None:
+        with suppress(StoreUnavailableError):  # then the ticket goes when its time is over
+            await self._tickets.acknowledge(ticket)
 
 
 def _incomplete(request: Request, fetched: Fetched) -> HandoffError:

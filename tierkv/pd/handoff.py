@@ -1,76 +1,82 @@
-"""Publish on the prefill node, claim on the decode node; storage is all they share."""
+"""Publish on the prefill node; storage is all that it shares with the decode node."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
-from tierkv.cache.fingerprint import Fingerprint, differences
-from tierkv.cache.keys import Prompt, StoredKey, stored_keys
+from tierkv.cache.keys import StoredKey
 from tierkv.cache.node import Tier
 from tierkv.cache.states import CopyState
-from tierkv.clock import Clock
 from tierkv.errors import (
     HandoffError,
     OwnershipError,
-    StoreCorruptError,
     StoreUnavailableError,
     TransferError,
 )
 from tierkv.gpu.protocol import Event
+from tierkv.pd.lease import ProducerLease
+from tierkv.pd.ledger import Ledger
 from tierkv.pd.staging import GROUP_BLOCKS, Staging
-from tierkv.pd.ticket import MAX_TICKET_BYTES, ClaimProblem, Ticket
+from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.pd.tickets import Tickets, check_written
 from tierkv.sched.request import Request
 from tierkv.sched.tiers import Tiers
-from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.handoff")
 
-# A ticket outlives its expiry in the store by this much, so that "expired" can be told from "not
-# yet" by a decode node that comes late.
-_EXPIRED_GRACE_S = 120.0
-_FIRST_LOOK_S = 0.005
-_LONGEST_LOOK_S = 0.1
+
+class PublishWait(Enum):
+    """What a prefill waits for before it answers."""
+
+    PUBLISHED = "published"  # storage has all of it: a decode node will find it
+    NOTHING = "nothing"  # the first token: publishing goes on, and its failure is the claimer's
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a publish did: blocks of the prompt, of which so many were in storage already."""
+    """What a publish did: blocks of the prompt, of which so many were in storage already, and so
+    many were stored while the prefill still computed."""
 
     ticket: Ticket
     num_blocks: int
     present_blocks: int
     flushed_bytes: int
+    early_blocks: int = 0
 
 
 class Handoff:
-    """ticket_ttl_s: how long a decode node has to claim. producer: this node's name."""
+    """tickets, lease, ledger: of this node; they live inside `running()`."""
 
-    def __init__(  # noqa: PLR0913 - collaborators, and two settings
+    def __init__(
         self,
         tiers: Tiers,
         storage: StorageIO,
-        fingerprint: Fingerprint,
-        clock: Clock,
         staging: Staging,
+        tickets: Tickets,
         *,
-        ticket_ttl_s: float,
-        producer: str,
+        lease: ProducerLease,
+        ledger: Ledger,
     ) -> None:
         self._tiers = tiers
         self._storage = storage
-        self._fingerprint = fingerprint
-        self._clock = clock
         self._staging = staging
-        self._ticket_ttl_s = ticket_ttl_s
-        self._producer = producer
+        self.tickets = tickets
+        self.lease = lease
+        self.ledger = ledger
 
-    # Publish
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leaving says at once that this node's open tickets will not come."""
+        async with self.tickets.notifier.running(), self.lease.running(), self.ledger.running():
+            yield
 
     async def publish(
         self,
@@ -80,31 +86,30 @@ class Handoff:
         *,
         after: Sequence[Event] = (),
         deadline_s: float,
+        stored_blocks: int = 0,
     ) -> Published:
         """Store every block of the request's prompt, tail included, and then the ticket.
 
         The request is running and its prompt is computed; it must not end before this returns.
-        after: events of the kernels that wrote the blocks.
+        after: events of the kernels that wrote the blocks. stored_blocks: the first so many were
+        stored a moment ago; it is looked whether they still are.
         Raises HandoffError if storage did not take it all in `deadline_s`, and OwnershipError if
         the request has ended or is not computed; no ticket exists then.
         """
-        request.check_running()
         prompt = request.spec.prompt
+        request.check_running()
         if request.computed_tokens < prompt.num_tokens:
             raise OwnershipError(
                 f"only {request.computed_tokens} of {prompt.num_tokens} prompt tokens are computed"
             )
-        after = (*after, *request.written)
-        keys = stored_keys(self._tiers.root_digest, prompt)
+        keys = self.tickets.keys_of(prompt)
         before = self._storage.stats.flushed_bytes
         try:
             async with asyncio.timeout(deadline_s):
-                present = await self._storage.count_present(keys)
-                at = present
-                while at < len(keys):
-                    at += await self._stage_and_flush(request, keys, at, after)
-                ticket = self._ticket(ticket_id, prompt, keys, first_tokens)
-                await self._write(ticket)
+                present = await self._count_present(keys, stored_blocks)
+                await self.store(request, keys, present, len(keys), after)
+                ticket = self.tickets.new(ticket_id, prompt, first_tokens, self.lease.incarnation)
+                await self.tickets.write(ticket)
         except TimeoutError as error:
             raise HandoffError(
                 ClaimProblem.UNAVAILABLE.value,
@@ -112,7 +117,38 @@ class Handoff:
             ) from error
         except (StoreUnavailableError, TransferError) as error:
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(error)) from error
-        return Published(ticket, len(keys), present, self._storage.stats.flushed_bytes - before)
+        self.ledger.published(ticket)
+        self._tiers.start(self._storage.tails.note(keys[-1:]), "tierkv-note-tail")
+        flushed = self._storage.stats.flushed_bytes - before
+        return Published(ticket, len(keys), present, flushed)
+
+    async def _count_present(self, keys: Sequence[StoredKey], stored_blocks: int) -> int:
+        """Of blocks that were just stored all are there, unless the store lost some: one question
+        instead of a search for the first that is missing."""
+        if not stored_blocks:
+            return await self._storage.count_present(keys)
+        return await self._storage.count_present(keys[:stored_blocks])
+
+    async def count_present(self, keys: Sequence[StoredKey]) -> int:
+        """Raises StoreUnavailableError."""
+        return await self._storage.count_present(keys)
+
+    async def store(
+        self,
+        request: Request,
+        keys: Sequence[StoredKey],
+        start: int,
+        stop: int,
+        after: Sequence[Event],
+    ) -> None:
+        """Store blocks [start, stop) of the request, which are computed.
+
+        Raises StoreUnavailableError, TransferError.
+        """
+        after = (*after, *request.written)
+        at = start
+        while at < stop:
+            at += await self._stage_and_flush(request, keys[:stop], at, after)
 
     async def _stage_and_flush(
         self, request: Request, keys: Sequence[StoredKey], at: int, after: Sequence[Event]
@@ -131,8 +167,9 @@ class Handoff:
             for i, slot in enumerate(cached):
                 if slot is not None:
                     slots[i] = slot
-            outcomes = await self._storage.flush(keys[at : at + count], slots)
-        self._check_written(outcomes)
+            # The tail is listed when the ticket is there: nobody waits for that.
+            outcomes = await self._storage.flush(keys[at : at + count], slots, notes_tails=False)
+        check_written(self._storage, outcomes)
         return count
 
     def _host_slot(self, request: Request, block: int) -> int | None:
@@ -144,95 +181,3 @@ class Handoff:
         if index.states(Tier.HOST, lease.node, block, block + 1)[0] is not CopyState.READY:
             return None
         return int(index.slots(Tier.HOST, lease.node, block, block + 1)[0])
-
-    def _ticket(
-        self, ticket_id: str, prompt: Prompt, keys: Sequence[StoredKey], first: Sequence[int]
-    ) -> Ticket:
-        now = self._clock.wall()
-        return Ticket(
-            ticket_id=ticket_id,
-            fingerprint=self._fingerprint.readable(),
-            block_size=prompt.block_size,
-            num_tokens=prompt.num_tokens,
-            digests=tuple(key.digest for key in keys),
-            first_tokens=tuple(first),
-            created_at=now,
-            expires_at=now + self._ticket_ttl_s,
-            producer=self._producer,
-        )
-
-    async def _write(self, ticket: Ticket) -> None:
-        item = PutItem(
-            self._storage.names.ticket(ticket.ticket_id),
-            (ticket.encode(),),
-            ttl_s=self._ticket_ttl_s + _EXPIRED_GRACE_S,
-            keep_existing=False,
-        )
-        self._check_written(await self._storage.store.put([item]))
-
-    def _check_written(self, outcomes: Sequence[PutOutcome]) -> None:
-        for outcome in outcomes:
-            if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
-                raise StoreUnavailableError(
-                    f"{self._storage.store.url} did not take a block: {outcome.reason}"
-                )
-
-    # Claim
-
-    async def wait_for_ticket(self, ticket_id: str, *, deadline_s: float) -> Ticket:
-        """The ticket, as soon as it is there. Raises HandoffError, its reason a ClaimProblem."""
-        name = self._storage.names.ticket(ticket_id)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        pause = _FIRST_LOOK_S
-        problem: StoreUnavailableError | None = None
-        while True:
-            try:
-                async with asyncio.timeout_at(max(deadline, loop.time() + _LONGEST_LOOK_S)):
-                    value = await self._storage.store.get(name, max_bytes=MAX_TICKET_BYTES)
-                problem = None
-            except StoreUnavailableError as error:
-                value, problem = None, error
-            except TimeoutError:
-                value = None
-            except StoreCorruptError as error:
-                raise HandoffError(ClaimProblem.DAMAGED.value, f"the ticket: {error}") from error
-            if value is not None:
-                return self._read(value)
-            left = deadline - loop.time()
-            if left <= 0:
-                break
-            await asyncio.sleep(min(pause, left))
-            pause = min(pause * 2, _LONGEST_LOOK_S)
-        if problem is not None:
-            raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(problem)) from problem
-        raise HandoffError(
-            ClaimProblem.NOT_YET.value,
-            f"no ticket {ticket_id[:80]!r} came within {deadline_s:g} s: is the prefill done?",
-        )
-
-    def _read(self, value: bytes) -> Ticket:
-        try:
-            ticket = Ticket.decode(value)
-        except StoreCorruptError as error:
-            raise HandoffError(ClaimProblem.DAMAGED.value, f"the ticket: {error}") from error
-        ours = self._fingerprint.readable()
-        if ours != ticket.fingerprint:
-            fields = ", ".join(differences(ours, ticket.fingerprint))
-            raise HandoffError(
-                ClaimProblem.INCOMPATIBLE.value,
-                f"{ticket.producer} made this KV for another model or layout: {fields}",
-            )
-        if self._clock.wall() > ticket.expires_at:
-            raise HandoffError(
-                ClaimProblem.EXPIRED.value, "the ticket has expired: prefill the prompt again"
-            )
-        return ticket
-
-    def check_prompt(self, ticket: Ticket, prompt: Prompt) -> None:
-        """Raise HandoffError if the ticket is not for exactly this prompt."""
-        if stored_keys(self._tiers.root_digest, prompt) != ticket.keys():
-            raise HandoffError(
-                ClaimProblem.OTHER_PROMPT.value,
-                f"the ticket is for another prompt, of {ticket.num_tokens} tokens",
-            )

@@ -1,4 +1,9 @@
-"""What a prefill node leaves for a decode node: written last, so that it vouches for the rest."""
+"""What a prefill node leaves for a decode node: written last, so that it vouches for the rest.
+
+open ticket        "a ticket will come": its keys are known, its blocks are on their way
+ticket             every block is stored; the first tokens
+acknowledgement    somebody claimed it
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ import msgspec
 from tierkv import wire
 from tierkv.cache.keys import StoredKey
 
-_MAGIC = b"TKVT"
 _VERSION = 1
+_TICKET, _OPEN, _ACKNOWLEDGED = b"TKVT", b"TKVO", b"TKVA"
 MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
 
 
@@ -19,19 +24,22 @@ class ClaimProblem(Enum):
 
     NOT_YET = "not_yet"  # no ticket came before the deadline
     EXPIRED = "expired"  # there is one, but its time is over
+    CLAIMED = "already_claimed"  # there was one; it was claimed and its time after that is over
     DAMAGED = "damaged"  # the ticket or a block is not what was written
     INCOMPLETE = "incomplete"  # a block it lists is gone, or does not fit here
     INCOMPATIBLE = "incompatible"  # made by a node whose KV cannot be used here
     OTHER_PROMPT = "other_prompt"  # it is for other tokens than the caller's
+    PRODUCER_FAILED = "producer_failed"  # the prefill gave up, and said why
+    PRODUCER_LOST = "producer_lost"  # the prefill began, and its node says no more that it lives
     UNAVAILABLE = "storage_unavailable"  # the store does not answer
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class _Handed(msgspec.Struct, frozen=True, kw_only=True):
     """The hand-off of one prompt.
 
     digests: one per block of the prompt in order, the tail's last. A block's checksum lies in its
         own header, not here: two producers may store different bytes under one key, both right.
-    num_tokens: of the prompt. first_tokens: what the prefill node has generated already.
+    num_tokens: of the prompt.
     fingerprint: readable form, so that a node that cannot use it can say why.
     created_at, expires_at: Unix seconds. producer: the node's name, for people.
     """
@@ -41,7 +49,6 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_tokens: int
     digests: tuple[bytes, ...]
-    first_tokens: tuple[int, ...]
     created_at: float
     expires_at: float
     producer: str
@@ -61,10 +68,55 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             for i, digest in enumerate(self.digests)
         ]
 
+
+class Ticket(_Handed, frozen=True, kw_only=True):
+    """Every block it lists was stored before it was. first_tokens: what the prefill node has
+    generated already. incarnation: where the producer hears that it was claimed; "" if it does not
+    want to."""
+
+    first_tokens: tuple[int, ...]
+    incarnation: str = ""
+
     def encode(self) -> bytes:
-        return wire.seal(_MAGIC, _VERSION, self)
+        return wire.seal(_TICKET, _VERSION, self)
 
     @classmethod
     def decode(cls, value: bytes) -> Ticket:
         """Raises StoreCorruptError."""
-        return wire.unseal(_MAGIC, _VERSION, value, cls)
+        return wire.unseal(_TICKET, _VERSION, value, cls)
+
+
+class OpenTicket(_Handed, frozen=True, kw_only=True):
+    """Its ticket will come while the producer says that it lives, under `incarnation`.
+
+    failure: why none will come after all, "" while one may.
+    """
+
+    incarnation: str
+    failure: str = ""
+
+    def encode(self) -> bytes:
+        return wire.seal(_OPEN, _VERSION, self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> OpenTicket:
+        """Raises StoreCorruptError."""
+        return wire.unseal(_OPEN, _VERSION, value, cls)
+
+
+class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
+    """claimer: the name of the node that got every block it wanted. claimed_at: Unix seconds.
+    created_at: of the ticket, since an id can come again."""
+
+    ticket_id: str
+    created_at: float
+    claimer: str
+    claimed_at: float
+
+    def encode(self) -> bytes:
+        return wire.seal(_ACKNOWLEDGED, _VERSION, self)
+
+    @classmethod
+    def decode(cls, value: bytes) -> Acknowledgement:
+        """Raises StoreCorruptError."""
+        return wire.unseal(_ACKNOWLEDGED, _VERSION, value, cls)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tierkv.cache.layout import Layout, attention_layout
+from tierkv.cache.shards import ShardScheme
 from tierkv.errors import ConfigError
 
 VOCAB_SIZE = 256
 """A token is a byte; there is no BOS and no other special token."""
 
-_ITEM_BYTES = {"float32": 4, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     max_positions: int = 131_072
     seed: int = 0
-    kv_dtype: Literal["float32", "float16"] = "float32"
+    kv_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if not self.name or not self.revision:
@@ -68,7 +69,9 @@ class ModelConfig:
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed must be in [0, 2**64), not {self.seed}")
         if self.kv_dtype not in _ITEM_BYTES:
-            raise ConfigError(f"kv_dtype must be float32 or float16, not {self.kv_dtype!r}")
+            raise ConfigError(
+                f"kv_dtype must be one of {', '.join(_ITEM_BYTES)}, not {self.kv_dtype!r}"
+            )
 
     @property
     def weights_id(self) -> str:
@@ -93,3 +96,8 @@ class ModelConfig:
             item_bytes=_ITEM_BYTES[self.kv_dtype],
             block_size=block_size,
         )
+
+    def shards(self, block_size: int) -> ShardScheme:
+        """How tensor-parallel ranks split a block of `layout(block_size)`: by KV heads."""
+        heads = {"key": self.num_kv_heads, "value": self.num_kv_heads}
+        return ShardScheme(self.layout(block_size), heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,17 +20,16 @@ from tierkv.errors import (
     ConfigError,
     DeviceFailedError,
     HandoffError,
-    ShuttingDownError,
-    TierKVError,
     TransferError,
 )
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import Published
+from tierkv.pd.handoff import Published, PublishWait
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled, Run, Tokens1D
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.paged import Floats
+from tierkv.refmodel.publishing import Publishing, Publishings
 from tierkv.sched.request import Request
 from tierkv.service import Service
 from tierkv.tasks import outlast, task_group
@@ -80,7 +79,7 @@ class ReferenceEngine:
         self.stats = EngineStats()
         self._thread: ThreadPoolExecutor | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._publishes: set[asyncio.Task[Published | TierKVError]] = set()
+        self._publishings = Publishings()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -94,8 +93,7 @@ class ReferenceEngine:
 
     def stop_publishing(self) -> None:
         """Give up what is being published; no ticket will exist for it."""
-        for task in self._publishes:
-            task.cancel()
+        self._publishings.cancel()
 
     async def generate(self, job: GenerateRequest) -> Generation:
         """Generate `job.max_tokens` tokens, using and filling the cache.
@@ -117,11 +115,18 @@ class ReferenceEngine:
 
         return await self._or_recompute(job, attempt)
 
-    async def prefill(self, job: GenerateRequest, ticket_id: str) -> Prefilled:
+    async def prefill(
+        self,
+        job: GenerateRequest,
+        ticket_id: str,
+        *,
+        waits_for: PublishWait = PublishWait.PUBLISHED,
+    ) -> Prefilled:
         """Compute the prompt and its first token, and publish them as a ticket for `decode`.
 
-        `job.max_tokens` has no meaning here. Once publishing has begun, a cancel ends only the
-        wait for it. Raises HandoffError if storage does not take it, and what `generate` raises.
+        `job.max_tokens` has no meaning here. Once the prompt is computed, a cancel ends only the
+        wait for the publish; before, who waits for the ticket is told that it will not come.
+        Raises HandoffError if storage does not take it, and what `generate` raises.
         """
         self._check(job, 1)
         if self._service.handoff is None:
@@ -133,16 +138,35 @@ class ReferenceEngine:
 
         async def attempt(load_problem: str | None) -> Prefilled:
             run = await self._admit(job, started, 0, load_problem)
-            try:
-                await self._first_token(run)
-                publishing = self._start_publish(run, ticket_id)
-            except BaseException:
-                self._end(run.request)
-                raise
-            published = await asyncio.shield(publishing)  # the task of it ends the request
+            publishing = await self._prefill(run, ticket_id)
+            if waits_for is PublishWait.NOTHING:
+                return Prefilled(run.result(load_problem), None)
+            published = await publishing.published()  # the task of it ends the request
             return Prefilled(run.result(load_problem), published)
 
         return await self._or_recompute(job, attempt)
+
+    async def _prefill(self, run: Run, ticket_id: str) -> Publishing:
+        """Compute the prompt while its blocks go out, or before. The publish ends the request; if
+        there is none, because it is cancelled or fails, it has ended when this returns."""
+        streaming: Publishing | None = None
+        try:
+            if run.job.uses_cache:
+                run.stream = self._service.stream(run.request, ticket_id)
+            if run.stream is not None:
+                streaming = self._start_publish(run, run.stream.run())
+            await self._first_token(run)
+            if streaming is not None:
+                streaming.computed(run.tokens, self._computed())
+                return streaming
+            work = self._service.publish(run.request, ticket_id, run.tokens, after=self._computed())
+            return self._start_publish(run, work)
+        except BaseException as error:
+            if streaming is None:
+                self._end(run.request)
+            else:
+                await streaming.given_up(_reason(error))
+            raise
 
     async def decode(
         self,
@@ -151,12 +175,13 @@ class ReferenceEngine:
         *,
         policy: ClaimPolicy = ClaimPolicy.WHOLE,
         deadline_s: float | None = None,
-    ) -> tuple[Generation, Ticket]:
+    ) -> tuple[Generation, Ticket | None]:
         """Claim a published prompt and generate what `generate` would have, token for token, given
         that the ticket's tokens were sampled as `job` says.
 
-        With ClaimPolicy.RECOMPUTE what cannot be loaded is computed here. Raises HandoffError, its
-        reason a ClaimProblem or LOAD_FAILED, and what `Service.claim` raises.
+        With ClaimPolicy.RECOMPUTE what cannot be loaded is computed here, and so is all that a
+        ticket would have said if none comes. Raises HandoffError, its reason a ClaimProblem or
+        LOAD_FAILED, and what `Service.claim` raises.
         """
         self._check(job, job.max_tokens)
         started = time.monotonic()
@@ -182,14 +207,17 @@ class ReferenceEngine:
         run = await self._admit(job, started, job.max_tokens - 1, problem)
         return await self._decode(run, ticket, problem), ticket
 
-    async def _decode(self, run: Run, ticket: Ticket, load_problem: str | None) -> Generation:
+    async def _decode(
+        self, run: Run, ticket: Ticket | None, load_problem: str | None
+    ) -> Generation:
         try:
-            if not ticket.first_tokens:
+            if ticket is not None and not ticket.first_tokens:
                 raise HandoffError(
                     ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token"
                 )
-            run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
-            run.tell()
+            if ticket is not None:
+                run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
+                run.tell()
             await self._continue(run)
             return run.result(load_problem)
         finally:
@@ -261,6 +289,9 @@ class ReferenceEngine:
         while len(chunk := run.next_chunk(self._settings.chunk_tokens)):
             logits = await self._forward(run, chunk)
             self.stats.computed_tokens += len(chunk)
+            if run.stream is not None:
+                await self._commit(run)
+                run.stream.advance(run.num_fed, self._computed())
         return logits
 
     async def _commit(self, run: Run) -> None:
@@ -275,42 +306,20 @@ class ReferenceEngine:
         self._service.end(request, after=self._computed())
 
     def _computed(self) -> tuple[Event, ...]:
-        return (self._service.device.compute_stream.record(),)
+        """What the kernels submitted so far end with; nothing on a device that is lost, where none
+        runs any more, so that requests can still be ended."""
+        try:
+            return (self._service.device.compute_stream.record(),)
+        except DeviceFailedError:
+            return ()
 
     # Publishing
 
-    def _start_publish(self, run: Run, ticket_id: str) -> asyncio.Future[Published]:
-        """Publish in a task of the engine's own, which ends the request, waited for or not."""
+    def _start_publish(self, run: Run, work: Coroutine[None, None, Published]) -> Publishing:
         assert self._tasks is not None, "the engine is running"
-        outcome: asyncio.Future[Published] = asyncio.get_running_loop().create_future()
-        outcome.add_done_callback(_retrieve)
-        task = self._tasks.create_task(self._publish(run, ticket_id), name="tierkv-publish")
-        self._publishes.add(task)
-
-        # Not in the task: one that is cancelled before its first step never runs its `finally`.
-        def ended(task: asyncio.Task[Published | TierKVError]) -> None:
-            self._publishes.discard(task)
-            self._end(run.request)
-            if task.cancelled():
-                outcome.set_exception(ShuttingDownError("this node was stopped while publishing"))
-            elif (unexpected := task.exception()) is not None:
-                outcome.set_exception(unexpected)
-            elif isinstance(result := task.result(), TierKVError):
-                outcome.set_exception(result)
-            else:
-                outcome.set_result(result)
-
-        task.add_done_callback(ended)
-        return outcome
-
-    async def _publish(self, run: Run, ticket_id: str) -> Published | TierKVError:
-        """An expected failure is returned: it is for who waits, not for the engine's group."""
-        try:
-            return await self._service.publish(
-                run.request, ticket_id, run.tokens, after=self._computed()
-            )
-        except TierKVError as error:
-            return error
+        return self._publishings.start(
+            self._tasks, work, lambda: self._end(run.request), run.stream
+        )
 
     # The compute thread
 
@@ -332,19 +341,22 @@ class ReferenceEngine:
             if not run.is_loaded:
                 request.gate.wait_on(stream, layer, self._settings.load_timeout_s)
 
-        run.logits = self._model.forward(
-            tokens=tokens,
-            start=run.num_fed,
-            block_table=request.block_table,
-            planes=self._service.planes.arrays,
-            before_layer=before_layer,
-        )
+        with self._service.device.computing():
+            run.logits = self._model.forward(
+                tokens=tokens,
+                start=run.num_fed,
+                block_table=request.block_table,
+                planes=self._service.planes.arrays,
+                before_layer=before_layer,
+            )
         run.is_loaded = True
 
 
-def _retrieve(outcome: asyncio.Future[Published]) -> None:
-    """A failed publish nobody waits for any more is no news: the engine has ended its request."""
-    outcome.exception()
+def _reason(error: BaseException) -> str:
+    """Why a prompt was not computed, in words for another node."""
+    if isinstance(error, asyncio.CancelledError):
+        return "the prefill was cancelled"
+    return str(error) or type(error).__name__
 
 
 def _forget(call: Future[None]) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tierkv.cache.tokens import TOKEN_BYTES, pack, unpack
 from tierkv.errors import BadRequestError
 from tierkv.pd.handoff import Published
+from tierkv.pd.stream import Stream
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.paged import Floats
 from tierkv.refmodel.sampling import Sampling, sample
@@ -74,10 +75,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prompt that is computed and published; generation holds its first token."""
+    """A prompt that is computed; generation holds its first token. published: None if that was
+    not waited for."""
 
     generation: Generation
-    published: Published
+    published: Published | None
 
 
 class Run:
@@ -94,6 +96,7 @@ class Run:
         self.started = started
         self.admitted = time.monotonic()
         self.first_token: float | None = None
+        self.stream: Stream | None = None  # where the prompt goes out while it is computed
 
     @property
     def fed(self) -> bytes:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tierkv.refmodel.checks import check_planes, check_tokens, used_blocks
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.paged import BlockTable, Floats, PlaneArray
+from tierkv.refmodel.ranks import split_heads
 from tierkv.refmodel.rope import Rope
 from tierkv.refmodel.text import PRINTABLE
 from tierkv.refmodel.tiles import CHUNK, TILE, Span
@@ -31,11 +32,21 @@ class ReferenceModel:
     It keeps nothing of a sequence, so calls may run at the same time in several threads.
     block_size: tokens per block of the planes, any positive number.
     xp: the planes' array module, NumPy or CuPy; CuPy's current stream does all the work.
-    Raises LayoutError if block_size is not positive.
+    tensor_parallel: ranks over whose planes the heads are split; the result is the same, in every
+        bit. Each rank attends over its own planes.
+    Raises LayoutError if block_size is not positive, or the heads cannot be split so.
     """
 
-    def __init__(self, config: ModelConfig, block_size: int, xp: ModuleType = np) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        xp: ModuleType = np,
+        *,
+        tensor_parallel: int = 1,
+    ) -> None:
         self.config = config
+        self._ranks = split_heads(config, block_size, tensor_parallel)
         self.layout = config.layout(block_size)
         self._xp = xp
         self._is_on_host = xp is np
@@ -61,7 +72,8 @@ class ReferenceModel:
             `start` have their K and V in the planes already.
         block_table: [m] in host memory, distinct ids of the blocks that hold tokens 0, 1, ...;
             what exceeds the start + n tokens is not looked at.
-        planes: uint8 [num_blocks, the plane's block_bytes] each, in the layout's order.
+        planes: uint8 [num_blocks, the plane's block_bytes] each, in the layout's order; of several
+            ranks, those of rank 0 in its layout's order, then of rank 1...
         before_layer: called with 0, 1, ... before that layer's planes are read or written, to
             wait for them. What it raises passes through; then the layers before are written.
 
@@ -69,7 +81,9 @@ class ReferenceModel:
         Raises BadRequestError (tokens, start, block_table) or LayoutError (planes) with nothing
         written.
         """
-        check_planes(planes, self.layout)
+        by_rank = np.array_split(np.arange(len(planes)), len(self._ranks))
+        for rank, own in zip(self._ranks, by_rank, strict=True):
+            check_planes([planes[i] for i in own], rank.layout)
         check_tokens(tokens, start, max_positions=self.config.max_positions)
         span = Span(start, start + len(tokens))
         used = used_blocks(
@@ -78,23 +92,31 @@ class ReferenceModel:
             block_size=self.layout.block_size,
             num_blocks=len(planes[0]),
         )
-        table = BlockTable(
-            xp=self._xp,
-            ids=self._xp.asarray(used),
-            block_size=self.layout.block_size,
-            token_shape=(self.config.num_kv_heads, self.config.head_dim),
-            kv_dtype=self.config.kv_dtype,
-        )
+        ids = self._xp.asarray(used)
+        tables = [
+            BlockTable(
+                xp=self._xp,
+                ids=ids,
+                block_size=self.layout.block_size,
+                token_shape=(rank.num_kv_heads, self.config.head_dim),
+                kv_dtype=self.config.kv_dtype,
+            )
+            for rank in self._ranks
+        ]
         hidden = self._embed(tokens, span)
         for layer, weights in enumerate(self._weights.layers):
             before_layer(layer)
-            key, value = (planes[index] for index in self.layout.planes_of_layer[layer])
             queries, new_keys, new_values = self._project(hidden, weights, span)
-            table.write(key, new_keys, start=span.start)
-            table.write(value, new_values, start=span.start)
-            keys = table.read(key, num_tokens=span.end, num_rows=span.context_rows)
-            values = table.read(value, num_tokens=span.end, num_rows=span.context_rows)
-            self._mix(hidden, self._attend(queries, keys, values, span), weights, span)
+            means = self._xp.empty_like(queries)
+            for rank, own, table in zip(self._ranks, by_rank, tables, strict=True):
+                key, value = (planes[own[i]] for i in self.layout.planes_of_layer[layer])
+                table.write(key, new_keys[:, rank.kv_heads], start=span.start)
+                table.write(value, new_values[:, rank.kv_heads], start=span.start)
+                keys = table.read(key, num_tokens=span.end, num_rows=span.context_rows)
+                values = table.read(value, num_tokens=span.end, num_rows=span.context_rows)
+                seen = self._attend(queries[:, rank.kv_heads], keys, values, span)
+                means[:, rank.kv_heads, rank.rows] = seen[:, :, rank.rows]
+            self._mix(hidden, self._by_token(means, span), weights, span)
         return self._logits(hidden[-1], row=(span.end - 1) % TILE)
 
     def _embed(self, tokens: npt.NDArray[np.integer], span: Span) -> Floats:
@@ -128,11 +150,11 @@ class ReferenceModel:
         return queries, keys.reshape(flat)[span.live], values.reshape(flat)[span.live]
 
     def _attend(self, queries: Floats, keys: Floats, values: Floats, span: Span) -> Floats:
-        """[num_tiles, TILE, num_heads * head_dim]: each query's mean of the values it may see."""
+        """As `queries`, of some of the KV heads: each query's mean of the values it may see."""
         c, xp = self.config, self._xp
-        chunked = (c.num_kv_heads, -1, CHUNK, c.head_dim)
+        chunked = (len(keys), -1, CHUNK, c.head_dim)
         key_chunks, value_chunks = keys.reshape(chunked), values.reshape(chunked)
-        means = xp.empty_like(queries)
+        means: Floats = xp.empty_like(queries)
         for index in range(span.num_tiles):
             tile_start = (span.first_tile + index) * TILE
             num_chunks = tile_start // CHUNK + 1
@@ -144,6 +166,11 @@ class ReferenceModel:
             xp.exp(scores, out=scores)
             total = scores.sum(axis=3, keepdims=True).sum(axis=1)
             means[index] = xp.matmul(scores, value_chunks[:, :num_chunks]).sum(axis=1) / total
+        return means
+
+    def _by_token(self, means: Floats, span: Span) -> Floats:
+        """[num_tiles, TILE, num_heads * head_dim]"""
+        c = self.config
         by_head = means.reshape(-1, c.num_kv_heads, self._group, TILE, c.head_dim)
         rows: Floats = by_head.transpose(0, 3, 1, 2, 4).reshape(span.num_tiles, TILE, -1)
         return rows

@@ -1,0 +1,190 @@
+"""Who may do what: every route of the table, tried by every kind of caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from multidict import CIMultiDict
+
+from tests.api.guarded import Callers, Guarded, callers_in, guarded
+from tests.api.nodes import Answer, settings
+from tierkv.api.access import Access
+from tierkv.api.auth_file import RoleName
+from tierkv.api.auth_keys import digest_of, new_token
+from tierkv.api.metrics import Metrics
+from tierkv.api.node import Node
+from tierkv.api.route import Route
+from tierkv.api.table import routes
+from tierkv.gpu.cpu import CpuDevice
+
+Headers = Mapping[str, str]
+REFUSED = (401, 403)
+
+
+def table() -> list[Route]:
+    node = Node(settings(), device=CpuDevice(), environ={"XDG_CACHE_HOME": "/nonexistent"})
+    try:
+        return routes(node, Metrics(node))
+    finally:
+        node.device.close()
+
+
+TABLE = table()
+GUARDED = [row for row in TABLE if row.access is not Access.PUBLIC]
+PUBLIC = [row for row in TABLE if row.access is Access.PUBLIC]
+
+
+def path_of(row: Route) -> str:
+    """With something in the place of names, which nothing is called."""
+    parts = ["nothing" if part.startswith("{") else part for part in row.path.split("/")]
+    return "/".join(parts)
+
+
+async def call(
+    on: Guarded, row: Route, headers: Headers | None = None, method: str | None = None
+) -> Answer:
+    """Without a body: who gets past the guard is told so, by anything but 401 and 403. An answer
+    that never ends, of an event stream, counts by its head."""
+    async with (
+        asyncio.timeout(20),
+        on.client.session.request(
+            method or row.method, on.url + path_of(row), headers=headers
+        ) as response,
+    ):
+        if response.content_type == "text/event-stream":
+            return Answer(response.status, response.headers.copy(), None)
+        raw = await response.read()
+        is_json = response.content_type.endswith("json") and raw
+        body = await response.json(content_type=None) if is_json else raw
+        return Answer(response.status, response.headers.copy(), body)
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+def callers(tmp_path: Path) -> Callers:
+    return callers_in(tmp_path)
+
+
+def disguises(good: str, late: str, other: str) -> dict[str, Headers]:
+    """Every way to be nobody, with a good token, an expired one and one of another node at hand."""
+    twice: CIMultiDict[str] = CIMultiDict()
+    twice.add("Authorization", f"Bearer {good}")
+    twice.add("Authorization", f"Bearer {good}")
+    good_then_bad: CIMultiDict[str] = CIMultiDict(twice)
+    good_then_bad.popall("Authorization")
+    good_then_bad.add("Authorization", f"Bearer {good}")
+    good_then_bad.add("Authorization", "Bearer x")
+    return {
+        "none": {},
+        "unknown": bearer(other),
+        "expired": bearer(late),
+        "wrong secret": bearer(good[:-1] + ("A" if good[-1] != "A" else "B")),
+        "secret cut": bearer(good[:-1]),
+        "secret longer": bearer(good + "A"),
+        "id only": bearer(good[:21]),
+        "other case of the token": bearer(good.swapcase()),
+        "digest for the token": bearer(digest_of(good.encode())),
+        "non-ASCII": bearer("tkv_ümläut_€"),
+        "non-ASCII beside it": bearer(good + "é"),
+        "very long": bearer("tkv_" + "a" * 7000),
+        "empty": {"Authorization": ""},
+        "no token": {"Authorization": "Bearer"},
+        "only the token": {"Authorization": good},
+        "other scheme": {"Authorization": f"Basic {good}"},
+        "scheme in part": {"Authorization": f"Bear {good}"},
+        "two tokens": {"Authorization": f"Bearer {good} {good}"},
+        "comma": {"Authorization": f"Bearer {good}, Bearer {good}"},
+        "twice": twice,
+        "good then bad": good_then_bad,
+        "other header": {"X-Authorization": f"Bearer {good}"},
+        "proxy header": {"Proxy-Authorization": f"Bearer {good}"},
+        "cookie": {"Cookie": f"token={good}"},
+        "tenant header": {"X-Tenant": "acme", "X-Principal": "admin"},
+    }
+
+
+@pytest.mark.parametrize("disguise", disguises("a", "b", "c"))
+async def test_a_stranger_gets_nothing_from_any_route(disguise: str, callers: Callers) -> None:
+    good = await callers.token(RoleName.ADMIN)
+    late = await callers.token(RoleName.ADMIN, expires_in=timedelta(seconds=-1))
+    headers = disguises(good, late, new_token()[0])[disguise]
+    async with guarded(callers) as on:
+        for row in GUARDED:
+            where = (row.method, row.path)
+            answer = await call(on, row, headers)
+            assert (answer.status, answer.code) == (401, "unauthenticated"), where
+            assert answer.headers["WWW-Authenticate"].startswith('Bearer realm="tierkv"'), where
+            for method in ("OPTIONS", "HEAD", "TRACE", "PROPFIND"):
+                assert (await call(on, row, headers, method)).status == 401, (method, row.path)
+
+
+@pytest.mark.parametrize("role", RoleName)
+async def test_each_role_gets_as_far_as_each_route_allows(role: RoleName, callers: Callers) -> None:
+    token = await callers.token(role)
+    async with guarded(callers) as on:
+        for row in GUARDED:
+            answer = await call(on, row, bearer(token))
+            if role.access >= row.access:
+                assert answer.status not in REFUSED, (row.method, row.path, answer.body)
+            else:
+                assert (answer.status, answer.code) == (403, "forbidden"), (row.method, row.path)
+                assert "insufficient_scope" in answer.headers["WWW-Authenticate"]
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "bEaReR", "Bearer "])
+async def test_the_scheme_may_be_written_in_any_case(scheme: str, callers: Callers) -> None:
+    token = await callers.token(RoleName.READ)
+    async with guarded(callers) as on:
+        for row in GUARDED:
+            answer = await call(on, row, {"authorization": f"{scheme} {token}"})
+            assert (answer.status == 403) == (row.access > Access.READ), (row.method, row.path)
+            assert answer.status != 401, (row.method, row.path)
+
+
+async def test_probes_ask_nobody_and_do_not_look_at_tokens(callers: Callers) -> None:
+    async with guarded(callers) as on:
+        for row in PUBLIC:
+            for headers in ({}, bearer("wrong")):
+                assert (await call(on, row, headers)).status == 200, row.path
+                assert (await call(on, row, headers, "HEAD")).status == 200, row.path
+                assert (await call(on, row, headers, "OPTIONS")).status == 401, row.path
+
+
+async def test_a_stranger_does_not_learn_which_paths_there_are(callers: Callers) -> None:
+    token = await callers.token(RoleName.READ)
+    async with guarded(callers) as on:
+        for path in ("/", "/v1/nothing", "/v1/requests/a/b"):
+            assert (await on.client.get(path)).code == "unauthenticated"
+            assert (await on.client.get(path, headers=bearer(token))).code == "not_found"
+        assert (await on.client.ask("PATCH", "/v1/stats")).code == "unauthenticated"
+        known = await on.client.ask("PATCH", "/v1/stats", headers=bearer(token))
+        assert (known.status, known.code) == (405, "method_not_allowed")
+
+
+async def test_head_needs_what_get_needs(callers: Callers) -> None:
+    read, admin = await callers.token(RoleName.READ), await callers.token(RoleName.ADMIN)
+    async with guarded(callers) as on:
+        for row in TABLE:
+            if row.method != "GET" or row.access is not Access.ADMIN:
+                continue
+            assert (await call(on, row, bearer(read), "HEAD")).status == 403, row.path
+            assert (await call(on, row, bearer(admin), "HEAD")).status not in REFUSED, row.path
+
+
+async def test_every_route_says_what_it_needs_and_only_probes_are_public() -> None:
+    public = {row.path for row in TABLE if row.access is Access.PUBLIC}
+    assert public <= {"/livez", "/readyz", "/healthz", "/version", "/openapi.json"}
+    assert {"/livez", "/readyz"} <= public
+
+
+async def test_a_node_without_an_auth_file_asks_nobody() -> None:
+    async with guarded(None) as on:
+        for row in TABLE:
+            assert (await call(on, row)).status not in REFUSED, row.path

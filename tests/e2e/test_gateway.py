@@ -1,0 +1,303 @@
+"""A gateway before real nodes as real processes: exact answers, also when nodes are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import random
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.exact import text, truth
+from tests.latch import until
+from tierkv.demo.processes import NodeProcess, gateway, node
+from tierkv.refmodel.sampling import Sampling
+from tierkv.refmodel.text import decode as decode_text
+
+pytestmark = pytest.mark.timeout(300)
+
+CONFIG = """
+[cache]
+block_size = 16
+device_blocks = 1024
+host_blocks = 2048
+"""
+NUM_TOKENS = 40
+
+
+@functools.cache
+def expected(length: int, seed: int, temperature: float) -> str:
+    sampling = Sampling(temperature=temperature, seed=seed)
+    return decode_text(truth(text(length, seed), NUM_TOKENS, sampling).tokens)
+
+
+class Answer:
+    """What the gateway said to one caller."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.text = ""
+        self.code: str | None = None
+        self.is_whole = False
+
+    def take(self, line: str) -> None:
+        data = line.removeprefix("data: ").strip()
+        if data == "[DONE]":
+            self.is_whole = True
+        elif data:
+            event = json.loads(data)
+            self.code = event.get("code", self.code)
+            self.text += "".join(choice["text"] for choice in event.get("choices", []))
+
+
+class Fleet:
+    """Two prefill and two decode nodes over one directory, and a gateway."""
+
+    def __init__(self, folder: Path, http: aiohttp.ClientSession) -> None:
+        self.folder = folder
+        self.http = http
+        self.config = folder / "node.toml"
+        self.config.write_text(CONFIG)
+        self.nodes: dict[str, NodeProcess] = {}
+        self.lives: dict[str, AsyncExitStack] = {}
+        self.gateway: NodeProcess
+
+    async def start(self, name: str, port: int = 0) -> None:
+        self.lives[name] = AsyncExitStack()
+        self.nodes[name] = await self.lives[name].enter_async_context(
+            node(
+                name,
+                role=name.rstrip("12"),
+                config=self.config,
+                storage=f"file://{self.folder / 'store'}",
+                folder=self.folder,
+                port=port,
+            )
+        )
+
+    async def kill(self, name: str) -> None:
+        self.nodes[name].process.kill()
+        await self.nodes[name].process.wait()
+
+    async def restart(self, name: str) -> None:
+        """At the same address, as an orchestrator would."""
+        await self.lives[name].aclose()
+        await self.start(name, port=int(self.nodes[name].url.rpartition(":")[2]))
+
+    async def complete(
+        self, length: int, seed: int, *, temperature: float = 0.0, stream: bool = False
+    ) -> Answer:
+        body = {
+            "prompt": decode_text(text(length, seed)),
+            "max_tokens": NUM_TOKENS,
+            "temperature": temperature,
+            "seed": seed,
+            "stream": stream,
+        }
+        url = self.gateway.url + "/v1/completions"
+        async with self.http.post(url, json=body) as response:
+            answer = Answer(response.status)
+            if response.content_type == "text/event-stream":
+                async for line in response.content:
+                    answer.take(line.decode())
+            else:
+                answer.take((await response.read()).decode())
+                answer.is_whole = response.status == 200
+        return answer
+
+    async def get(self, where: NodeProcess, path: str) -> dict[str, Any]:
+        async with self.http.get(where.url + path) as response:
+            answer: dict[str, Any] = await response.json(content_type=None)
+        return answer
+
+    async def metric(self, name: str) -> float:
+        async with self.http.get(self.gateway.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    async def broken_attempts(self) -> float:
+        """How often a node broke off in the middle of something."""
+        async with self.http.get(self.gateway.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        name = "tierkv_gateway_failed_attempts_total"
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith(name) and 'why="node_failed"' in line
+        )
+
+    async def settle(self, names: Sequence[str]) -> None:
+        """These nodes run nothing any more, and their books are in order."""
+        async with asyncio.timeout(20):
+            for name in names:
+                while (await self.get(self.nodes[name], "/v1/stats"))["running_requests"]:
+                    await asyncio.sleep(0.05)
+                assert (await self.get(self.nodes[name], "/v1/verify"))["findings"] == []
+
+    async def all_ready(self) -> None:
+        async with asyncio.timeout(30):
+            while (await self.get(self.gateway, "/readyz")).get("status") != "ok":
+                await asyncio.sleep(0.05)
+
+
+NAMES = ("prefill1", "prefill2", "decode1", "decode2")
+
+
+@asynccontextmanager
+async def fleet(folder: Path) -> AsyncIterator[Fleet]:
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        one = Fleet(folder, http)
+        async with asyncio.TaskGroup() as tasks:
+            for name in NAMES:
+                tasks.create_task(one.start(name))
+        for name in NAMES:
+            stack.push_async_callback(lambda name: one.lives[name].aclose(), name)
+        one.gateway = await stack.enter_async_context(
+            gateway(
+                folder,
+                prefill=[one.nodes["prefill1"].url, one.nodes["prefill2"].url],
+                decode=[one.nodes["decode1"].url, one.nodes["decode2"].url],
+            )
+        )
+        await one.all_ready()
+        yield one
+
+
+async def test_answers_are_those_of_a_single_node(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as on:
+        for length in (1, 15, 16, 17, 100, 333):
+            for temperature in (0.0, 0.8):
+                for stream in (False, True):
+                    answer = await on.complete(
+                        length, length, temperature=temperature, stream=stream
+                    )
+                    assert answer.text == expected(length, length, temperature), length
+                    assert answer.is_whole
+        assert await on.metric('tierkv_gateway_routed_total{how="handoff"}') > 0
+        assert await on.metric('tierkv_gateway_routed_total{how="resumed"}') == 0
+        await on.settle(NAMES)
+
+
+async def test_the_next_turn_goes_where_its_prefix_is(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as on:
+        first, prompt = await on.complete(600, 5), decode_text(text(600, 5))
+        turn = prompt + first.text + " And then?"
+        usage = []
+        for asked in (prompt, turn):
+            body = {"prompt": asked, "max_tokens": 2}
+            async with on.http.post(on.gateway.url + "/v1/completions", json=body) as response:
+                usage.append((await response.json())["usage"])
+        for one, tokens in zip(usage, (600, 600 + NUM_TOKENS - 1), strict=True):
+            assert one["prompt_tokens_details"]["cached_tokens"] >= tokens - 1
+        await on.settle(NAMES)
+
+
+async def test_many_callers_at_once_get_their_own_answers(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as on:
+        async with asyncio.TaskGroup() as tasks:
+            some = {
+                (length, seed): tasks.create_task(
+                    on.complete(length, seed, temperature=0.7, stream=bool(seed % 2))
+                )
+                for seed in range(8)
+                for length in (50, 200, 401)
+            }
+        for (length, seed), task in some.items():
+            assert task.result().text == expected(length, seed, 0.7)
+        await on.settle(NAMES)
+
+
+async def trials(on: Fleet, count: int, seed: int) -> dict[str, int]:
+    """Kill one node at a random moment under load, `count` times; how the answers were."""
+    rng = random.Random(seed)
+    seen = {"right": 0, "error": 0}
+    for trial in range(count):
+        victim = rng.choice(NAMES)
+        jobs = [(rng.choice((40, 130, 300)), trial * 10 + i, bool(i % 2)) for i in range(4)]
+        async with asyncio.TaskGroup() as tasks:
+            work = {
+                job: tasks.create_task(
+                    on.complete(job[0], job[1], temperature=0.5, stream=job[2])
+                )
+                for job in jobs
+            }
+            await asyncio.wait(work.values(), timeout=rng.uniform(0.0, 0.3))
+            await on.kill(victim)
+        for (length, prompt_seed, _), task in work.items():
+            answer, right = task.result(), expected(length, prompt_seed, 0.5)
+            if answer.is_whole:
+                assert answer.text == right, (seed, trial, victim)
+                seen["right"] += 1
+            else:
+                assert answer.code is not None, (seed, trial, victim)
+                assert right.startswith(answer.text)
+                seen["error"] += 1
+        await on.settle([name for name in NAMES if name != victim])
+        await on.restart(victim)
+        await on.all_ready()
+    return seen
+
+
+async def test_nodes_killed_at_random_moments_cost_nobody_an_answer(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as on:
+        seen = await trials(on, 20, seed=1)
+        assert seen == {"right": 80, "error": 0}  # one of two of each kind dies at a time
+        assert await on.broken_attempts() >= 5  # or the kills hit nothing
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_nodes_killed_at_random_moments_200_times(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as on:
+        assert await trials(on, 200, seed=2) == {"right": 800, "error": 0}
+        assert await on.broken_attempts() >= 50
+
+
+async def test_with_all_nodes_gone_callers_are_told_and_with_them_back_served(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path) as on:
+        for name in NAMES:
+            await on.kill(name)
+        answer = await on.complete(100, 1)
+        assert (answer.status, answer.code) == (503, "no_nodes")
+        for name in NAMES:
+            await on.restart(name)
+        await on.all_ready()
+        assert (await on.complete(100, 1)).text == expected(100, 1, 0.0)
+
+
+async def test_a_caller_that_goes_away_frees_the_nodes(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as on:
+        body = {"prompt": "hello", "max_tokens": 3000, "stream": True}
+        for _ in range(5):
+            async with on.http.post(on.gateway.url + "/v1/completions", json=body) as response:
+                await response.content.readline()
+                response.close()
+        await on.settle(NAMES)
+
+
+async def test_sigterm_lets_streams_end_and_the_gateway_exits_with_0(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as on, asyncio.TaskGroup() as tasks:
+        work = tasks.create_task(on.complete(300, 9, stream=True))
+        await until(lambda: not work.done())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                while await on.metric('tierkv_gateway_prompts{state="running"}') == 0:
+                    await asyncio.sleep(0.005)
+        on.gateway.process.send_signal(signal.SIGTERM)
+        answer = await work
+        assert answer.is_whole
+        assert answer.text == expected(300, 9, 0.0)
+        async with asyncio.timeout(20):
+            assert await on.gateway.process.wait() == 0

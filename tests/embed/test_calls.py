@@ -1,0 +1,216 @@
+"""Asking never blocks; every call gets exactly one answer; what has finished is picked up once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from tests.embed.engine import BLOCK, done, engine, until
+from tests.latch import PATIENCE_S, finish
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.embed import AbortedError, Answer, Call, EmbedSettings, QueueFullError, Until
+from tierkv.errors import (
+    BadRequestError,
+    DuplicateRequestError,
+    GateTimeoutError,
+    OwnershipError,
+    RequestTooLargeError,
+)
+from tierkv.gpu.protocol import Direction
+from tierkv.service import Service
+
+PROMPT = list(range(18))
+OTHER = list(range(5000, 5032))
+
+
+def test_a_call_is_to_be_asked_again_until_its_blocks_have_arrived() -> None:
+    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
+        here.run("first", PROMPT)
+        here.run("second", OTHER)  # the first is on the host only, now
+        here.latch.hold(Direction.LOAD)
+        call = here.cache.admit("third", PROMPT, max_new_tokens=1)
+        until(lambda: here.latch.num_held > 0)
+        assert call.answer is Answer.ASK_AGAIN
+        assert call not in here.cache.poll()
+        with pytest.raises(GateTimeoutError):
+            call.result()
+        here.latch.release()
+        assert here.cache.wait(PATIENCE_S)
+        assert here.cache.poll() == [call]
+        assert call.answer is Answer.READY
+        found = call.result()
+        assert found.cached_tokens == 17
+        here.check(found, PROMPT, 17)
+        here.cache.end("third").wait(PATIENCE_S)
+
+
+def test_an_engine_may_take_its_blocks_before_they_have_arrived_and_wait_layer_by_layer() -> None:
+    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
+        here.run("first", PROMPT)
+        here.run("second", OTHER)
+        here.latch.hold(Direction.LOAD)
+        call = here.cache.admit("third", PROMPT, max_new_tokens=1, until=Until.ADMITTED)
+        found = call.wait(PATIENCE_S)
+        assert not found.gate.is_open(0)
+        here.latch.release()
+        stream = here.cache.service.device.compute_stream
+        for layer in range(found.gate.num_layers):
+            found.gate.wait_on(stream, layer, PATIENCE_S)
+        here.check(found, PROMPT, 17)
+        here.cache.end("third").wait(PATIENCE_S)
+
+
+def test_poll_returns_each_finished_call_once_and_none_that_was_taken() -> None:
+    with engine() as here:
+        calls = [here.cache.lookup(PROMPT) for _ in range(10)]
+        calls[3].wait(PATIENCE_S)
+        seen: list[Call[object]] = []
+        until(lambda: seen.extend(here.cache.poll()) is None and len(seen) == 9)
+        assert [call.number for call in seen] == [c.number for c in calls if c is not calls[3]]
+        assert here.cache.poll() == []
+        assert here.cache.num_open_calls == 0
+        assert not here.cache.wait(0.01)
+
+
+def test_more_calls_than_may_be_open_are_refused_until_some_are_taken() -> None:
+    with engine(settings=EmbedSettings(max_calls=3)) as here:
+        for call in [here.cache.lookup(PROMPT) for _ in range(3)]:
+            done(call)
+        refused = here.cache.lookup(PROMPT)
+        assert refused.answer is Answer.REFUSED
+        assert isinstance(refused.error, QueueFullError)
+        assert len(here.cache.poll()) == 3
+        assert here.cache.lookup(PROMPT).wait(PATIENCE_S).num_tokens == len(PROMPT)
+
+
+def test_calls_about_a_request_run_in_the_order_they_were_made(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with engine(store=f"file://{tmp_path}/store") as here:
+        here.cache.admit("one", PROMPT, max_new_tokens=4).wait(PATIENCE_S)
+        found = here.cache.extend("one", 10).wait(PATIENCE_S)
+        here.compute(found, PROMPT)
+        calls = [
+            here.cache.commit("one", PROMPT),
+            here.cache.publish("one", "ticket", [7]),
+            here.cache.end("one"),
+            here.cache.commit("one", PROMPT),
+        ]
+        answers = [done(call).answer for call in calls]
+        assert answers == [Answer.READY, Answer.READY, Answer.READY, Answer.REFUSED]
+        assert isinstance(calls[3].error, OwnershipError)
+        claimed = here.cache.claim("two", "ticket", PROMPT, max_new_tokens=2).wait(PATIENCE_S)
+        assert claimed.ticket is not None
+        assert claimed.ticket.first_tokens == (7,)
+        here.check(claimed, PROMPT, len(PROMPT))
+        here.cache.end("two").wait(PATIENCE_S)
+        assert here.findings() == []
+
+
+def test_what_is_wrong_with_a_request_is_said_by_its_own_call_alone() -> None:
+    with engine() as here:
+        here.cache.admit("one", PROMPT, max_new_tokens=4).wait(PATIENCE_S)
+        for call, error in (
+            (here.cache.admit("one", PROMPT, max_new_tokens=4), DuplicateRequestError),
+            (here.cache.admit("two", PROMPT, max_new_tokens=4000), RequestTooLargeError),
+            (here.cache.admit("two", b"123", max_new_tokens=0), BadRequestError),
+            (here.cache.commit("one", [*PROMPT[:-1], 99]), BadRequestError),
+            (here.cache.end("nobody"), OwnershipError),
+        ):
+            assert isinstance(done(call).error, error)
+        here.cache.end("one").wait(PATIENCE_S)
+        assert not here.cache.abort("one").wait(PATIENCE_S)
+
+
+def test_a_preempted_request_comes_back_with_its_tokens() -> None:
+    with engine(device_blocks=8) as here:
+        found = here.cache.admit("one", PROMPT, max_new_tokens=2).wait(PATIENCE_S)
+        here.compute(found, PROMPT)
+        here.cache.commit("one", PROMPT)
+        here.cache.preempt("one").wait(PATIENCE_S)
+        here.run("big", OTHER)
+        back = here.cache.resume("one", max_new_tokens=2).wait(PATIENCE_S)
+        assert back.cached_tokens == len(PROMPT)
+        here.check(back, PROMPT, len(PROMPT))
+        here.cache.preempt("one")
+        assert here.cache.abort("one").wait(PATIENCE_S)
+        assert here.findings() == []
+
+
+def test_asking_and_polling_do_not_wait_for_a_loop_that_is_busy() -> None:
+    held, release = threading.Event(), threading.Event()
+
+    async def busy(_: Service) -> None:
+        held.set()
+        release.wait(PATIENCE_S)  # noqa: ASYNC251 - the loop is to be blocked
+
+    tokens = pack(PROMPT)
+    with engine() as here:
+        here.cache.run("busy", busy)
+        assert held.wait(PATIENCE_S)
+        started = time.perf_counter()
+        calls = [here.cache.lookup(tokens) for _ in range(200)]
+        polled = [here.cache.poll() for _ in range(200)]
+        took_s = time.perf_counter() - started
+        assert not any(polled)
+        assert not any(call.is_done for call in calls)
+        release.set()
+        for call in calls:
+            call.wait(PATIENCE_S)
+    assert took_s < 0.2, "400 calls, 0.5 ms each at the very most"
+
+
+def test_a_call_that_waits_for_blocks_can_be_cancelled_and_leaves_nothing() -> None:
+    with engine(device_blocks=8) as here:
+        here.cache.admit("one", OTHER, max_new_tokens=0).wait(PATIENCE_S)
+        waiting = here.cache.admit("two", PROMPT, max_new_tokens=0)
+        until(lambda: here.cache.stats().wait(PATIENCE_S).waiting_requests == 1)
+        waiting.cancel()
+        assert isinstance(done(waiting).error, AbortedError)
+        assert isinstance(done(here.cache.end("two")).error, OwnershipError)
+        here.cache.end("one").wait(PATIENCE_S)
+        here.run("two", PROMPT)
+        assert here.findings() == []
+
+
+def test_an_abort_ends_a_request_whatever_it_is_doing() -> None:
+    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
+        here.run("first", PROMPT)
+        here.run("second", OTHER)
+        here.latch.hold(Direction.LOAD)
+        loading = here.cache.admit("third", PROMPT, max_new_tokens=1)
+        until(lambda: here.latch.num_held > 0)
+        later = here.cache.commit("third", PROMPT)
+        aborted = here.cache.abort("third")
+        assert isinstance(done(loading).error, AbortedError)
+        assert isinstance(done(later).error, AbortedError | OwnershipError)
+        assert done(aborted).result() is True
+        here.latch.release()
+        here.run("fourth", PROMPT)
+        assert here.findings() == []
+
+
+async def test_an_engine_with_a_loop_of_its_own_can_await_a_call() -> None:
+    opened = engine()
+    here = await asyncio.to_thread(opened.__enter__)
+    try:
+        calls = [here.cache.lookup(pack(PROMPT)) for _ in range(5)]
+        for call in calls:
+            assert (await finish(call.finished())).num_tokens == len(PROMPT)
+        assert (await finish(calls[0].finished())).num_tokens == len(PROMPT)
+        missing = here.cache.end("nobody")
+        with pytest.raises(OwnershipError):
+            await finish(missing.finished())
+    finally:
+        await asyncio.to_thread(opened.__exit__, None, None, None)
+
+
+def test_block_tables_are_snapshots_that_cannot_be_written() -> None:
+    with engine() as here:
+        found = here.cache.admit("one", PROMPT, max_new_tokens=0).wait(PATIENCE_S)
+        assert len(found.block_table) == -(-len(PROMPT) // BLOCK)
+        with pytest.raises(ValueError, match="read-only"):
+            found.block_table[0] = 1
+        here.cache.end("one").wait(PATIENCE_S)

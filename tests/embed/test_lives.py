@@ -1,0 +1,257 @@
+"""An embedded service opens, fails, closes, forks and exits without anybody hanging on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.embed.engine import done, engine, until
+from tests.latch import PATIENCE_S
+from tests.world import fingerprint
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.embed import (
+    Answer,
+    CloseTimeoutError,
+    Embedded,
+    EmbedSettings,
+    ServiceFailedError,
+)
+from tierkv.errors import ConfigError, DeviceFailedError, ShuttingDownError, StoreUnavailableError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+
+PROMPT = list(range(18))
+ALL = list(range(5000, 5032))  # all of a device of 8 blocks
+ROOT = Path(__file__).parents[2]
+
+
+async def _explode(_: Service) -> None:
+    raise RuntimeError("nobody expected this")
+
+
+def test_an_error_in_the_loop_reaches_every_pending_and_every_later_call() -> None:
+    with (
+        pytest.raises(ServiceFailedError, match="nobody expected this"),
+        engine(device_blocks=8) as here,
+    ):
+        here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
+        waiting = [here.cache.admit(f"w{i}", PROMPT, max_new_tokens=0) for i in range(5)]
+        here.cache.run("explode", _explode)
+        for call in waiting:
+            error = done(call).error
+            assert isinstance(error, ServiceFailedError)
+            assert isinstance(error.__cause__, RuntimeError)
+        later = here.cache.lookup(PROMPT)
+        assert later.answer is Answer.REFUSED
+        assert isinstance(later.error, ServiceFailedError)
+        assert not here.cache.is_open
+
+
+def test_an_error_in_the_service_itself_reaches_every_call() -> None:
+    async def break_task(service: Service) -> None:
+        service.tiers.start(_explode(service), "broken")
+
+    with (
+        pytest.raises(ServiceFailedError, match="nobody expected this"),
+        engine(device_blocks=8) as here,
+    ):
+        here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
+        waiting = here.cache.admit("two", PROMPT, max_new_tokens=0)
+        here.cache.run("break", break_task)
+        assert isinstance(done(waiting).error, ServiceFailedError)
+        until(lambda: here.cache.lookup(PROMPT).answer is Answer.REFUSED)
+
+
+def test_what_keeps_a_service_from_opening_is_raised_by_open() -> None:
+    def no_room() -> Service:
+        settings = CacheSettings(block_size=4, device_blocks=1 << 50, host_blocks=1)
+        return Service(CpuDevice(), fingerprint(), settings, HandoffSettings(), None)
+
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="do not fit into memory"):
+        Embedded(no_room).open()
+    with pytest.raises(StoreUnavailableError), engine(store="redis://127.0.0.1:1/0"):
+        pass
+    until(lambda: threading.active_count() == threads)
+
+
+def test_closing_ends_in_order_whatever_is_under_way() -> None:
+    settings = EmbedSettings(grace_s=0.05)
+    with engine(device_blocks=8, settings=settings, host_write=WritePolicy.WRITE_THROUGH) as here:
+        here.run("zero", PROMPT)
+        here.run("all", ALL)
+        here.latch.hold(Direction.LOAD)
+        loading = here.cache.admit("one", PROMPT, max_new_tokens=4)
+        until(lambda: here.latch.num_held > 0)
+        waiting = here.cache.admit("two", ALL, max_new_tokens=0)
+        closer = threading.Thread(target=here.cache.close)
+        closer.start()
+        assert isinstance(done(waiting).error, ShuttingDownError)
+        assert isinstance(done(loading).error, ShuttingDownError)
+        assert isinstance(here.cache.lookup(PROMPT).error, ShuttingDownError)
+        closer.join(0.1)
+        assert closer.is_alive(), "a copy is under way"
+        here.latch.release()
+        closer.join(PATIENCE_S)
+        assert not closer.is_alive()
+
+
+def test_closing_has_a_deadline_and_goes_on_behind_it() -> None:
+    with engine(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as here:
+        here.run("zero", PROMPT)
+        here.run("all", ALL)
+        here.latch.hold(Direction.LOAD)
+        here.cache.admit("one", PROMPT, max_new_tokens=4)
+        until(lambda: here.latch.num_held > 0)
+        started = time.monotonic()
+        with pytest.raises(CloseTimeoutError):
+            here.cache.close(0.1)
+        assert time.monotonic() - started < 5
+        here.latch.release()
+        here.cache.close(PATIENCE_S)
+
+
+def test_any_number_of_threads_may_close_and_requests_left_open_are_ended() -> None:
+    with engine() as here:
+        here.cache.admit("left", PROMPT, max_new_tokens=4).wait(PATIENCE_S)
+        closers = [threading.Thread(target=here.cache.close) for _ in range(4)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(PATIENCE_S)
+            assert not closer.is_alive()
+
+        async def close(_: Service) -> None:
+            raise AssertionError("it is closed")
+
+        assert here.cache.run("late", close).answer is Answer.REFUSED
+
+
+def test_a_service_closed_from_its_own_thread_does_not_wait_for_itself() -> None:
+    with engine() as here:
+
+        async def close(_: Service) -> str:
+            here.cache.close()
+            return "asked"
+
+        assert here.cache.run("close", close).wait(PATIENCE_S) == "asked"
+
+
+def test_a_lost_device_fails_what_waits_and_lets_requests_end() -> None:
+    device = CpuDevice()
+    settings = CacheSettings(block_size=4, device_blocks=8, host_blocks=8)
+
+    def build() -> Service:
+        return Service(device, fingerprint(), settings, HandoffSettings(), None)
+
+    with Embedded(build) as cache:
+        cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
+        waiting = cache.admit("two", PROMPT, max_new_tokens=0)
+        device.failure = "rank 1 has left"
+        for call in (waiting, cache.lookup(PROMPT), cache.commit("one", ALL)):
+            error = done(call).error
+            assert isinstance(error, DeviceFailedError)
+            assert str(error) == "rank 1 has left"
+        cache.end("one").wait(PATIENCE_S)
+        assert cache.verify().wait(PATIENCE_S) == []
+
+
+def test_nothing_is_left_after_a_close() -> None:
+    def once() -> None:
+        with engine(host_write=WritePolicy.WRITE_THROUGH) as here:
+            here.run("one", PROMPT)
+
+    once()  # what is opened once for the whole process
+    threads, files = _threads(), _files()
+    for _ in range(5):
+        once()
+    until(lambda: _threads() == threads, "the threads' end")
+    assert _files() == files
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def _files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _script(body: str, *, patience_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    start = """
+import os, sys, threading
+from tests.world import fingerprint
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.embed import *
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+closed = []
+class Told(CpuDevice):
+    def close(self):
+        super().close()
+        print("device closed", flush=True)
+def build():
+    settings = CacheSettings(block_size=4, device_blocks=8, host_blocks=8,
+                             host_write=WritePolicy.WRITE_THROUGH)
+    return Service(Told(), fingerprint(), settings, HandoffSettings(), None)
+cache = Embedded(build)
+cache.open()
+tokens = list(range(18))
+"""
+    return subprocess.run(
+        [sys.executable, "-c", start + body],
+        cwd=ROOT, capture_output=True, text=True, timeout=patience_s, check=False,
+    )  # fmt: skip
+
+
+def test_a_process_that_exits_without_closing_closes_in_order() -> None:
+    ended = _script("""
+cache.admit("one", tokens, max_new_tokens=4).wait(20)
+cache.commit("one", tokens).wait(20)
+cache.end("one").wait(20)  # copies to the host begin
+cache.admit("left", tokens, max_new_tokens=4)
+""")
+    assert (ended.returncode, ended.stdout) == (0, "device closed\n"), ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_process_that_dies_of_an_exception_still_exits() -> None:
+    ended = _script("raise SystemExit(3)")
+    assert (ended.returncode, ended.stdout) == (3, "device closed\n"), ended.stderr
+
+
+def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on() -> None:
+    ended = _script("""
+cache.admit("one", list(range(5000, 5032)), max_new_tokens=0).wait(20)
+pending = cache.admit("two", tokens, max_new_tokens=0)
+child = os.fork()
+if child == 0:
+    refused = [cache.lookup(tokens), pending]
+    good = all(isinstance(call.error, ForkedError) for call in refused)
+    good = good and cache.poll() == [] and not cache.is_open and not cache.wait(0.01)
+    cache.close()
+    own = Embedded(build)  # a child may have a service of its own
+    own.open()
+    good = good and own.lookup(tokens).wait(20).num_tokens == 18
+    own.close()
+    sys.exit(0 if good else 1)
+_, status = os.waitpid(child, 0)
+cache.end("one").wait(20)
+pending.wait(20)
+cache.end("two").wait(20)
+print("child", os.waitstatus_to_exitcode(status), cache.verify().wait(20))
+cache.close()
+""")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "device closed\nchild 0 []\ndevice closed\n", ended.stderr

@@ -1,0 +1,278 @@
+"""Nodes that do as a test says, behind a real gateway: all over HTTP, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+
+from tierkv.gateway.gateway import Gateway
+from tierkv.gateway.server import listening
+from tierkv.gateway.settings import (
+    DeadlineSection,
+    GatewaySection,
+    GatewaySettings,
+    HealthSection,
+    LimitsSection,
+)
+
+Json = dict[str, Any]
+
+
+def answer_to(prompt: Sequence[int], count: int) -> list[int]:
+    """What every scripted node says: each token depends on all before it."""
+    known = list(prompt)
+    for _ in range(count):
+        known.append(97 + (sum(known) * 31 + len(known)) % 26)
+    return known[len(prompt) :]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode()
+
+
+class ScriptedNode:
+    """Answers as a node would, except for what a test sets.
+
+    breaks_after: closes the connection after so many tokens of a stream, counted in `breaks_left`
+    times. refusal: status and problem of every work call. held: work waits while it is set.
+    near: tokens it claims to hold of any prompt.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Json, Mapping[str, str]]] = []
+        self.cancelled = 0
+        self.finished = 0
+        self.running = 0
+        self.most_running = 0
+        self.breaks_after: int | None = None
+        self.breaks_left = 1_000
+        self.refusal: tuple[int, Json] | None = None
+        self.raw: bytes | None = None  # what it says instead of events
+        self.is_ready = True
+        self.near = 0
+        self.lies_from: int | None = None
+        self.stalls_after: int | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.tickets: dict[str, asyncio.Event] = {}
+        self.url = ""
+
+    def paths(self) -> list[str]:
+        return [path for path, _, _ in self.calls]
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_post("/v1/lookup", self._lookup)
+        for path in ("prefill", "decode", "generate"):
+            app.router.add_post(f"/v1/{path}", self._work)
+        return app
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return web.json_response({}, status=200 if self.is_ready else 503)
+
+    async def _lookup(self, request: web.Request) -> web.Response:
+        if self.raw is not None:
+            return web.Response(body=self.raw)
+        return web.json_response(
+            {"device_tokens": self.near, "host_tokens": 0, "storage_tokens": None}
+        )
+
+    async def _work(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.calls.append((request.path, body, request.headers.copy()))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            response = await self._answer(request, body)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        self.finished += 1
+        return response
+
+    async def _answer(self, request: web.Request, body: Json) -> web.StreamResponse:
+        await self.gate.wait()
+        if self.refusal is not None:
+            status, problem = self.refusal
+            return web.json_response(
+                {"status": status, "detail": "said by a test", **problem}, status=status
+            )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if self.raw is not None:
+            await response.prepare(request)
+            await response.write(self.raw)
+            return response
+        prompt = np.frombuffer(base64.b64decode(body["tokens"]), "<u4").tolist()
+        if request.path == "/v1/decode":
+            await self.tickets.setdefault(body["ticket_id"], asyncio.Event()).wait()
+        count = 1 if request.path == "/v1/prefill" else body["max_tokens"]
+        tokens = answer_to(prompt, count)
+        await response.prepare(request)
+        for number, token in enumerate(tokens):
+            if number == self.breaks_after and self.breaks_left:
+                self.breaks_left -= 1
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if number == self.stalls_after:
+                await asyncio.Event().wait()
+            said = token
+            if self.lies_from is not None and number >= self.lies_from:
+                said = 33
+            await _event(response, "tokens", {"tokens": [said], "text": chr(said)})
+            await asyncio.sleep(0)
+        if request.path == "/v1/prefill":
+            self.tickets.setdefault(body["ticket_id"], asyncio.Event()).set()
+        await _event(
+            response,
+            "done",
+            {
+                "computed_tokens": len(prompt),
+                "matched": {"device": self.near, "host": 0, "storage": 0},
+                "queue_s": 0.0,
+                "time_to_first_token_s": 0.1,
+            },
+        )
+        return response
+
+
+async def _event(response: web.StreamResponse, name: str, data: Json) -> None:
+    await response.write(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode())
+
+
+@dataclass
+class Asked:
+    """An answer of the gateway; text is all of it, streamed or not."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: Json = field(default_factory=dict)
+    text: str = ""
+    finish_reason: str | None = None
+    error: Json | None = None
+    usage: Json | None = None
+    is_whole: bool = False
+
+
+class Caller:
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.session = session
+
+    async def ask(self, body: Json, **headers: str) -> Asked:
+        body = {"max_tokens": 8, "temperature": 0, **body}
+        async with self.session.post(
+            self.url + "/v1/completions", json=body, headers=headers
+        ) as response:
+            asked = Asked(response.status, response.headers.copy())
+            if response.content_type != "text/event-stream":
+                asked.body = await response.json(content_type=None)
+                asked.error = asked.body.get("error")
+                asked.usage = asked.body.get("usage")
+                if response.status == 200:
+                    choice = asked.body["choices"][0]
+                    asked.text, asked.finish_reason = choice["text"], choice["finish_reason"]
+                    asked.is_whole = True
+                return asked
+            async for line in response.content:
+                _take(asked, line.decode().strip())
+        return asked
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.text()
+
+
+def _take(asked: Asked, line: str) -> None:
+    if not line:
+        return
+    assert line.startswith("data: "), line
+    data = line.removeprefix("data: ")
+    if data == "[DONE]":
+        asked.is_whole = True
+        return
+    event = json.loads(data)
+    asked.error = event.get("error", asked.error)
+    asked.usage = event.get("usage") or asked.usage
+    for choice in event.get("choices", []):
+        assert not asked.is_whole
+        asked.text += choice["text"]
+        asked.finish_reason = choice["finish_reason"] or asked.finish_reason
+
+
+@dataclass
+class Stage:
+    gateway: Gateway
+    caller: Caller
+    prefill: list[ScriptedNode]
+    decode: list[ScriptedNode]
+    both: list[ScriptedNode]
+
+
+@asynccontextmanager
+async def stage(
+    prefill: int = 2,
+    decode: int = 2,
+    both: int = 0,
+    *,
+    limits: LimitsSection | None = None,
+    deadlines: DeadlineSection | None = None,
+    **section: Any,
+) -> AsyncIterator[Stage]:
+    """A gateway in front of so many scripted nodes. They share tickets, as through storage."""
+    async with AsyncExitStack() as stack:
+        nodes: dict[str, list[ScriptedNode]] = {}
+        tickets: dict[str, asyncio.Event] = {}
+        for role, count in (("prefill", prefill), ("decode", decode), ("both", both)):
+            nodes[role] = [ScriptedNode() for _ in range(count)]
+            for node in nodes[role]:
+                node.tickets = tickets
+                node.url = await stack.enter_async_context(_serve(node.app()))
+        gateway = Gateway(
+            GatewaySettings(
+                gateway=GatewaySection(
+                    **{role: tuple(n.url for n in some) for role, some in nodes.items()}, **section
+                ),
+                limits=limits or LimitsSection(),
+                deadlines=deadlines or DeadlineSection(lookup_s=5.0),
+                health=HealthSection(probe_interval_s=0.05, eject_s=0.05),
+            )
+        )
+        url = await stack.enter_async_context(listening(gateway, _listener()))
+        await stack.enter_async_context(gateway.running())
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
+        )
+        yield Stage(gateway, Caller(url, session), nodes["prefill"], nodes["decode"], nodes["both"])
+
+
+@asynccontextmanager
+async def _serve(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    listener = _listener()
+    try:
+        await web.SockSite(runner, listener).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+def _listener() -> socket.socket:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    return listener

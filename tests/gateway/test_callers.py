@@ -1,0 +1,245 @@
+"""What callers may ask, how they are told no, and what happens when they go."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.gateway.scripted import answer_to, stage, text_of
+from tests.latch import until
+from tierkv.gateway.settings import LimitsSection
+
+PROMPT = "a prompt of some length, " * 8
+
+
+async def test_prompts_come_as_text_tokens_or_several_of_either() -> None:
+    async with stage() as on:
+        one, two = b"first prompt", b"another, second prompt"
+        texts = [text_of(answer_to(prompt, 8)) for prompt in (one, two)]
+        for prompt in (one.decode(), list(one)):
+            asked = await on.caller.ask({"prompt": prompt})
+            assert asked.text == texts[0]
+            assert asked.usage is not None
+            assert (asked.usage["prompt_tokens"], asked.usage["completion_tokens"]) == (12, 8)
+        for prompts in ([one.decode(), two.decode()], [list(one), list(two)]):
+            asked = await on.caller.ask({"prompt": prompts})
+            assert [c["text"] for c in asked.body["choices"]] == texts
+            assert [c["index"] for c in asked.body["choices"]] == [0, 1]
+            assert asked.usage is not None
+            assert asked.usage["completion_tokens"] == 16
+
+
+async def test_a_stream_brings_usage_if_asked_for() -> None:
+    async with stage() as on:
+        body = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}}
+        asked = await on.caller.ask(body)
+        assert asked.usage is not None
+        assert asked.usage["total_tokens"] == len(PROMPT) + 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_text_ends_the_answer_and_the_nodes_work(stream: bool) -> None:
+    whole = text_of(answer_to(PROMPT.encode(), 900))
+    stop = whole[20:25]
+    expected = whole[: whole.index(stop)]
+    async with stage() as on:
+        asked = await on.caller.ask(
+            {"prompt": PROMPT, "stop": [stop, "never said"], "stream": stream, "max_tokens": 900}
+        )
+        assert (asked.text, asked.finish_reason) == (expected, "stop")
+        await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
+        assert sum(node.finished for node in on.decode) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": ["x", 3]}, 400, "prompt"),
+        ({"prompt": [256]}, 400, "prompt"),
+        ({"prompt": [-1]}, 400, "prompt"),
+        ({"prompt": ["x"] * 33}, 400, "prompt"),
+        ({"prompt": "x", "n": 2}, 400, "n"),
+        ({"prompt": "x", "top_p": 0.5}, 400, "top_p"),
+        ({"prompt": "x", "echo": True}, 400, "echo"),
+        ({"prompt": "x", "logprobs": 1}, 400, "logprobs"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "x", "temperature": 3}, 400, "temperature"),
+        ({"prompt": "x", "stop": [""]}, 400, "stop"),
+        ({"prompt": "x", "stop": ["a"] * 5}, 400, "stop"),
+        ({"prompt": "x", "model": "other"}, 404, "model"),
+        ({"prompt": "x", "colour": "red"}, 422, None),
+        ({"prompt": 3}, 422, None),
+    ],
+)
+async def test_a_wrong_request_is_refused_with_the_field_that_is_wrong(
+    body: dict[str, Any], status: int, param: str | None
+) -> None:
+    async with stage() as on:
+        asked = await on.caller.ask(body)
+        assert asked.status == status
+        assert asked.headers["Content-Type"] == "application/problem+json"
+        assert asked.error is not None
+        assert asked.error["type"] == "invalid_request_error"
+        assert asked.error["param"] == param
+        assert asked.error["code"] == asked.body["code"]
+        assert asked.body["request_id"] == asked.headers["X-Request-Id"]
+        assert not any(node.calls for node in (*on.prefill, *on.decode))
+
+
+async def test_what_is_no_json_or_no_route_is_answered_in_the_same_shape() -> None:
+    async with stage() as on:
+        for method, path, data, status in (
+            ("POST", "/v1/completions", b"{", 400),
+            ("POST", "/v1/completions", b"\xff", 400),
+            ("GET", "/v1/completions", None, 405),
+            ("GET", "/nowhere", None, 404),
+        ):
+            async with on.caller.session.request(
+                method,
+                on.caller.url + path,
+                data=data,
+                headers={"Content-Type": "application/json"},
+            ) as response:
+                answer = await response.json(content_type=None)
+                assert (response.status, answer["status"]) == (status, status)
+                assert answer["error"]["message"]
+
+
+async def test_the_request_id_of_the_caller_is_the_nodes_too() -> None:
+    async with stage() as on:
+        asked = await on.caller.ask({"prompt": PROMPT}, **{"X-Request-Id": "mine-1"})
+        assert asked.headers["X-Request-Id"] == "mine-1"
+        assert asked.body["id"] == "cmpl-mine-1"
+        for node in (*on.prefill, *on.decode):
+            for _, body, headers in node.calls:
+                assert headers["X-Request-Id"] == "mine-1"
+                assert body["request_id"].startswith("mine-1.")
+
+
+async def test_nodes_get_the_gateways_token_and_never_the_callers() -> None:
+    async with stage(node_token="secret") as on:
+        await on.caller.ask({"prompt": PROMPT}, Authorization="Bearer of-the-caller")
+        seen = {h["Authorization"] for n in (*on.prefill, *on.decode) for _, _, h in n.calls}
+        assert seen == {"Bearer secret"}
+
+
+async def test_the_callers_token_goes_to_the_nodes_where_that_is_set() -> None:
+    async with stage(node_token="secret", forward_authorization=True) as on:
+        await on.caller.ask({"prompt": PROMPT}, Authorization="Bearer of-the-caller")
+        seen = {h["Authorization"] for n in (*on.prefill, *on.decode) for _, _, h in n.calls}
+        assert seen == {"Bearer of-the-caller"}
+        for node in (*on.prefill, *on.decode):
+            node.refusal = (401, {"code": "unauthorized"})
+        asked = await on.caller.ask({"prompt": PROMPT})
+        assert asked.status == 401
+        assert all(node.calls[-1][2].get("Authorization") is None for node in on.prefill if node.calls[1:])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_caller_that_goes_away_cancels_the_nodes_work(stream: bool) -> None:
+    async with stage() as on:
+        for node in on.decode:
+            node.stalls_after = 3
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(
+                session.post(
+                    on.caller.url + "/v1/completions",
+                    json={"prompt": PROMPT, "max_tokens": 8, "stream": stream},
+                )
+            )
+            await until(lambda: any(node.running for node in on.decode), "the work to begin")
+            if stream:
+                response = await task
+                await response.content.readline()
+                response.close()
+            else:
+                task.cancel()
+        await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)), "it to end")
+        await until(lambda: on.gateway.backend.admission.num_running == 0)
+
+
+async def test_more_than_may_run_wait_and_more_than_may_wait_are_refused() -> None:
+    limits = LimitsSection(max_running=2, max_queued=2)
+    async with stage(limits=limits) as on:
+        for node in on.prefill:
+            node.gate.clear()
+        async with asyncio.TaskGroup() as tasks:
+            some = [tasks.create_task(on.caller.ask({"prompt": PROMPT})) for _ in range(4)]
+            await until(lambda: on.gateway.backend.admission.num_waiting == 2)
+            refused = await on.caller.ask({"prompt": PROMPT})
+            assert (refused.status, refused.body["code"]) == (429, "too_many_requests")
+            assert refused.headers["Retry-After"] == "1"
+            assert refused.error is not None
+            assert refused.error["type"] == "rate_limit_error"
+            for node in on.prefill:
+                node.gate.set()
+        assert [task.result().status for task in some] == [200] * 4
+        assert max(node.most_running for node in on.prefill) <= 2
+
+
+async def test_who_waits_too_long_for_room_is_told() -> None:
+    async with stage(limits=LimitsSection(max_running=1, queue_timeout_s=0.1)) as on:
+        for node in on.prefill:
+            node.gate.clear()
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(on.caller.ask({"prompt": PROMPT}))
+            await until(lambda: on.gateway.backend.admission.num_running == 1)
+            late = await on.caller.ask({"prompt": PROMPT})
+            assert (late.status, late.body["code"]) == (503, "overloaded")
+            for node in on.prefill:
+                node.gate.set()
+        assert first.result().status == 200
+
+
+async def test_while_draining_streams_end_in_order_and_nothing_new_begins() -> None:
+    async with stage() as on:
+        for node in on.decode:
+            node.gate.clear()
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(on.caller.ask({"prompt": PROMPT, "stream": True}))
+            await until(lambda: any(node.running for node in on.decode))
+            on.gateway.drain()
+            assert (await on.caller.get("/readyz"))[0] == 503
+            assert (await on.caller.get("/livez"))[0] == 200
+            refused = await on.caller.ask({"prompt": PROMPT})
+            assert (refused.status, refused.body["code"]) == (503, "shutting_down")
+            for node in on.decode:
+                node.gate.set()
+            await on.gateway.idle(grace_s=20)
+        assert running.result().is_whole
+
+
+async def test_what_outlasts_the_grace_is_cut_off_and_told() -> None:
+    async with stage() as on:
+        for node in on.decode:
+            node.stalls_after = 3
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(on.caller.ask({"prompt": PROMPT, "stream": True}))
+            await until(lambda: any(node.running for node in on.decode))
+            on.gateway.drain()
+            await on.gateway.idle(grace_s=0.2)
+        error = running.result().error
+        assert error is not None
+        assert error["code"] == "shutting_down"
+        await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
+
+
+async def test_probes_models_and_metrics_are_there() -> None:
+    async with stage() as on:
+        assert (await on.caller.get("/readyz"))[0] == 200
+        assert '"tierkv-ref-tiny"' in (await on.caller.get("/v1/models"))[1]
+        await on.caller.ask({"prompt": PROMPT})
+        text = (await on.caller.get("/metrics"))[1]
+        assert 'tierkv_gateway_requests_total{outcome="ok"} 1.0' in text
+        assert 'tierkv_gateway_routed_total{how="handoff"} 1.0' in text
+        assert 'tierkv_gateway_routed_total{how="resumed"} 0.0' in text
+        for node in (*on.prefill, *on.decode):
+            node.is_ready = False
+        async with asyncio.timeout(10):
+            while (await on.caller.get("/readyz"))[0] != 503:
+                await asyncio.sleep(0.01)

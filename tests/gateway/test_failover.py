@@ -1,0 +1,246 @@
+"""Whatever nodes do, a caller gets the right tokens once and in order, or a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+import pytest
+
+from tests.gateway.scripted import ScriptedNode, Stage, answer_to, stage, text_of
+from tests.latch import until
+from tierkv.gateway.settings import DeadlineSection, LimitsSection
+
+PROMPT = "a prompt of some length, " * 8
+TRUTH = text_of(answer_to(PROMPT.encode(), 8))
+STREAMED = pytest.mark.parametrize("stream", [False, True])
+
+
+async def answered(on: Stage, *, stream: bool = False) -> None:
+    asked = await on.caller.ask({"prompt": PROMPT, "stream": stream})
+    assert (asked.status, asked.text, asked.error) == (200, TRUTH, None)
+    assert asked.is_whole
+    assert asked.finish_reason == "length"
+
+
+def at_all(nodes: list[ScriptedNode], name: str) -> int:
+    return sum(node.paths().count(f"/v1/{name}") for node in nodes)
+
+
+@STREAMED
+async def test_a_prompt_goes_to_one_prefill_and_one_decode_node_at_the_same_time(
+    stream: bool,
+) -> None:
+    async with stage() as on:
+        await answered(on, stream=stream)
+        assert (at_all(on.prefill, "prefill"), at_all(on.decode, "decode")) == (1, 1)
+        (_, asked, _), (_, claimed, _) = [
+            call for node in (*on.prefill, *on.decode) for call in node.calls
+        ]
+        assert asked["ticket_id"] == claimed["ticket_id"]
+        assert (asked["tokens"], asked["seed"]) == (claimed["tokens"], claimed["seed"])
+
+
+async def test_the_first_token_is_passed_on_while_the_prompt_is_still_being_published() -> None:
+    async with stage(1, 1) as on:
+        on.decode[0].gate.clear()  # so that only the prefill node can have said it
+        async with asyncio.timeout(10), on.caller.session.post(
+            on.caller.url + "/v1/completions",
+            json={"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": True},
+        ) as response:
+            line = await response.content.readline()
+            assert f'"text":"{TRUTH[0]}"'.encode() in line
+            on.decode[0].gate.set()
+            assert b"[DONE]" in await response.read()
+
+
+@STREAMED
+@pytest.mark.parametrize("after", [0, 1, 3, 7])
+async def test_a_decode_node_that_dies_is_replaced_without_losing_or_repeating_a_token(
+    after: int, stream: bool
+) -> None:
+    async with stage() as on:
+        for node in on.decode:
+            node.breaks_after, node.breaks_left = after, 0
+        on.decode[0].breaks_left = on.decode[1].breaks_left = 1
+        await answered(on, stream=stream)
+        for node in (*on.prefill, *on.decode):
+            node.breaks_left = 0
+        await answered(on, stream=stream)
+
+
+async def test_after_the_first_token_only_the_rest_is_generated() -> None:
+    async with stage() as on:
+        for node in on.decode:
+            node.breaks_after = 3
+        await answered(on)  # one dies in its claim, the other going on: 3 + 3 tokens, 2 are left
+        resumed = [
+            body
+            for node in (*on.prefill, *on.decode)
+            for path, body, _ in node.calls
+            if path == "/v1/generate"
+        ]
+        assert sorted(body["max_tokens"] for body in resumed) == [2, 5]
+        prompts = [base64.b64decode(body["tokens"]) for body in resumed]
+        assert sorted(len(prompt) // 4 for prompt in prompts) == [len(PROMPT) + 3, len(PROMPT) + 6]
+
+
+@STREAMED
+@pytest.mark.parametrize("after", [0, 1])
+async def test_a_prefill_node_that_dies_is_replaced_under_the_same_ticket(
+    after: int, stream: bool
+) -> None:
+    async with stage() as on:
+        for node in on.prefill:
+            node.breaks_after = 0 if after == 0 else None
+            node.breaks_left = 0
+        on.prefill[0].breaks_left = on.prefill[1].breaks_left = 1
+        on.prefill[1].breaks_after = None
+        on.prefill[1].near = 0
+        await answered(on, stream=stream)
+        tickets = {body["ticket_id"] for n in on.prefill for _, body, _ in n.calls}
+        assert len(tickets) == 1
+        assert at_all(on.decode, "decode") == 1
+
+
+async def test_without_any_prefill_node_a_decode_node_does_it_all() -> None:
+    async with stage() as on:
+        for node in on.prefill:
+            node.breaks_after = 0
+        await answered(on)
+        assert at_all(on.decode, "generate") == 1
+
+
+async def test_without_any_decode_node_a_prefill_node_does_it_all() -> None:
+    async with stage(2, 0) as on:
+        await answered(on)
+        assert at_all(on.prefill, "generate") == 1
+
+
+async def test_nodes_that_do_both_are_asked_alone() -> None:
+    async with stage(0, 0, 2) as on:
+        await answered(on)
+        assert at_all(on.both, "generate") == 1
+
+
+@STREAMED
+async def test_when_nobody_is_left_the_caller_is_told_so(stream: bool) -> None:
+    async with stage(limits=LimitsSection(max_attempts=5)) as on:
+        for node in (*on.prefill, *on.decode):
+            node.breaks_after = 0
+        asked = await on.caller.ask({"prompt": PROMPT, "stream": stream})
+        assert (asked.status, asked.body["code"]) == (503, "no_nodes")
+        assert asked.headers["Retry-After"] == "1"
+        # A prefill and a claim may be on their way beside the attempt that was the last.
+        assert sum(len(node.calls) for node in (*on.prefill, *on.decode)) <= 5 + 2
+
+
+async def test_an_error_in_the_middle_of_a_stream_ends_it_with_an_error_and_no_done() -> None:
+    async with stage(limits=LimitsSection(max_attempts=2)) as on:
+        for node in (*on.prefill, *on.decode):
+            node.breaks_after = 2
+        asked = await on.caller.ask({"prompt": PROMPT, "stream": True})
+        assert asked.status == 200
+        assert asked.error is not None
+        assert asked.error["code"] == "no_nodes"
+        assert TRUTH.startswith(asked.text)
+        assert not asked.is_whole
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x00\xff" * 100,
+        b"event: tokens\ndata: not json\n\n",
+        b'event: tokens\ndata: {"tokens": [999]}\n\n',
+        b'event: tokens\ndata: {"tokens": ["x"]}\n\n',
+        b"event: done\ndata: {}\n\n",
+        b'event: error\ndata: {"detail": 3}\n\n',
+        b"<html>hello</html>",
+    ],
+)
+async def test_a_node_that_answers_garbage_is_left_alone(raw: bytes) -> None:
+    async with stage() as on:
+        on.decode[0].raw = on.prefill[0].raw = raw
+        for _ in range(4):
+            await answered(on)
+
+
+async def test_a_node_that_goes_on_otherwise_than_the_one_before_it_is_not_believed() -> None:
+    async with stage(1, 2) as on:
+        for node in on.decode:
+            node.lies_from = 0  # the prefill node's first token says otherwise
+        on.decode[1].near = 0
+        asked = await on.caller.ask({"prompt": PROMPT})
+        # Nobody can tell which of the two is right: whatever comes is what one node says whole.
+        assert asked.status in (200, 503)
+        assert asked.text in ("", TRUTH, TRUTH[0] + "!" * 7)
+
+
+async def test_a_node_that_hangs_is_replaced_after_the_stall_deadline() -> None:
+    deadlines = DeadlineSection(stall_s=0.2, lookup_s=5.0)
+    async with stage(deadlines=deadlines) as on:
+        on.decode[0].stalls_after = on.decode[1].stalls_after = 5
+        await answered(on)
+        await until(lambda: not any(n.running for n in on.decode), "the hung calls to end")
+
+
+async def test_a_slow_prefill_is_also_given_to_another_node() -> None:
+    deadlines = DeadlineSection(hedge_s=0.1, hedge_factor=0.001, lookup_s=5.0)
+    async with stage(deadlines=deadlines) as on:
+        on.prefill[0].gate.clear()
+        on.prefill[0].near = len(PROMPT)  # so that it is the first choice
+        await answered(on)
+        assert len(on.prefill[1].calls) == 1
+        await until(lambda: on.prefill[0].cancelled == 1, "the slow one to be told")
+
+
+async def test_a_busy_node_is_passed_over_and_one_that_drains_gets_nothing_more() -> None:
+    async with stage() as on:
+        on.decode[0].refusal = (503, {"code": "out_of_blocks"})
+        on.decode[1].refusal = (503, {"code": "shutting_down"})
+        on.decode[1].is_ready = False
+        await answered(on)  # by a prefill node, alone
+        before = len(on.decode[1].calls)
+        await answered(on)
+        assert len(on.decode[1].calls) == before
+
+
+async def test_when_all_are_busy_the_caller_is_to_come_back() -> None:
+    async with stage(limits=LimitsSection(max_attempts=3)) as on:
+        for node in (*on.prefill, *on.decode):
+            node.refusal = (503, {"code": "out_of_blocks"})
+        asked = await on.caller.ask({"prompt": PROMPT})
+        assert (asked.status, asked.body["code"]) == (503, "overloaded")
+        assert "Retry-After" in asked.headers
+
+
+@pytest.mark.parametrize("reason", ["storage_unavailable", "damaged", "incomplete", "not_yet"])
+async def test_a_prompt_that_cannot_be_handed_over_is_one_nodes_work(reason: str) -> None:
+    async with stage() as on:
+        for node in on.prefill:
+            node.refusal = (502, {"code": "handoff_failed", "reason": reason})
+        for node in on.decode:
+            node.near = 0
+        await answered(on)
+        assert at_all(on.decode, "generate") == 1
+
+
+async def test_what_no_node_can_do_is_the_callers_error_and_tried_once() -> None:
+    async with stage() as on:
+        for node in (*on.prefill, *on.decode):
+            node.refusal = (422, {"code": "request_too_large"})
+        asked = await on.caller.ask({"prompt": PROMPT})
+        assert (asked.status, asked.body["code"]) == (422, "request_too_large")
+        assert sum(len(node.calls) for node in (*on.prefill, *on.decode)) <= 2
+
+
+async def test_a_request_that_takes_too_long_ends() -> None:
+    async with stage(deadlines=DeadlineSection(request_s=0.3, lookup_s=5.0)) as on:
+        for node in (*on.prefill, *on.decode):
+            node.gate.clear()
+        asked = await on.caller.ask({"prompt": PROMPT})
+        assert (asked.status, asked.body["code"]) == (504, "deadline_exceeded")
+        await until(lambda: not any(n.running for n in (*on.prefill, *on.decode)))
+        assert all(not n.running and not n.outstanding_tokens for n in on.gateway.backend.nodes.all)

@@ -1,0 +1,127 @@
+"""A node's own streams: tokens as they come, then a summary or a problem."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.api.nodes import Here, here
+from tests.e2e.exact import text, truth
+from tests.latch import finish, until
+from tierkv.api.settings import Role
+from tierkv.clock import SystemClock
+from tierkv.gateway.sse import EventReader
+from tierkv.gpu.protocol import Direction
+from tierkv.refmodel.text import decode as decode_text
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+PROMPT = text(100)
+BODY = {"prompt": decode_text(PROMPT), "stream": True}
+
+
+async def events(on: Here, path: str, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    reader = EventReader()
+    async with on.client.session.post(on.client.url + path, json=body) as response:
+        assert response.status == 200, await response.text()
+        assert response.content_type == "text/event-stream"
+        assert response.headers["X-Request-Id"]
+        return [
+            (event.name, json.loads(event.data))
+            async for chunk in response.content.iter_any()
+            for event in reader.feed(chunk)
+        ]
+
+
+def tokens_of(found: list[tuple[str, dict[str, Any]]]) -> list[int]:
+    return [token for name, data in found if name == "tokens" for token in data["tokens"]]
+
+
+async def test_generate_streams_every_token_and_ends_with_its_summary() -> None:
+    async with here() as on:
+        found = await events(on, "/v1/generate", BODY | {"max_tokens": 12})
+        plain = await on.client.post("/v1/generate", BODY | {"max_tokens": 12, "stream": False})
+        assert tokens_of(found) == plain.body["tokens"] == list(truth(PROMPT, 12).tokens)
+        assert "".join(d["text"] for n, d in found if n == "tokens") == plain.body["text"]
+        assert [name for name, _ in found][-1] == "done"
+        assert [name for name, _ in found].count("done") == 1
+        assert found[-1][1]["tokens"] == plain.body["tokens"]
+        await on.settle()
+
+
+async def test_prefill_and_decode_stream_like_one_node() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(Role.PREFILL, store=store) as p:
+        first = await events(p, "/v1/prefill", BODY | {"ticket_id": "t"})
+        await p.settle()
+    async with here(Role.DECODE, store=store) as d:
+        found = await events(d, "/v1/decode", BODY | {"ticket_id": "t", "max_tokens": 9})
+        assert tokens_of(first) == tokens_of(found)[:1]
+        assert tokens_of(found) == list(truth(PROMPT, 9).tokens)
+        assert found[-1][1]["ticket_id"] == first[-1][1]["ticket_id"] == "t"
+        await d.settle()
+
+
+async def test_the_first_token_of_a_prefill_comes_before_its_blocks_are_stored() -> None:
+    async with here(Role.PREFILL) as on:
+        on.latch.hold(Direction.OFFLOAD)
+        async with on.client.session.post(
+            on.client.url + "/v1/prefill", json=BODY | {"ticket_id": "t"}
+        ) as response:
+            line = await finish(response.content.readline())
+            assert line == b"event: tokens\n"
+            on.latch.release()
+            assert b"event: done" in await finish(response.read())
+        await on.settle()
+
+
+async def test_what_fails_before_the_first_token_is_an_ordinary_answer() -> None:
+    async with here(Role.DECODE) as on:
+        body = BODY | {"ticket_id": "never", "deadline_s": 0.05}
+        answer = await on.client.post("/v1/decode", body)
+        assert (answer.status, answer.code) == (502, "handoff_failed")
+        assert answer.body["reason"] == "not_yet"
+
+
+async def test_what_is_cut_off_in_the_middle_ends_with_an_error_event() -> None:
+    async with here() as on, asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(events(on, "/v1/generate", BODY | {"max_tokens": 5000}))
+        await until(lambda: on.node.engine.stats.generated_tokens > 5)
+        on.node.drain()
+        await finish(on.node.idle(grace_s=0.05))
+        found = await task
+        name, problem = found[-1]
+        assert name == "error"
+        assert (problem["status"], problem["code"]) == (503, "shutting_down")
+        assert problem["request_id"]
+        assert tokens_of(found) == list(truth(PROMPT, len(tokens_of(found))).tokens)
+        await on.settle()
+
+
+async def test_while_a_node_drains_its_streams_end_in_order() -> None:
+    async with here() as on, asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(events(on, "/v1/generate", BODY | {"max_tokens": 60}))
+        await until(lambda: on.node.engine.stats.generated_tokens > 0)
+        on.node.drain()
+        await finish(on.node.idle(grace_s=60))
+        assert (await task)[-1][0] == "done"
+        refused = await on.client.post("/v1/generate", BODY)
+        assert (refused.status, refused.code) == (503, "shutting_down")
+
+
+@pytest.mark.parametrize("after_events", [0, 1, 5])
+async def test_a_client_that_goes_away_stops_the_work(after_events: int) -> None:
+    async with here() as on:
+        async with aiohttp.ClientSession() as session:
+            response = await session.post(
+                on.client.url + "/v1/generate", json=BODY | {"max_tokens": 20_000}
+            )
+            for _ in range(3 * after_events):
+                await response.content.readline()
+            response.close()
+        await until(lambda: on.node.num_working == 0, "no work")
+        assert on.node.engine.stats.generated_tokens < 20_000
+        await on.settle()

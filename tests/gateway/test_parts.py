@@ -1,0 +1,230 @@
+"""The parts that need no network: stop texts, events, memory of prefixes, choice of nodes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.api.settings import Role
+from tierkv.cache.tokens import pack
+from tierkv.errors import ConfigError
+from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
+from tierkv.gateway.prefixes import PrefixMemory
+from tierkv.gateway.routing import Held, choose_decode, choose_prefill
+from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
+from tierkv.gateway.sse import Event, EventReader
+from tierkv.gateway.stops import StopFinder
+
+HEALTH = HealthSection(eject_s=1.0, eject_most_s=8.0)
+FEW_LETTERS = st.text("ab\n", max_size=30)
+
+
+def node(url: str = "http://n", role: Role = Role.BOTH) -> BackendNode:
+    return BackendNode(url, role, HEALTH)
+
+
+# Stop texts
+
+
+def first_stop(text: str, stops: list[str]) -> str:
+    """What is left of `text` before the stop text that is complete first."""
+    ends = [(text.index(s) + len(s), -len(s)) for s in stops if s in text]
+    if not ends:
+        return text
+    end, length = min(ends)
+    return text[: end + length]
+
+
+@given(FEW_LETTERS, st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=4), st.data())
+def test_a_stop_text_is_found_however_the_text_is_cut(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    finder, shown, rest = StopFinder(stops), "", text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        shown += finder.feed(rest[:size])
+        assert first_stop(text, stops).startswith(shown)  # nothing has to be taken back
+        rest = rest[size:]
+    assert shown + finder.rest() == first_stop(text, stops)
+    assert finder.has_stopped == any(stop in text for stop in stops)
+
+
+def test_text_that_cannot_become_a_stop_is_shown_at_once() -> None:
+    finder = StopFinder(["xyz"])
+    assert finder.feed("abx") == "ab"
+    assert finder.feed("y") == ""
+    assert finder.feed("a") == "xya"
+
+
+# Events
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["tokens", "done"]), st.binary(max_size=20))),
+    st.integers(1, 7),
+)
+def test_events_are_read_however_the_stream_is_cut(
+    events: list[tuple[str, bytes]], size: int
+) -> None:
+    clean = [(n, d.replace(b"\n", b"").replace(b"\r", b"")) for n, d in events]
+    raw = b"".join(b"event: %b\ndata: %b\n\n" % (n.encode(), d) for n, d in clean)
+    reader = EventReader()
+    found = [e for at in range(0, len(raw), size) for e in reader.feed(raw[at : at + size])]
+    assert found == [Event(n, d) for n, d in clean]
+
+
+def test_an_event_without_an_end_is_refused() -> None:
+    reader = EventReader()
+    with pytest.raises(ValueError, match="without an end"):
+        for _ in range(20):
+            list(reader.feed(b"x" * (1 << 20)))
+
+
+# Memory of prefixes
+
+
+@given(st.integers(0, 400), st.integers(0, 400))
+def test_what_is_remembered_is_the_common_prefix_in_whole_chunks(one: int, two: int) -> None:
+    memory = PrefixMemory()
+    memory.remember(pack(range(one)), "a", 0)
+    asked = pack([*range(min(one, two)), *([7] * 100)])
+    found = memory.matched(asked, {"a": 0, "b": 0})
+    assert found["b"] == 0
+    assert min(one, two) // 64 * 64 <= found["a"] <= one // 64 * 64
+
+
+def test_what_a_node_held_before_it_died_is_forgotten() -> None:
+    memory = PrefixMemory()
+    tokens = pack(range(200))
+    memory.remember(tokens, "a", 0)
+    assert memory.matched(tokens, {"a": 0}) == {"a": 192}
+    assert memory.matched(tokens, {"a": 1}) == {"a": 0}
+
+
+def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
+    memory = PrefixMemory(most_chunks=4)
+    for start in (0, 1000):
+        memory.remember(pack(range(start, start + 256)), "a", 0)
+    assert memory.matched(pack(range(256)), {"a": 0}) == {"a": 0}
+    assert memory.matched(pack(range(1000, 1256)), {"a": 0}) == {"a": 256}
+
+
+# Choice
+
+
+def test_the_prefill_node_with_the_longest_prefix_is_chosen() -> None:
+    a, b, c = node("a"), node("b"), node("c")
+    held = {"a": Held(10), "b": Held(900), "c": Held(400)}
+    assert choose_prefill([a, b, c], 1000, held) is b
+
+
+def test_a_long_queue_outweighs_a_prefix() -> None:
+    a, b = node("a"), node("b")
+    with b.working(5_000):
+        assert choose_prefill([a, b], 1000, {"b": Held(900)}) is a
+    assert choose_prefill([a, b], 1000, {"b": Held(900)}) is b
+
+
+def test_what_storage_has_costs_less_than_computing_and_more_than_what_is_near() -> None:
+    assert Held(0, 0).cost(100) > Held(0, 100).cost(100) > Held(100, 0).cost(100) == 0
+    assert Held(80, 100).cost(100) == Held(80, 20).cost(100)
+
+
+def test_equal_nodes_share_the_load() -> None:
+    nodes = [node("a"), node("b"), node("c")]
+    chosen = []
+    for _ in range(3):
+        one = choose_prefill(nodes, 100, {})
+        chosen.append(one)
+        one.running += 1
+        one.outstanding_tokens += 100
+    assert set(chosen) == set(nodes)
+
+
+def test_the_decode_node_with_the_fewest_streams_is_chosen_then_the_one_that_knows() -> None:
+    a, b = node("a"), node("b")
+    assert choose_decode([a, b], {"b": Held(50)}) is b
+    with b.working(10):
+        assert choose_decode([a, b], {"b": Held(50)}) is a
+
+
+def test_a_measured_rate_changes_the_choice() -> None:
+    slow, fast = node("slow"), node("fast")
+    for _ in range(20):
+        slow.learn_rate(100, 1.0)
+    assert choose_prefill([slow, fast], 1000, {"slow": Held(200)}) is fast
+
+
+# Standing
+
+
+def test_a_node_that_fails_is_left_alone_longer_each_time() -> None:
+    one, now, waits = node(), 0.0, []
+    for _ in range(6):
+        one.has_failed(now)
+        start = now
+        while one.state(now) is NodeState.EJECTED:
+            now += 0.5
+        waits.append(now - start)
+    assert waits == [1, 2, 4, 8, 8, 8]
+    one.has_worked()
+    one.has_failed(now)
+    assert one.state(now + 1) is NodeState.READY
+
+
+def test_failures_at_the_same_time_are_one_death() -> None:
+    one = node()
+    for _ in range(10):
+        one.has_failed(0.0)
+    assert one.state(1.0) is NodeState.READY
+
+
+def test_a_good_probe_ends_the_ejection_and_begins_a_new_life() -> None:
+    one = node()
+    one.has_failed(0.0)
+    assert (one.state(0.5), one.lives) == (NodeState.EJECTED, 0)
+    one.says_ready()
+    assert (one.state(0.5), one.lives) == (NodeState.READY, 1)
+
+
+def test_those_that_failed_are_tried_when_nobody_else_is_left_and_draining_ones_never() -> None:
+    ready, failed, draining = node("a"), node("b"), node("c")
+    failed.has_failed(0.0)
+    draining.says_unready()
+    everybody = [ready, failed, draining]
+    assert usable(everybody, 0.1) == [ready]
+    assert usable(everybody, 0.1, avoid=[ready]) == [failed]
+    assert usable(everybody, 0.1, avoid=[ready, failed]) == []
+
+
+def test_work_is_counted_while_it_runs_and_no_longer() -> None:
+    one = node()
+    with pytest.raises(RuntimeError), one.working(7):
+        assert (one.running, one.outstanding_tokens) == (1, 7)
+        raise RuntimeError
+    assert (one.running, one.outstanding_tokens) == (0, 0)
+
+
+# Settings
+
+
+def test_nodes_are_named_by_urls_in_a_list_or_one_text() -> None:
+    expected = ("http://a:1", "https://b")
+    assert urls_of("http://a:1/, https://b") == urls_of(("http://a:1", "https://b/")) == expected
+    for wrong in ("a:1", "ftp://a", "http://user:password@a"):
+        with pytest.raises(ConfigError, match="not the URL"):
+            urls_of(wrong)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        GatewaySection(),
+        GatewaySection(prefill="http://a", decode="http://a"),
+        GatewaySection(both=("http://a", "http://a/")),
+    ],
+)
+def test_no_nodes_or_one_twice_is_a_wrong_setting(section: GatewaySection) -> None:
+    with pytest.raises(ConfigError):
+        Nodes(section, HEALTH)

@@ -1,0 +1,249 @@
+"""A tail in storage is found by longer and shorter prompts, and is never a reason for a wrong byte."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.latch import finish
+from tests.layouts import LAYOUTS
+from tests.storage.values import TurnedClock, put_one
+from tests.world import World, fingerprint, world
+from tierkv.cache.keys import Names, Tail
+from tierkv.cache.layout import Layout
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.transfer.tails import MAX_TAILS
+
+BLOCK = 4
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+@asynccontextmanager
+async def two(**settings: Any) -> AsyncIterator[tuple[World, World]]:
+    """Two nodes with one store, to which all is written that the first computes."""
+    clock = settings.pop("clock", None) or SystemClock()
+    store = MemoryStore(MemorySettings(), clock)
+    chosen = {"storage_write": WritePolicy.WRITE_THROUGH} | settings
+    async with (
+        world(store=store, clock=clock, device_blocks=64, host_blocks=64, **chosen) as first,
+        world(store=store, clock=clock, device_blocks=64, host_blocks=64, **settings) as second,
+    ):
+        yield first, second
+
+
+def list_name(node: World, prompt: list[int]) -> str:
+    """Where the tails under the last whole block of `prompt` are listed."""
+    full = len(prompt) // BLOCK
+    parent = node.keys(prompt)[full - 1].digest if full else node.service.fingerprint.root()
+    return Names("tierkv", node.service.fingerprint.short).tails(parent)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize("more", [1, 2, 3, 9])
+async def test_a_longer_prompt_takes_the_tail_of_a_shorter_one(blocks: int, more: int) -> None:
+    async with two() as (first, second):
+        left = tokens(blocks * BLOCK + 2)
+        await first.run(left)
+        matched = await second.run(tokens(len(left) + more))
+        assert matched.storage_tokens == len(left)
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+@pytest.mark.parametrize("shared", [1, 2])
+async def test_a_shorter_prompt_takes_the_first_tokens_of_a_longer_tail(
+    blocks: int, shared: int
+) -> None:
+    async with two() as (first, second):
+        await first.run(tokens(blocks * BLOCK + 3))
+        asked = tokens(blocks * BLOCK + shared)
+        matched = await second.run(asked)
+        assert matched.storage_tokens == len(asked) - 1  # one is left to compute, for its logits
+        assert (await first.run([*asked, 99])).total_tokens == len(asked)
+
+
+async def test_a_prompt_that_goes_another_way_takes_what_it_shares() -> None:
+    async with two() as (first, second):
+        await first.run(tokens(BLOCK + 3))
+        matched = await second.run([*tokens(BLOCK + 2), 77, 78, 79])
+        assert matched.storage_tokens == BLOCK + 2
+        assert (await second.run([*tokens(BLOCK), 66, 67])).total_tokens == BLOCK
+
+
+async def test_of_several_tails_the_one_that_shares_most_is_taken() -> None:
+    async with two() as (first, second):
+        for rest in ([50], [51, 52], [51, 52, 53], [54, 52, 53]):
+            await first.run([*tokens(BLOCK), *rest])
+        matched = await second.run([*tokens(BLOCK), 51, 52, 53, 1, 2])
+        assert matched.storage_tokens == BLOCK + 3
+
+
+async def test_the_next_turn_hits_on_another_node_what_decoding_made() -> None:
+    async with two() as (first, second):
+        prompt, answer = tokens(6), [40, 41, 42, 43, 44]
+        request = await first.admit(prompt, new=8)
+        await first.prefill(request, prompt)
+        told = [*prompt, *answer]
+        first.compute(request, told, len(prompt))
+        await finish(first.service.commit(request, pack(told)))
+        first.service.end(request)
+        await first.settle()
+        matched = await second.run([*told, 70, 71, 72])
+        assert matched.storage_tokens == len(told)
+
+
+async def test_a_published_tail_is_found_too() -> None:
+    async with two(storage_write=WritePolicy.NONE) as (first, second):
+        request = await first.admit(tokens(10))
+        await first.prefill(request, tokens(10))
+        await finish(first.service.publish(request, "ticket", [1]))
+        first.service.end(request)
+        await first.settle()
+        assert (await second.run(tokens(15))).storage_tokens == 10
+
+
+async def test_a_private_layout_lends_only_whole_tails() -> None:
+    who = dataclasses.replace(fingerprint(), layout=LAYOUTS["private"])
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with world(store=store, who=who) as node:
+        lists = node.service.tiers.storage
+        assert lists is not None
+        root = who.root()
+        for rest in (tokens(3), tokens(1)):
+            await put_one(
+                node.the_store,
+                lists.names.name(
+                    dataclasses.replace(node.keys(rest)[0], digest=Tail(root, pack(rest)).digest)
+                ),
+                b"x",
+            )
+            await lists.tails.note(node.keys(rest))
+        best = await lists.tails.best(root, pack(tokens(2)), b"", "")
+        assert best is not None
+        assert best.num_shared == 1  # not two of the three
+        assert await lists.tails.best(root, pack([9, 9]), b"", "") is None
+
+
+async def test_a_list_is_bounded_has_a_time_to_live_and_keeps_the_newest() -> None:
+    clock = TurnedClock()
+    async with two(clock=clock) as (first, second):
+        for number in range(MAX_TAILS + 5):
+            await first.run([*tokens(BLOCK), 100 + number, 7])
+        name = list_name(first, tokens(BLOCK + 1))
+        page = await first.the_store.list("tierkv", limit=1000)
+        [listed] = [value for value in page.values if value.name == name]
+        assert listed.expires_at is not None
+        assert listed.num_bytes < 1024
+        newest = 100 + MAX_TAILS + 4
+        assert (await second.run([*tokens(BLOCK), newest, 7, 8])).storage_tokens == BLOCK + 2
+        assert (await second.run([*tokens(BLOCK), 100, 7, 8])).storage_tokens == 0
+
+
+async def test_a_longer_tail_takes_the_place_of_its_own_beginning() -> None:
+    async with two() as (first, _):
+        await first.run(tokens(BLOCK + 1))
+        await first.run(tokens(BLOCK + 3))
+        lists = first.service.tiers.storage
+        assert lists is not None
+        value = await first.the_store.get(list_name(first, tokens(BLOCK + 1)), max_bytes=1 << 16)
+        assert value is not None
+        assert value.count(pack(tokens(1, BLOCK))) == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_a_damaged_list_is_a_miss_and_never_a_wrong_byte(seed: int) -> None:
+    rng = random.Random(seed)
+    async with two() as (first, second):
+        await first.run(tokens(BLOCK + 2))
+        name = list_name(first, tokens(BLOCK + 1))
+        content = bytearray(await first.the_store.get(name, max_bytes=1 << 16) or b"")
+        if rng.random() < 0.3:
+            del content[rng.randrange(len(content)) :]
+        else:
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        await put_one(first.the_store, name, bytes(content), keep_existing=False)
+        matched = await second.run(tokens(BLOCK + 4))  # checks every cached byte
+        assert matched.storage_tokens == BLOCK
+
+
+async def test_a_list_that_names_what_is_gone_is_a_miss() -> None:
+    async with two() as (first, second):
+        await first.run(tokens(BLOCK + 2))
+        await first.the_store.delete([first.names(tokens(BLOCK + 2))[-1]])
+        assert (await second.run(tokens(BLOCK + 4))).storage_tokens == BLOCK
+        assert (await second.run(tokens(BLOCK + 2))).storage_tokens == 0  # on the device by now
+
+
+async def test_a_tail_with_a_flipped_bit_is_a_miss() -> None:
+    async with two() as (first, second):
+        await first.run(tokens(BLOCK + 2))
+        name = first.names(tokens(BLOCK + 2))[-1]
+        content = bytearray(await first.the_store.get(name, max_bytes=1 << 20) or b"")
+        content[-1] ^= 1
+        await put_one(first.the_store, name, bytes(content), keep_existing=False)
+        assert (await second.run(tokens(BLOCK + 4))).storage_tokens == BLOCK
+
+
+async def test_writers_at_once_lose_at_most_entries() -> None:
+    async with two() as (first, second):
+        prompts = [[*tokens(BLOCK), 200 + number, 1] for number in range(6)]
+        async with asyncio.TaskGroup() as group:
+            for number, prompt in enumerate(prompts):
+                group.create_task(run_on((first, second)[number % 2], prompt))
+        hits = 0
+        async with world(store=first.the_store, device_blocks=64, host_blocks=64) as third:
+            for prompt in prompts:
+                hits += (await third.run([*prompt, 9])).storage_tokens > 0
+        assert hits
+
+
+async def run_on(node: World, prompt: list[int]) -> None:
+    request = await node.admit(prompt)
+    await node.prefill(request, prompt)
+    node.service.end(request)
+
+
+async def test_tails_of_other_tenants_are_not_found() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with (
+        world(store=store, storage_write=WritePolicy.WRITE_THROUGH) as first,
+        world(store=store, who=fingerprint(tenant="other")) as second,
+    ):
+        await first.run(tokens(2))
+        assert (await second.run(tokens(5))).storage_tokens == 0
+
+
+async def test_two_requests_for_one_tail_fetch_it_once() -> None:
+    async with two() as (first, second):
+        await first.run(tokens(2 * BLOCK + 2))
+        async with asyncio.TaskGroup() as group:
+            for last in (81, 82, 83):
+                group.create_task(run_on(second, [*tokens(2 * BLOCK + 2), last]))
+        await second.settle()
+        assert second.storage_stats.fetched_blocks == 3
+
+
+async def test_a_store_that_dies_at_the_list_costs_the_tail_only() -> None:
+    async with two() as (first, second):
+        await first.run(tokens(BLOCK + 2))
+        request = asyncio.create_task(second.run(tokens(BLOCK + 4)))
+        second.the_store.hold()
+        await second.the_store.until_held(1)  # the lookup
+        second.the_store.release()
+        assert (await finish(request)).storage_tokens == BLOCK + 2
+
+
+def test_layouts_here_have_small_blocks() -> None:
+    layout: Layout = LAYOUTS["gqa"]
+    assert layout.block_size == BLOCK

@@ -1,0 +1,95 @@
+"""The route of the event stream."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import suppress
+
+import msgspec
+from aiohttp import web
+
+from tierkv.api.access import Access
+from tierkv.api.bodies import REQUEST_ID, REQUEST_ID_HEADER
+from tierkv.api.route import Route
+from tierkv.api.routes_base import Routes
+from tierkv.errors import ShuttingDownError
+from tierkv.sched.events import CacheEvent
+
+EVENT_STREAM = "text/event-stream"
+_ID = re.compile(r"(\d{1,18})-(\d{1,18})")
+_QUIET_S = 15.0  # then a comment line tells that the connection is alive
+_WRITE_S = 30.0  # a client that takes nothing for so long is cut off
+_MOST = 256  # events in one write
+
+
+class EventRoutes(Routes):
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="GET",
+                path="/v1/events",
+                handler=self.stream,
+                access=Access.ADMIN,
+                summary="What happens to cached blocks, as server-sent events.",
+                content_type=EVENT_STREAM,
+            )
+        ]
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Each event has an id; a client that comes back with it as Last-Event-ID goes on there.
+        `lost` says how many could not be told: ask for /v1/blocks then."""
+        node = self._node
+        node.check_started()
+        if node.is_draining:
+            raise ShuttingDownError("this node is shutting down")
+        known = _ID.fullmatch(request.headers.get("Last-Event-ID", ""))
+        epoch = int(known[1]) if known else None
+        number = int(known[2]) if known else 0
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": EVENT_STREAM,
+                "Cache-Control": "no-store",
+                REQUEST_ID_HEADER: request[REQUEST_ID],
+            }
+        )
+        async with node.feed.reading(epoch, number) as reader:
+            await response.prepare(request)
+            told = 0
+            with suppress(ConnectionError, TimeoutError):
+                await _write(response, b"retry: 1000\n\n")
+                while True:
+                    events = await node.feed.next(reader, most=_MOST, timeout_s=_QUIET_S)
+                    if events is None:
+                        await _write(response, b"event: end\ndata: {}\n\n")
+                        await response.write_eof()
+                        break
+                    first = reader.number - len(events) + 1
+                    chunk = b"".join(
+                        _encode(reader.epoch, number, event)
+                        for number, event in enumerate(events, start=first)
+                    )
+                    if reader.num_lost > told:
+                        lost = b'event: lost\ndata: {"events":%d}\n\n' % (reader.num_lost - told)
+                        told, chunk = reader.num_lost, lost + chunk
+                    await _write(response, chunk or b":\n\n")
+        return response
+
+
+async def _write(response: web.StreamResponse, chunk: bytes) -> None:
+    async with asyncio.timeout(_WRITE_S):
+        await response.write(chunk)
+
+
+def _encode(epoch: int, number: int, event: CacheEvent) -> bytes:
+    data = msgspec.json.encode(
+        {
+            "tier": event.tier,
+            "space": event.space,
+            "start": event.start,
+            "stop": event.stop,
+            "digests": [digest.hex() for digest in event.digests],
+        }
+    )
+    kind = event.kind.value.encode()
+    return b"id: %d-%d\nevent: %s\ndata: %s\n\n" % (epoch, number, kind, data)

@@ -1,0 +1,211 @@
+"""The routes for engines that compute by themselves: a request from admission to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import xxhash
+from aiohttp import web
+
+from tierkv.api import bodies
+from tierkv.api.access import Access
+from tierkv.api.held import Held
+from tierkv.api.route import Disconnect, Route
+from tierkv.api.routes_base import Routes, principal_of
+from tierkv.api.types import MatchedTokens, PromptBody
+from tierkv.api.types_requests import (
+    AdmitBody,
+    CommitBody,
+    EndAnswer,
+    ExtendBody,
+    RequestAnswer,
+    ResumeBody,
+    State,
+)
+from tierkv.pd.ticket import Ticket
+from tierkv.sched.request import Request
+
+_PATH = "/v1/requests/{id}"
+
+
+class RequestRoutes(Routes):
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="POST",
+                path="/v1/requests",
+                handler=self.admit,
+                access=Access.WRITE,
+                summary="Admit a request: its block table, and what of its prompt is cached.",
+                body=AdmitBody,
+                answer=RequestAnswer,
+            ),
+            Route(
+                method="GET",
+                path=_PATH,
+                handler=self.look,
+                access=Access.WRITE,
+                summary="Tell how a request stands, and renew its lease.",
+                answer=RequestAnswer,
+            ),
+            Route(
+                method="DELETE",
+                path=_PATH,
+                handler=self.abort,
+                access=Access.WRITE,
+                summary="Give a request's blocks back, and what it publishes up.",
+                answer=EndAnswer,
+                on_disconnect=Disconnect.DETACH,
+            ),
+            _step("commit", self.commit, "Tell which tokens' KV is computed.", CommitBody),
+            _step("extend", self.extend, "Get room for more tokens.", ExtendBody),
+            _step("preempt", self.preempt, "Give the blocks back for a while."),
+            _step("resume", self.resume, "Get blocks again after a preemption.", ResumeBody),
+            Route(
+                method="POST",
+                path=f"{_PATH}/finish",
+                handler=self.finish,
+                access=Access.WRITE,
+                summary="End a request, after a last commit if the body has one; what was "
+                "committed stays cached.",
+                body=CommitBody,
+                answer=EndAnswer,
+                is_body_optional=True,
+                on_disconnect=Disconnect.DETACH,
+            ),
+        ]
+
+    async def admit(self, request: web.Request) -> web.Response:
+        node = self._node
+        async with node.work():
+            body = await self._read(request, AdmitBody)
+            request_id = self._name(request, body.request_id)
+            prompt = self._prompt(request, body)
+            tenant = principal_of(request).tenant
+
+            async def begin() -> tuple[Request, Ticket | None]:
+                num_tokens = prompt.num_tokens + body.max_new_tokens
+                async with node.desk.room(num_tokens, deadline_s=body.deadline_s):
+                    admitted = await node.service.admit(
+                        node.request_name(request_id, prompt),
+                        prompt,
+                        max_new_tokens=body.max_new_tokens,
+                        uses_cache=body.use_cache,
+                        priority=body.priority,
+                    )
+                return admitted, None
+
+            held = await node.desk.begin(
+                (tenant, request_id),
+                content_of(body, prompt.tokens),
+                begin,
+                ttl_s=body.ttl_s,
+                wait=body.wait,
+            )
+        return _answer(request, held)
+
+    async def look(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        return _answer(request, self._held(request))
+
+    async def commit(self, request: web.Request) -> web.Response:
+        async with self._node.call():
+            held = self._held(request)
+            body = await self._read_optional(request, CommitBody)
+            await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
+        return _answer(request, held)
+
+    async def extend(self, request: web.Request) -> web.Response:
+        async with self._node.call():
+            held = self._held(request)
+            body = await self._read(request, ExtendBody)
+            await self._node.desk.extend(held, body.num_tokens, deadline_s=body.deadline_s)
+        return _answer(request, held)
+
+    async def preempt(self, request: web.Request) -> web.Response:
+        async with self._node.call():
+            held = self._held(request)
+            await self._node.desk.preempt(held)
+        return _answer(request, held)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        async with self._node.work():
+            held = self._held(request)
+            body = await self._read_optional(request, ResumeBody)
+            await self._node.desk.resume(
+                held, max_new_tokens=body.max_new_tokens, deadline_s=body.deadline_s
+            )
+        return _answer(request, held)
+
+    async def finish(self, request: web.Request) -> web.Response:
+        async with self._node.call():
+            held = self._held(request)
+            body = await self._read_optional(request, CommitBody)
+            if not body.is_empty and held.state is not State.FINISHED:
+                await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
+            await self._node.desk.end(held, State.FINISHED)
+        return bodies.answer(request, _end_answer(held))
+
+    async def abort(self, request: web.Request) -> web.Response:
+        async with self._node.call():
+            held = self._held(request)
+            await self._node.desk.end(held, State.ABORTED)
+        return bodies.answer(request, _end_answer(held))
+
+
+def _step(
+    name: str,
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    summary: str,
+    body: type | None = None,
+) -> Route:
+    return Route(
+        method="POST",
+        path=f"{_PATH}/{name}",
+        handler=handler,
+        access=Access.WRITE,
+        summary=summary,
+        body=body,
+        answer=RequestAnswer,
+        is_body_optional=body is not None and body is not ExtendBody,
+    )
+
+
+def content_of(body: PromptBody, tokens: bytes) -> bytes:
+    """A digest of all that a body asks for, whatever form its tokens came in."""
+    digest = xxhash.xxh3_128(tokens)
+    digest.update(msgspec.msgpack.encode(msgspec.structs.replace(body, prompt=None, tokens=None)))
+    return digest.digest()
+
+
+def fields_of(request: web.Request, held: Held) -> dict[str, Any]:
+    """How a request stands. One that has ended has no block table: others may have its blocks."""
+    matched = held.matched
+    table: list[int] | bytes = []
+    if held.request is not None and held.state is State.RUNNING:
+        ids = held.request.block_table
+        table = ids.tobytes() if bodies.wants_msgpack(request) else ids.tolist()
+    return {
+        "request_id": held.key[1],
+        "state": held.state,
+        "loads": held.loads,
+        "prompt_tokens": held.prompt_tokens,
+        "cached_tokens": matched.total_tokens,
+        "computed_tokens": held.computed_tokens,
+        "matched": MatchedTokens(
+            matched.device_tokens, matched.host_tokens, matched.storage_tokens
+        ),
+        "block_size": held.block_size,
+        "block_table": table,
+        "expires_in_s": None if held.request is None else held.ttl_s,
+    }
+
+
+def _answer(request: web.Request, held: Held) -> web.Response:
+    return bodies.answer(request, RequestAnswer(**fields_of(request, held)))
+
+
+def _end_answer(held: Held) -> EndAnswer:
+    return EndAnswer(request_id=held.key[1], state=held.state, computed_tokens=held.computed_tokens)

@@ -1,0 +1,130 @@
+"""The commands of `tierkv token`: who may call a node, and with what."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import click
+from msgspec.structs import replace
+
+from tierkv.api.auth_file import AuthFile, RoleName, TokenRow, changing, read, write
+from tierkv.api.auth_keys import digest_of, new_token
+from tierkv.errors import ConfigError
+
+_UNITS = {"m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"([1-9][0-9]{0,6})([mhd])")
+
+_file = click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path),
+    envvar="TIERKV_AUTH__FILE",
+    required=True,
+    show_envvar=True,
+    help="The auth file that nodes are given as auth.file.",
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+
+
+@click.group()
+def token() -> None:
+    """Give callers tokens, and take them back.
+
+    The file holds no token, only what recognises one. Nodes notice within a second that it has
+    changed.
+    """
+
+
+def _lifetime(ctx: click.Context, param: click.Parameter, value: str | None) -> timedelta | None:
+    del ctx, param
+    if value is None:
+        return None
+    found = _DURATION.fullmatch(value)
+    if found is None:
+        raise click.BadParameter("a number of minutes, hours or days: 30m, 12h, 90d")
+    return timedelta(seconds=int(found[1]) * _UNITS[found[2]])
+
+
+@token.command()
+@_file
+@click.option("--name", required=True, help="Who will call with it; for logs.")
+@click.option(
+    "--role",
+    type=click.Choice([role.value for role in RoleName]),
+    required=True,
+    help="What it allows: to look; also to work in its tenant; also to run the node.",
+)
+@click.option("--tenant", default="", help="Whose blocks it works with.  [default: the node's own]")
+@click.option("--expires", callback=_lifetime, metavar="TIME", help="After 30m, 12h or 90d.")
+@_as_json
+def new(
+    path: Path,
+    name: str,
+    role: str,
+    tenant: str,
+    expires: timedelta | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Make a token, and print it: it is kept nowhere, so this is the only time.
+
+    Writes the file, for its owner only, if there is none yet.
+    """
+    now = datetime.now(UTC).replace(microsecond=0)
+    text, token_id = new_token()
+    row = TokenRow(
+        id=token_id,
+        name=name,
+        role=RoleName(role),
+        tenant=tenant,
+        sha256=digest_of(text.encode()),
+        created=now,
+        expires=now + expires if expires is not None else None,
+    )
+    with changing(path):
+        content = read(path) if path.exists() else AuthFile()
+        write(path, replace(content, tokens=(*content.tokens, row)))
+    click.echo(json.dumps({"token": text, **_readable(row)}, indent=2) if as_json else text)
+
+
+@token.command(name="list")
+@_file
+@_as_json
+def list_tokens(path: Path, *, as_json: bool) -> None:
+    """Print which tokens there are, without what makes them work."""
+    rows = [_readable(row) for row in read(path).tokens]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        until = f"until {row['expires']}" if row["expires"] else "for ever"
+        whose = f"tenant {row['tenant']}" if row["tenant"] else "the node's tenant"
+        click.echo(f"{row['id']}  {row['role']:5}  {row['name']}  {whose}  {until}")
+
+
+@token.command()
+@_file
+@click.argument("which")
+def revoke(path: Path, which: str) -> None:
+    """Take back the token of id WHICH, or all of the name WHICH."""
+    with changing(path):
+        content = read(path)
+        kept = tuple(row for row in content.tokens if which not in (row.id, row.name))
+        if len(kept) == len(content.tokens):
+            raise ConfigError(f"{path} has no token of the id or name {which!r}")
+        write(path, replace(content, tokens=kept))
+    click.echo(f"revoked {len(content.tokens) - len(kept)}")
+
+
+def _readable(row: TokenRow) -> dict[str, str | None]:
+    return {
+        "id": row.id,
+        "name": row.name,
+        "role": row.role.value,
+        "tenant": row.tenant,
+        "created": row.created.isoformat(),
+        "expires": row.expires.isoformat() if row.expires else None,
+    }

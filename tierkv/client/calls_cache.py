@@ -1,0 +1,33 @@
+"""Calls about what is cached: prefetches and pins."""
+
+from __future__ import annotations
+
+from tierkv.api.types_cache import PinAnswer, PinBody, PinsAnswer, PrefetchAnswer, PrefetchBody
+from tierkv.client import routes
+from tierkv.client.calls import Calls, Question, named
+
+
+class CacheCalls(Calls):
+    async def prefetch(self, body: PrefetchBody) -> PrefetchAnswer:
+        """Begin to bring a prompt's blocks from storage to the host."""
+        return await self._call(routes.PREFETCH, Question(body=named(body)))
+
+    async def prefetch_state(self, name: str) -> PrefetchAnswer:
+        return await self._call(routes.PREFETCH_STATE, Question(name))
+
+    async def cancel_prefetch(self, name: str) -> PrefetchAnswer:
+        return await self._call(routes.CANCEL_PREFETCH, Question(name))
+
+    async def pins(self) -> PinsAnswer:
+        """All of the caller's tenant."""
+        return await self._call(routes.PINS)
+
+    async def pin(self, name: str, body: PinBody) -> PinAnswer:
+        """Keep what is cached of a prompt from being evicted, for a while; `name` is yours."""
+        return await self._call(routes.PIN, Question(name, body))
+
+    async def pin_state(self, name: str) -> PinAnswer:
+        return await self._call(routes.PIN_STATE, Question(name))
+
+    async def unpin(self, name: str) -> PinAnswer:
+        return await self._call(routes.UNPIN, Question(name))

@@ -1,0 +1,39 @@
+"""Calls that ask how a node is."""
+
+from __future__ import annotations
+
+from tierkv.api.types import ReadyAnswer, VerifyAnswer, VersionAnswer
+from tierkv.client import routes
+from tierkv.client.calls import Calls, Question
+from tierkv.observe import Stats
+
+_VERBOSE = Question(query="?verbose")
+
+
+class StatusCalls(Calls):
+    async def livez(self) -> ReadyAnswer:
+        """An answer at all is the point."""
+        return await self._call(routes.LIVEZ)
+
+    async def readyz(self) -> ReadyAnswer:
+        """With each part of the node. Raises NotReadyError if the node takes no requests now."""
+        return await self._call(routes.READYZ, _VERBOSE)
+
+    async def healthz(self) -> ReadyAnswer:
+        """The same as `readyz`, under the name that some balancers ask for."""
+        return await self._call(routes.HEALTHZ, _VERBOSE)
+
+    async def version(self) -> VersionAnswer:
+        return await self._call(routes.VERSION)
+
+    async def metrics(self) -> str:
+        """What Prometheus scrapes, in its text format."""
+        question = Question(headers={"Accept": "text/plain"})
+        return (await self._call(routes.METRICS, question)).decode()
+
+    async def stats(self) -> Stats:
+        return await self._call(routes.STATS)
+
+    async def verify(self) -> VerifyAnswer:
+        """Let the node recount its blocks and leases."""
+        return await self._call(routes.VERIFY)

@@ -1,0 +1,112 @@
+"""What a call can raise: the node's own errors again, and those of the way to it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tierkv.api.node import NotReadyError
+from tierkv.api.problems import ERRORS, PROBLEM_JSON, Problem
+from tierkv.errors import BadRequestError, TierKVError
+
+_FIRST_SERVER_ERROR = 500
+_UNAVAILABLE = 503
+
+
+class CallError(TierKVError):
+    """A call was not answered by a node. What it asked for may have been done or not."""
+
+
+class UnreachableError(CallError):
+    """Nobody was reached, so nothing was done: ask again, or another node."""
+
+
+class BrokenOffError(CallError):
+    """The connection ended before the answer did."""
+
+
+class DeadlineError(CallError):
+    """The answer did not come in time."""
+
+
+class NotANodeError(CallError):
+    """What answers is no tierkv node, or not of this version. status: of its answer."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RemoteError(TierKVError):
+    """An error that a node answered with. It is of the class that the node raised, too:
+
+        except OutOfBlocksError as error:    # error.tier, error.needed ...
+        except RemoteError as error:         # any answer that is an error
+
+    problem: the node's answer. retry_after_s: when the node says to ask again, None if it does not.
+    """
+
+    def __init__(self, problem: Problem, *, retry_after_s: float | None = None) -> None:
+        Exception.__init__(self, problem.detail or problem.title)
+        self.problem = problem
+        self.retry_after_s = retry_after_s
+
+    @property
+    def code(self) -> str:
+        """Stable: which error it is."""
+        return self.problem.code
+
+    @property
+    def status(self) -> int:
+        return self.problem.status
+
+    @property
+    def request_id(self) -> str:
+        """By which the node's log knows the request."""
+        return self.problem.request_id
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} ({self.code}, request {self.request_id})"
+
+
+def remote_error(problem: Problem, *, retry_after_s: float | None = None) -> RemoteError:
+    """`problem` as an exception of the class that its code stands for."""
+    error = _remote_class(_class_of(problem))(problem, retry_after_s=retry_after_s)
+    # What errors of some classes carry: HandoffError.reason, OutOfBlocksError.tier ...
+    for name in ("reason", "tier", "needed", "available"):
+        if (value := getattr(problem, name)) is not None:
+            setattr(error, name, value)
+    return error
+
+
+def read_problem(content_type: str, raw: bytes) -> Problem | None:
+    """The problem that an answer of this type holds, None if it is none."""
+    if content_type != PROBLEM_JSON:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=Problem)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+_CLASSES = {code: kind for kind, _, code, _ in ERRORS}
+
+
+def _class_of(problem: Problem) -> type[TierKVError]:
+    if problem.code in _CLASSES:
+        return _CLASSES[problem.code]
+    if problem.status == _UNAVAILABLE:
+        return NotReadyError
+    return TierKVError if problem.status >= _FIRST_SERVER_ERROR else BadRequestError
+
+
+def _remote_class(kind: type[TierKVError]) -> type[RemoteError]:
+    """A class that is both; made once, so that two errors of a kind have the same class."""
+    if kind is TierKVError:
+        return RemoteError
+    if kind not in _REMOTE:
+        names = {"__module__": __name__, "__doc__": kind.__doc__}
+        _REMOTE[kind] = type(kind.__name__, (RemoteError, kind), names)
+    return _REMOTE[kind]
+
+
+_REMOTE: dict[type, type[RemoteError]] = {}

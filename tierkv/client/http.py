@@ -1,0 +1,180 @@
+"""One connection pool to one node, and one question over it."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from tierkv.client.errors import (
+    BrokenOffError,
+    CallError,
+    NotANodeError,
+    UnreachableError,
+)
+from tierkv.errors import ConfigError
+
+_UNIX = "unix:"
+_KEEP_S = 5.0  # below a node's own 10 s: a pooled connection is not closed as it is used again
+_CONNECT_S = 10.0  # all else is under the deadline of each call
+_MAX_ANSWER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    content_type: str
+    headers: Mapping[str, str]
+    raw: bytes
+
+
+def client_tls(
+    *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None
+) -> ssl.SSLContext:
+    """What a client needs for https: who signed the node's certificate (else the system's
+    authorities), and its own certificate for a node that asks for one. Reads files.
+
+    Raises ConfigError if one cannot be used.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            # An encrypted key is refused; without a password, OpenSSL would ask on the terminal.
+            context.load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the certificates cannot be used: {error}") from error
+    return context
+
+
+class Http:
+    """Use it inside `running()`. url: http://, https:// or unix:/path of a node."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None,
+        tls: ssl.SSLContext | None,
+        uds: str | Path | None,
+        max_connections: int,
+    ) -> None:
+        if url.startswith(_UNIX):
+            uds, url = url.removeprefix(_UNIX), "http://localhost"
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is not the URL of a node, such as http://127.0.0.1:8100")
+        if token is not None and not (token.isascii() and token.isprintable() and token):
+            raise ConfigError("a token has visible ASCII characters only")
+        self.where = f"{_UNIX}{uds}" if uds is not None else url
+        self._base = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        self._tls = tls
+        self._uds = uds
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with aiohttp.ClientSession(
+            connector=self._connector(),
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        ) as session:
+            self._session = session
+            try:
+                yield
+            finally:
+                self._session = None
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self._uds is not None:
+            return aiohttp.UnixConnector(
+                str(self._uds), limit=self._max_connections, keepalive_timeout=_KEEP_S
+            )
+        return aiohttp.TCPConnector(
+            limit=self._max_connections,
+            keepalive_timeout=_KEEP_S,
+            ssl=self._tls if self._tls is not None else True,
+        )
+
+    async def ask(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> Reply:
+        """Raises a CallError."""
+        async with self.opened(method, path, body, headers) as response:
+            return await self.whole(response)
+
+    @asynccontextmanager
+    async def opened(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The head of the answer; leaving early closes the connection. Raises a CallError if there
+        is none; reading the answer raises what aiohttp does, see `translated`."""
+        if self._session is None:
+            raise CallError("this client is closed, or was not entered with `async with`")
+        with translated(self.where):
+            response = await self._session.request(
+                method,
+                self._base + path,
+                data=body,
+                headers=headers,
+                allow_redirects=False,  # a token is for this node only
+            )
+        try:
+            yield response
+        finally:
+            if response.content.at_eof():
+                response.release()
+            else:
+                response.close()
+
+    async def whole(self, response: aiohttp.ClientResponse) -> Reply:
+        """Raises a CallError, NotANodeError if it is longer than any answer of a node."""
+        raw = bytearray()
+        with translated(self.where):
+            async for chunk in response.content.iter_any():
+                raw += chunk
+                if len(raw) > _MAX_ANSWER_BYTES:
+                    raise NotANodeError(
+                        f"{self.where} answered more than {_MAX_ANSWER_BYTES >> 20} MiB",
+                        status=response.status,
+                    )
+        return Reply(response.status, response.content_type, response.headers, bytes(raw))
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """What aiohttp raises, as a CallError or ConfigError."""
+    try:
+        yield
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+        raise ConfigError(
+            f"{where!r} is not the URL of a node, such as http://127.0.0.1:8100"
+        ) from error
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise UnreachableError(f"the certificate of {where} is wrong: {error}") from error
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise UnreachableError(f"no node answers at {where}: {error}") from error
+    except (aiohttp.ClientError, OSError) as error:
+        what = str(error) or type(error).__name__
+        raise BrokenOffError(f"{where} broke off: {what}") from error
+
+
+@asynccontextmanager
+async def deadline(timeout_s: float | None, error: CallError) -> AsyncIterator[asyncio.Timeout]:
+    """Raises `error` when the time is up."""
+    scope = asyncio.timeout(timeout_s)
+    try:
+        async with scope:
+            yield scope
+    except TimeoutError as late:
+        if not scope.expired():
+            raise
+        raise error from late

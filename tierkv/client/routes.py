@@ -1,0 +1,66 @@
+"""Every route that the client calls. A method of the client is its name here in small letters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from tierkv.api import types, types_cache, types_requests
+from tierkv.observe import Stats
+
+A = TypeVar("A")
+
+
+class Repeat(Enum):
+    """Whether a call may be made again when its answer was lost."""
+
+    ALWAYS = "always"  # it changes nothing, or the second time nothing more
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[A]):
+    """path: with {id} where one goes. answer: what comes back; `bytes` is the body as it is."""
+
+    method: str
+    path: str
+    answer: type[A]
+    repeat: Repeat = Repeat.ALWAYS
+
+
+# Probes and books
+LIVEZ = Call("GET", "/livez", types.ReadyAnswer)
+READYZ = Call("GET", "/readyz", types.ReadyAnswer)
+HEALTHZ = Call("GET", "/healthz", types.ReadyAnswer)
+VERSION = Call("GET", "/version", types.VersionAnswer)
+METRICS = Call("GET", "/metrics", bytes)
+STATS = Call("GET", "/v1/stats", Stats)
+VERIFY = Call("GET", "/v1/verify", types.VerifyAnswer)
+
+# The reference model
+GENERATE = Call("POST", "/v1/generate", types.GenerateAnswer, Repeat.NEVER)
+PREFILL = Call("POST", "/v1/prefill", types.PrefillAnswer, Repeat.NEVER)
+DECODE = Call("POST", "/v1/decode", types.DecodeAnswer, Repeat.NEVER)
+LOOKUP = Call("POST", "/v1/lookup", types.LookupAnswer)
+
+# Requests of engines; those that begin one are named by the client, and a node does them once
+ADMIT = Call("POST", "/v1/requests", types_requests.RequestAnswer)
+REQUEST = Call("GET", "/v1/requests/{id}", types_requests.RequestAnswer)
+ABORT = Call("DELETE", "/v1/requests/{id}", types_requests.EndAnswer)
+COMMIT = Call("POST", "/v1/requests/{id}/commit", types_requests.RequestAnswer)
+EXTEND = Call("POST", "/v1/requests/{id}/extend", types_requests.RequestAnswer)
+PREEMPT = Call("POST", "/v1/requests/{id}/preempt", types_requests.RequestAnswer, Repeat.NEVER)
+RESUME = Call("POST", "/v1/requests/{id}/resume", types_requests.RequestAnswer, Repeat.NEVER)
+FINISH = Call("POST", "/v1/requests/{id}/finish", types_requests.EndAnswer)
+PUBLISH = Call("POST", "/v1/requests/{id}/publish", types_requests.PublishAnswer)
+CLAIM = Call("POST", "/v1/claims", types_requests.ClaimAnswer)
+
+# The cache
+PREFETCH = Call("POST", "/v1/prefetches", types_cache.PrefetchAnswer)
+PREFETCH_STATE = Call("GET", "/v1/prefetches/{id}", types_cache.PrefetchAnswer)
+CANCEL_PREFETCH = Call("DELETE", "/v1/prefetches/{id}", types_cache.PrefetchAnswer)
+PINS = Call("GET", "/v1/pins", types_cache.PinsAnswer)
+PIN = Call("PUT", "/v1/pins/{id}", types_cache.PinAnswer)
+PIN_STATE = Call("GET", "/v1/pins/{id}", types_cache.PinAnswer)
+UNPIN = Call("DELETE", "/v1/pins/{id}", types_cache.PinAnswer)

@@ -1,0 +1,242 @@
+"""The client for programs without an event loop: it has one of its own, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ssl
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+from tierkv.api.streaming import TokensEvent
+from tierkv.client.asynchronous import AsyncClient
+from tierkv.client.errors import BrokenOffError, CallError
+from tierkv.client.retries import Retries
+from tierkv.client.streams import Stream
+from tierkv.errors import TierKVError
+
+P = ParamSpec("P")
+A = TypeVar("A")
+
+
+def _waiting(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, A]],
+) -> Callable[Concatenate[Client, P], A]:
+    """The same method, which returns when the answer is there."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> A:
+        return self.wait_for(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _streaming(
+    method: Callable[Concatenate[AsyncClient, P], AbstractAsyncContextManager[Stream[A]]],
+) -> Callable[Concatenate[Client, P], SyncStream[A]]:
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> SyncStream[A]:
+        return SyncStream(self, method(self._client, *args, **kwargs))
+
+    return call
+
+
+class Client:
+    """As AsyncClient, with methods that wait. Any thread may use it, several at a time.
+
+    Use it with `with`, or call `close` at the end. Ctrl-C during a call cancels it.
+    """
+
+    def __init__(  # noqa: PLR0913 - those of AsyncClient
+        self,
+        url: str = "http://127.0.0.1:8100",
+        *,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        uds: str | Path | None = None,
+        timeout_s: float = 60.0,
+        retries: Retries | None = None,
+        max_connections: int = 100,
+    ) -> None:
+        self._client = AsyncClient(
+            url,
+            token=token,
+            tls=tls,
+            uds=uds,
+            timeout_s=timeout_s,
+            retries=retries,
+            max_connections=max_connections,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="tierkv-client", daemon=True
+        )
+        self._thread.start()
+        self.wait_for(self._client.__aenter__())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Calls of other threads that still wait raise CallError. Closing twice is nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        me = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not me]
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others)
+        await self._client.__aexit__(None, None, None)
+        await self._loop.shutdown_asyncgens()
+
+    def wait_for(self, work: Coroutine[Any, Any, A]) -> A:
+        """The result of `work`, which runs on this client's loop. Raises CallError if the client
+        is closed meanwhile."""
+        future = self.begin(work)
+        try:
+            return future.result()
+        except BaseException as error:
+            if future.cancelled() and self._is_closed:
+                raise CallError("this client was closed before the answer came") from error
+            future.cancel()  # Ctrl-C: nobody waits for it any more
+            raise
+
+    def begin(self, work: Coroutine[Any, Any, A]) -> Future[A]:
+        """Let `work` run on this client's loop."""
+        with self._lock:  # a loop that is being closed would never run it
+            if self._is_closed:
+                work.close()
+                raise CallError("this client is closed")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    livez = _waiting(AsyncClient.livez)
+    readyz = _waiting(AsyncClient.readyz)
+    healthz = _waiting(AsyncClient.healthz)
+    version = _waiting(AsyncClient.version)
+    metrics = _waiting(AsyncClient.metrics)
+    stats = _waiting(AsyncClient.stats)
+    verify = _waiting(AsyncClient.verify)
+
+    generate = _waiting(AsyncClient.generate)
+    prefill = _waiting(AsyncClient.prefill)
+    decode = _waiting(AsyncClient.decode)
+    lookup = _waiting(AsyncClient.lookup)
+    stream_generate = _streaming(AsyncClient.stream_generate)
+    stream_prefill = _streaming(AsyncClient.stream_prefill)
+    stream_decode = _streaming(AsyncClient.stream_decode)
+
+    admit = _waiting(AsyncClient.admit)
+    claim = _waiting(AsyncClient.claim)
+    request = _waiting(AsyncClient.request)
+    commit = _waiting(AsyncClient.commit)
+    extend = _waiting(AsyncClient.extend)
+    preempt = _waiting(AsyncClient.preempt)
+    resume = _waiting(AsyncClient.resume)
+    publish = _waiting(AsyncClient.publish)
+    finish = _waiting(AsyncClient.finish)
+    abort = _waiting(AsyncClient.abort)
+
+    prefetch = _waiting(AsyncClient.prefetch)
+    prefetch_state = _waiting(AsyncClient.prefetch_state)
+    cancel_prefetch = _waiting(AsyncClient.cancel_prefetch)
+    pins = _waiting(AsyncClient.pins)
+    pin = _waiting(AsyncClient.pin)
+    pin_state = _waiting(AsyncClient.pin_state)
+    unpin = _waiting(AsyncClient.unpin)
+
+
+class SyncStream(Generic[A]):
+    """As Stream: `with client.stream_generate(body) as stream: for tokens in stream: ...`
+
+    For one thread at a time.
+    """
+
+    def __init__(self, client: Client, opening: AbstractAsyncContextManager[Stream[A]]) -> None:
+        self._client = client
+        self._opening = opening
+        self._answer: A | None = None
+
+    def __enter__(self) -> Self:
+        # One task of the loop reads it all: a deadline must end in the task where it began.
+        self._news: asyncio.Queue[TokensEvent | _Done[A] | TierKVError | None] = asyncio.Queue(16)
+        self._reading = self._client.begin(self._read())
+        try:
+            self._next()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and with it the work."""
+        self._reading.cancel()
+
+    def __iter__(self) -> Iterator[TokensEvent]:
+        """Raises as Stream does."""
+        while self._answer is None:
+            news = self._next()
+            if isinstance(news, _Done):
+                self._answer = news.answer
+            elif news is not None:
+                yield news
+
+    @property
+    def answer(self) -> A:
+        """What the call answers without a stream. Raises BrokenOffError before the end."""
+        if self._answer is None:
+            raise BrokenOffError("the stream has not been read to its end")
+        return self._answer
+
+    def _next(self) -> TokensEvent | _Done[A] | None:
+        news = self._client.wait_for(self._news.get())
+        if isinstance(news, TierKVError):
+            raise news
+        return news
+
+    async def _read(self) -> None:
+        try:
+            async with self._opening as stream:
+                await self._news.put(None)  # it is open
+                async for tokens in stream:
+                    await self._news.put(tokens)
+                await self._news.put(_Done(stream.answer))
+        except TierKVError as error:
+            await self._news.put(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Done(Generic[A]):
+    answer: A

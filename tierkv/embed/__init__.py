@@ -1,0 +1,25 @@
+"""tierkv inside an engine's process: the service in a thread, and workers in other processes."""
+
+from tierkv.embed.admitted import Admitted, Until
+from tierkv.embed.embedded import Embedded
+from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
+from tierkv.embed.thread import (
+    CloseTimeoutError,
+    EmbedSettings,
+    ForkedError,
+    ServiceFailedError,
+)
+
+__all__ = [
+    "AbortedError",
+    "Admitted",
+    "Answer",
+    "Call",
+    "CloseTimeoutError",
+    "EmbedSettings",
+    "Embedded",
+    "ForkedError",
+    "QueueFullError",
+    "ServiceFailedError",
+    "Until",
+]

@@ -1,0 +1,254 @@
+"""The whole cache service in a thread of an engine's process, driven by calls that never block."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tierkv.cache.keys import Prompt
+from tierkv.cache.tokens import Tokens, pack
+from tierkv.embed.admitted import Admitted, Until
+from tierkv.embed.exchange import Call
+from tierkv.embed.requests import Requests
+from tierkv.embed.thread import EmbedSettings, ServiceThread
+from tierkv.errors import TierKVError
+from tierkv.gpu.protocol import Event
+from tierkv.observe import Lookup, Stats
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import Published
+from tierkv.sched.request import RequestSpec
+from tierkv.service import Service
+
+T = TypeVar("T")
+
+
+class Embedded:
+    """A service and the thread it lives in.
+
+    Every method but `open`, `close` and `wait` returns within some tens of microseconds, from any
+    thread: a `Call`, which is READY, REFUSED or to be asked again. Calls about one request run in
+    the order in which they were made. Look at a call, or collect those that have finished with
+    `poll`, once per step.
+
+    tokens: packed bytes (int32 little-endian) cost nothing here; a list of ints is packed by the
+        caller's thread, 8 ns a token; a Prompt brings its media and its space.
+    build: makes the service, with its device and its store, on the service's own thread.
+    """
+
+    def __init__(self, build: Callable[[], Service], settings: EmbedSettings | None = None) -> None:
+        self._thread = ServiceThread(build, settings or EmbedSettings())
+        self._submit = self._thread.exchange.submit
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except TierKVError:
+            if error is None:
+                raise
+
+    def open(self) -> None:
+        """Start the thread and the service; return when it takes calls. Raises what keeps it from
+        that: ConfigError, StoreUnavailableError, CloseTimeoutError."""
+        self._thread.open()
+
+    def close(self, deadline_s: float | None = None) -> None:
+        """End in order: refuse new calls, let those under way end, end every request, wait for
+        copies, close. Any thread, any number of times. Raises CloseTimeoutError after `deadline_s`,
+        or the error with which the service ended."""
+        self._thread.close(deadline_s)
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_open
+
+    @property
+    def service(self) -> Service:
+        """For what an engine reads: `planes`, `device`, `fingerprint`. Its methods belong to the
+        service's thread."""
+        return self._requests.service
+
+    # What has finished
+
+    def poll(self) -> list[Call[Any]]:
+        """The calls that have finished and whose result nobody has taken, each once."""
+        return self._thread.exchange.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to return, or for `timeout_s`; whether it has."""
+        return self._thread.exchange.wait(timeout_s)
+
+    @property
+    def num_open_calls(self) -> int:
+        return self._thread.exchange.num_open
+
+    # Requests
+
+    def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:
+        """Where the prompt's tokens are right now. Changes nothing, and promises nothing."""
+        prompt = _frozen(tokens)
+        return self._submit("lookup", "", lambda: self._service_of().lookup(self._prompt(prompt)))
+
+    def admit(
+        self,
+        request_id: str,
+        tokens: Tokens | Prompt,
+        *,
+        max_new_tokens: int,
+        uses_cache: bool = True,
+        priority: int = 0,
+        until: Until = Until.LOADED,
+    ) -> Call[Admitted]:
+        """Get blocks for a request, and what is cached of it into them. While there is no room it
+        waits, in fair order. Blocks that do not load are named in the result, which has all the
+        others: nothing need be asked again for them. A call that is refused or cancelled leaves
+        nothing behind."""
+        prompt = _frozen(tokens)
+
+        async def work() -> Admitted:
+            spec = RequestSpec(
+                request_id,
+                self._prompt(prompt),
+                max_new_tokens,
+                uses_cache=uses_cache,
+                priority=priority,
+            )
+            return await self._requests.admit(spec, until)
+
+        return self._submit("admit", request_id, work)
+
+    def claim(
+        self,
+        request_id: str,
+        ticket_id: str,
+        tokens: Tokens | Prompt,
+        *,
+        max_new_tokens: int,
+        policy: ClaimPolicy = ClaimPolicy.WHOLE,
+        deadline_s: float | None = None,
+    ) -> Call[Admitted]:
+        """Wait for a published prompt and get all its tokens; see Service.claim. With
+        ClaimPolicy.RECOMPUTE `cached_tokens` may be fewer."""
+        prompt = _frozen(tokens)
+
+        async def work() -> Admitted:
+            spec = RequestSpec(request_id, self._prompt(prompt), max_new_tokens, needs_logits=False)
+            return await self._requests.claim(spec, ticket_id, policy, deadline_s)
+
+        return self._submit("claim", request_id, work)
+
+    def commit(self, request_id: str, tokens: Tokens, *, after: Sequence[Event] = ()) -> Call[None]:
+        """KV of `tokens`, from the prompt's first on, is in the block table, or will be when
+        `after` is done. Refused with TransferError if a load that it builds on failed (with
+        Until.ADMITTED): `recover` the request then."""
+        packed = _packed(tokens)
+        return self._submit(
+            "commit", request_id, lambda: self._requests.commit(request_id, packed, after)
+        )
+
+    def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
+        """Room for `num_tokens` more than are committed; the result has the longer block table.
+        Refused with OutOfBlocksError if this request is the one to be preempted."""
+        return self._submit(
+            "extend", request_id, lambda: self._requests.extend(request_id, num_tokens)
+        )
+
+    def recover(self, request_id: str) -> Call[Admitted]:
+        """After a layer's gate failed: the request with other blocks, of which those that are
+        intact on the device are filled; what must be computed is named. For Until.ADMITTED; with
+        Until.LOADED this has been done when the admission is READY. What was not committed is lost.
+        If it is refused, `abort` the request."""
+        return self._submit("recover", request_id, lambda: self._requests.recover(request_id))
+
+    def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
+        """Give the blocks back for a while; what was committed stays cached if it can."""
+        return self._submit(
+            "preempt", request_id, lambda: self._requests.preempt(request_id, after)
+        )
+
+    def resume(
+        self, request_id: str, *, max_new_tokens: int, until: Until = Until.LOADED
+    ) -> Call[Admitted]:
+        """Wait for blocks again, with all that is still cached of the committed tokens."""
+        return self._submit(
+            "resume", request_id, lambda: self._requests.resume(request_id, max_new_tokens, until)
+        )
+
+    def publish(
+        self,
+        request_id: str,
+        ticket_id: str,
+        first_tokens: Sequence[int],
+        *,
+        after: Sequence[Event] = (),
+    ) -> Call[Published]:
+        """Store the committed prompt and a ticket for it. An `end` may follow at once: it waits."""
+        first = tuple(first_tokens)
+        return self._submit(
+            "publish",
+            request_id,
+            lambda: self._requests.publish(request_id, ticket_id, first, after),
+        )
+
+    def end(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
+        """Give the blocks back, after what was asked before. What was committed stays cached."""
+        return self._submit("end", request_id, lambda: self._requests.end(request_id, after))
+
+    def abort(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[bool]:
+        """End the request whatever it is doing: its calls under way are refused with AbortedError.
+        The result says whether there was such a request."""
+        return self._submit("abort", request_id, lambda: self._requests.abort(request_id, after))
+
+    # The rest
+
+    def stats(self) -> Call[Stats]:
+        async def work() -> Stats:
+            return self._service_of().stats()
+
+        return self._submit("stats", "", work)
+
+    def verify(self) -> Call[list[str]]:
+        """Recount everything; what is wrong, in words."""
+
+        async def work() -> list[str]:
+            return self._service_of().verify()
+
+        return self._submit("verify", "", work)
+
+    def run(self, name: str, work: Callable[[Service], Awaitable[T]]) -> Call[T]:
+        """Anything else, such as pins, resizing or a reset: `work(service)` on the service's
+        thread, which it must not block. An error that is no TierKVError stops the service."""
+
+        async def job() -> T:
+            return await work(self._service_of())
+
+        return self._submit(name, "", job)
+
+    @property
+    def _requests(self) -> Requests:
+        requests = self._thread.requests
+        assert requests is not None, "the service is open"
+        return requests
+
+    def _service_of(self) -> Service:
+        return self._requests.service
+
+    def _prompt(self, tokens: bytes | Prompt) -> Prompt:
+        if isinstance(tokens, Prompt):
+            return tokens
+        return Prompt.of(tokens, self._service_of().settings.block_size)
+
+
+def _packed(tokens: Tokens) -> bytes:
+    """Bytes as they are: whether they are tokens is checked on the service's thread."""
+    return tokens if isinstance(tokens, bytes) else pack(tokens)
+
+
+def _frozen(tokens: Tokens | Prompt) -> bytes | Prompt:
+    return tokens if isinstance(tokens, Prompt) else _packed(tokens)

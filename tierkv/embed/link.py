@@ -1,0 +1,151 @@
+"""Records between a scheduler's process and its workers', over a Unix socket.
+
+Each is `length u32 | record`, the record sealed by `tierkv.wire` (magic, version, checksum). The
+scheduler sends `Memory` once (the descriptor of the host slots goes with it) and then plans; a
+worker sends `Hello` first, then a `Report` for each plan, and `Alive` in between.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import msgspec
+
+from tierkv.errors import TransferError
+from tierkv.wire import seal, unseal
+
+MAGIC = b"TKWK"
+VERSION = 1
+_LENGTH = struct.Struct("<I")
+_MAX_RECORD = 64 << 20
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A worker of `rank`, with `num_blocks` blocks of the layout of this digest."""
+
+    rank: int
+    num_blocks: int
+    layout_digest: bytes
+    pid: int
+
+
+class Memory(msgspec.Struct, frozen=True, tag="memory"):
+    """uint8 [num_slots, block_bytes], of which bytes [start, stop) of each slot are the worker's."""
+
+    num_slots: int
+    block_bytes: int
+    start: int
+    stop: int
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Plan `number` is carried out; problem: why it failed, None if it did not."""
+
+    number: int
+    problem: str | None = None
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Sent by a worker every second, whatever its copies do."""
+
+
+Record = Hello | Memory | Report | Alive
+
+
+class LinkClosedError(TransferError):
+    """The other process has closed its end, or died."""
+
+
+class Link:
+    """One end. Several threads may send; one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._sending = threading.Lock()
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def peer_pid(self) -> int:
+        """The process at the other end, as the kernel knows it."""
+        size = struct.calcsize("3i")
+        packed = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        pid: int = struct.unpack("3i", packed)[0]
+        return pid
+
+    def send(self, record: bytes | Record, *, descriptor: int | None = None) -> None:
+        """Blocks while the other end does not read; raises LinkClosedError after 30 s of that, and
+        if it is gone."""
+        value = record if isinstance(record, bytes) else seal(MAGIC, VERSION, record)
+        data = memoryview(_LENGTH.pack(len(value)) + value)
+        try:
+            with self._sending:
+                if descriptor is not None:
+                    data = data[socket.send_fds(self._socket, [data], [descriptor]) :]
+                self._socket.sendall(data)
+        except OSError as error:
+            raise LinkClosedError(f"the other process does not read: {error}") from error
+
+    def receive(self) -> list[bytes]:
+        """What has come, [] if no whole record has yet. Call it when the socket is readable, or to
+        wait for it. Raises LinkClosedError at the end."""
+        try:
+            chunk = self._socket.recv(1 << 20)
+        except TimeoutError:
+            return []
+        except OSError as error:
+            raise LinkClosedError(f"the other process is gone: {error}") from error
+        if not chunk:
+            raise LinkClosedError("the other process has closed its end, or died")
+        self._received += chunk
+        return self._whole_records()
+
+    def receive_with_descriptor(self) -> tuple[bytes, int]:
+        """The first record of a worker's life, and the descriptor that came with it."""
+        try:
+            chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
+        except OSError as error:
+            raise LinkClosedError(f"the scheduler is gone: {error}") from error
+        self._received += chunk
+        records = self._whole_records(most=1)
+        if not records or not descriptors:
+            raise LinkClosedError("the scheduler has closed its end before it was ready")
+        return records[0], descriptors[0]
+
+    def pending(self) -> list[bytes]:
+        """Whole records that have been received already."""
+        return self._whole_records()
+
+    def _whole_records(self, most: int | None = None) -> list[bytes]:
+        records: list[bytes] = []
+        while len(self._received) >= _LENGTH.size and len(records) != most:
+            (length,) = _LENGTH.unpack_from(self._received)
+            if length > _MAX_RECORD:
+                raise LinkClosedError(f"a record of {length} bytes cannot be: the link is damaged")
+            end = _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            records.append(bytes(self._received[_LENGTH.size : end]))
+            del self._received[:end]
+        return records
+
+    def close(self) -> None:
+        """Wakes a thread that sends or receives, too."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end was faster
+        self._socket.close()
+
+
+def read(value: bytes) -> Record:
+    """Raises StoreCorruptError if it is no such record."""
+    return unseal(MAGIC, VERSION, value, Record)  # type: ignore[arg-type]
+
+
+def is_record(value: bytes) -> bool:
+    """Whether it is a record of this module, not a plan."""
+    return value[:4] == MAGIC

@@ -1,0 +1,175 @@
+"""The worker's side: carries out a scheduler's plans on the tensors of this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from tierkv.embed.link import Alive, Hello, Link, LinkClosedError, Memory, Report, read
+from tierkv.embed.memory import SharedSlots
+from tierkv.errors import ConfigError, StoreCorruptError, TierKVError
+from tierkv.gpu.protocol import BlockCopy, Device, Direction, Event, Lane, Planes
+from tierkv.sched.plan_wire import BatchPlan, Moves, decode
+
+log = logging.getLogger("tierkv.worker")
+
+BEAT_S = 1.0
+_COPY_DEADLINE_S = 600.0
+
+
+class Worker:
+    """Rank `rank` of the scheduler that listens at `path`, with the KV of `planes` on `device`.
+
+    Planes are the engine's own (`EnginePlanes`, or those a CUDA device has adopted). Call `serve`
+    on a thread of its own; it returns when the scheduler has gone. Copies come after all that the
+    device's compute stream had been given when their plan arrived.
+    """
+
+    def __init__(self, path: str, rank: int, device: Device, planes: Planes) -> None:
+        self._path = path
+        self._rank = rank
+        self._device = device
+        self._planes = planes
+        self._link: Link | None = None
+        self._ended = threading.Event()
+
+    def serve(self) -> None:
+        """Carry out plans until the scheduler closes its end or `stop` is called.
+
+        Raises ConfigError if nobody listens at the path, or does not take this worker.
+        """
+        link = self._link = Link(_connect(self._path))
+        hello = Hello(self._rank, self._planes.num_blocks, self._planes.layout.digest, os.getpid())
+        try:
+            link.send(hello)
+            record, descriptor = link.receive_with_descriptor()
+        except LinkClosedError as error:
+            link.close()
+            if self._ended.is_set():
+                return
+            raise ConfigError(f"the scheduler did not take worker {self._rank}: {error}") from error
+        memory = read(record)
+        if not isinstance(memory, Memory):
+            os.close(descriptor)
+            raise StoreCorruptError("a scheduler's first record is about its memory")
+        piece = slice(memory.start, memory.stop)
+        host = SharedSlots(descriptor, memory.num_slots, memory.block_bytes, piece)
+        try:
+            self._carry_out(link, host)
+        finally:
+            link.close()
+            host.close()
+
+    def stop(self) -> None:
+        """Let `serve` return; to the scheduler this worker is dead then."""
+        self._ended.set()
+        if self._link is not None:
+            self._link.close()
+
+    def _carry_out(self, link: Link, host: SharedSlots) -> None:
+        lanes = {one: self._device.open_lane(one, self._planes, host) for one in Direction}
+        beat = threading.Thread(target=self._beat, args=(link,), name="tierkv-beat", daemon=True)
+        beat.start()
+        # Reports of one lane in the order of its copies, and no lane waits for another's.
+        waiters = {kind: ThreadPoolExecutor(1, f"tierkv-{kind}") for kind in _KINDS}
+        try:
+            records = link.pending()
+            while True:
+                for record in records:
+                    self._begin(record, link, lanes, waiters)
+                records = link.receive()
+        except LinkClosedError as error:
+            log.info("worker %d ends: %s", self._rank, error)
+        finally:
+            self._ended.set()
+            for lane in lanes.values():
+                lane.close()
+            for waiter in waiters.values():
+                waiter.shutdown(wait=True)
+            beat.join()
+
+    def _begin(
+        self,
+        record: bytes,
+        link: Link,
+        lanes: dict[Direction, Lane],
+        waiters: dict[str, ThreadPoolExecutor],
+    ) -> None:
+        plan = decode(record)
+        if not isinstance(plan, BatchPlan) or len(plan.moves) != 1:
+            raise StoreCorruptError("a worker is sent plans of one kind of moves each")
+        (moves,) = plan.moves
+        try:
+            event = self._submit(moves, lanes)
+        except TierKVError as error:
+            link.send(Report(plan.number, str(error)))
+            return
+        waiters[moves.kind].submit(_report, link, plan.number, event)
+
+    def _submit(self, moves: Moves, lanes: dict[Direction, Lane]) -> Event:
+        source, target = moves.slots()
+        if moves.kind == "copy":
+            return self._device.copy_blocks(self._planes, source, target)
+        after = (self._device.compute_stream.record(),)
+        if moves.kind == "load":
+            return lanes[Direction.LOAD].submit(BlockCopy(Direction.LOAD, source, target, after))[
+                -1
+            ]
+        copy = BlockCopy(Direction.OFFLOAD, target, source, after)
+        return lanes[Direction.OFFLOAD].submit(copy)[-1]
+
+    def _beat(self, link: Link) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                link.send(Alive())
+            except LinkClosedError:
+                return
+
+
+_KINDS = ("load", "offload", "copy")
+
+
+def _report(link: Link, number: int, event: Event) -> None:
+    problem = None
+    try:
+        event.block_until_done(_COPY_DEADLINE_S)
+    except TierKVError as error:
+        problem = str(error)
+    try:
+        link.send(Report(number, problem))
+    except LinkClosedError as error:
+        log.warning("nobody heard that plan %d was carried out: %s", number, error)
+
+
+def _connect(path: str) -> socket.socket:
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        end.connect(path)
+    except OSError as error:
+        end.close()
+        raise ConfigError(f"no scheduler listens at {path}: {error}") from error
+    return end
+
+
+def serve_in_thread(worker: Worker, on_end: Callable[[], None] | None = None) -> threading.Thread:
+    """Start `worker.serve` on a daemon thread: an engine's process may end without asking it.
+
+    on_end: called there when the scheduler has gone, or could not be reached.
+    """
+
+    def serve() -> None:
+        try:
+            worker.serve()
+        except TierKVError as error:
+            log.error("the worker has ended: %s", error)
+        finally:
+            if on_end is not None:
+                on_end()
+
+    thread = threading.Thread(target=serve, name="tierkv-worker", daemon=True)
+    thread.start()
+    return thread

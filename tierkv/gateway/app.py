@@ -1,0 +1,74 @@
+"""The aiohttp application of a gateway: completions, models, probes, metrics."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+import tierkv
+from tierkv.api import bodies
+from tierkv.api.types import PartHealth, ReadyAnswer
+from tierkv.gateway.answers import failure_middleware
+from tierkv.gateway.failures import GatewayShuttingDownError, NoNodesError
+from tierkv.gateway.gateway import Gateway
+from tierkv.gateway.nodes import NodeState
+from tierkv.gateway.openai import Model, ModelList
+from tierkv.gateway.routes_completions import CompletionRoutes
+
+
+def make_app(gateway: Gateway) -> web.Application:
+    """The application over a gateway, which must be running when the first request comes."""
+    app = web.Application(
+        middlewares=[failure_middleware],
+        client_max_size=gateway.settings.gateway.max_body_bytes,
+    )
+    probes = ProbeRoutes(gateway)
+    app.router.add_post("/v1/completions", CompletionRoutes(gateway).completions)
+    app.router.add_get("/v1/models", probes.models)
+    app.router.add_get("/livez", probes.live)
+    app.router.add_get("/readyz", probes.ready)
+    app.router.add_get("/version", probes.version)
+    app.router.add_get("/metrics", probes.metrics)
+    app.on_response_prepare.append(_name_no_versions)
+    return app
+
+
+async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "tierkv"
+
+
+class ProbeRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._started = int(time.time())
+
+    async def models(self, request: web.Request) -> web.Response:
+        model = Model(id=self._gateway.settings.gateway.model, created=self._started)
+        return bodies.answer(request, ModelList(data=(model,)))
+
+    async def live(self, request: web.Request) -> web.Response:
+        """An answer at all is the point: the event loop turns."""
+        return bodies.answer(request, ReadyAnswer("ok"))
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 as long as some node takes work; degraded if not all do. ?verbose names each."""
+        gateway = self._gateway
+        if gateway.is_draining:
+            raise GatewayShuttingDownError("this gateway is shutting down")
+        states = gateway.states()
+        if NodeState.READY not in states.values():
+            raise NoNodesError("no node is ready")
+        is_whole = set(states.values()) == {NodeState.READY}
+        parts = None
+        if "verbose" in request.query:
+            parts = {url: PartHealth(state.value, "") for url, state in states.items()}
+        return bodies.answer(request, ReadyAnswer("ok" if is_whole else "degraded", parts))
+
+    async def version(self, request: web.Request) -> web.Response:
+        return bodies.answer(request, {"version": tierkv.__version__, "role": "gateway"})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        accept = request.headers.get("Accept", "")
+        body, content_type = self._gateway.backend.metrics.render(accept)
+        return web.Response(body=body, headers={"Content-Type": content_type})

@@ -1,0 +1,84 @@
+"""Brings blocks of a prompt here while its prefill goes on elsewhere: storage to host to device."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.errors import TierKVError
+from tierkv.sched.fetcher import Fetched, Fetcher
+from tierkv.sched.request import RequestSpec
+from tierkv.sched.scheduler import Scheduler
+
+
+class Ahead:
+    """Holds nothing between its steps: what came is cached like anything else, and may have to be
+    fetched again when room is short. So a claim that waits for its ticket is in nobody's way."""
+
+    def __init__(
+        self, spec: RequestSpec, scheduler: Scheduler, fetcher: Fetcher, *, deadline_s: float
+    ) -> None:
+        """deadline_s: for one step's fetch."""
+        self._spec = spec
+        self._scheduler = scheduler
+        self._fetcher = fetcher
+        self._deadline_s = deadline_s
+        self._wanted = 0
+        self._done = 0
+        self._came = asyncio.Event()
+
+    def ready(self, num_blocks: int | None) -> None:
+        """The prompt's first blocks are in storage; None: nobody said how many."""
+        most = self._spec.prompt.num_blocks
+        self._wanted = max(self._wanted, most if num_blocks is None else min(num_blocks, most))
+        self._came.set()
+
+    async def run(self) -> None:
+        """Until cancelled. What goes wrong here is found again by the claim itself."""
+        while True:
+            await self._came.wait()
+            self._came.clear()
+            if self._wanted <= self._done:
+                continue
+            prefix = _first_blocks(self._spec.prompt, self._wanted)
+            fetched = await self._fetcher.fetch(prefix, deadline_s=self._deadline_s)
+            try:
+                if fetched.first_problem is None:
+                    self._done = prefix.num_blocks
+                else:
+                    self._wanted = self._done
+                with suppress(TierKVError):
+                    await self._load(prefix, fetched)
+            finally:
+                fetched.release()
+
+    async def _load(self, prefix: Prompt, fetched: Fetched) -> None:
+        """Bring to the device what is on the host now, if there is room that nobody waits for."""
+        tiers = self._scheduler.tiers
+        has_room = tiers.available(Tier.DEVICE) >= 2 * self._spec.num_blocks
+        if self._scheduler.num_waiting or not has_room or not fetched.tokens:
+            return
+        come = _first_blocks(prefix, fetched.tokens.stop // prefix.block_size)
+        if not come.num_tokens:
+            return
+        spec = replace(
+            self._spec,
+            request_id=f"{self._spec.request_id}~ahead",
+            prompt=come,
+            max_new_tokens=0,
+        )
+        request = await self._scheduler.admit(spec)
+        try:
+            for movement in request.loads:
+                await movement.done()
+        finally:
+            self._scheduler.end(request)
+
+
+def _first_blocks(prompt: Prompt, count: int) -> Prompt:
+    tokens = prompt.tokens[: count * prompt.block_token_bytes]
+    extras = {block: extra for block, extra in prompt.extras.items() if block < count}
+    return Prompt(tokens, prompt.block_size, extras, prompt.space)

@@ -1,0 +1,115 @@
+"""How a prefill node says that it lives: a value with a short time to live, written again and again
+while it has open tickets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from uuid import uuid4
+
+from tierkv.clock import Clock
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.storage.protocol import PutItem
+from tierkv.tasks import background
+from tierkv.transfer.storage_io import StorageIO
+
+log = logging.getLogger("tierkv.handoff")
+
+_BEATS_PER_LEASE = 3
+_MAX_BYTES = 64
+_GOODBYE_S = 0.5
+
+
+class ProducerLease:
+    """One for all open tickets of a running node, which a restarted node does not take over."""
+
+    def __init__(self, storage: StorageIO, clock: Clock, *, lease_s: float) -> None:
+        self.incarnation = uuid4().hex
+        self.lease_s = lease_s
+        self._storage = storage
+        self._clock = clock
+        self._num_held = 0
+        self._wanted = asyncio.Event()
+        self._beaten = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._beaten_at = float("-inf")
+        self.num_beats = 0
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At the end the lease is given up at once, so that nobody waits for it to end."""
+        async with background({"tierkv-producer-lease": self._keep()}):
+            yield
+        if self.num_beats:
+            with suppress(StoreUnavailableError, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await self._storage.store.delete([self._name])
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Say that this node lives until the body has ended."""
+        self._num_held += 1
+        self._wanted.set()
+        if asyncio.get_running_loop().time() - self._beaten_at > self._pause_s:
+            self._beaten.clear()
+            self._hurry.set()
+        try:
+            yield
+        finally:
+            self._num_held -= 1
+            if not self._num_held:
+                self._wanted.clear()
+
+    async def is_said(self) -> None:
+        """Return once it was said. Inside `held`."""
+        await self._beaten.wait()
+
+    async def is_alive(self, incarnation: str) -> bool:
+        """Whether the node that calls itself so says that it lives. Raises StoreUnavailableError.
+
+        A store that drops nothing by itself is not believed beyond what the value says.
+        """
+        name = self._storage.names.producer(incarnation)
+        try:
+            value = await self._storage.store.get(name, max_bytes=_MAX_BYTES)
+        except StoreCorruptError:
+            return False
+        if value is None:
+            return False
+        if self._storage.store.capabilities.has_ttl:
+            return True
+        try:
+            return float(value) > self._clock.wall()
+        except ValueError:
+            return False
+
+    @property
+    def _pause_s(self) -> float:
+        return self.lease_s / _BEATS_PER_LEASE
+
+    @property
+    def _name(self) -> str:
+        return self._storage.names.producer(self.incarnation)
+
+    async def _keep(self) -> None:
+        """A beat that fails is tried again at the next: the lease outlasts two of them."""
+        while True:
+            await self._wanted.wait()
+            until = f"{self._clock.wall() + self.lease_s:.3f}".encode()
+            item = PutItem(self._name, (until,), ttl_s=self.lease_s, keep_existing=False)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.lease_s):
+                    await self._storage.store.put([item])
+            self.num_beats += 1
+            self._beaten_at = asyncio.get_running_loop().time()
+            self._beaten.set()
+            self._hurry.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_s):
+                    await self._hurry.wait()

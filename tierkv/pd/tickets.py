@@ -1,0 +1,229 @@
+"""Tickets in storage: how they are made, written, read, checked and acknowledged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from tierkv.cache.fingerprint import Fingerprint, differences
+from tierkv.cache.keys import Prompt, StoredKey
+from tierkv.clock import Clock
+from tierkv.errors import HandoffError, StoreCorruptError, StoreUnavailableError
+from tierkv.pd.ticket import (
+    MAX_TICKET_BYTES,
+    Acknowledgement,
+    ClaimProblem,
+    OpenTicket,
+    Ticket,
+)
+from tierkv.sched.tiers import Tiers
+from tierkv.storage.notify import Notifier, notifier_of
+from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
+from tierkv.transfer.storage_io import StorageIO
+
+# A ticket outlives its expiry in the store by this much, so that "expired" can be told from "not
+# yet" by a decode node that comes late.
+_EXPIRED_GRACE_S = 120.0
+_MAX_ACKNOWLEDGEMENT_BYTES = 64 << 10
+
+# What is told under a ticket's name.
+WHOLE, FAILED, PROGRESS = "whole", "failed", "p"
+
+
+def acknowledged_hint(ticket_id: str) -> str:
+    """What is told under a producer's name when a ticket of its was claimed."""
+    return hashlib.sha256(ticket_id.encode()).hexdigest()[:32]
+
+
+class Tickets:
+    """fingerprints: of every space, "" being the service's own; grows with the service.
+
+    ticket_ttl_s: how long a decode node has to claim. claimed_ttl_s: how long a ticket stays after
+    it was acknowledged, for a node that has to claim once more. name: this node's, for people.
+    """
+
+    def __init__(  # noqa: PLR0913 - collaborators, and settings
+        self,
+        storage: StorageIO,
+        tiers: Tiers,
+        fingerprints: Mapping[str, Fingerprint],
+        clock: Clock,
+        *,
+        ticket_ttl_s: float,
+        claimed_ttl_s: float,
+        name: str,
+    ) -> None:
+        self._storage = storage
+        self._tiers = tiers
+        self._fingerprints = fingerprints
+        self._clock = clock
+        self._ticket_ttl_s = ticket_ttl_s
+        self._claimed_ttl_s = claimed_ttl_s
+        self._name = name
+        self.names = storage.names
+        self.notifier: Notifier = notifier_of(storage.store)
+
+    def keys_of(self, prompt: Prompt) -> list[StoredKey]:
+        """Every block of the prompt and, last, its tail, of the prompt's own space."""
+        return self._tiers.prompt_keys(prompt)
+
+    # The prefill node's side
+
+    def new(
+        self, ticket_id: str, prompt: Prompt, first_tokens: Sequence[int], incarnation: str
+    ) -> Ticket:
+        now = self._clock.wall()
+        return Ticket(
+            ticket_id=ticket_id,
+            fingerprint=self._fingerprints[prompt.space].readable(),
+            block_size=prompt.block_size,
+            num_tokens=prompt.num_tokens,
+            digests=tuple(key.digest for key in self.keys_of(prompt)),
+            created_at=now,
+            expires_at=now + self._ticket_ttl_s,
+            producer=self._name,
+            first_tokens=tuple(first_tokens),
+            incarnation=incarnation,
+        )
+
+    def new_open(self, ticket_id: str, prompt: Prompt, incarnation: str) -> OpenTicket:
+        now = self._clock.wall()
+        return OpenTicket(
+            ticket_id=ticket_id,
+            fingerprint=self._fingerprints[prompt.space].readable(),
+            block_size=prompt.block_size,
+            num_tokens=prompt.num_tokens,
+            digests=tuple(key.digest for key in self.keys_of(prompt)),
+            created_at=now,
+            expires_at=now + self._ticket_ttl_s,
+            producer=self._name,
+            incarnation=incarnation,
+        )
+
+    async def write(self, ticket: Ticket) -> None:
+        """Raises StoreUnavailableError."""
+        await self._put(self.names.ticket(ticket.ticket_id), ticket.encode(), self._ticket_ttl_s)
+        await self.tell(ticket.ticket_id, WHOLE)
+
+    async def write_open(self, ticket: OpenTicket) -> None:
+        """Raises StoreUnavailableError."""
+        name = self.names.open_ticket(ticket.ticket_id)
+        await self._put(name, ticket.encode(), self._ticket_ttl_s)
+        await self.tell(ticket.ticket_id, FAILED if ticket.failure else f"{PROGRESS}0")
+
+    async def forget_open(self, ticket_id: str) -> None:
+        """The ticket is there. What cannot be forgotten now goes when its time is over."""
+        with suppress(StoreUnavailableError):
+            await self._storage.store.delete([self.names.open_ticket(ticket_id)])
+
+    async def forget(self, ticket_id: str) -> bool:
+        """Whatever a hand-off of this id left; whether there was anything. Who waits for it hears
+        nothing of this. Raises StoreUnavailableError."""
+        names = self.names
+        kinds = (names.ticket, names.open_ticket, names.acknowledgement)
+        return await self._storage.store.delete([name(ticket_id) for name in kinds]) > 0
+
+    async def tell(self, ticket_id: str, message: str) -> None:
+        await self.notifier.tell(self.names.ticket(ticket_id), message)
+
+    # The decode node's side
+
+    async def read(self, ticket_id: str) -> Ticket | None:
+        """Raises HandoffError if it is damaged, and StoreUnavailableError."""
+        value = await self._get(self.names.ticket(ticket_id))
+        try:
+            return None if value is None else Ticket.decode(value)
+        except StoreCorruptError as error:
+            raise _damaged(error) from error
+
+    async def read_open(self, ticket_id: str) -> OpenTicket | None:
+        """Raises HandoffError if it is damaged, and StoreUnavailableError."""
+        value = await self._get(self.names.open_ticket(ticket_id))
+        try:
+            return None if value is None else OpenTicket.decode(value)
+        except StoreCorruptError as error:
+            raise _damaged(error) from error
+
+    async def read_acknowledgement(self, ticket_id: str) -> Acknowledgement | None:
+        """Who claimed the ticket, None if nobody did. Raises StoreUnavailableError."""
+        name = self.names.acknowledgement(ticket_id)
+        try:
+            value = await self._storage.store.get(name, max_bytes=_MAX_ACKNOWLEDGEMENT_BYTES)
+            return None if value is None else Acknowledgement.decode(value)
+        except StoreCorruptError:
+            return None
+
+    def check(self, ticket: Ticket | OpenTicket, prompt: Prompt) -> None:
+        """Raise HandoffError unless the ticket is for exactly this prompt, of a node whose KV can
+        be used here, and its time is not over."""
+        problem = self.problem_of(ticket, prompt.space)
+        if problem is not None:
+            raise problem
+        if tuple(key.digest for key in self.keys_of(prompt)) != ticket.digests:
+            raise HandoffError(
+                ClaimProblem.OTHER_PROMPT.value,
+                f"the ticket is for another prompt, of {ticket.num_tokens} tokens",
+            )
+
+    def problem_of(
+        self, ticket: Ticket | OpenTicket, space: str | None = None
+    ) -> HandoffError | None:
+        """Why the ticket is of no use to `space` (None: to any space here), whatever the prompt."""
+        spaces = self._fingerprints if space is None else [space]
+        ours = [self._fingerprints[one].readable() for one in spaces]
+        if ticket.fingerprint not in ours:
+            fields = ", ".join(differences(ours[0], ticket.fingerprint))
+            return HandoffError(
+                ClaimProblem.INCOMPATIBLE.value,
+                f"{ticket.producer} made this KV for another model or layout: {fields}",
+            )
+        if self._clock.wall() > ticket.expires_at:
+            return HandoffError(
+                ClaimProblem.EXPIRED.value, "the ticket has expired: prefill the prompt again"
+            )
+        return None
+
+    async def acknowledge(self, ticket: Ticket) -> None:
+        """Say that it was claimed, to its producer too, and let it go soon. Raises
+        StoreUnavailableError if that cannot be said; then the ticket goes when its time is over."""
+        now = self._clock.wall()
+        left_s = max(ticket.expires_at - now, 0.0) + _EXPIRED_GRACE_S
+        record = Acknowledgement(
+            ticket_id=ticket.ticket_id,
+            created_at=ticket.created_at,
+            claimer=self._name,
+            claimed_at=now,
+        )
+        name = self.names.acknowledgement(ticket.ticket_id)
+        item = PutItem(name, (record.encode(),), ttl_s=left_s, keep_existing=False)
+        check_written(self._storage, await self._storage.store.put([item]))
+        if self._claimed_ttl_s < left_s:
+            names = [self.names.ticket(ticket.ticket_id)]
+            await self._storage.store.touch(names, ttl_s=self._claimed_ttl_s)
+        if ticket.incarnation:
+            topic = self.names.producer(ticket.incarnation)
+            await self.notifier.tell(topic, acknowledged_hint(ticket.ticket_id))
+
+    async def _get(self, name: str) -> bytes | None:
+        try:
+            return await self._storage.store.get(name, max_bytes=MAX_TICKET_BYTES)
+        except StoreCorruptError as error:
+            raise _damaged(error) from error
+
+    async def _put(self, name: str, value: bytes, ttl_s: float) -> None:
+        item = PutItem(name, (value,), ttl_s=ttl_s + _EXPIRED_GRACE_S, keep_existing=False)
+        check_written(self._storage, await self._storage.store.put([item]))
+
+
+def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
+    """Raise StoreUnavailableError unless all of it is in the store."""
+    for outcome in outcomes:
+        if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
+            raise StoreUnavailableError(
+                f"{storage.store.url} did not take a block: {outcome.reason}"
+            )
+
+
+def _damaged(error: StoreCorruptError) -> HandoffError:
+    return HandoffError(ClaimProblem.DAMAGED.value, f"the ticket: {error}")
