@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from tierkv.cli_storage import storage
 from tierkv.clock import SystemClock
 from tierkv.storage.codec import PlainCodec, ValueIdentity
+from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import PutItem
 
@@ -127,3 +128,25 @@ def test_values_that_live_for_ever_are_given_a_time(url: str) -> None:
 @pytest.mark.parametrize("prefix", ["*", "../x", "a b", ""])
 def test_a_prefix_that_is_none_is_wrong_usage(url: str, prefix: str) -> None:
     assert run("rm", url, "--prefix", prefix, "--yes").exit_code == 2
+
+
+@pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])
+def test_keyed_values_are_verified_by_who_has_the_key(
+    url: str, trust: Trust, tmp_path: Path
+) -> None:
+    codecs = TenantCodecs(trust, bytes(32))
+    for number, fingerprint in ((20, "1" * 16), (21, "2" * 16)):
+        digest = bytes([number]) * 32
+        parts = codecs("1" * 16).encode(b"p" * 100, ValueIdentity(bytes(32), digest, 16))
+        damage(url, PutItem(f"tierkv:{fingerprint}:{digest.hex()}:0of1", parts))
+    assert "5 whole, 0 damaged, 2 keyed" in run("verify", url).output
+    key = tmp_path / "key"
+    key.write_text("00" * 32)
+    result = run("verify", url, "--key-file", str(key))
+    assert result.exit_code == 1  # the second was made with another tenant's key
+    assert "6 whole, 1 damaged, 0 keyed" in result.output
+
+
+def test_a_list_of_tails_is_no_block(url: str) -> None:
+    damage(url, PutItem(f"{ONE}:{bytes(32).hex()}:tails", (b"a list",)))
+    assert "5 whole, 0 damaged, 0 keyed, 2 no blocks" in run("verify", url).output

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.redis_server import (  # noqa: F401 - fixtures
     RedisServer,
@@ -25,6 +27,7 @@ from tests.redis_server import (  # noqa: F401 - fixtures
     redis_server,
 )
 from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
+from tierkv.cli_storage import storage
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
@@ -375,6 +378,15 @@ def tls_redis(certificates: Path) -> Iterator[str]:
         yield f"rediss://127.0.0.1:{port}"
 
 
+def test_the_command_line_takes_the_files_for_tls(tls_redis: str, certificates: Path) -> None:
+    trusting = ["--tls-ca", str(certificates / "cert.pem"), "stat", tls_redis]
+    result = CliRunner().invoke(storage, trusting, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "ping_ms" in result.output
+    refused = CliRunner().invoke(storage, ["stat", tls_redis])
+    assert isinstance(refused.exception, StoreUnavailableError)
+
+
 async def test_tls_reaches_the_server_and_trusts_nobody_unknown(
     tls_redis: str, certificates: Path
 ) -> None:
@@ -434,3 +446,37 @@ async def test_a_caller_that_goes_while_its_connection_is_made_gets_its_buffers_
             buffer[:] = bytes(1_000)
             assert (await get_one(store, "t:f:a:0", 1_000))[0] is GetStatus.HIT
             assert buffer == bytes(1_000)
+
+
+LONG_BYTES = (5 << 20) + 3  # read in ranges
+
+
+async def test_a_long_value_is_read_in_ranges_into_scattered_buffers(store: RedisStore) -> None:
+    content = content_of("long", LONG_BYTES)
+    assert await put_one(store, "t:f:long:0", content) is PutStatus.STORED
+    landed = bytearray(LONG_BYTES)
+    cuts = [0, 96, 2_000_000, 2_000_001, LONG_BYTES]
+    views = [memoryview(landed)[a:b] for a, b in itertools.pairwise(cuts)]
+    [outcome] = await store.get_into([GetItem("t:f:long:0", tuple(views))])
+    assert (outcome.status, bytes(landed)) == (GetStatus.HIT, content)
+    assert await store.get("t:f:long:0", max_bytes=LONG_BYTES) == content
+
+
+async def test_a_long_value_of_another_length_is_damage_and_one_that_is_gone_a_miss(
+    store: RedisStore,
+) -> None:
+    name = "t:f:long:0"
+    assert (await get_one(store, name, LONG_BYTES))[0] is GetStatus.MISS
+    await put_one(store, name, content_of("long", LONG_BYTES))
+    for num_bytes in (LONG_BYTES - 1, LONG_BYTES + 1, LONG_BYTES // 2 + 1, 2 * LONG_BYTES):
+        assert (await get_one(store, name, num_bytes))[0] is GetStatus.DAMAGED, num_bytes
+
+
+@pytest.mark.parametrize("num_there", [0, 1, 9, 10, 99, 100, 101, 555, 999, 1000])
+async def test_a_gap_among_a_thousand_names_is_found_wherever_it_is(
+    store: RedisStore, num_there: int
+) -> None:
+    names = [f"t:f:{index:04}:0" for index in range(1000)]
+    there = [name for at, name in enumerate(names) if at < num_there or (at > num_there and at % 7)]
+    await store.put([PutItem(name, (b"x",)) for name in there])
+    assert await store.exists(names) == num_there

@@ -311,7 +311,18 @@ async def test_row_19_no_name_of_somebody_elses_making_reaches_a_store(count: in
 async def test_row_19_a_user_of_few_commands_and_one_prefix_is_enough(
     empty_redis: RedisServer,
 ) -> None:
-    commands = ("get", "set", "exists", "unlink", "pexpire", "ping", "scan", "strlen", "pttl")
+    commands = (
+        "get",
+        "getrange",
+        "set",
+        "exists",
+        "unlink",
+        "pexpire",
+        "ping",
+        "scan",
+        "strlen",
+        "pttl",
+    )
     rights = ("on", ">pw", "~t:*", *(f"+{command}" for command in commands))
     await asyncio.to_thread(empty_redis.execute, "ACL", "SETUSER", "limited", *rights)
     await asyncio.to_thread(empty_redis.execute, "SET", "other:f:a:0", "x")

@@ -1,5 +1,5 @@
-"""A service's storage tier: attached, exchanged and taken away while requests run; signed and sealed
-values; blocks that are used live on."""
+"""A service's storage tier: attached, exchanged and taken away while requests run; signed and
+sealed values; blocks that are used live on."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class Kept(FaultyStore):
         super().__init__(store)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:  # type: ignore[override]
+    async def running(self) -> AsyncIterator[None]:
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -56,3 +57,20 @@ def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
     if num_bytes:
         rest[0] = rest[0][num_bytes:]
     return rest
+
+
+def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[memoryview, ...]]:
+    """`buffers`, one after the other, in consecutive pieces of `sizes` bytes; nothing is copied."""
+    rest = deque(flat(buffers))
+    pieces = []
+    for size in sizes:
+        piece: list[memoryview] = []
+        missing = size
+        while missing:
+            view = rest.popleft()
+            if len(view) > missing:
+                rest.appendleft(view[missing:])
+            piece.append(view[:missing])
+            missing -= len(piece[-1])
+        pieces.append(tuple(piece))
+    return pieces

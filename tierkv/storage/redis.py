@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 
 from redis.exceptions import RedisError
 
@@ -33,7 +34,7 @@ from tierkv.storage.redis_bulk import (
     FixedAddress,
     Login,
     get_outcome,
-    get_request,
+    get_requests,
     put_outcome,
     put_request,
     question,
@@ -65,9 +66,9 @@ __all__ = ["RedisSettings", "RedisStore"]
 class RedisStore:
     """`Store` on Redis: a name is a key, a value a string, with PX for its time to live.
 
-    Commands: GET SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a cluster
-    ASKING and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints PUBLISH SUBSCRIBE
-    UNSUBSCRIBE on channels called like the names.
+    Commands: GET GETRANGE SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a
+    cluster ASKING and CLUSTER SLOTS), for listings SCAN STRLEN PTTL, and for hints PUBLISH
+    SUBSCRIBE UNSUBSCRIBE on channels called like the names.
     """
 
     def __init__(self, url: RedisUrl, settings: RedisSettings, clock: Clock) -> None:
@@ -115,11 +116,12 @@ class RedisStore:
         return await self._opened().count_leading(names)
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        replies = await self._carry_out(
-            [Call(item.name, lambda item=item: get_request(item)) for item in items],  # type: ignore[misc]
-            Lane.READ,
-        )
-        return [get_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
+        calls = [[Call(item.name, make) for make in get_requests(item)] for item in items]
+        replies = iter(await self._carry_out([one for some in calls for one in some], Lane.READ))
+        return [
+            get_outcome(item, list(islice(replies, len(some))))
+            for item, some in zip(items, calls, strict=True)
+        ]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)

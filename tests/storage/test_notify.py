@@ -1,0 +1,233 @@
+"""Hints arrive where they can, are missed without harm where they cannot, and leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.latch import finish, until
+from tests.redis_server import RedisServer, redis_server
+from tierkv.clock import SystemClock
+from tierkv.storage import notify_file
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.notify import LOOK, Listener, Notifier, Polling, notifier_of
+from tierkv.storage.notify_file import DIRECTORY
+from tierkv.storage.protocol import PutItem, Store
+
+TOPIC = "tierkv:ticket:1"
+
+
+@asynccontextmanager
+async def opened(*urls: str) -> AsyncIterator[list[tuple[Store, Notifier]]]:
+    """Each as a process of its own would open it."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for url in urls:
+            store = open_store(url, StoreSettings(), SystemClock())
+            await stack.enter_async_context(store.running())
+            notifier = notifier_of(store)
+            await stack.enter_async_context(notifier.running())
+            found.append((store, notifier))
+        yield found
+
+
+@contextmanager
+def again(server: RedisServer) -> Iterator[None]:
+    """The same server, killed before, with nothing in it."""
+    server.popen.wait()
+    with subprocess.Popen(server.popen.args, stdout=subprocess.DEVNULL) as popen:
+        try:
+            yield
+        finally:
+            popen.kill()
+
+
+async def live(listener: Listener) -> None:
+    await until(lambda: listener.is_live, "a listener that hears")
+
+
+@pytest.fixture(scope="module")
+def server() -> object:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture(params=["file", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return tmp_path.as_uri()
+    running: RedisServer = request.getfixturevalue("server")
+    return running.url
+
+
+async def test_what_one_tells_the_other_hears_in_order(url: str) -> None:
+    async with opened(url, url) as [(_, teller), (_, hearer)]:
+        with hearer.listen(TOPIC) as listener:
+            assert await finish(listener.next(10)) == LOOK  # from now on nothing is missed
+            assert listener.is_live
+            for number in range(20):
+                await teller.tell(TOPIC, f"p{number}")
+            heard = [await finish(listener.next(10)) for _ in range(20)]
+            assert heard == [f"p{number}" for number in range(20)]
+
+
+async def test_nobody_hears_of_other_topics_or_when_no_longer_listening(url: str) -> None:
+    async with opened(url, url) as [(_, teller), (_, hearer)]:
+        with hearer.listen(TOPIC) as listener, hearer.listen(TOPIC + "0") as other:
+            await live(listener)
+            await live(other)
+            while await listener.next(0.01) is not None or await other.next(0.01) is not None:
+                pass
+            await teller.tell(TOPIC, "a")
+            assert await finish(listener.next(10)) == "a"
+            assert await other.next(0.05) is None
+        await teller.tell(TOPIC, "b")
+        with hearer.listen(TOPIC) as again:
+            assert await again.next(0.2) in (None, LOOK)
+
+
+async def test_several_listeners_of_one_topic_all_hear(url: str) -> None:
+    async with opened(url, url) as [(_, teller), (_, hearer)]:
+        with hearer.listen(TOPIC) as one, hearer.listen(TOPIC) as two:
+            for listener in (one, two):
+                await live(listener)
+            await teller.tell(TOPIC, "x")
+            for listener in (one, two):
+                while await finish(listener.next(10)) != "x":
+                    pass
+
+
+async def test_a_hundred_topics_come_and_go(url: str) -> None:
+    async with opened(url, url) as [(_, teller), (_, hearer)]:
+
+        async def one(number: int) -> None:
+            with hearer.listen(f"{TOPIC}:{number}") as listener:
+                await live(listener)
+                await teller.tell(f"{TOPIC}:{number}", f"m{number}")
+                while await finish(listener.next(10)) != f"m{number}":
+                    pass
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(100):
+                group.create_task(one(number))
+
+
+async def test_a_store_in_memory_tells_within_its_process() -> None:
+    async with opened("memory://") as [(_, notifier)]:
+        with notifier.listen(TOPIC) as listener:
+            assert listener.is_live
+            await notifier.tell(TOPIC, "x")
+            assert await listener.next(1) == "x"
+
+
+async def test_a_store_that_cannot_tell_is_polled(tmp_path: Path) -> None:
+    url = f"mirrored:{tmp_path.as_uri()}|{(tmp_path / 'b').as_uri()}"
+    async with opened(url) as [(_, notifier)]:
+        assert isinstance(notifier, Polling)
+        with notifier.listen(TOPIC) as listener:
+            await notifier.tell(TOPIC, "x")
+            assert not listener.is_live
+            assert await listener.next(0.01) is None
+
+
+async def test_hints_between_files_leave_no_file_behind(tmp_path: Path) -> None:
+    async with opened(tmp_path.as_uri(), tmp_path.as_uri()) as [(store, teller), (_, hearer)]:
+        await teller.tell(TOPIC, "early")  # nobody has ever listened
+        assert not (tmp_path / DIRECTORY).exists()
+        left = tmp_path / DIRECTORY / "left"
+        left.parent.mkdir()
+        left.touch()
+        os.utime(left, (1, 1))  # by a process that died while telling
+        with hearer.listen(TOPIC) as listener:
+            await live(listener)
+            for number in range(50):
+                await teller.tell(TOPIC, f"p{number}")
+        assert list((tmp_path / DIRECTORY).iterdir()) == []
+        assert (await store.list("tierkv", limit=10)).values == ()
+
+
+async def test_without_inotify_files_are_polled_and_it_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: Path) -> int:
+        raise OSError(24, "too many watches")
+
+    monkeypatch.setattr(notify_file, "_watch", refuse)
+    monkeypatch.setattr(notify_file, "_TRY_AGAIN_S", 0.001)
+    async with opened(tmp_path.as_uri()) as [(_, notifier)]:
+        with notifier.listen(TOPIC) as listener:
+            assert await listener.next(0.1) is None
+            assert not listener.is_live
+    assert len([r for r in caplog.records if "polled" in r.getMessage()]) == 1
+
+
+async def test_a_listener_comes_back_after_its_server_was_killed() -> None:
+    with redis_server() as first:
+        async with opened(first.url) as [(_, notifier)]:
+            with notifier.listen(TOPIC) as listener:
+                await live(listener)
+                first.kill()
+                await until(lambda: not listener.is_live, "a loss that is noticed")
+                await notifier.tell(TOPIC, "lost")  # never fails
+                with again(first):
+                    await live(listener)
+                    while await listener.next(0.05) is not None:
+                        pass
+                    for _ in range(100):  # the store's own connection comes back when it is used
+                        await notifier.tell(TOPIC, "back")
+                        if await listener.next(0.1) == "back":
+                            return
+    pytest.fail("nothing was heard again")
+
+
+async def test_a_user_who_may_not_tell_polls_and_it_is_said_once(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.execute(
+        "ACL", "SETUSER", "narrow", "on", ">pw", "~tierkv:*",
+        "+get", "+getrange", "+set", "+exists", "+unlink", "+pexpire", "+ping",
+    )  # fmt: skip
+    url = f"redis://narrow:pw@127.0.0.1:{server.port}/0"
+    caplog.set_level(logging.WARNING)
+    async with opened(url) as [(store, notifier)]:
+        with notifier.listen(TOPIC) as listener:
+            for _ in range(3):
+                await notifier.tell(TOPIC, "x")
+            assert await listener.next(0.3) in (None, LOOK)
+            assert not listener.is_live
+            [outcome] = await store.put([PutItem("tierkv:x", (b"y",), ttl_s=5)])
+            assert outcome.status.value == "stored"
+    assert len([r for r in caplog.records if "polled" in r.getMessage()]) == 1
+
+
+async def test_the_documented_access_is_enough(server: RedisServer) -> None:
+    server.execute(
+        "ACL", "SETUSER", "node", "on", ">pw", "~tierkv:*", "&tierkv:*",
+        "+get", "+getrange", "+set", "+exists", "+unlink", "+pexpire", "+ping",
+        "+publish", "+subscribe", "+unsubscribe",
+    )  # fmt: skip
+    url = f"redis://node:pw@127.0.0.1:{server.port}/0"
+    async with opened(url) as [(_, notifier)]:
+        with notifier.listen(TOPIC) as listener:
+            await live(listener)
+            await notifier.tell(TOPIC, "x")
+            while await finish(listener.next(10)) != "x":
+                pass
+
+
+async def test_a_connection_is_made_only_for_who_listens(server: RedisServer) -> None:
+    async with opened(server.url) as [(store, notifier)]:
+        await store.ping()
+        before = await asyncio.to_thread(server.num_connections)
+        await notifier.tell(TOPIC, "x")
+        assert await asyncio.to_thread(server.num_connections) == before
+        with notifier.listen(TOPIC) as listener:
+            await live(listener)
+            assert await asyncio.to_thread(server.num_connections) == before + 1

@@ -1,0 +1,344 @@
+"""The storage rows of the reliability table from a node's end: what a request, the index and the
+probes see of a Redis that dies, freezes, forgets or lies. Full counts are marked slow."""
+
+# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tests.api.nodes import process
+from tests.e2e.exact import text, truth
+from tests.latch import CopyLatch
+from tests.layouts import LAYOUTS
+from tests.redis_server import (  # noqa: F401 - fixtures
+    RedisServer,
+    empty_redis,
+    module_redis,
+    redis_server,
+)
+from tests.storage.test_reliability import SLACK, redis_store, trials
+from tests.world import BLOCK, GQA, World, fingerprint
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.layout import Layout
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
+from tierkv.pd.settings import HandoffSettings
+from tierkv.refmodel.text import decode as decode_text
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+from tierkv.storage.protocol import GetStatus, PutStatus
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.transfer.storage_io import StorageIO
+
+TOKENS = list(range(12 * BLOCK))
+
+
+@asynccontextmanager
+async def node_over(
+    server: RedisServer, storage_write: WritePolicy = WritePolicy.WRITE_THROUGH
+) -> AsyncIterator[World]:
+    """A service that stores every block at once, over a Redis behind a breaker, as a node's is."""
+    store = ResilientStore(redis_store(server.url), ResilienceSettings(), SystemClock())
+    latch = CopyLatch()
+    service = Service(
+        CpuDevice(before_copy=latch),
+        fingerprint(),
+        CacheSettings(
+            block_size=BLOCK, device_blocks=64, host_blocks=64, storage_write=storage_write
+        ),
+        HandoffSettings(),
+        store,
+    )
+    async with service.running():
+        try:
+            yield World(service, latch)
+        finally:
+            latch.release()
+
+
+def believed_stored(here: World) -> int:
+    nodes = here.service.index.nodes()
+    return sum(int(node.stored_in(0, node.num_blocks).sum()) for node in nodes)
+
+
+@trials(3, 200)
+async def test_row_1_a_server_killed_during_a_write_leaves_blocks_that_count_as_not_stored(
+    count: int,
+) -> None:
+    for _ in range(count):
+        with redis_server() as server:
+            async with node_over(server) as here:
+                request = await here.admit(TOKENS)
+                await here.prefill(request, TOKENS)
+                await asyncio.sleep(random.uniform(0, 0.01))
+                server.kill()
+                killed_at = time.monotonic()
+                here.service.end(request)
+                await here.settle()
+                assert time.monotonic() - killed_at <= 0.6 * SLACK  # an answer, and a connection
+                stats = here.storage_stats
+                assert believed_stored(here) <= stats.flushed_blocks
+                # The service answers, from what it has.
+                started = time.monotonic()
+                matched = await here.run(TOKENS)
+                assert matched.device_tokens >= 11 * BLOCK
+                assert time.monotonic() - started <= 1.0 * SLACK
+                assert here.free_device_blocks == 64 - 12
+
+
+@trials(3, 200)
+async def test_row_2_a_server_killed_during_a_read_leaves_a_request_that_computes(
+    count: int,
+) -> None:
+    slowest = 0.0
+    for _ in range(count):
+        with redis_server() as server:
+            async with node_over(server) as here:
+                await here.run(TOKENS)
+                assert here.service.reset() == 0
+                admitting = asyncio.ensure_future(here.admit(TOKENS))
+                await asyncio.sleep(random.uniform(0, 0.004))
+                server.kill()
+                killed_at = time.monotonic()
+                request = await admitting
+                slowest = max(slowest, time.monotonic() - killed_at)
+                assert request.cached_tokens in range(len(TOKENS))
+                await here.prefill(request, TOKENS)  # checks what came, computes the rest
+                here.check_kv(request, TOKENS, len(TOKENS))
+                here.service.end(request)
+                await here.settle()
+                assert here.free_device_blocks == 64 - 12
+    assert slowest <= 0.3 * SLACK
+
+
+@trials(60, 1_000)
+async def test_row_3_a_frozen_server_costs_requests_that_hit_locally_nothing(
+    count: int, empty_redis: RedisServer
+) -> None:
+    async with node_over(empty_redis, WritePolicy.NONE) as here:
+        await here.run(TOKENS)
+
+        async def hits() -> float:
+            seen = []
+            for _ in range(count):
+                started = time.perf_counter()
+                request = await here.admit(TOKENS)
+                seen.append(time.perf_counter() - started)
+                assert request.matched.device_tokens >= 11 * BLOCK
+                here.service.end(request)
+                await here.settle()
+            return float(np.percentile(seen, 99))
+
+        healthy = await hits()
+        empty_redis.pause()
+        try:
+            frozen = await hits()
+        finally:
+            empty_redis.resume()
+        assert frozen <= 1.2 * SLACK * healthy + 0.001
+
+
+@trials(1, 20)
+async def test_row_3_a_frozen_server_leaves_a_node_ready_but_degraded_until_it_is_back(
+    count: int, empty_redis: RedisServer, tmp_path: Path
+) -> None:
+    prompt = text(100)
+    expected = truth(prompt, 4).tokens
+    said = decode_text(prompt)
+    body = {"prompt": said, "max_tokens": 4}
+    async with process(tmp_path, "--storage", empty_redis.url) as here:
+
+        async def storage_part() -> tuple[int, str, str]:
+            answer = await here.client.get("/readyz?verbose")
+            part = answer.body["parts"]["storage"]
+            return answer.status, part["status"], part["detail"]
+
+        async def metrics() -> str:
+            return bytes((await here.client.get("/metrics")).body).decode()
+
+        for trial in range(count):
+            assert (await storage_part())[:2] == (200, "ok")
+            empty_redis.pause()
+            try:
+                slowest, requests = 0.0, 0
+                while "left alone" not in (await storage_part())[2]:
+                    started = time.monotonic()
+                    answer = await here.client.post(
+                        "/v1/generate", body | {"prompt": f"{trial}-{requests} {said}"}
+                    )
+                    slowest = max(slowest, time.monotonic() - started)
+                    assert answer.status == 200
+                    requests += 1
+                assert requests <= 5  # each costs one deadline, and the probes of readiness theirs
+                assert slowest <= 1.0 * SLACK
+                assert (await storage_part())[:2] == (200, "degraded")
+                assert 'tierkv_circuit_state{state="closed",tenant=""} 0.0' in await metrics()
+                answer = await here.client.post("/v1/generate", body)
+                assert tuple(answer.body["tokens"]) == expected
+            finally:
+                empty_redis.resume()
+            healed_at = time.monotonic()
+            while (await storage_part())[:2] != (200, "ok"):
+                assert time.monotonic() - healed_at <= 2.0 * SLACK
+                await asyncio.sleep(0.02)
+            assert 'tierkv_circuit_state{state="closed",tenant=""} 1.0' in await metrics()
+        here.terminate()
+        assert await here.ended() == 0
+
+
+# What lies in the store is not what was put there
+
+
+class Blocks:
+    """Blocks of one prompt in host slots, and how storage is asked for them."""
+
+    def __init__(self, server: RedisServer, layout: Layout, num_tokens: int) -> None:
+        self.server = server
+        self.layout = layout
+        who = Fingerprint("model", layout)
+        self.host = CpuHostSlots(layout, 64)
+        self.host.array[:] = np.random.default_rng(5).integers(1, 256, self.host.array.shape)
+        self.names = Names("tierkv", who.short)
+        self.store = redis_store(server.url)
+        self.io = StorageIO(
+            self.store, self.names, layout, self.host, deadline_s=20.0, block_ttl_s=100.0
+        )
+        self.keys = stored_keys(who.root(), Prompt.of(range(num_tokens), layout.block_size))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self.store.running(), self.io.running():
+            yield
+
+    async def execute(self, *command: str | bytes | int) -> object:
+        return await asyncio.to_thread(self.server.execute, *command)
+
+    async def flush(self, keys: list[StoredKey], start: int = 0) -> None:
+        outcomes = await self.io.flush(keys, np.arange(start, start + len(keys), dtype=np.int32))
+        assert {o.status for o in outcomes} <= {PutStatus.STORED, PutStatus.EXISTED}
+
+    async def fetch(self, key: StoredKey, slot: int = 60) -> GetStatus:
+        [outcome] = await self.io.fetch([key], np.array([slot], np.int32))
+        return outcome.status
+
+
+@trials(100, 10_000)
+async def test_row_5_a_bit_flipped_in_redis_is_found_counted_and_deleted(
+    count: int, empty_redis: RedisServer
+) -> None:
+    ground = Blocks(empty_redis, GQA, BLOCK)
+    [key] = ground.keys
+    name = ground.names.name(key)
+    async with ground.running():
+        for trial in range(count):
+            await ground.flush([key])
+            value = await ground.store.get(name, max_bytes=1 << 20)
+            assert value is not None
+            at = random.randrange(8 * len(value))
+            byte = bytes([value[at // 8] ^ 1 << at % 8])
+            await ground.execute("SETRANGE", name, at // 8, byte)
+            assert await ground.fetch(key) is GetStatus.DAMAGED
+            assert ground.io.stats.damaged_blocks == trial + 1
+            assert await ground.execute("EXISTS", name) == 0
+
+
+@trials(40, 2_000)
+async def test_row_5_a_value_cut_in_redis_is_found(count: int, empty_redis: RedisServer) -> None:
+    ground = Blocks(empty_redis, GQA, BLOCK)
+    [key] = ground.keys
+    name = ground.names.name(key)
+    async with ground.running():
+        for _ in range(count):
+            await ground.flush([key])
+            value = await ground.store.get(name, max_bytes=1 << 20)
+            assert value is not None
+            await ground.execute("SET", name, value[: random.randrange(len(value))])
+            assert await ground.fetch(key) is GetStatus.DAMAGED
+            assert await ground.execute("EXISTS", name) == 0
+
+
+@trials(40, 10_000)
+async def test_row_7_what_redis_evicts_meanwhile_is_the_end_of_the_prefix_and_never_a_hole(
+    count: int,
+) -> None:
+    layout = LAYOUTS["gqa"]
+    gaps = 0
+    with redis_server("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-random") as server:
+        ground = Blocks(server, layout, 16 * layout.block_size)
+        filler = redis_store(server.url)
+        async with ground.running(), filler.running():
+
+            async def press() -> None:
+                while True:
+                    await ground.execute("SET", f"other:{random.randrange(64)}", bytes(100_000))
+
+            pressing = asyncio.ensure_future(press())
+            try:
+                for _ in range(count):
+                    await ground.flush(ground.keys)
+                    present = await ground.io.count_present(ground.keys)
+                    target = np.arange(32, 32 + present, dtype=np.int32)
+                    outcomes = await ground.io.fetch(ground.keys[:present], target)
+                    usable = next(
+                        (i for i, o in enumerate(outcomes) if o.status is not GetStatus.HIT),
+                        present,
+                    )
+                    gaps += usable < present
+                    for slot in range(usable):
+                        assert np.array_equal(ground.host.array[32 + slot], ground.host.array[slot])
+                    assert {o.status for o in outcomes} <= {GetStatus.HIT, GetStatus.MISS}
+            finally:
+                pressing.cancel()
+                await asyncio.wait([pressing])
+        evicted = await asyncio.to_thread(server.execute, "INFO", "stats")
+        assert isinstance(evicted, dict)
+        assert evicted["evicted_keys"] > 0
+    print(f"{gaps} of {count} had a value go between question and answer")  # noqa: T201 - for docs
+
+
+@trials(60, 10_000)
+async def test_row_24_a_tail_of_other_tokens_in_redis_is_never_taken(
+    count: int, empty_redis: RedisServer
+) -> None:
+    layout = LAYOUTS["gqa"]
+    ground = Blocks(empty_redis, layout, layout.block_size - 1)
+    [tail] = ground.keys
+    async with ground.running():
+        for _ in range(count):
+            written, wanted = random.sample(range(1, layout.block_size), 2)
+            keys = [replace(tail, num_tokens=tokens) for tokens in (written, wanted)]
+            await ground.flush(keys[:1])
+            # The same digest, as no honest writer makes it: only the header can tell.
+            await ground.execute("RENAME", *(ground.names.name(key) for key in keys))
+            assert await ground.fetch(keys[1]) is GetStatus.DAMAGED
+            assert await ground.fetch(keys[1]) is GetStatus.MISS
+
+
+@trials(20, 200)
+async def test_row_25_a_writer_with_another_layout_is_a_miss_in_redis_too(
+    count: int, empty_redis: RedisServer
+) -> None:
+    for trial in range(count):
+        plane = replace(GQA.planes[0], dtype=f"stale{trial}")
+        stale = Blocks(empty_redis, Layout(BLOCK, (plane, *GQA.planes[1:])), 3 * BLOCK)
+        ours = Blocks(empty_redis, GQA, 3 * BLOCK)
+        async with stale.running(), ours.running():
+            await stale.flush(stale.keys)
+            assert await ours.io.count_present(ours.keys) == 0
+            # Even under our names its values are not ours.
+            for theirs, key in zip(stale.keys, ours.keys, strict=True):
+                names = (stale.names.name(theirs), ours.names.name(key))
+                await ours.execute("RENAME", *names)
+                assert await ours.fetch(key) is GetStatus.DAMAGED
+                assert await ours.fetch(key) is GetStatus.MISS

@@ -1,0 +1,113 @@
+"""The storage section of a node's config, from TOML and the environment to what the node opens."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tierkv.api.node import Health, Node
+from tierkv.api.settings import NodeSettings
+from tierkv.config import load
+from tierkv.errors import ConfigError
+from tierkv.storage.breaker import BreakerState
+from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
+from tierkv.storage.resilient import ResilientStore
+
+KEY = "ab" * 32
+
+
+def settings(folder: Path, toml: str = "", **environ: str) -> NodeSettings:
+    path = folder / "node.toml"
+    path.write_text(toml)
+    return load(NodeSettings, path, environ)
+
+
+async def test_a_node_opens_its_store_behind_a_breaker_with_deadlines_of_250_ms(
+    tmp_path: Path,
+) -> None:
+    chosen = await asyncio.to_thread(
+        settings, tmp_path, f'[storage]\nurl = "file://{tmp_path}/store"\n[node]\nport = 0'
+    )
+    node = Node(chosen, environ={})
+    async with node.running():
+        assert isinstance(node.service.store, ResilientStore)
+        [state] = node.service.storage_state()
+        assert state.circuit == BreakerState.CLOSED.value
+        assert (await node.health())["storage"][0].value == "ok"
+        await node.service.attach_storage("memory://")
+        [state] = node.service.storage_state()
+        assert (state.url, state.circuit) == ("memory://", BreakerState.CLOSED.value)
+        node.service.detach_storage()
+        assert (await node.health())["storage"] == (Health.OK, "no storage tier")
+    of_kinds = chosen.storage.of_kinds()
+    assert of_kinds.redis.timeout_s == of_kinds.redis.connect_timeout_s == 0.25
+    assert 0.25 <= of_kinds.resilience.timeout_s <= 0.3
+
+
+def test_every_kind_of_store_has_its_table(tmp_path: Path) -> None:
+    found = settings(
+        tmp_path,
+        """
+        [storage]
+        url = "layered:file:///near|redis://far:6379/0"
+        touches_per_ttl = 4
+        peer_tensor_parallel = [1, 2]
+        tenants = { 0123456789abcdef = "redis://other:6379/0" }
+        [storage.mooncake]
+        replicas = 2
+        [storage.layered]
+        near_ttl_s = 60
+        [storage.resilience]
+        failures_to_open = 3
+        [storage.redis.tls]
+        ca = "/etc/ca.pem"
+        """,
+        TIERKV_STORAGE__RESILIENCE__PROBE_INTERVAL_S="0.5",
+    ).storage
+    kinds = found.of_kinds()
+    assert kinds.mooncake.replicas == 2
+    assert kinds.layered.near_ttl_s == 60
+    assert kinds.resilience.failures_to_open == 3
+    assert kinds.resilience.probe_interval_s == 0.5
+    assert found.peer_tensor_parallel == (1, 2)
+    assert found.tenants == {"0123456789abcdef": "redis://other:6379/0"}
+
+
+def test_the_key_comes_from_a_file_or_from_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(KEY + "\n")
+    signed = settings(tmp_path, f'[storage]\ntrust = "signed"\nkey_file = "{file}"').storage
+    assert isinstance(signed.codecs()("f" * 16), SignedCodec)
+    sealed = settings(tmp_path, '[storage]\ntrust = "sealed"', TIERKV_STORAGE__KEY=KEY).storage
+    assert sealed.trust is Trust.SEALED
+    assert isinstance(sealed.codecs()("f" * 16), SealedCodec)
+    assert KEY not in repr(sealed)
+
+
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ('trust = "signed"', "key_file"),
+        (f'key = "{KEY}"', "set storage.trust"),
+        (f'trust = "sealed"\nkey = "{KEY}"\nkey_file = "x"', "both"),
+        ('trust = "maybe"', "trust"),
+        ("touches_per_ttl = -1", "touches_per_ttl"),
+        ("peer_tensor_parallel = [0]", "peer_tensor_parallel"),
+        ("[storage.mooncake]\nreplica = 1", "storage.mooncake.replica"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_named(toml: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        settings(tmp_path, "[storage]\n" + toml)
+
+
+@pytest.mark.parametrize("content", ["", "xyz", "ab" * 31, "ä" * 64])
+def test_a_key_that_is_none_is_refused_without_repeating_it(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(content)
+    found = settings(tmp_path, f'[storage]\ntrust = "signed"\nkey_file = "{file}"').storage
+    with pytest.raises(ConfigError) as caught:
+        found.codecs()
+    assert not content or content not in str(caught.value)
