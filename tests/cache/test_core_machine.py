@@ -26,8 +26,9 @@ from tierkv.cache.tokens import unpack
 from tierkv.errors import OwnershipError
 
 SIZE = 2
-STEPS = 2600
+STEPS = 2200
 ROOTS = {"": b"own root".ljust(32, b"."), "acme": b"acme root".ljust(32, b".")}
+ROOTS["guest"] = b"guest root".ljust(32, b".")
 IMAGE = b"i" * 16
 Block = tuple[str, tuple[int, ...], bool]  # tenant, tokens up to its end, with an image in front
 
@@ -53,6 +54,8 @@ class Moving:
 class Machine:
     def __init__(self, seed: int, kind: EvictionKind) -> None:
         self.rng = random.Random(seed)
+        self.kind = kind
+        self.tenants = ["", "", "acme"]
         self.pools = {Tier.DEVICE: BlockPool("device", 14), Tier.HOST: BlockPool("host", 10)}
         policies = (make_policy(kind, 14), make_policy(kind, 10))
         self.index = Index(SIZE, ROOTS[""], policies)
@@ -66,7 +69,7 @@ class Machine:
 
     def prompt(self) -> tuple[Prompt, tuple[int, ...], str, bool]:
         tokens = tuple(self.rng.randrange(2) for _ in range(self.rng.randrange(1, 10)))
-        tenant = self.rng.choice(["", "", "acme"])
+        tenant = self.rng.choice(self.tenants)
         has_image = self.rng.random() < 0.2
         media = [MediaItem(0, 1, IMAGE)] if has_image else []
         return Prompt.of(tokens, SIZE, media, space=tenant), tokens, tenant, has_image
@@ -102,6 +105,7 @@ class Machine:
             self.match, self.insert, self.insert, self.insert, self.hold, self.release,
             self.release, self.begin_load, self.begin_offload, self.arrive, self.arrive,
             self.fail, self.evict, self.evict, self.evict_own, self.pin, self.resize, self.digest,
+            self.quota, self.open_or_close,
         ]  # fmt: skip
         self.rng.choice(steps)()
         self.compare()
@@ -284,10 +288,37 @@ class Machine:
 
     def evict_own(self) -> None:
         tier = self.rng.choice(list(Tier))
-        space = next(s for s in self.index.spaces() if s.name == "acme")
+        space = self.index.root_named("acme").space
         order = self.index.own_order(space, tier)
-        assert order is not None
-        self.evict_from(tier, order, "acme")
+        assert (order is None) == (not space.has_quota)
+        if order is not None:
+            self.evict_from(tier, order, "acme")
+
+    def quota(self) -> None:
+        """A tenant's quota comes, goes or changes, whatever blocks it has by then."""
+        name = self.rng.choice(["acme", "acme", ""])
+        given = self.rng.choice([(5, 4), (2, None), (None, 3), (None, None)])
+        self.index.set_quota(self.index.root_named(name).space, given, self.kind)
+
+    def open_or_close(self) -> None:
+        """A tenant that comes by name, and goes again once nobody holds anything of it."""
+        if "guest" not in self.tenants:
+            self.tenants.append("guest")
+            self.index.open_space(Space("guest", ROOTS["guest"]), self.kind)
+            return
+        root = self.index.root_named("guest")
+        if root.holders or any(b[0] == "guest" for m in self.moving for b in m.blocks):
+            return
+        for node in list(root.children.values()):
+            freed = self.index.forget_below(node, 0)
+            for each, slots in zip(Tier, freed, strict=True):
+                self.pools[each].release(slots)
+        for each in Tier:
+            for block in [b for b in self.copies[each] if b[0] == "guest"]:
+                del self.copies[each][block]
+        self.pinned = [node for node in self.pinned if node.space.name != "guest"]
+        self.index.close_space("guest")
+        self.tenants.remove("guest")
 
     def evict_from(self, tier: Tier, order: EvictionOrder, tenant: str | None) -> None:
         count = self.rng.randrange(1, 6)

@@ -19,6 +19,7 @@ from tierkv.cache.policies import (
     make_policy,
 )
 from tierkv.cache.pool import BlockPool
+from tierkv.cache.s3fifo import S3Fifo
 
 
 class Cached:
@@ -115,6 +116,43 @@ def test_the_cost_aware_policy_ages_what_is_not_used_any_more() -> None:
         cache.use(number)
         cache.check()
     assert not cache.has(*long)
+
+
+def test_s3fifo_lets_newcomers_that_nobody_matches_go_before_what_is_shared() -> None:
+    cache = Cached(S3Fifo(20), capacity=20)
+    cache.use(1, 2)
+    cache.use(1, 2)
+    for number in range(100, 150):  # none of these ever comes again
+        cache.use(number)
+        cache.evict(max(0, 5 - cache.pools[Tier.DEVICE].num_free))
+        cache.check()
+    assert cache.has(1, 2)
+
+
+def test_s3fifo_saves_a_run_once_for_each_round_in_which_it_was_matched() -> None:
+    cache = Cached(S3Fifo(4), capacity=20)
+    for number in range(4):
+        cache.use(number)
+    cache.use(0)  # the oldest, but matched
+    cache.evict(1)
+    assert [number for number in range(4) if cache.has(number)] == [0, 2, 3]
+    cache.evict(3)
+    assert not any(cache.has(number) for number in range(4))  # its second chance is used up
+    cache.check()
+
+
+def test_s3fifo_remembers_who_went_and_takes_it_into_the_main_queue() -> None:
+    cache = Cached(S3Fifo(10), capacity=20)
+    cache.use(1)
+    cache.use(2)
+    cache.evict(1)
+    assert not cache.has(1)
+    cache.use(1)  # came back
+    for number in range(50, 54):
+        cache.use(number)
+    cache.evict(3)
+    assert cache.has(1)
+    cache.check()
 
 
 @pytest.mark.parametrize("kind", EvictionKind)

@@ -36,6 +36,7 @@ class EvictionOrder:
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
         self._num_pushed = 0
         self._rank = self.policy.rank
+        self._spares = self.policy.spares if self.policy.has_second_chances else None
 
     def is_candidate(self, node: Node) -> bool:
         return (
@@ -115,6 +116,8 @@ class EvictionOrder:
             gone = gone_children[parent.uid] = gone_children.get(parent.uid, 0) + 1
             is_next = gone == parent.present_children[self.tier] and parent.holders == 0
             if is_next and parent.copies[self.tier].num_present:
+                if self._spares is not None:
+                    self._spares(parent)
                 heapq.heappush(virtual, (self.rank(parent), -parent.uid, parent))
         for entry in taken:
             heapq.heappush(self._heap, entry)
@@ -131,6 +134,11 @@ class EvictionOrder:
             elif not self.is_candidate(entry[2]):
                 heapq.heappop(heap)
                 del newest[uid]
+            elif self._spares is not None and self._spares(entry[2]):
+                heapq.heappop(heap)
+                del newest[uid]
+                self._push(entry[2])
+                heap = self._heap
             else:
                 return virtual[0] if virtual and virtual[0] < entry else entry
         return virtual[0] if virtual else None

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 from tierkv.cache.node import Node
+from tierkv.cache.s3fifo import S3Fifo
 
 _AGE_BITS = 48  # of a rank, for the tick of the last use: 2.8e14 uses
 
@@ -14,6 +15,14 @@ _AGE_BITS = 48  # of a rank, for the tick of the last use: 2.8e14 uses
 class EvictionPolicy(Protocol):
     """What it promises: ranks are integers, the lowest goes first; asking changes nothing that
     another answer depends on. That leaves go before their parents is not its business."""
+
+    @property
+    def has_second_chances(self) -> bool:
+        """Whether `spares` is to be asked."""
+
+    def spares(self, node: Node) -> bool:
+        """Asked of the run that would go next: True if its rank has changed now, so that another
+        one may. Asked again without a match between, it says False."""
 
     def rank(self, node: Node) -> int:
         """Of a run nobody holds, since its last use."""
@@ -29,6 +38,11 @@ class EvictionPolicy(Protocol):
 
 
 class _Stateless:
+    has_second_chances = False
+
+    def spares(self, node: Node) -> bool:  # noqa: ARG002 - the protocol's
+        return False
+
     def queued(self, node: Node) -> list[Node]:  # noqa: ARG002 - the protocol's
         return []
 
@@ -128,6 +142,7 @@ class EvictionKind(Enum):
     LRU = "lru"
     LFU = "lfu"
     SLRU = "slru"
+    S3FIFO = "s3fifo"
     COST = "cost"
 
 
@@ -142,4 +157,6 @@ def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
         return Lfu()
     if kind is EvictionKind.SLRU:
         return Slru(int(capacity * _PROTECTED_SHARE))
+    if kind is EvictionKind.S3FIFO:
+        return S3Fifo(capacity)
     return CostAware()

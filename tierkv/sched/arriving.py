@@ -27,7 +27,7 @@ class Arriving:
 
     @asynccontextmanager
     async def arrival(self, request_id: str, space: str) -> AsyncIterator[None]:
-        """If it is aborted, what the body waits for is cancelled, and RequestAbortedError raised."""
+        """If it is aborted, the body is cancelled where it waits; RequestAbortedError then."""
         if request_id in self._by_id:
             raise DuplicateRequestError(f"request {request_id!r} is already on its way")
         scope = asyncio.timeout(None)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
+from tierkv.cache.fingerprint import Fingerprint, differences
 from tierkv.cache.history import Fate, History
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.cache.match import segments
+from tierkv.cache.match import Match, segments
 from tierkv.cache.node import Tier
 from tierkv.cache.states import CopyState
 
@@ -18,6 +21,7 @@ class Miss(Enum):
     """Why the first block that is not cached is not."""
 
     NONE = "nothing is missing"
+    STORED = "only in storage"
     NEVER_STORED = "never stored"
     EVICTED = "evicted"
     IN_FLIGHT = "in flight"
@@ -38,11 +42,27 @@ _OF_FATE = {
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Blocks [start, stop) of the prompt, all in the same place."""
+    """Blocks [start, stop) of the prompt, all in the same place; a stored tail counts as one."""
 
     start: int
     stop: int
-    where: str  # "device", "loading", "host"
+    where: str  # "device", "loading", "host", "storage"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an explanation may look at beside the index and its history.
+
+    fetching: whether a block of this key is on its way from storage. computing: whether a request
+    computes what follows a match. fingerprints: by space, for one who may know in which field
+    another one differs; None for everybody else, who is told only that it does. stored: how many
+    blocks beyond the match storage has, None if it was not asked or did not answer in time.
+    """
+
+    fetching: Callable[[Prompt, int], bool]
+    computing: Callable[[Match, Prompt], bool]
+    fingerprints: Mapping[str, Fingerprint] | None = None
+    stored: int | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -60,7 +80,7 @@ class Explanation(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-def explain(index: Index, prompt: Prompt, history: History) -> Explanation:
+def explain(index: Index, prompt: Prompt, history: History, around: Surroundings) -> Explanation:
     """What a request for `prompt` would find right now. Changes nothing."""
     match = index.match(prompt)
     runs: list[Run] = []
@@ -72,15 +92,18 @@ def explain(index: Index, prompt: Prompt, history: History) -> Explanation:
                 runs[-1] = Run(runs[-1].start, at + 1, where)
             else:
                 runs.append(Run(at, at + 1, where))
-    miss, tier, when, detail = _first_miss(index, prompt, history, match.num_blocks)
     partial = match.partial.num_tokens if match.partial else 0
     is_all = match.num_blocks * prompt.block_size + partial >= prompt.num_tokens
+    at_block = match.num_blocks
+    if around.stored and not is_all:
+        runs.append(Run(at_block, at_block + around.stored, "storage"))
+    miss, tier, when, detail = _first_miss(index, prompt, history, match, around)
     return Explanation(
         num_tokens=prompt.num_tokens,
         num_blocks=match.num_blocks,
         runs=tuple(runs),
         partial_tokens=partial,
-        first_miss=None if is_all else match.num_blocks,
+        first_miss=None if is_all else at_block,
         reason=(Miss.NONE if is_all else miss).value,
         tier=None if is_all else tier,
         at=None if is_all else when,
@@ -91,17 +114,35 @@ def explain(index: Index, prompt: Prompt, history: History) -> Explanation:
 _PLACES = {CopyState.READY: "device", CopyState.INCOMING: "loading", CopyState.ABSENT: "host"}
 
 
+_Reason = tuple[Miss, str | None, float | None, str]
+
+
 def _first_miss(
-    index: Index, prompt: Prompt, history: History, block: int
-) -> tuple[Miss, str | None, float | None, str]:
+    index: Index, prompt: Prompt, history: History, match: Match, around: Surroundings
+) -> _Reason:
+    block = match.num_blocks
+    if around.fetching(prompt, block):
+        return Miss.IN_FLIGHT, "storage", None, "being fetched"
     event = history.find(prompt, block)
     if event is not None:
         return _OF_FATE[event.fate], event.tier, event.at, event.detail
+    if around.computing(match, prompt):
+        return Miss.IN_FLIGHT, None, None, "being computed by a request"
+    if around.stored:
+        return Miss.STORED, "storage", None, "a request would fetch it, if that is worth its time"
     for space in index.spaces():
         if space.name == prompt.space:
             continue
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)
         if index.match(other).num_blocks > block:
-            # Not whose: one tenant must not learn what another one asks.
-            return Miss.OTHER_FINGERPRINT, None, None, "cached under another fingerprint"
+            return Miss.OTHER_FINGERPRINT, None, None, _differs(prompt.space, space.name, around)
     return Miss.NEVER_STORED, None, None, ""
+
+
+def _differs(ours: str, theirs: str, around: Surroundings) -> str:
+    """How two spaces differ; not whose the other is, unless the caller may know: one tenant must
+    not learn what another one asks."""
+    known = around.fingerprints
+    if known is None or ours not in known or theirs not in known:
+        return "cached under another fingerprint"
+    return "; ".join(differences(known[ours].readable(), known[theirs].readable()))

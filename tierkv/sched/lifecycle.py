@@ -1,12 +1,16 @@
-"""Emptying and resizing the tiers while requests run."""
+"""Emptying and resizing the tiers while requests run, and giving the device up for a while."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from tierkv.cache.node import Node, Tier
+from tierkv.cache.pool import Ids
 from tierkv.cache.states import CopyState
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, OwnershipError
 from tierkv.sched.tiers import Tiers
 
 
@@ -15,7 +19,12 @@ class Lifecycle:
 
     def __init__(self, tiers: Tiers, slots: tuple[int, int]) -> None:
         self._tiers = tiers
-        self._slots = slots
+        self._slots = list(slots)
+        self._asleep: Ids | None = None  # the device slots, which nobody gets meanwhile
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._asleep is not None
 
     def reset(self) -> int:
         """Forget every cached block that nobody holds, on both tiers, and what was believed to be
@@ -35,38 +44,63 @@ class Lifecycle:
     async def resize(self, tier: Tier, capacity: int) -> None:
         """Let the tier have `capacity` slots, within the memory there is.
 
-        Shrinking takes the slots beyond as they come free, evicts what may go from them, and waits
-        for what is held. Cancelling it leaves the capacity as it was. Raises ConfigError.
+        Shrinking takes the slots beyond as they come free, evicts what may go from them, device
+        blocks after a copy to the host where that has room, and waits for what is held. Cancelling
+        it leaves the capacity as it was. Raises ConfigError, OwnershipError while asleep.
         """
+        if self._asleep is not None:
+            raise OwnershipError("the device sleeps: wake it with the number of blocks to have")
         if not 1 <= capacity <= self._slots[tier]:
+            more = "; for more, sleep and wake with as many" if tier is Tier.DEVICE else ""
             raise ConfigError(
                 f"the {tier.name.lower()} tier has memory for 1 to {self._slots[tier]} blocks, "
-                f"not {capacity}"
+                f"not {capacity}{more}"
             )
         tiers, pool = self._tiers, self._tiers.pools[tier]
         if capacity >= pool.capacity:
             pool.grow(capacity)
             tiers.capacity_changed()
             return
-        retired = [np.zeros(0, np.int32)]
-        try:
-            while True:
-                self._clear(tier, capacity)
-                retired.append(pool.take_from(capacity))
-                tiers.lend(tier, retired[-1])
-                if sum(map(len, retired)) == pool.capacity - capacity:
-                    break
-                await tiers.next_change()
-        finally:
-            for slots in retired[1:]:
-                tiers.unlend(tier, slots)
-                pool.release(slots)
-            is_empty = not len(pool.taken_from(capacity))
-            if is_empty:
-                pool.shrink(capacity)
-            tiers.capacity_changed()
+        with self._retiring(tier) as retired:
+            await self._retire(tier, capacity, retired, keeps_blocks=True)
+        if not len(pool.taken_from(capacity)):
+            pool.shrink(capacity)
+        tiers.capacity_changed()
 
-    def _clear(self, tier: Tier, first: int) -> None:
+    @contextmanager
+    def _retiring(self, tier: Tier) -> Iterator[list[Ids]]:
+        """Slots that the body takes out of use go back at its end."""
+        retired: list[Ids] = []
+        try:
+            yield retired
+        finally:
+            self._give_back(tier, retired)
+
+    def _give_back(self, tier: Tier, retired: list[Ids]) -> None:
+        for slots in retired:
+            self._tiers.unlend(tier, slots)
+            self._tiers.pools[tier].release(slots)
+        self._tiers.capacity_changed()
+
+    async def _retire(
+        self, tier: Tier, first: int, retired: list[Ids], *, keeps_blocks: bool
+    ) -> None:
+        """Take all slots from `first` on, as they come free; `retired` has them as far as it is.
+
+        keeps_blocks: copy device blocks to the host first, as far as it has room.
+        """
+        tiers, pool = self._tiers, self._tiers.pools[tier]
+        tried: set[int] = set()  # runs whose copy was started once: it may have failed
+        while True:
+            self._clear(tier, first, tried, keeps_blocks=keeps_blocks)
+            slots = pool.take_from(first)
+            retired.append(slots)
+            tiers.lend(tier, slots)
+            if sum(map(len, retired)) == pool.capacity - first:
+                return
+            await tiers.next_change()
+
+    def _clear(self, tier: Tier, first: int, tried: set[int], *, keeps_blocks: bool) -> None:
         """Evict unheld copies in slots from `first` on, with what depends on them."""
         for node in list(self._tiers.index.nodes()):
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)
@@ -76,8 +110,70 @@ class Lifecycle:
             start = int(in_the_way[0])
             if _has_other_copies(node, start, tier):
                 self._tiers.evict_below(tier, node, start)
-            else:
+            elif not (tier is Tier.DEVICE and keeps_blocks and self._copy_first(node, tried)):
                 self._tiers.forget(node, start)
+
+    def _copy_first(self, node: Node, tried: set[int]) -> bool:
+        """Whether copies of all below and of `node` to the host are on their way; each is started
+        once, so that one that fails is not waited for twice."""
+        tiers = self._tiers
+        parts, pending = [], [node]
+        while pending:
+            part = pending.pop()
+            parts.append(part)
+            pending.extend(part.children.values())
+        lacking = [part for part in parts if part.uid not in tried and _lacks_host(part)]
+        missing = sum(
+            int(part.copies[Tier.HOST].is_in(CopyState.ABSENT, 0, part.num_blocks).sum())
+            for part in lacking
+        )
+        if not missing or missing > tiers.available(Tier.HOST):
+            return False
+        for part in lacking:
+            tried.add(part.uid)
+            tiers.save(part, part.end)
+        return True
+
+    # Sleep
+
+    async def empty_device(self, *, keeps_blocks: bool) -> None:
+        """Take every device slot out of use; returns when nothing is on the device any more and
+        no copy moves. keeps_blocks: what is only there goes to the host, as far as that has room.
+        Nobody may be admitted meanwhile. Waits for requests and pins; cancelling it undoes it.
+        """
+        if self._asleep is not None:
+            raise OwnershipError("the device sleeps already")
+        retired: list[Ids] = []
+        try:
+            await self._retire(Tier.DEVICE, 0, retired, keeps_blocks=keeps_blocks)
+            while self._tiers.num_tasks:
+                await self._tiers.next_change()
+        except BaseException:
+            self._give_back(Tier.DEVICE, retired)
+            raise
+        for slots in retired:
+            self._tiers.unlend(Tier.DEVICE, slots)
+        self._asleep = np.concatenate(retired)
+        self._tiers.lend(Tier.DEVICE, self._asleep)
+
+    def refill_device(self, num_blocks: int) -> None:
+        """There is memory for `num_blocks` again, all of it free."""
+        if self._asleep is None:
+            raise OwnershipError("the device does not sleep")
+        slots, self._asleep = self._asleep, None
+        pool = self._tiers.pools[Tier.DEVICE]
+        self._tiers.unlend(Tier.DEVICE, slots)
+        pool.release(slots)
+        if num_blocks < pool.capacity:
+            pool.shrink(num_blocks)
+        else:
+            pool.grow(num_blocks)
+        self._slots[Tier.DEVICE] = num_blocks
+        self._tiers.capacity_changed()
+
+
+def _lacks_host(node: Node) -> bool:
+    return bool(node.copies[Tier.HOST].is_in(CopyState.ABSENT, 0, node.num_blocks).any())
 
 
 def _has_other_copies(node: Node, start: int, tier: Tier) -> bool:

@@ -34,6 +34,18 @@ class Pins:
     def num_leases(self) -> int:
         return sum(pin.lease is not None for pin in self._pins.values())
 
+    def findings(self) -> list[str]:
+        """What is wrong, in words."""
+        wrong = []
+        for name, pin in self._pins.items():
+            if pin.lease is not None and pin.lease.is_released:
+                wrong.append(f"pin {name!r} has lost its lease")
+            if pin.node is not None and pin.node.parent is not None and pin.node.soft_pins < 1:
+                wrong.append(f"pin {name!r} is soft, but its blocks are not marked")
+            if pin.timer.cancelled():
+                wrong.append(f"pin {name!r} would never end")
+        return wrong
+
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> int:
         """Pin what is cached of `prompt` for `ttl_s` seconds; how many blocks that is. A pin of
         the same name is replaced."""

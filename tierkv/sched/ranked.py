@@ -218,9 +218,10 @@ class RankedEvent:
             if self._pending:
                 return False
             if self._errors:
-                rank, error = min(self._errors.items())
-                kind = DeviceFailedError if isinstance(error, DeviceFailedError) else TransferError
-                raise kind(f"rank {rank}: {error}", blocks=error.blocks) from error
+                rank = min(self._errors)
+                why = self._errors[rank]
+                kind = DeviceFailedError if isinstance(why, DeviceFailedError) else TransferError
+                raise kind(f"rank {rank}: {why}", blocks=why.blocks) from why
             return True
 
     def block_until_done(self, timeout_s: float) -> None:

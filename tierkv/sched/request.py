@@ -116,8 +116,7 @@ class Request:
         return self.spec.request_id
 
     def private_slots(self) -> Ids:
-        mask = np.array(self.is_private, dtype=np.bool_)
-        return self.block_table[mask]
+        return self.block_table[np.flatnonzero(self.is_private)]
 
     def check_tokens(self, tokens: bytes) -> None:
         """Raise BadRequestError unless `tokens`, packed, can be a commit of this request, and

@@ -114,6 +114,10 @@ class Scheduler:
             one.spec.prompt.space == tenant for one in self._running
         )
 
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
     def pause(self) -> None:
         """Admit nobody until `unpause`; requests may come and wait, those running go on."""
         self._is_paused = True
@@ -121,6 +125,26 @@ class Scheduler:
     def unpause(self) -> None:
         self._is_paused = False
         self._pump()
+
+    def findings(self) -> list[str]:
+        """What is wrong with the requests, in words, [] if nothing is."""
+        running = self._running
+        wrong = running.findings() + self._waiting.findings()
+        wrong += self.computing.findings(sum(1 for _ in running))
+        both = {one.spec.request_id for one in self._waiting} & running.by_id.keys()
+        wrong += [f"request {name!r} waits and runs" for name in sorted(both)]
+        for one in running.by_id.values():
+            name = one.request_id
+            if one.state is not RequestState.RUNNING:
+                wrong.append(f"request {name!r} is listed as running, but {one.state.value}")
+            if one.lease.is_released:
+                wrong.append(f"request {name!r} runs without its lease")
+            if len(one.is_private) != len(one.block_table):
+                wrong.append(f"request {name!r} does not know whose its blocks are")
+        for one in running.loads_of:
+            if one not in running:
+                wrong.append(f"request {one.request_id!r} has ended, but its loads are kept")
+        return wrong
 
     def check(self, spec: RequestSpec) -> None:
         """Raise what `admit` would raise at once, so that nothing is fetched for it in vain."""

@@ -16,18 +16,21 @@ from tierkv.sched.tiers import Tiers
 
 class Tenants:
     """fingerprints: by space, the service's own under "". is_in_use: whether requests of a space
-    run, wait, or are on their way. max_tenants: spaces of tenants that are open by name at once."""
+    run, wait, or are on their way. on_close: told of a space that is no more. max_tenants: how many
+    spaces of tenants by name are open at once."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it looks at, whom it tells, and three settings
         self,
         tiers: Tiers,
         fingerprints: dict[str, Fingerprint],
         is_in_use: Callable[[str], bool],
         *,
+        on_close: Callable[[str], None],
         max_tenants: int,
         quota: Quota,
         eviction: EvictionKind,
     ) -> None:
+        self._on_close = on_close
         self._tiers = tiers
         self._index = tiers.index
         self._fingerprints = fingerprints
@@ -100,6 +103,7 @@ class Tenants:
             self._tiers.forget(node, 0)
         self._index.close_space(name)
         del self._fingerprints[name]
+        self._on_close(name)
         if tenant is not None:
             del self._by_tenant[tenant]
         self._tiers.capacity_changed()

@@ -132,6 +132,17 @@ class WaitingLine:
         for other in self._line:
             other.passed_over += other.number < waiting.number
 
+    def findings(self) -> list[str]:
+        """What is wrong, in words."""
+        ids = [one.spec.request_id for one in self._line]
+        wrong = [f"request {one!r} waits twice" for one in sorted(set(ids)) if ids.count(one) > 1]
+        for one in self._line:
+            if (one.wait is None) != (one.timer is None):
+                wrong.append(f"request {one.spec.request_id!r} waits for blocks without an end")
+            if one.wait is not None and one.wait.claim.num_waiting < 1:
+                wrong.append(f"request {one.spec.request_id!r} is not counted by what it waits for")
+        return wrong
+
     def ordered(self) -> list[Waiting]:
         """All of them, next first."""
         return sorted(

@@ -1,0 +1,222 @@
+"""What another request is computing is waited for where that is cheaper; and never for long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import ManualEvent, cancelled_at, finish, turns, until
+from tests.world import World, world
+from tierkv.cache.keys import Prompt
+from tierkv.cache.tokens import pack
+from tierkv.errors import ShuttingDownError
+from tierkv.sched.request import Request
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+def slow(here: World, seconds_per_token: float = 1.0) -> None:
+    """Computing takes long, so that waiting for it is worth a test's time."""
+    here.service.note_prefill(1000, 1000 * seconds_per_token)
+
+
+async def waiting(
+    here: World, group: asyncio.TaskGroup, prompt: list[int]
+) -> asyncio.Task[Request]:
+    task = group.create_task(here.admit(prompt))
+    before = here.service.stats().requests.shared_waits
+    await until(lambda: here.service.stats().requests.shared_waits > before, "a wait")
+    assert here.service.verify() == []
+    return task
+
+
+async def test_blocks_that_are_being_computed_are_not_computed_twice() -> None:
+    async with world() as here:
+        slow(here)
+        owner = await here.admit(tokens(16))
+        async with asyncio.TaskGroup() as group:
+            waits = await waiting(here, group, [*tokens(16), 99])
+            await here.prefill(owner, tokens(16))
+            request = await finish(waits)
+        assert request.cached_tokens == 16
+        await here.prefill(request, [*tokens(16), 99])  # checks every byte
+        here.service.end(owner)
+        here.service.end(request)
+        await here.settle()
+        assert here.service.stats().requests.lost_waits == 0
+
+
+async def test_it_goes_on_as_soon_as_the_blocks_it_shares_are_there() -> None:
+    async with world() as here:
+        slow(here)
+        owner = await here.admit(tokens(32))
+        async with asyncio.TaskGroup() as group:
+            waits = await waiting(here, group, [*tokens(12), 99])
+            here.compute(owner, tokens(32))
+            await finish(here.service.commit(owner, pack(tokens(8))))
+            await turns(20)
+            assert not waits.done()
+            await finish(here.service.commit(owner, pack(tokens(12))))
+            request = await finish(waits)
+        assert request.cached_tokens == 12
+        here.service.end(request)
+        here.service.end(owner)
+        await here.settle()
+
+
+async def test_blocks_whose_kernels_still_run_are_waited_for_as_well() -> None:
+    async with world() as here:
+        slow(here)
+        owner, event = await here.admit(tokens(16)), ManualEvent()
+        async with asyncio.TaskGroup() as group:
+            waits = await waiting(here, group, [*tokens(16), 99])
+            here.compute(owner, tokens(16))
+            await finish(here.service.commit(owner, pack(tokens(16)), after=[event]))
+            here.service.end(owner, after=[event])
+            await turns(20)
+            assert not waits.done()
+            event.finish()
+            request = await finish(waits)
+        assert request.cached_tokens == 16
+        here.service.end(request)
+        await here.settle()
+
+
+@pytest.mark.parametrize("how", ["end", "preempt", "abort"])
+async def test_an_owner_that_goes_without_computing_lets_the_others_compute(how: str) -> None:
+    async with world() as here:
+        slow(here)
+        owner = await here.admit(tokens(16), name="owner")
+        async with asyncio.TaskGroup() as group:
+            waits = await waiting(here, group, [*tokens(16), 99])
+            if how == "abort":
+                assert here.service.abort("owner")
+            elif how == "preempt":
+                here.service.preempt(owner)
+            else:
+                here.service.end(owner)
+            request = await finish(waits)
+        assert request.cached_tokens == 0
+        assert here.service.stats().requests.lost_waits == 1
+        if how == "abort":
+            here.service.end(owner)
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_an_owner_that_takes_too_long_is_not_waited_for() -> None:
+    async with world() as here:
+        slow(here, 0.005)
+        owner = await here.admit(tokens(16))
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        request = await here.admit([*tokens(16), 99])
+        assert 0.9 * 16 * 0.005 < loop.time() - started < 5.0
+        assert request.cached_tokens == 0
+        assert here.service.stats().requests.lost_waits == 1
+        here.service.end(owner)
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_after_waits_that_came_to_nothing_fewer_are_tried() -> None:
+    async with world(device_blocks=256) as here:
+        slow(here, 0.0005)
+        owner = await here.admit(tokens(16))
+        for number in range(30):
+            here.service.end(await here.admit([*tokens(16), 100 + number]))
+        stats = here.service.stats().requests
+        assert stats.shared_waits == stats.lost_waits
+        assert 1 <= stats.lost_waits <= 4  # after each, twice as many chances pass by
+        here.service.end(owner)
+        await here.settle()
+
+
+async def test_nobody_waits_while_the_engines_speed_is_not_known() -> None:
+    async with world() as here:
+        owner = await here.admit(tokens(16))
+        request = await here.admit([*tokens(16), 99])
+        assert here.service.stats().requests.shared_waits == 0
+        here.service.end(owner)
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_who_waits_for_blocks_does_not_hold_up_those_behind() -> None:
+    async with world() as here:
+        slow(here)
+        owner = await here.admit(tokens(16))
+        async with asyncio.TaskGroup() as group:
+            waits = await waiting(here, group, [*tokens(16), 99])
+            here.service.end(await here.admit(tokens(16, 500)))
+            assert not waits.done()
+            here.service.end(owner)
+            here.service.end(await finish(waits))
+        await here.settle()
+
+
+async def test_two_who_wait_both_get_the_blocks() -> None:
+    async with world() as here:
+        slow(here)
+        owner = await here.admit(tokens(16))
+        async with asyncio.TaskGroup() as group:
+            both = [await waiting(here, group, [*tokens(16), 90 + n]) for n in range(2)]
+            await here.prefill(owner, tokens(16))
+            requests = [await finish(one) for one in both]
+        assert [request.cached_tokens for request in requests] == [16, 16]
+        for request in (owner, *requests):
+            here.service.end(request)
+        await here.settle()
+
+
+async def test_an_owner_that_needs_room_gets_it_while_others_wait_for_it() -> None:
+    async with world(device_blocks=6) as here:
+        slow(here)
+        owner = await here.admit(tokens(16))
+        async with asyncio.TaskGroup() as group:
+            waits = await waiting(here, group, [*tokens(12), 99])
+            await finish(here.service.extend(owner, 8))
+            assert len(owner.block_table) == 6
+            assert not waits.done()
+            here.service.end(owner)
+            here.service.end(await finish(waits))
+        await here.settle()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", range(4))
+async def test_a_wait_can_be_cancelled_anywhere(at: int, late: bool) -> None:
+    async with world() as here:
+        slow(here)
+        owner = await here.admit(tokens(16))
+
+        async def wait_for_it() -> None:
+            prompt = Prompt.of([*tokens(16), 99], 4)
+            here.service.end(await here.service.admit("waits", prompt, max_new_tokens=0))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cancelled_at(at, wait_for_it(), late=late))
+            await turns(10)
+            await here.prefill(owner, tokens(16))
+        here.service.end(owner)
+        await here.settle()
+
+
+async def test_a_node_that_drains_refuses_those_who_wait() -> None:
+    async with world() as here:
+        slow(here)
+        owner = await here.admit(tokens(16))
+
+        async def wait_for_it() -> None:
+            with pytest.raises(ShuttingDownError):
+                await here.admit([*tokens(16), 99])
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(wait_for_it())
+            await until(lambda: here.service.stats().requests.shared_waits == 1)
+            here.service.drain()
+        here.service.end(owner)
+        await here.settle()

@@ -1,0 +1,102 @@
+"""Who listens hears of every copy that comes or goes; who does not listen costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish
+from tests.world import world
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.sched.events import CacheEvent, Happening, Subscription
+
+THROUGH, NONE = WritePolicy.WRITE_THROUGH, WritePolicy.NONE
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def heard(subscription: Subscription, count: int) -> list[CacheEvent]:
+    return [await finish(anext(subscription)) for _ in range(count)]
+
+
+def blocks(events: list[CacheEvent], kind: Happening, tier: str) -> list[int]:
+    return sorted(
+        block
+        for event in events
+        if (event.kind, event.tier) == (kind, tier)
+        for block in range(event.start, event.stop)
+    )
+
+
+async def everything(subscription: Subscription) -> list[CacheEvent]:
+    events: list[CacheEvent] = []
+    try:
+        while True:
+            async with asyncio.timeout(0.05):
+                events.append(await anext(subscription))
+    except TimeoutError:
+        return events
+
+
+async def test_stored_loaded_and_evicted_are_told_for_each_tier() -> None:
+    async with world(
+        device_blocks=8, with_store=True, host_write=THROUGH, storage_write=THROUGH
+    ) as here:
+        with here.service.events.subscribe() as subscription:
+            await here.run(tokens(18))
+            events = await everything(subscription)
+            for tier in ("device", "host", "storage"):
+                assert blocks(events, Happening.STORED, tier) == [0, 1, 2, 3, 4], tier
+            await here.run(tokens(32, 500))
+            events = await everything(subscription)
+            assert blocks(events, Happening.EVICTED, "device") == [0, 1, 2, 3, 4]
+            await here.run(tokens(18))
+            events = await everything(subscription)
+            assert blocks(events, Happening.LOADED, "device") == [0, 1, 2, 3]
+            here.service.reset()
+            events = await everything(subscription)
+            assert 0 in blocks(events, Happening.EVICTED, "host")
+
+
+async def test_digests_are_told_where_they_are_known() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        keys = [key.digest for key in here.keys(tokens(8))]
+        with here.service.events.subscribe() as subscription:
+            await here.run(tokens(8))
+            events = await everything(subscription)
+        stored = [event for event in events if event.tier == "storage"]
+        assert [digest for event in stored for digest in event.digests] == keys
+
+
+async def test_a_slow_listener_loses_the_oldest_and_is_told_how_many() -> None:
+    async with world(device_blocks=16, host_write=NONE) as here:
+        with here.service.events.subscribe(capacity=3) as slow:
+            with here.service.events.subscribe() as fast:
+                for base in range(0, 500, 100):
+                    await here.run(tokens(8, base))
+                events = await heard(fast, 5)
+            last = await heard(slow, 3)
+            assert slow.num_dropped == 2
+            assert [event.number for event in last] == [event.number for event in events[2:]]
+        assert not here.service.events.has_listeners
+
+
+async def test_a_listener_that_is_cancelled_leaves_no_trace() -> None:
+    async with world() as here:
+
+        async def listen() -> None:
+            with here.service.events.subscribe() as subscription:
+                async for _ in subscription:
+                    pass
+
+        task = asyncio.ensure_future(listen())
+        await asyncio.sleep(0)
+        assert here.service.events.has_listeners
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not here.service.events.has_listeners
+        await here.run(tokens(8))

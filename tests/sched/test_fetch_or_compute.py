@@ -1,0 +1,211 @@
+"""A fetch is waited for as long as it is worth it; what was decided, and why, can be asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.sched.test_fetch import filled, tokens
+from tests.world import World, world
+from tierkv.errors import RequestAbortedError
+from tierkv.sched.estimate import PROBE_EVERY, FetchPolicy
+
+BEST, WAIT, DEADLINE = FetchPolicy.BEST_EFFORT, FetchPolicy.WAIT_COMPLETE, FetchPolicy.DEADLINE
+
+
+def loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def test_a_tier_that_hangs_costs_a_share_of_computing() -> None:
+    async with world(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
+        here.service.note_prefill(1000, 5.0)  # 0.2 s for this prompt
+        here.the_store.hold()
+        started = loop_time()
+        request = await here.admit(tokens(40))
+        assert loop_time() - started < 2.0
+        assert request.cached_tokens == 0
+        found = here.service.explain(here.prompt(tokens(40)))
+        assert (found.reason, found.tier) == ("over deadline", "storage")
+        here.service.end(request)
+        here.the_store.release()
+        await here.settle()
+
+
+async def test_a_tier_that_did_not_answer_is_asked_again_only_now_and_then() -> None:
+    async with world(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
+        here.service.note_prefill(1000, 0.1)
+        here.the_store.hold()
+        here.service.end(await here.admit(tokens(40)))
+        here.the_store.release()
+        for number in range(PROBE_EVERY - 1):
+            request = await here.admit(tokens(40))
+            assert request.cached_tokens == 0, number
+            here.service.end(request)
+        here.service.note_prefill(1000, 1000.0)  # long enough to get an answer
+        request = await here.admit(tokens(40))
+        assert request.cached_tokens == 39
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_a_tier_slower_than_computing_is_not_used_and_it_says_so() -> None:
+    async with world(store=await filled(tokens(40))) as here:
+        here.service.note_prefill(1000, 100.0)  # 4 s for this prompt
+        here.service.estimator.note_fetch(1.0, 1e6)
+        prompt, fetcher = here.prompt(tokens(40)), here.service.fetcher
+        fetched = await finish(fetcher.fetch(prompt, deadline_s=10.0, policy=BEST))
+        assert len(fetched.tokens) == 0
+        fetched.release()
+        assert here.service.explain(prompt).reason == "not worth it"
+        whole = await finish(fetcher.fetch(prompt, deadline_s=10.0, policy=WAIT))
+        assert len(whole.tokens) == 40  # who must have it gets it all the same
+        whole.release()
+        await here.settle()
+
+
+@pytest.mark.parametrize("policy", [WAIT, DEADLINE])
+async def test_policies_that_wait_have_the_whole_deadline(policy: FetchPolicy) -> None:
+    async with world(
+        store=await filled(tokens(40)), fetch_policy=policy, fetch_deadline_s=20.0
+    ) as here:
+        here.service.note_prefill(1_000_000, 0.001)
+        here.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            admits = group.create_task(here.admit(tokens(40)))
+            await here.the_store.until_held(1)
+            await turns(50)
+            assert not admits.done()
+            here.the_store.release()
+            request = await finish(admits)
+        assert request.cached_tokens == 39
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_until_the_engine_tells_its_speed_the_deadline_counts() -> None:
+    async with world(store=await filled(tokens(40)), fetch_deadline_s=0.2) as here:
+        here.the_store.hold()
+        started = loop_time()
+        request = await here.admit(tokens(40))
+        assert 0.15 < loop_time() - started < 5.0
+        here.service.end(request)
+        here.the_store.release()
+        await here.settle()
+
+
+async def test_fetches_teach_the_estimate_and_leave_no_queue_behind() -> None:
+    async with world(store=await filled(tokens(40))) as here:
+        await here.run(tokens(40))
+        estimator = here.service.estimator
+        assert estimator.transfer.is_known
+        assert estimator.queued_bytes == 0
+        assert estimator.transfer.x == pytest.approx(10 * here.layout.block_bytes, rel=0.2)
+
+
+async def test_blocks_that_others_fetch_are_waited_for_no_longer_than_is_worth_it() -> None:
+    async with world(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
+        here.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(here.admit(tokens(40)))
+            await here.the_store.until_held(1)
+            here.service.note_prefill(1000, 1.0)
+            second = await here.admit(tokens(40))
+            assert second.cached_tokens == 0
+            assert here.service.explain(here.prompt(tokens(40))).reason == "in flight"
+            here.the_store.release()
+            here.service.end(second)
+            here.service.end(await finish(first))
+        await here.settle()
+
+
+async def test_damage_and_failure_are_explained() -> None:
+    async with world(store=await filled(tokens(16))) as here:
+        here.the_store.flip_next_get(4000)
+        await here.run(tokens(16), uses_cache=True)
+        here.service.reset()
+        prompt = here.prompt(tokens(16))
+        assert here.service.explain(prompt).reason in ("checksum failed", "evicted")
+    async with world(store=await filled(tokens(16))) as here:
+        here.the_store.fail_next(1)
+        here.service.end(await here.admit(tokens(16)))
+        assert here.service.explain(here.prompt(tokens(16))).reason == "the transfer failed"
+        await here.settle()
+
+
+async def test_explain_asks_storage_where_wanted_and_not_for_ever() -> None:
+    async with world(store=await filled(tokens(18))) as here:
+        prompt = here.prompt(tokens(18))
+        assert here.service.explain(prompt).reason == "never stored"
+        asked = await finish(here.service.explain_with_storage(prompt, deadline_s=5.0))
+        assert asked.reason == "only in storage"
+        assert [(run.start, run.stop, run.where) for run in asked.runs] == [(0, 5, "storage")]
+        here.the_store.hold()
+        late = await finish(here.service.explain_with_storage(prompt, deadline_s=0.05))
+        assert late.reason == "never stored"
+        here.the_store.release()
+        await here.settle()
+
+
+async def aborts_while_it_fetches(here: World) -> None:
+    with pytest.raises(RequestAbortedError):
+        await here.admit(tokens(40), name="gone")
+
+
+async def test_a_request_is_aborted_while_its_blocks_are_fetched() -> None:
+    async with world(store=await filled(tokens(40))) as here:
+        here.the_store.hold()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(aborts_while_it_fetches(here))
+            await here.the_store.until_held(1)
+            assert here.service.abort("gone")
+        assert not here.service.abort("gone")
+        here.the_store.release()
+        await here.settle()
+
+
+async def test_a_request_is_aborted_while_it_waits_for_room() -> None:
+    async with world(device_blocks=10) as here:
+        running = await here.admit(tokens(40, 500))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(aborts_while_it_fetches(here))
+            await until(lambda: here.service.scheduler.num_waiting == 1)
+            assert here.service.abort("gone")
+        here.service.end(running)
+        await here.settle()
+
+
+async def test_a_running_request_is_aborted_by_its_engine_when_its_kernels_allow() -> None:
+    async with world(device_blocks=10) as here:
+        request = await here.admit(tokens(16), name="runs")
+        before = here.free_device_blocks
+        assert here.service.abort("runs")
+        assert here.free_device_blocks == before  # its kernels may still write
+        with pytest.raises(RequestAbortedError):
+            await here.prefill(request, tokens(16))
+        with pytest.raises(RequestAbortedError):
+            await here.service.extend(request, 8)
+        here.service.end(request)
+        await here.settle()
+        assert here.free_device_blocks == 10
+        assert not here.service.abort("runs")
+
+
+async def test_a_request_that_waits_for_more_blocks_hears_of_its_abort() -> None:
+    async with world(device_blocks=4) as here:
+        request = await here.admit(tokens(8), name="grows")
+        other = await here.admit(tokens(8, 100))
+
+        async def grow() -> None:
+            with pytest.raises(RequestAbortedError):
+                await here.service.extend(request, 8)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(grow())
+            await turns(10)
+            here.service.abort("grows")
+        here.service.end(request)
+        here.service.end(other)
+        await here.settle()

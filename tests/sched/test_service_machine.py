@@ -1,0 +1,168 @@
+"""Random requests, cancels, aborts, faults, tenants, resizes and sleeps against a running service.
+
+The model is what each token's KV must be: every byte that a request finds is compared with it, and
+the books are recounted after each step. Copies and storage are slow, fail and lie as they like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.latch import until
+from tests.world import GQA, World, world
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.cache.policies import EvictionKind
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import BadRequestError, TierKVError
+from tierkv.gpu.protocol import Direction
+
+STEPS = 150
+
+
+@dataclass
+class Machine:
+    here: World
+    rng: random.Random
+    jobs: set[asyncio.Task[None]] = field(default_factory=set)
+    names: int = 0
+    whole: int = 0
+
+    def tokens(self) -> list[int]:
+        family = self.rng.randrange(3) * 100
+        shared = list(range(family, family + self.rng.randrange(1, 24)))
+        return shared + [self.rng.randrange(50) for _ in range(self.rng.randrange(6))]
+
+    async def job(self, name: str, prompt: list[int], tenant: str) -> None:
+        """One request from its admission to its end, with all an engine may do between."""
+        service, rng = self.here.service, self.rng
+        more = [rng.randrange(50) for _ in range(rng.randrange(8))]
+        preempts = rng.random() < 0.2
+        try:
+            space = service.space_of_tenant(tenant) if tenant else ""
+            whole = Prompt.of(prompt, GQA.block_size, space=space)
+            request = await service.admit(name, whole, max_new_tokens=0, priority=rng.randrange(3))
+        except TierKVError:
+            return
+        try:
+            await request.gate.all_layers(20.0)
+            self.here.check_kv(request, prompt, request.cached_tokens)
+            for stop in range(request.cached_tokens + 8, len(prompt), 8):
+                self.here.compute(request, prompt[:stop], stop - 8)
+                await service.commit(request, pack(prompt[:stop]))
+                await asyncio.sleep(0)
+            self.here.compute(request, prompt, request.cached_tokens)
+            await service.commit(request, pack(prompt))
+            if preempts:
+                service.preempt(request)
+                request = await service.resume(request, max_new_tokens=0)
+                await request.gate.all_layers(20.0)
+                self.here.check_kv(request, prompt, request.cached_tokens)
+            elif more:
+                await service.extend(request, len(more))
+                self.here.compute(request, prompt + more, len(prompt))
+                await service.commit(request, pack(prompt + more))
+                self.here.check_kv(request, prompt + more, len(prompt + more))
+            self.whole += 1
+        except TierKVError:
+            pass  # a copy failed, it was aborted, or it was its turn to yield
+        finally:
+            self.stop(request)
+
+    def stop(self, request: object) -> None:
+        service = self.here.service
+        for running in service.scheduler.running_requests:
+            if running is request:
+                service.end(running)
+                return
+        state = getattr(request, "state", None)
+        if state is not None and state.value == "preempted":
+            service.scheduler.abandon(request)  # type: ignore[arg-type]
+
+    async def step(self) -> None:
+        rng, here = self.rng, self.here
+        what = rng.choice(
+            ["job"] * 6 + ["cancel", "abort", "fault", "store", "other", "turn", "turn"]
+        )
+        if what == "job" and len(self.jobs) < 8:
+            self.names += 1
+            tenant = rng.choice(["", "", "a", "b", "c"])
+            work = self.job(str(self.names), self.tokens(), tenant)
+            task = asyncio.ensure_future(work)
+            self.jobs.add(task)
+            task.add_done_callback(self.jobs.discard)
+        elif what == "cancel" and self.jobs:
+            rng.choice(sorted(self.jobs, key=lambda task: task.get_name())).cancel()
+        elif what == "abort":
+            here.service.abort(str(rng.randrange(self.names + 1)))
+        elif what == "fault":
+            here.latch.fail_next(rng.choice(list(Direction)), 1)
+        elif what == "store":
+            rng.choice(
+                [lambda: here.the_store.fail_next(1), lambda: here.the_store.flip_next_get(99)]
+            )()
+        elif what == "other":
+            await self.change_the_node()
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        assert here.service.verify() == []
+
+    async def change_the_node(self) -> None:
+        service, rng = self.here.service, self.rng
+        what = rng.choice(["resize", "sleep", "reset", "quota", "close", "pin", "speed"])
+        if what in ("resize", "sleep"):
+            try:
+                async with asyncio.timeout(0.02):
+                    if what == "resize":
+                        await service.resize(rng.choice(list(Tier)), rng.randrange(10, 17))
+                    else:
+                        await service.sleep(keeps_blocks=rng.random() < 0.7)
+            except TimeoutError:
+                pass
+            if service.is_asleep:
+                await service.wake()
+        elif what == "reset":
+            service.reset()
+        elif what == "speed":
+            service.note_prefill(1000, rng.choice([0.01, 1.0]))
+        elif what == "pin":
+            service.pin("one", self.here.prompt(self.tokens()), 0.01, is_soft=rng.random() < 0.5)
+        else:
+            spaces = [space.name for space in service.index.spaces() if space.name]
+            for name in rng.sample(spaces, min(1, len(spaces))):
+                if what == "quota":
+                    service.set_quota(name, rng.choice([(8, 8), (12, None), (None, None)]))
+                else:
+                    try:
+                        service.close_fingerprint(name)
+                    except BadRequestError as error:
+                        assert "in use" in str(error)  # noqa: PT017 - both are fine
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_every_byte_is_right_and_the_books_agree_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    async with world(
+        with_store=True,
+        device_blocks=16,
+        host_blocks=16,
+        max_tenants=2,
+        host_write=list(WritePolicy)[seed % 4],
+        storage_write=list(WritePolicy)[(seed // 2) % 4],
+        device_eviction=list(EvictionKind)[seed % len(EvictionKind)],
+        background_copy_bytes=4 * GQA.block_bytes,
+    ) as here:
+        machine = Machine(here, rng)
+        for _ in range(STEPS):
+            await machine.step()
+        here.latch.fail_next(Direction.LOAD, 0)
+        here.latch.fail_next(Direction.OFFLOAD, 0)
+        await until(lambda: not machine.jobs, "the end of all requests")
+        assert machine.whole > STEPS // 20
+        here.service.unpin("one")
+        await here.settle()

@@ -1,0 +1,146 @@
+"""A node gives its device's memory back and takes it again; what the host can keep is kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.world import world
+from tierkv.cache.node import Tier
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import ConfigError, OwnershipError
+from tierkv.gpu.protocol import Direction
+
+NONE = WritePolicy.NONE
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def test_what_is_only_on_the_device_survives_a_sleep_on_the_host() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        await here.run(tokens(18))
+        before = here.service.planes
+        await finish(here.service.sleep())
+        assert here.service.is_asleep
+        assert here.service.verify() == []
+        match = here.service.index.match(here.prompt(tokens(18)))
+        assert (match.device_blocks, match.host_blocks) == (0, 4)
+        await finish(here.service.wake())
+        assert here.service.planes is not before
+        matched = await here.run(tokens(18))  # checks every byte
+        assert (matched.host_tokens, matched.total_tokens) == (17, 17)
+
+
+async def test_a_sleep_that_keeps_nothing_forgets_it() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        await here.run(tokens(16))
+        await finish(here.service.sleep(keeps_blocks=False))
+        assert here.service.index.match(here.prompt(tokens(16))).num_blocks == 0
+        await finish(here.service.wake())
+        assert (await here.run(tokens(16))).total_tokens == 0
+
+
+async def test_a_host_without_room_does_not_hold_a_sleep_up() -> None:
+    async with world(device_blocks=8, host_blocks=2, host_write=NONE) as here:
+        await here.run(tokens(30))
+        await finish(here.service.sleep())
+        await finish(here.service.wake())
+        await here.run(tokens(30))
+
+
+async def test_copies_that_fail_on_the_way_to_sleep_are_not_tried_for_ever() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        await here.run(tokens(16))
+        here.latch.fail_next(Direction.OFFLOAD, 100)
+        await finish(here.service.sleep())
+        assert here.service.index.match(here.prompt(tokens(16))).num_blocks == 0
+        here.latch.fail_next(Direction.OFFLOAD, 0)
+        await finish(here.service.wake())
+        await here.run(tokens(16))
+
+
+async def test_requests_wait_for_the_wake_and_running_ones_for_the_sleep() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        running = await here.admit(tokens(8))
+        async with asyncio.TaskGroup() as group:
+            sleeps = group.create_task(here.service.sleep())
+            await turns(20)
+            assert not sleeps.done()
+            await here.prefill(running, tokens(8))
+            here.service.end(running)
+            await until(sleeps.done)
+            waits = group.create_task(here.admit(tokens(8)))
+            await turns(20)
+            assert not waits.done()
+            await finish(here.service.wake())
+            request = await finish(waits)
+        await here.prefill(request, tokens(8))
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_a_cancelled_sleep_leaves_the_node_awake() -> None:
+    async with world(device_blocks=8) as here:
+        request = await here.admit(tokens(8))
+        sleeps = asyncio.ensure_future(here.service.sleep())
+        await turns(10)
+        sleeps.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeps
+        assert not here.service.is_asleep
+        here.service.end(request)
+        await here.run(tokens(32, 100))
+
+
+@pytest.mark.parametrize("count", [4, 16])
+async def test_a_wake_may_take_another_number_of_blocks(count: int) -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        await here.run(tokens(12))
+        await finish(here.service.sleep())
+        await finish(here.service.wake(count))
+        assert here.service.stats().device.capacity == count
+        assert (await here.run(tokens(12))).total_tokens == 11
+        await here.run(tokens(4 * count, 100))
+        with pytest.raises(ConfigError, match="sleep and wake"):
+            await here.service.resize(Tier.DEVICE, count + 1)
+
+
+async def test_sleeping_twice_or_waking_when_awake_is_refused() -> None:
+    async with world() as here:
+        with pytest.raises(OwnershipError):
+            await here.service.wake()
+        await finish(here.service.sleep())
+        with pytest.raises(OwnershipError):
+            await here.service.sleep()
+        with pytest.raises(OwnershipError):
+            await here.service.resize(Tier.DEVICE, 2)
+
+
+async def test_a_node_can_be_stopped_while_it_sleeps() -> None:
+    async with world(host_write=NONE) as here:
+        await here.run(tokens(16))
+        await finish(here.service.sleep())
+
+
+async def test_shrinking_the_device_keeps_what_the_host_has_room_for() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        await here.run(tokens(31))
+        await finish(here.service.resize(Tier.DEVICE, 2))
+        match = here.service.index.match(here.prompt(tokens(31)))
+        assert match.num_blocks == 7
+        await finish(here.service.resize(Tier.DEVICE, 8))
+        assert (await here.run(tokens(31))).total_tokens == 30  # checks every byte
+
+
+async def test_free_clears_storage_only_if_asked() -> None:
+    through = WritePolicy.WRITE_THROUGH
+    async with world(with_store=True, host_write=through, storage_write=through) as here:
+        await here.run(tokens(16))
+        assert await here.service.free() == 0
+        assert (await here.run(tokens(16))).storage_tokens == 15
+        assert await here.service.free(clears_storage=True) == 4
+        assert (await here.run(tokens(16))).total_tokens == 0

@@ -1,0 +1,194 @@
+"""Tenants come and go by name; what each may have is settable while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns
+from tests.world import GQA, World, fingerprint, world
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import (
+    BadRequestError,
+    ConfigError,
+    OutOfBlocksError,
+    RequestTooLargeError,
+)
+from tierkv.sched.request import Request
+from tierkv.sched.waiting import Limits
+
+NONE = WritePolicy.NONE
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def admit(here: World, tenant: str, prompt: list[int], name: str = "r") -> Request:
+    space = here.service.space_of_tenant(tenant)
+    whole = Prompt.of(prompt, GQA.block_size, space=space)
+    return await finish(here.service.admit(f"{tenant} {name}", whole, max_new_tokens=0))
+
+
+async def run(here: World, tenant: str, prompt: list[int]) -> int:
+    request = await admit(here, tenant, prompt)
+    await finish(here.service.commit(request, pack(prompt)))
+    here.service.end(request)
+    await here.settle()
+    return request.cached_tokens
+
+
+async def test_a_tenant_is_opened_on_first_use_and_shares_nothing() -> None:
+    async with world(who=fingerprint(tenant="own")) as here:
+        acme = here.service.space_of_tenant("acme")
+        assert here.service.space_of_tenant("acme") == acme
+        assert here.service.space_of_tenant("own") == ""
+        assert await run(here, "acme", tokens(16)) == 0
+        assert await run(here, "other", tokens(16)) == 0
+        assert await run(here, "acme", tokens(16)) == 15
+
+
+async def test_of_too_many_the_one_not_asked_for_longest_is_closed() -> None:
+    async with world(max_tenants=2, host_write=NONE) as here:
+        await run(here, "a", tokens(8))
+        await run(here, "b", tokens(8))
+        assert await run(here, "a", tokens(8)) == 7
+        await run(here, "c", tokens(8))
+        assert len(here.service.index.spaces()) == 3
+        assert await run(here, "a", tokens(8)) == 7
+        assert await run(here, "b", tokens(8)) == 0
+
+
+async def test_tenants_in_use_are_not_closed_for_others() -> None:
+    async with world(max_tenants=1) as here:
+        request = await admit(here, "a", tokens(8))
+        with pytest.raises(OutOfBlocksError):
+            here.service.space_of_tenant("b")
+        here.service.end(request)
+        await here.settle()
+        here.service.space_of_tenant("b")
+
+
+async def test_closing_frees_the_blocks_and_is_refused_while_in_use() -> None:
+    async with world(host_write=NONE) as here:
+        space = here.service.space_of_tenant("a")
+        await run(here, "a", tokens(16))
+        used = here.free_device_blocks
+        request = await admit(here, "a", tokens(16))
+        with pytest.raises(BadRequestError, match="have not ended"):
+            here.service.close_fingerprint(space)
+        here.service.end(request)
+        await here.settle()
+        here.service.pin("kept", Prompt.of(tokens(16), 4, space=space), 1000.0)
+        with pytest.raises(BadRequestError, match="held"):
+            here.service.close_fingerprint(space)
+        here.service.unpin("kept")
+        assert here.service.close_fingerprint(space) == 4
+        assert here.free_device_blocks == used + 4
+        assert here.service.verify() == []
+        with pytest.raises(BadRequestError, match="no fingerprint"):
+            await here.service.admit("x", Prompt.of([1], 4, space=space), max_new_tokens=0)
+        for name in (space, ""):
+            with pytest.raises(BadRequestError):
+                here.service.close_fingerprint(name)
+        assert await run(here, "a", tokens(16)) == 0
+
+
+async def test_quotas_come_from_the_settings_and_change_at_run_time() -> None:
+    async with world(host_write=NONE, tenant_device_blocks=6) as here:
+        space = here.service.space_of_tenant("a")
+        assert here.service.quota_of(space) == (6, None)
+        await run(here, "a", tokens(16))
+        await run(here, "", tokens(16, 300))
+        await run(here, "a", tokens(16, 100))
+        assert here.service.index.root_named(space).space.used[Tier.DEVICE] <= 6
+        here.service.set_quota(space, (2, None))
+        assert here.service.index.root_named(space).space.used[Tier.DEVICE] == 2
+        assert here.service.verify() == []
+        assert await run(here, "", tokens(16, 300)) == 15  # the others' are where they were
+        with pytest.raises(RequestTooLargeError):
+            await admit(here, "a", tokens(16))
+        here.service.set_quota(space, (None, None))
+        await run(here, "a", tokens(40))
+        with pytest.raises(ConfigError):
+            here.service.set_quota(space, (-1, None))
+        with pytest.raises(BadRequestError):
+            here.service.set_quota("nobody", (1, None))
+
+
+async def test_a_quota_set_on_a_tenant_with_blocks_counts_them() -> None:
+    async with world(host_write=NONE) as here:
+        space = here.service.space_of_tenant("a")
+        for base in (0, 100, 200):
+            await run(here, "a", tokens(16, base))
+        held = await admit(here, "a", tokens(16))
+        here.service.set_quota(space, (5, None))
+        assert here.service.index.root_named(space).space.used[Tier.DEVICE] == 5
+        assert here.service.verify() == []
+        here.service.end(held)
+        await here.settle()
+        await run(here, "a", tokens(20, 700))
+
+
+async def test_limits_come_from_the_settings_and_change_at_run_time() -> None:
+    async with world(tenant_requests=1, request_blocks=4) as here:
+        space = here.service.space_of_tenant("a")
+        first = await admit(here, "a", tokens(8))
+        with pytest.raises(RequestTooLargeError):
+            await admit(here, "a", tokens(20), "big")
+        with pytest.raises(RequestTooLargeError):
+            await here.service.extend(first, 12)
+        async with asyncio.TaskGroup() as group:
+            second = group.create_task(admit(here, "a", tokens(8, 50), "second"))
+            await turns(10)
+            assert not second.done()
+            here.service.end(await admit(here, "b", tokens(8)))
+            here.service.set_limits(space, Limits(requests=2, blocks=4))
+            here.service.end(await second)
+        with pytest.raises(OutOfBlocksError):
+            await here.service.extend(first, 12)
+        here.service.end(first)
+        await here.settle()
+
+
+async def test_a_tenant_whose_requests_all_wait_for_its_quota_does_not_wait_for_ever() -> None:
+    async with world(host_write=NONE, tenant_device_blocks=4) as here:
+        other = await admit(here, "", tokens(8))  # runs all the while
+        one = await admit(here, "a", tokens(8))
+        two = await admit(here, "a", tokens(8, 100), "two")
+
+        async def grow(request: Request) -> bool:
+            try:
+                await finish(here.service.extend(request, 4))
+            except OutOfBlocksError:
+                here.service.end(request)
+                return False
+            return True
+
+        assert await asyncio.gather(grow(one), grow(two)) == [True, False]
+        here.service.end(one)
+        here.service.end(other)
+        await here.settle()
+
+
+async def test_an_operator_is_told_the_field_that_differs_and_a_tenant_is_not() -> None:
+    async with world(who=fingerprint(revision="1")) as here:
+        here.service.open_fingerprint(fingerprint(revision="2"))
+        prompt = here.prompt(tokens(8))
+        [other] = [s.name for s in here.service.index.spaces() if s.name]
+        elsewhere = Prompt.of(tokens(8), 4, space=other)
+        request = await here.service.admit("r", elsewhere, max_new_tokens=0)
+        await here.service.commit(request, pack(tokens(8)))
+        here.service.end(request)
+        await here.settle()
+        quiet = here.service.explain(prompt)
+        assert (quiet.reason, quiet.detail) == (
+            "fingerprint differs",
+            "cached under another fingerprint",
+        )
+        told = here.service.explain(prompt, names_fields=True)
+        assert told.detail == "revision (here '1', there '2')"

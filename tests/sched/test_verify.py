@@ -1,0 +1,190 @@
+"""Each thing that `verify` recounts is broken on purpose, and named in words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.world import World, world
+from tierkv.cache.node import Node, Tier
+from tierkv.cache.states import CopyState
+from tierkv.sched.request import Request
+
+Undo = Callable[[], None]
+
+
+# ruff: noqa: SLF001 - to break something is to reach where nobody may
+
+
+def some_node(here: World) -> Node:
+    return next(node for node in here.service.index.nodes() if not node.holders)
+
+
+def put(owner: Any, name: str, value: Any) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def lost_slot(here: World, _: Request) -> Undo:
+    pool = here.service.tiers.pools[Tier.DEVICE]
+    slots = pool.allocate(1)
+    return lambda: pool.release(slots)
+
+
+def lost_lease(here: World, _: Request) -> Undo:
+    index = here.service.index
+    return put(index, "num_held_leases", index.num_held_leases + 1)
+
+
+def wrong_holders(here: World, request: Request) -> Undo:
+    return put(request.lease.node, "holders", 7)
+
+
+def wrong_unheld(here: World, _: Request) -> Undo:
+    order = here.service.index.order[Tier.DEVICE]
+    return put(order, "num_unheld", order.num_unheld + 1)
+
+
+def forgotten_candidate(here: World, _: Request) -> Undo:
+    order = here.service.index.order[Tier.DEVICE]
+    return put(order, "_newest", {})
+
+
+def no_heap(here: World, _: Request) -> Undo:
+    order = here.service.index.order[Tier.DEVICE]
+    return put(order, "_heap", sorted(order._heap, reverse=True))
+
+
+def wrong_use(here: World, _: Request) -> Undo:
+    space = here.service.index.root.space
+    return put(space, "used", [space.used[0] + 1, space.used[1]])
+
+
+def wrong_present(here: World, _: Request) -> Undo:
+    copies = some_node(here).copies[Tier.DEVICE]
+    return put(copies, "num_present", copies.num_present + 1)
+
+
+def orphan(here: World, _: Request) -> Undo:
+    copies = some_node(here).copies[Tier.DEVICE]
+    return put(copies, "uniform", CopyState.ABSENT)
+
+
+def incoming_for_nobody(here: World, _: Request) -> Undo:
+    copies = some_node(here).copies[Tier.DEVICE]
+    return put(copies, "uniform", CopyState.INCOMING)
+
+
+def pin_without_lease(here: World, _: Request) -> Undo:
+    pin = here.service.tiers.pins._pins["kept"]
+    assert pin.lease is not None
+    return put(pin.lease, "is_released", True)
+
+
+def soft_pin_without_mark(here: World, _: Request) -> Undo:
+    pin = here.service.tiers.pins._pins["soft"]
+    assert pin.node is not None
+    return put(pin.node, "soft_pins", 0)
+
+
+def running_that_ended(here: World, request: Request) -> Undo:
+    return put(request, "is_private", request.is_private[:-1])
+
+
+def uncounted_tenant(here: World, _: Request) -> Undo:
+    running = here.service.scheduler._running
+    return put(running, "_of_tenant", {"": (1, 99)})
+
+
+def claim_over(here: World, request: Request) -> Undo:
+    assert request.claim is not None
+    return put(request.claim, "is_over", True)
+
+
+def claim_lost(here: World, _: Request) -> Undo:
+    return put(here.service.scheduler.computing, "num_claims", 5)
+
+
+def wait_without_end(here: World, _: Request) -> Undo:
+    [waiting] = here.service.scheduler._waiting
+    return put(waiting, "timer", None)
+
+
+def wait_not_counted(here: World, _: Request) -> Undo:
+    [waiting] = here.service.scheduler._waiting
+    assert waiting.wait is not None
+    return put(waiting.wait.claim, "num_waiting", 0)
+
+
+BROKEN: dict[Callable[[World, Request], Undo], str] = {
+    lost_slot: "is taken but nobody owns it",
+    lost_lease: "leases are out, but nodes count",
+    wrong_holders: "leases are out, but nodes count",
+    wrong_unheld: "unheld copies, but",
+    forgotten_candidate: "could be evicted, is not queued",
+    wrong_use: "copies, but",
+    wrong_present: "counts",
+    orphan: "slots that its states do not tell of",
+    incoming_for_nobody: "bytes incoming, but nobody holds it",
+    pin_without_lease: "has lost its lease",
+    soft_pin_without_mark: "is soft, but its blocks are not marked",
+    running_that_ended: "does not know whose its blocks are",
+    uncounted_tenant: "requests and blocks, but",
+    claim_over: "is over but still listed",
+    claim_lost: "are counted",
+    wait_without_end: "waits for blocks without an end",
+    wait_not_counted: "is not counted by what it waits for",
+    no_heap: "the queue is not a heap",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda one: one.__name__)
+async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo]) -> None:
+    async with world(device_blocks=32) as here:
+        for base in (0, 100, 200):
+            await here.run(list(range(base, base + 8)))
+        here.service.pin("kept", here.prompt(list(range(8))), 1000.0)
+        here.service.pin("soft", here.prompt(list(range(100, 108))), 1000.0, is_soft=True)
+        here.service.note_prefill(1000, 1000.0)
+        running = await here.admit(list(range(300, 316)), name="runs")
+        waits = asyncio.ensure_future(here.admit([*range(300, 316), 1], name="waits"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert here.service.scheduler.num_waiting == 1
+        assert here.service.verify() == []
+        undo = broken(here, running)
+        found = here.service.verify()
+        undo()
+        assert any(BROKEN[broken] in one for one in found), found
+        assert here.service.verify() == []
+        here.service.end(running)
+        here.service.end(await waits)
+        await here.settle()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("num_loads", "loads are counted"),
+        ("budget", "bytes of copies down are counted"),
+        ("in_flight", "blocks are marked as in flight"),
+    ],
+)
+async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: str) -> None:
+    async with world(with_store=True) as here:
+        await here.run(list(range(8)))
+        service = here.service
+        if what == "num_loads":
+            undo = put(service.tiers, "num_loads", 1)
+        elif what == "budget":
+            undo = put(service.tiers.background, "bytes_in_flight", 10)
+        else:
+            undo = put(service.fetcher, "_in_flight", {b"x": asyncio.Future()})
+        found = service.verify()
+        undo()
+        assert any(words in one for one in found), found
+        assert service.verify() == []
