@@ -21,6 +21,7 @@ from tierkv.refmodel.generation import GenerateRequest, Generation
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.sampling import Sampling, sample
 from tierkv.refmodel.text import encode
+from tierkv.sched.estimate import FetchPolicy
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.protocol import Store
@@ -121,6 +122,7 @@ async def exact_node(
     host_blocks: int = 512,
     host_write: WritePolicy = WritePolicy.WRITE_BACK,
     storage_write: WritePolicy = WritePolicy.NONE,
+    fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT,
     device: CpuDevice | None = None,
 ) -> AsyncIterator[ExactNode]:
     """A running node; its books must be in order at the end, as `Service.running` checks."""
@@ -134,6 +136,7 @@ async def exact_node(
             host_blocks=host_blocks,
             host_write=host_write,
             storage_write=storage_write,
+            fetch_policy=fetch_policy,
         ),
         HandoffSettings(),
         store,

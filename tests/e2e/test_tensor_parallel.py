@@ -200,9 +200,7 @@ async def test_processes_of_different_sizes_hand_over_exactly(
         http = await stack.enter_async_context(aiohttp.ClientSession())
         p, d = [
             await stack.enter_async_context(
-                node(
-                    role, role=role, config=config(tmp_path, n), storage=storage, folder=tmp_path
-                )
+                node(role, role=role, config=config(tmp_path, n), storage=storage, folder=tmp_path)
             )
             for role, n in (("prefill", first), ("decode", second))
         ]
@@ -216,9 +214,9 @@ async def test_processes_of_different_sizes_hand_over_exactly(
         async with http.get(f"{d.url}/readyz?verbose") as response:
             assert response.status == 200
             parts = (await response.json())["parts"]
-            assert parts["ranks"] == {"status": "ok", "detail": f"{second} ranks keep up"} or (
-                second == 1
-            )
+            assert ("ranks" in parts) == (second > 1)
+            if second > 1:
+                assert parts["ranks"] == {"status": "ok", "detail": f"{second} ranks keep up"}
         assert await stop(p.process) == await stop(d.process) == 0
 
 
@@ -261,4 +259,3 @@ async def test_a_rank_that_lags_is_named_and_its_block_is_not_there_yet() -> Non
         host.close()
         planes.close()
         device.close()
-

@@ -15,6 +15,7 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
+from tierkv.api.settings import AuthSection
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import (
@@ -61,6 +62,7 @@ class ScriptedNode:
         self.is_ready = True
         self.near = 0
         self.lies_from: int | None = None
+        self.dies_unpublished = False  # after its first token, before its ticket
         self.stalls_after: int | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -134,6 +136,10 @@ class ScriptedNode:
                 said = 33
             await _event(response, "tokens", {"tokens": [said], "text": chr(said)})
             await asyncio.sleep(0)
+        if self.dies_unpublished and request.path == "/v1/prefill":
+            assert request.transport is not None
+            request.transport.abort()
+            return response
         if request.path == "/v1/prefill":
             self.tickets.setdefault(body["ticket_id"], asyncio.Event()).set()
         await _event(
@@ -230,6 +236,7 @@ async def stage(
     *,
     limits: LimitsSection | None = None,
     deadlines: DeadlineSection | None = None,
+    auth: AuthSection | None = None,
     **section: Any,
 ) -> AsyncIterator[Stage]:
     """A gateway in front of so many scripted nodes. They share tickets, as through storage."""
@@ -241,11 +248,11 @@ async def stage(
             for node in nodes[role]:
                 node.tickets = tickets
                 node.url = await stack.enter_async_context(_serve(node.app()))
+        urls: dict[str, Any] = {role: tuple(n.url for n in some) for role, some in nodes.items()}
         gateway = Gateway(
             GatewaySettings(
-                gateway=GatewaySection(
-                    **{role: tuple(n.url for n in some) for role, some in nodes.items()}, **section
-                ),
+                gateway=GatewaySection(**urls, **section),
+                auth=auth or AuthSection(),
                 limits=limits or LimitsSection(),
                 deadlines=deadlines or DeadlineSection(lookup_s=5.0),
                 health=HealthSection(probe_interval_s=0.05, eject_s=0.05),

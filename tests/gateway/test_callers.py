@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.api.guarded import callers_in
 from tests.gateway.scripted import answer_to, stage, text_of
 from tests.latch import until
+from tierkv.api.auth_file import RoleName
+from tierkv.api.settings import AuthSection
+from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.settings import LimitsSection
 
 PROMPT = "a prompt of some length, " * 8
@@ -137,7 +142,26 @@ async def test_the_callers_token_goes_to_the_nodes_where_that_is_set() -> None:
             node.refusal = (401, {"code": "unauthorized"})
         asked = await on.caller.ask({"prompt": PROMPT})
         assert asked.status == 401
-        assert all(node.calls[-1][2].get("Authorization") is None for node in on.prefill if node.calls[1:])
+        last = [node.calls[-1][2] for node in (*on.prefill, *on.decode) if len(node.calls) > 1]
+        assert any("Authorization" not in headers for headers in last)
+
+
+async def test_with_an_auth_file_only_its_callers_are_served(tmp_path: Path) -> None:
+    callers = await asyncio.to_thread(callers_in, tmp_path)
+    writer, reader = await callers.token(RoleName.WRITE), await callers.token(RoleName.READ)
+    async with stage(auth=AuthSection(file=str(callers.path))) as on:
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer nonsense"}, 401),
+            ({"Authorization": f"Bearer {reader}"}, 403),
+            ({"Authorization": f"Bearer {writer}"}, 200),
+        ):
+            asked = await on.caller.ask({"prompt": PROMPT}, **headers)
+            assert asked.status == status
+            assert ("WWW-Authenticate" in asked.headers) == (status == 401)
+            assert (asked.error is None) == (status == 200)
+        assert (await on.caller.get("/readyz"))[0] == 200
+        assert (await on.caller.get("/metrics"))[0] == 401
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -240,6 +264,5 @@ async def test_probes_models_and_metrics_are_there() -> None:
         assert 'tierkv_gateway_routed_total{how="resumed"} 0.0' in text
         for node in (*on.prefill, *on.decode):
             node.is_ready = False
-        async with asyncio.timeout(10):
-            while (await on.caller.get("/readyz"))[0] != 503:
-                await asyncio.sleep(0.01)
+        await until(lambda: NodeState.READY not in on.gateway.states().values())
+        assert (await on.caller.get("/readyz"))[0] == 503

@@ -59,8 +59,9 @@ def demo(
     Starts a prefill node and a decode node that share nothing but storage, and a single node
     that computes everything itself. A prompt is handed over with its partial last block; a
     follow-up turn hits the device; pressure moves blocks to the host and a turn hits them there;
-    the decode node is restarted and hits storage. After each scene the answer is compared with
-    the single node's.
+    the decode node is restarted and hits storage. Then a gateway stands in front of two prefill
+    and two decode nodes, and the decode node that is answering is killed. After each scene the
+    answer is compared with the single node's.
 
     Exits with 0 if every answer was identical, with 1 if one was not or something failed, with 2
     on wrong usage. Nothing is left running.
@@ -170,15 +171,21 @@ def _without_secrets(url: str) -> str:
 
 def report(scene: Scene, number: int) -> str:
     """One scene as a few lines of text."""
-    matched = ", ".join(f"{tier} {count}" for tier, count in scene.matched.items() if count)
-    moved = ", ".join(f"{leg} {size / 1024:.0f} KiB" for leg, size in scene.moved.items() if size)
+    lines = []
+    if scene.matched is not None:
+        matched = ", ".join(f"{tier} {count}" for tier, count in scene.matched.items() if count)
+        lines.append(f"matched                {matched or 'nothing'}")
+    if scene.moved is not None:
+        sizes = (f"{leg} {size / 1024:.0f} KiB" for leg, size in scene.moved.items() if size)
+        lines.append(f"moved on decode node   {', '.join(sizes) or 'nothing'}")
+    if scene.event:
+        lines.append(f"on the way             {scene.event}")
+    middle = "".join(f"\n    {line}" for line in lines)
     with_ms, without_ms = scene.ttft_s * 1000, scene.ttft_without_s * 1000
     tail = f", the last {scene.tail_tokens} of them a tail" if scene.tail_tokens else ""
     return f"""
-({"abcd"[number - 1]}) {scene.title}
-    prompt                 {scene.prompt_tokens} tokens{tail}
-    matched                {matched or "nothing"}
-    moved on decode node   {moved or "nothing"}
+({"abcde"[number - 1]}) {scene.title}
+    prompt                 {scene.prompt_tokens} tokens{tail}{middle}
     time to first token    {with_ms:.1f} ms; without cache {without_ms:.1f} ms
     answer                 {scene.text[:60]!r}
     identical to a single node: {"yes" if scene.is_identical else "NO"}

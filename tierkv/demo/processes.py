@@ -71,7 +71,7 @@ class NodeProcess:
 
 
 @asynccontextmanager
-async def node(  # noqa: PLR0913 - all but the name are keywords
+async def node(
     name: str, *, role: str, config: Path, storage: str, folder: Path, port: int = 0
 ) -> AsyncIterator[NodeProcess]:
     """A node, by default on a free port, ready to serve. Raises DemoError with the node's own

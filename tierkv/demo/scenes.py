@@ -1,4 +1,4 @@
-"""The four scenes of the demo, over HTTP, each compared with a node that computes everything."""
+"""The scenes of the demo, over HTTP, each compared with a node that computes everything."""
 
 from __future__ import annotations
 
@@ -11,30 +11,35 @@ from uuid import uuid4
 
 import aiohttp
 
-from tierkv.demo.processes import DemoError, NodeProcess, node, stop
+from tierkv.demo.fleet import Fleet
+from tierkv.demo.processes import DemoError, NodeProcess, gateway, node, stop
 
 Answer = dict[str, Any]
 _CALL_TIMEOUT_S = 300.0
+_GATEWAY_TOKENS = 120  # enough to be in the middle of
 _FOLLOW_UP = "\n\nAnd what happens to the blocks that nobody uses for a while?\n"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What one scene showed. Times in seconds; matched: tokens by tier."""
+    """What one scene showed. Times in seconds; matched: tokens by tier, moved: bytes by leg, None
+    where several nodes took part. event: what happened on the way, in words."""
 
     title: str
     prompt_tokens: int
-    matched: dict[str, int]
+    matched: dict[str, int] | None
     tail_tokens: int
-    moved: dict[str, int]
+    moved: dict[str, int] | None
     ttft_s: float
     ttft_without_s: float
     text: str
     is_identical: bool
+    event: str = ""
 
 
 class Nodes:
-    """The demo's three nodes: prefill and decode share a store, single shares nothing."""
+    """The demo's nodes: prefill and decode share a store, single shares nothing; for the last
+    scene there is one more of the first two, and a gateway."""
 
     def __init__(self, storage: str, config: Path, folder: Path) -> None:
         self._storage = storage
@@ -46,7 +51,7 @@ class Nodes:
     async def running(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             timeout = aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)
-            self._http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+            self.http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
             self.prefill = await stack.enter_async_context(self._node("prefill", "prefill"))
             self.single = await stack.enter_async_context(
                 self._node("single", "both", storage="memory://")
@@ -82,9 +87,26 @@ class Nodes:
     async def _stop_decode(self) -> None:
         await self._decode_life.aclose()
 
-    async def check_books(self) -> None:
-        """Raise DemoError if a node's recount of its blocks finds anything wrong."""
-        for where in (self.prefill, self.decode, self.single):
+    @asynccontextmanager
+    async def fleet(self) -> AsyncIterator[Fleet]:
+        """All nodes behind a gateway."""
+        async with (
+            self._node("prefill-2", "prefill") as prefill,
+            self._node("decode-2", "decode") as decode,
+            gateway(
+                self._folder,
+                prefill=[self.prefill.url, prefill.url],
+                decode=[self.decode.url, decode.url],
+            ) as front,
+        ):
+            yield Fleet(front, {node.url: node for node in (self.decode, decode)}, self.http)
+            await self.check_books(prefill, decode)
+
+    async def check_books(self, *others: NodeProcess) -> None:
+        """Raise DemoError if a recount of its blocks finds anything wrong at a node that lives."""
+        for where in (self.prefill, self.decode, self.single, *others):
+            if where.process.returncode is not None:
+                continue
             answer = await self.call(where, "/v1/verify")
             if answer["findings"]:
                 raise DemoError(f"{where.url} found its books not in order: {answer['findings']}")
@@ -93,7 +115,7 @@ class Nodes:
         """The JSON answer of one node. Raises DemoError with the node's reason."""
         method = "GET" if body is None else "POST"
         try:
-            async with self._http.request(method, where.url + path, json=body) as response:
+            async with self.http.request(method, where.url + path, json=body) as response:
                 answer: Answer = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise DemoError(f"{path} at {where.url} failed: {error}") from error
@@ -116,6 +138,7 @@ class Play:
         yield await self._device_hit()
         yield await self._host_hit()
         yield await self._storage_hit()
+        yield await self._gateway()
 
     async def _hand_off(self) -> Scene:
         nodes, ticket_id = self._nodes, f"demo-{uuid4().hex[:12]}"
@@ -158,6 +181,30 @@ class Play:
         self._say("decode node: SIGTERM, exit 0, and a fresh start with empty device and host ...")
         await self._nodes.restart_decode()
         return await self._generate("After a restart, hits Storage", self._prompt)
+
+    async def _gateway(self) -> Scene:
+        nodes = self._nodes
+        prompt = "Through the gateway: " + self._prompt
+        self._say("gateway: two prefill and two decode nodes behind one OpenAI-compatible URL ...")
+        async with nodes.fleet() as fleet:
+            answer = await fleet.complete_and_kill(prompt, _GATEWAY_TOKENS)
+            self._say(
+                "single node: computing the same from the first token on, without a cache ..."
+            )
+            body: Answer = {"prompt": prompt, "max_tokens": _GATEWAY_TOKENS, "use_cache": False}
+            truth = await nodes.call(nodes.single, "/v1/generate", body)
+        return Scene(
+            title="A decode node killed in the middle of an answer",
+            prompt_tokens=truth["prompt_tokens"],
+            matched=None,
+            tail_tokens=0,
+            moved=None,
+            ttft_s=answer.first_token_s,
+            ttft_without_s=truth["time_to_first_token_s"],
+            text=answer.text,
+            is_identical=answer.text == truth["text"],
+            event=answer.event,
+        )
 
     async def _generate(self, title: str, prompt: str) -> Scene:
         nodes = self._nodes

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from tierkv.api.access import ForbiddenError, UnauthenticatedError
 from tierkv.api.bodies import (
     REQUEST_ID,
     REQUEST_ID_HEADER,
@@ -26,11 +27,13 @@ log = logging.getLogger("tierkv.gateway")
 
 _RETRY_AFTER_S = 1
 _MOST_ID = 200  # what nodes get is longer by the number of the call
-_BODY_ERRORS: tuple[tuple[type[TierKVError], int, str], ...] = (
+_CALLERS_ERRORS: tuple[tuple[type[TierKVError], int, str], ...] = (
     (BodyError, 400, "malformed_body"),
     (FieldError, 422, "invalid_body"),
     (MediaTypeError, 415, "unsupported_media_type"),
     (BodyTimeoutError, 408, "body_timeout"),
+    (UnauthenticatedError, 401, "unauthenticated"),
+    (ForbiddenError, 403, "forbidden"),
 )
 
 
@@ -61,7 +64,7 @@ def failure_of(request: web.Request, error: Exception) -> Failure:
         code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
         name = code.get(error.status, f"http_{error.status}")
         return _failure(request, error.status, name, error.reason, error.reason)
-    for kind, status, name in _BODY_ERRORS:
+    for kind, status, name in _CALLERS_ERRORS:
         if isinstance(error, kind):
             return _failure(request, status, name, InvalidRequestError.title, str(error))
     said = "Something unexpected happened; the log of the gateway has the details."

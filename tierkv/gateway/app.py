@@ -8,6 +8,8 @@ from aiohttp import web
 
 import tierkv
 from tierkv.api import bodies
+from tierkv.api.access import Access
+from tierkv.api.auth import Guard, auth_middleware
 from tierkv.api.types import PartHealth, ReadyAnswer
 from tierkv.gateway.answers import failure_middleware
 from tierkv.gateway.failures import GatewayShuttingDownError, NoNodesError
@@ -16,11 +18,21 @@ from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.openai import Model, ModelList
 from tierkv.gateway.routes_completions import CompletionRoutes
 
+_NEEDS = {
+    "/v1/completions": Access.WRITE,
+    "/livez": Access.PUBLIC,
+    "/readyz": Access.PUBLIC,
+    "/version": Access.PUBLIC,
+}
 
-def make_app(gateway: Gateway) -> web.Application:
-    """The application over a gateway, which must be running when the first request comes."""
+
+def make_app(gateway: Gateway, guard: Guard) -> web.Application:
+    """The application over a gateway, which must be running when the first request comes.
+
+    guard: knows who may call; it must be running too.
+    """
     app = web.Application(
-        middlewares=[failure_middleware],
+        middlewares=[failure_middleware, auth_middleware(guard, _access_of)],
         client_max_size=gateway.settings.gateway.max_body_bytes,
     )
     probes = ProbeRoutes(gateway)
@@ -32,6 +44,11 @@ def make_app(gateway: Gateway) -> web.Application:
     app.router.add_get("/metrics", probes.metrics)
     app.on_response_prepare.append(_name_no_versions)
     return app
+
+
+def _access_of(request: web.Request) -> Access:
+    resource = request.match_info.route.resource
+    return _NEEDS.get(resource.canonical, Access.READ) if resource else Access.READ
 
 
 async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> None:

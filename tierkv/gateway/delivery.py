@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -62,6 +63,7 @@ class Delivery:
         self._failed: set[BackendNode] = set()
         self.num_attempts = 0
         self._num_calls = 0
+        self._nonce = secrets.token_hex(8)
         self._changed = asyncio.Event()
         self._started = asyncio.get_running_loop().time()
 
@@ -91,9 +93,10 @@ class Delivery:
         return asyncio.get_running_loop().time()
 
     def next_id(self) -> str:
-        """An id for one call: a node may still be ending an earlier one."""
+        """An id for one call, as no other has it: a node may still be ending an earlier one, and
+        a caller may use its own id twice."""
         self._num_calls += 1
-        return f"{self.job.request_id}.{self._num_calls}"
+        return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
 
     def accept(self, node: BackendNode, offset: int, tokens: Sequence[int]) -> int:
         """Take tokens that follow the first `offset`; the offset after them.

@@ -25,7 +25,7 @@ Failure = AttemptError | GatewayError
 
 async def hand_over(delivery: Delivery, held: Mapping[str, Held]) -> None:
     """Get all tokens. Raises AttemptError, noted, or GatewayError; both calls have ended then."""
-    ticket_id = f"{delivery.next_id()}.{delivery.job.seed:x}"
+    ticket_id = delivery.next_id()
     async with task_group() as tasks:
         prefill = tasks.create_task(_outcome(_prefill(delivery, ticket_id, held)))
         decode = tasks.create_task(_outcome(_decode(delivery, ticket_id, held)))

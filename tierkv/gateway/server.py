@@ -8,21 +8,20 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import uvloop
-from aiohttp import web
 
-from tierkv.api.server import bind, url_of
+from tierkv.api.auth import Guard
+from tierkv.api.connections import Limits, serving
+from tierkv.api.listen import bind, make_room_for, url_of
 from tierkv.api.settings import NodeSection
+from tierkv.api.tls import server_tls
 from tierkv.gateway.app import make_app
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.settings import GatewaySettings
 
 log = logging.getLogger("tierkv.gateway")
-
-_BACKLOG = 1024
-_LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
-_LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
 
 
 def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
@@ -32,6 +31,7 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
     Raises a TierKVError whose sentence says what to correct, with nothing left open.
     """
     gateway = Gateway(settings)
+    make_room_for(settings.gateway.max_connections)
     with listener_of(settings) as listener:
         uvloop.run(serve(gateway, listener, announce))
 
@@ -43,9 +43,10 @@ def listener_of(settings: GatewaySettings) -> socket.socket:
         NodeSection(
             host=section.host,
             port=section.port,
-            # The nodes ask callers who they are where the gateway hands that on.
-            allow_insecure_bind=section.allow_insecure_bind or section.forward_authorization,
-        )
+            allow_insecure_bind=section.allow_insecure_bind,
+        ),
+        # The nodes ask callers who they are where the gateway hands that on.
+        asks_callers=bool(settings.auth.file) or section.forward_authorization,
     )
 
 
@@ -76,18 +77,20 @@ async def serve(gateway: Gateway, listener: socket.socket, announce: Callable[[s
 
 @asynccontextmanager
 async def listening(gateway: Gateway, listener: socket.socket) -> AsyncIterator[str]:
-    """Answers on `listener`; yields the URL of it."""
-    runner = web.AppRunner(
-        make_app(gateway),
-        access_log=None,
-        handler_cancellation=True,  # a client that has gone needs no tokens
-        lingering_time=_LINGER_S,
-        keepalive_timeout=gateway.settings.gateway.idle_timeout_s,
-        shutdown_timeout=_LAST_ANSWERS_S,
+    """Answers on `listener`; yields the URL of it.
+
+    Raises ConfigError if the auth file or the certificate cannot be used.
+    """
+    section, auth = gateway.settings.gateway, gateway.settings.auth
+    guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
+    limits = Limits(
+        max_connections=section.max_connections,
+        idle_timeout_s=section.idle_timeout_s,
+        send_timeout_s=section.send_timeout_s,
     )
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
-        yield url_of(listener)
-    finally:
-        await runner.cleanup()
+    async with (
+        guard.running(),
+        server_tls(gateway.settings.tls) as tls,
+        serving(make_app(gateway, guard), [listener], limits=limits, tls=tls),
+    ):
+        yield url_of(listener, has_tls=tls is not None)

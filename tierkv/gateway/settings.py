@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from tierkv.api.settings import AuthSection, TlsSection
 from tierkv.errors import ConfigError
 
 _MAX_PORT = 65_535
@@ -26,8 +27,8 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     node_token: a bearer token for the nodes; belongs into the environment.
     forward_authorization: hand the caller's own Authorization header on to the nodes, so that
         these decide who it is and which tenant it works in; node_token is then for probes only.
-    allow_insecure_bind: listen on other than loopback addresses although the gateway asks nobody
-        who they are; not needed with forward_authorization, because the nodes ask.
+    allow_insecure_bind: listen on other than loopback addresses although nobody asks callers who
+        they are; not needed with an auth file, or with forward_authorization, where nodes ask.
     drain_grace_s: how long running requests may go on after SIGTERM.
     """
 
@@ -42,17 +43,18 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allow_insecure_bind: bool = False
     drain_grace_s: float = 30.0
     max_body_bytes: int = 16 << 20
+    max_connections: int = 16_384
     idle_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"gateway.port must be in 0..{_MAX_PORT}, not {self.port}")
         if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
             raise ConfigError("gateway.drain_grace_s must be a number that is not negative")
-        if self.max_body_bytes < 1:
-            raise ConfigError("gateway.max_body_bytes must be at least 1")
-        _all_above_zero("gateway", self, "idle_timeout_s", "body_timeout_s")
+        _all_above_zero("gateway", self, "max_body_bytes", "max_connections")
+        _all_above_zero("gateway", self, "idle_timeout_s", "body_timeout_s", "send_timeout_s")
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +123,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The config file of `tierkv gateway`: each field is a table in it."""
 
     gateway: GatewaySection = GatewaySection()
+    auth: AuthSection = AuthSection()
+    tls: TlsSection = TlsSection()
     limits: LimitsSection = LimitsSection()
     deadlines: DeadlineSection = DeadlineSection()
     health: HealthSection = HealthSection()

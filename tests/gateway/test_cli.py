@@ -1,0 +1,61 @@
+"""`tierkv gateway` as a process: wrong settings are one clear sentence, SIGTERM is exit 0."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.nodes import clean_environ, run_to_end
+
+NODES = ("--both", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "a gateway needs nodes"),
+        (("--prefill", "localhost:8100"), "not the URL of a node"),
+        (("--prefill", "http://a", "--decode", "http://a"), "given twice"),
+        ((*NODES, "--host", "0.0.0.0"), "can be reached from other machines"),
+        ((*NODES, "--config", "missing.toml"), "does not exist"),
+    ],
+)
+async def test_wrong_settings_are_one_sentence(
+    options: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    status, out, err = await run_to_end(tmp_path, "gateway", "--port", "0", *options)
+    assert (status, out) == (1, "")
+    assert words in err
+    assert err.startswith("error: ")
+    assert len(err.strip().splitlines()) == 1
+
+
+async def test_a_wrong_number_in_the_environment_names_its_setting(tmp_path: Path) -> None:
+    status, _, err = await run_to_end(tmp_path, "gateway", *NODES, TIERKV_DEADLINES__STALL_S="0")
+    assert status == 1
+    assert "deadlines.stall_s" in err
+
+
+async def test_nodes_from_the_environment_a_ready_line_and_a_clean_end(tmp_path: Path) -> None:
+    environ = clean_environ(tmp_path) | {
+        "TIERKV_GATEWAY__DECODE": "http://127.0.0.1:1 http://[::1]:1"
+    }
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tierkv", "gateway", "--port", "0"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environ,
+    )
+    assert child.stdout is not None
+    async with asyncio.timeout(60):
+        line = (await child.stdout.readline()).decode()
+        assert re.fullmatch(r"tierkv gateway listening on http://127.0.0.1:\d+\n", line)
+        child.send_signal(signal.SIGTERM)
+        _, err = await child.communicate()
+    assert child.returncode == 0
+    assert "Traceback" not in err.decode()
