@@ -1,4 +1,4 @@
-"""transformers over tierkv generates what transformers alone does, token for token, byte for byte."""
+"""transformers over tierkv generates what it does alone, token for token, byte for byte."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.adapters.tiny import BLOCK, Rows, TinyEngine, alone, llama, prompt_of
 from tests.latch import CopyLatch
 from tests.redis_server import redis_server
 from tierkv.adapters.transformers import PagedCache
+from tierkv.cache.write_policy import WritePolicy
 from tierkv.embed import Admitted
 from tierkv.errors import LayoutError
 from tierkv.gpu.protocol import Direction
@@ -82,6 +83,24 @@ def test_a_prompt_that_is_half_known_loads_the_half_and_computes_the_rest(store:
         tokens, rows = alone(engine.model, other, NEW, cut=2 * BLOCK)
         assert same(done.rows, rows)
         assert done.tokens == tokens == alone(engine.model, other, NEW)[0]
+
+
+def test_the_next_turn_finds_what_was_generated_on_any_node(store: str) -> None:
+    prompt = prompt_of(LENGTH)
+    with TinyEngine(store) as prefill:
+        prefill.prefill("one", prompt, "ticket")
+    with TinyEngine(store, storage_write=WritePolicy.WRITE_THROUGH) as decode:
+        first = decode.decode("one", prompt, "ticket", 2 * BLOCK)
+    with TinyEngine(store) as third:
+        turn = [*prompt, *first.tokens, *prompt_of(10, seed=3)]
+        done = third.generate("two", turn, NEW)
+        known = (LENGTH + 2 * BLOCK - 1) // BLOCK * BLOCK
+        assert done.found.matched.storage_tokens == known
+        assert all(
+            np.array_equal(mine[:, :known], theirs[:, :known])
+            for mine, theirs in zip(done.rows, first.rows, strict=True)
+        )
+        assert done.tokens == alone(third.model, turn, NEW)[0]
 
 
 def test_blocks_that_do_not_load_are_computed_and_the_others_are_not(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tierkv.adapters.transformers import PagedCache
+from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.embed import Admitted, Embedded
 from tierkv.gpu.cpu import CpuDevice
@@ -43,14 +45,15 @@ def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 512, length).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 512, length).tolist()
+    return tokens
 
 
-@torch.no_grad()
 def forward(model: LlamaForCausalLM, cache: DynamicCache, tokens: Sequence[int]) -> int:
     """Run `tokens` on top of the cache; the token that follows, greedily."""
     ids = torch.tensor([list(tokens)])
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    with torch.no_grad():
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     return int(logits[0, -1].argmax())
 
 
@@ -92,6 +95,7 @@ class TinyEngine:
         *,
         dtype: torch.dtype = torch.float32,
         before_copy: Callable[[BlockCopy], None] | None = None,
+        storage_write: WritePolicy = WritePolicy.NONE,
     ) -> None:
         self.model = llama(dtype)
         self.paged = PagedCache(self.model.config, block_size=BLOCK, dtype=dtype)
@@ -100,7 +104,13 @@ class TinyEngine:
             return Service(
                 CpuDevice(before_copy),
                 self.paged.fingerprint("tiny-llama", revision="seed 7"),
-                CacheSettings(block_size=BLOCK, device_blocks=32, host_blocks=64),
+                CacheSettings(
+                    block_size=BLOCK,
+                    device_blocks=32,
+                    host_blocks=64,
+                    host_write=WritePolicy.WRITE_THROUGH,
+                    storage_write=storage_write,
+                ),
                 HandoffSettings(),
                 open_store(store, StoreSettings(), SystemClock()),
             )
@@ -108,7 +118,7 @@ class TinyEngine:
         self.cache = Embedded(build)
         self.num_computed = 0
 
-    def __enter__(self) -> TinyEngine:
+    def __enter__(self) -> Self:
         self.cache.open()
         return self
 

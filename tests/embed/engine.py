@@ -74,11 +74,10 @@ async def _num_tasks(service: Service) -> int:
     return service.tiers.num_tasks
 
 
-@contextmanager
-def engine(
+def open_engine(
     *, store: str | None = None, settings: EmbedSettings | None = None, **cache: Any
-) -> Iterator[Engine]:
-    """cache: fields of CacheSettings. store: a URL."""
+) -> Engine:
+    """Whoever opens it closes it. cache: fields of CacheSettings. store: a URL."""
     latch = CopyLatch()
 
     def build() -> Service:
@@ -90,11 +89,22 @@ def engine(
             open_store(store, StoreSettings(), SystemClock()) if store else None,
         )
 
-    with Embedded(build, settings) as embedded:
-        try:
-            yield Engine(embedded, latch)
-        finally:
-            latch.release()
+    embedded = Embedded(build, settings)
+    embedded.open()
+    return Engine(embedded, latch)
+
+
+@contextmanager
+def engine(
+    *, store: str | None = None, settings: EmbedSettings | None = None, **cache: Any
+) -> Iterator[Engine]:
+    """As `open_engine`, and closed at the end."""
+    here = open_engine(store=store, settings=settings, **cache)
+    try:
+        yield here
+    finally:
+        here.latch.release()
+        here.cache.close()
 
 
 def until(condition: Callable[[], bool], what: str = "the condition") -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from tierkv.errors import (
     GateTimeoutError,
     OwnershipError,
     RequestTooLargeError,
+    TierKVError,
 )
 from tierkv.gpu.protocol import Direction
 from tierkv.service import Service
@@ -41,7 +44,7 @@ def test_a_call_is_to_be_asked_again_until_its_blocks_have_arrived() -> None:
         here.latch.release()
         assert here.cache.wait(PATIENCE_S)
         assert here.cache.poll() == [call]
-        assert call.answer is Answer.READY
+        assert call.is_done
         found = call.result()
         assert found.cached_tokens == 17
         here.check(found, PROMPT, 17)
@@ -69,7 +72,12 @@ def test_poll_returns_each_finished_call_once_and_none_that_was_taken() -> None:
         calls = [here.cache.lookup(PROMPT) for _ in range(10)]
         calls[3].wait(PATIENCE_S)
         seen: list[Call[object]] = []
-        until(lambda: seen.extend(here.cache.poll()) is None and len(seen) == 9)
+
+        def poll() -> bool:
+            seen.extend(here.cache.poll())
+            return len(seen) == 9
+
+        until(poll)
         assert [call.number for call in seen] == [c.number for c in calls if c is not calls[3]]
         assert here.cache.poll() == []
         assert here.cache.num_open_calls == 0
@@ -87,17 +95,22 @@ def test_more_calls_than_may_be_open_are_refused_until_some_are_taken() -> None:
         assert here.cache.lookup(PROMPT).wait(PATIENCE_S).num_tokens == len(PROMPT)
 
 
-def test_calls_about_a_request_run_in_the_order_they_were_made(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_calls_about_a_request_run_in_the_order_they_were_made(tmp_path: Path) -> None:
     with engine(store=f"file://{tmp_path}/store") as here:
         here.cache.admit("one", PROMPT, max_new_tokens=4).wait(PATIENCE_S)
         found = here.cache.extend("one", 10).wait(PATIENCE_S)
         here.compute(found, PROMPT)
+        here.latch.hold(Direction.OFFLOAD)
         calls = [
             here.cache.commit("one", PROMPT),
             here.cache.publish("one", "ticket", [7]),
             here.cache.end("one"),
             here.cache.commit("one", PROMPT),
         ]
+        until(lambda: here.latch.num_held > 0)
+        time.sleep(0.02)
+        assert not any(call.is_done for call in calls[1:]), "the publish reads the blocks"
+        here.latch.release()
         answers = [done(call).answer for call in calls]
         assert answers == [Answer.READY, Answer.READY, Answer.READY, Answer.REFUSED]
         assert isinstance(calls[3].error, OwnershipError)
@@ -112,14 +125,15 @@ def test_calls_about_a_request_run_in_the_order_they_were_made(tmp_path) -> None
 def test_what_is_wrong_with_a_request_is_said_by_its_own_call_alone() -> None:
     with engine() as here:
         here.cache.admit("one", PROMPT, max_new_tokens=4).wait(PATIENCE_S)
-        for call, error in (
+        wrong: list[tuple[Call[Any], type[TierKVError]]] = [
             (here.cache.admit("one", PROMPT, max_new_tokens=4), DuplicateRequestError),
             (here.cache.admit("two", PROMPT, max_new_tokens=4000), RequestTooLargeError),
             (here.cache.admit("two", b"123", max_new_tokens=0), BadRequestError),
             (here.cache.commit("one", [*PROMPT[:-1], 99]), BadRequestError),
             (here.cache.end("nobody"), OwnershipError),
-        ):
-            assert isinstance(done(call).error, error)
+        ]
+        for refused, kind in wrong:
+            assert isinstance(done(refused).error, kind)
         here.cache.end("one").wait(PATIENCE_S)
         assert not here.cache.abort("one").wait(PATIENCE_S)
 
@@ -144,7 +158,7 @@ def test_asking_and_polling_do_not_wait_for_a_loop_that_is_busy() -> None:
 
     async def busy(_: Service) -> None:
         held.set()
-        release.wait(PATIENCE_S)  # noqa: ASYNC251 - the loop is to be blocked
+        release.wait(PATIENCE_S)
 
     tokens = pack(PROMPT)
     with engine() as here:

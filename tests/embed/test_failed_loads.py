@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_an_abort_in_the_middle_of_a_failing_load_leaves_nothing(here: Engine) -
     assert done(call).answer is Answer.REFUSED
 
 
-def test_a_claim_that_must_be_whole_says_that_it_did_not_load(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_claim_that_must_be_whole_says_that_it_did_not_load(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     with engine(store=store) as prefill:
         found = prefill.cache.admit("one", PROMPT, max_new_tokens=0).wait(PATIENCE_S)

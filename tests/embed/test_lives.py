@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.embed.engine import done, engine, until
+from tests.embed.engine import done, engine, open_engine, until
 from tests.latch import PATIENCE_S
 from tests.world import fingerprint
 from tierkv.cache.write_policy import WritePolicy
@@ -39,36 +39,35 @@ async def _explode(_: Service) -> None:
 
 
 def test_an_error_in_the_loop_reaches_every_pending_and_every_later_call() -> None:
-    with (
-        pytest.raises(ServiceFailedError, match="nobody expected this"),
-        engine(device_blocks=8) as here,
-    ):
-        here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
-        waiting = [here.cache.admit(f"w{i}", PROMPT, max_new_tokens=0) for i in range(5)]
-        here.cache.run("explode", _explode)
-        for call in waiting:
-            error = done(call).error
-            assert isinstance(error, ServiceFailedError)
-            assert isinstance(error.__cause__, RuntimeError)
-        later = here.cache.lookup(PROMPT)
-        assert later.answer is Answer.REFUSED
-        assert isinstance(later.error, ServiceFailedError)
-        assert not here.cache.is_open
+    here = open_engine(device_blocks=8)
+    here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
+    waiting = [here.cache.admit(f"w{i}", PROMPT, max_new_tokens=0) for i in range(5)]
+    here.cache.run("explode", _explode)
+    for call in waiting:
+        error = done(call).error
+        assert isinstance(error, ServiceFailedError)
+        assert isinstance(error.__cause__, RuntimeError)
+    later = here.cache.lookup(PROMPT)
+    assert later.answer is Answer.REFUSED
+    assert isinstance(later.error, ServiceFailedError)
+    assert not here.cache.is_open
+    with pytest.raises(ServiceFailedError, match="nobody expected this"):
+        here.cache.close()
+    here.cache.close()  # who closes again has been told
 
 
 def test_an_error_in_the_service_itself_reaches_every_call() -> None:
     async def break_task(service: Service) -> None:
         service.tiers.start(_explode(service), "broken")
 
-    with (
-        pytest.raises(ServiceFailedError, match="nobody expected this"),
-        engine(device_blocks=8) as here,
-    ):
-        here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
-        waiting = here.cache.admit("two", PROMPT, max_new_tokens=0)
-        here.cache.run("break", break_task)
-        assert isinstance(done(waiting).error, ServiceFailedError)
-        until(lambda: here.cache.lookup(PROMPT).answer is Answer.REFUSED)
+    here = open_engine(device_blocks=8)
+    here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)
+    waiting = here.cache.admit("two", PROMPT, max_new_tokens=0)
+    here.cache.run("break", break_task)
+    assert isinstance(done(waiting).error, ServiceFailedError)
+    until(lambda: here.cache.lookup(PROMPT).answer is Answer.REFUSED)
+    with pytest.raises(ServiceFailedError, match="nobody expected this"):
+        here.cache.close()
 
 
 def test_what_keeps_a_service_from_opening_is_raised_by_open() -> None:

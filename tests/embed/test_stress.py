@@ -1,17 +1,18 @@
-"""Many threads at once, with cancels and aborts at random: every call is answered, nothing leaks."""
+"""Many threads at once, cancels and aborts at random: every call is answered, nothing leaks."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.embed.engine import Engine, done, engine
 from tests.latch import PATIENCE_S
 from tierkv.cache.write_policy import WritePolicy
-from tierkv.embed import AbortedError, Answer
+from tierkv.embed import AbortedError, Answer, Call
 from tierkv.errors import OwnershipError
 
 NUM_THREADS = 6
@@ -98,7 +99,7 @@ def _meddle(here: Engine, rng: random.Random, name: str) -> None:
         return
     found = call.wait(PATIENCE_S)
     here.compute(found, tokens, found.cached_tokens)
-    later = [here.cache.commit(name, tokens), here.cache.preempt(name)]
+    later: list[Call[Any]] = [here.cache.commit(name, tokens), here.cache.preempt(name)]
     if rng.random() < 0.5:
         later.append(here.cache.abort(name))
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +123,7 @@ class PagedCache:
         return array.reshape(array.shape[0], self.layout.block_size, -1)
 
 
-def _shapes(config: Any) -> tuple[_Shape, _Shape]:
+def _shapes(config: PretrainedConfig) -> tuple[_Shape, _Shape]:
     """What the cache keeps per token. For multi-head latent attention transformers 5 keeps the
     latent as the key and the rotary part as the value; `store` refuses what lies otherwise."""
     if getattr(config, "kv_lora_rank", None):

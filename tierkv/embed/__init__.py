@@ -3,7 +3,7 @@
 from tierkv.embed.admitted import Admitted, Until
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
-from tierkv.embed.thread import (
+from tierkv.embed.settings import (
     CloseTimeoutError,
     EmbedSettings,
     ForkedError,

@@ -11,7 +11,8 @@ from tierkv.cache.tokens import Tokens, pack
 from tierkv.embed.admitted import Admitted, Until
 from tierkv.embed.exchange import Call
 from tierkv.embed.requests import Requests
-from tierkv.embed.thread import EmbedSettings, ServiceThread
+from tierkv.embed.settings import EmbedSettings
+from tierkv.embed.thread import ServiceThread
 from tierkv.errors import TierKVError
 from tierkv.gpu.protocol import Event
 from tierkv.observe import Lookup, Stats

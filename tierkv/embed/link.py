@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from contextlib import suppress
 
 import msgspec
 
@@ -32,7 +33,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Memory(msgspec.Struct, frozen=True, tag="memory"):
-    """uint8 [num_slots, block_bytes], of which bytes [start, stop) of each slot are the worker's."""
+    """uint8 [num_slots, block_bytes]; bytes [start, stop) of each slot are the worker's."""
 
     num_slots: int
     block_bytes: int
@@ -77,8 +78,7 @@ class Link:
         return pid
 
     def send(self, record: bytes | Record, *, descriptor: int | None = None) -> None:
-        """Blocks while the other end does not read; raises LinkClosedError after 30 s of that, and
-        if it is gone."""
+        """Blocks while the other end does not read; raises LinkClosedError if it is gone."""
         value = record if isinstance(record, bytes) else seal(MAGIC, VERSION, record)
         data = memoryview(_LENGTH.pack(len(value)) + value)
         try:
@@ -132,20 +132,16 @@ class Link:
             del self._received[:end]
         return records
 
-    def close(self) -> None:
-        """Wakes a thread that sends or receives, too."""
-        try:
+    def shutdown(self) -> None:
+        """No more is sent or received: wakes the threads that do. `close` it after them."""
+        with suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other end was faster
+
+    def close(self) -> None:
+        self.shutdown()
         self._socket.close()
 
 
 def read(value: bytes) -> Record:
     """Raises StoreCorruptError if it is no such record."""
     return unseal(MAGIC, VERSION, value, Record)  # type: ignore[arg-type]
-
-
-def is_record(value: bytes) -> bool:
-    """Whether it is a record of this module, not a plan."""
-    return value[:4] == MAGIC

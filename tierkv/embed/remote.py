@@ -77,7 +77,8 @@ class Movements:
     def cancel(self, event: RemoteEvent, error: TransferError) -> None:
         """A movement was not sent to anybody after all."""
         with self._lock:
-            self._events.pop(event.number, None)
+            if self._events.pop(event.number, None) is None:
+                return  # the device was lost meanwhile, and the event has been told
             for rank in self._ranks.missing(event.number):
                 self._ranks.report(rank, event.number, self._heard[rank], failed=True)
             self._ranks.end(event.number)

@@ -68,7 +68,7 @@ class Worker:
         """Let `serve` return; to the scheduler this worker is dead then."""
         self._ended.set()
         if self._link is not None:
-            self._link.close()
+            self._link.shutdown()
 
     def _carry_out(self, link: Link, host: SharedSlots) -> None:
         lanes = {one: self._device.open_lane(one, self._planes, host) for one in Direction}

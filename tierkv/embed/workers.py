@@ -11,15 +11,17 @@ import logging
 import os
 import selectors
 import socket
+import stat
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import ModuleType
 
 import numpy as np
 
 from tierkv.cache.layout import Layout
-from tierkv.embed.link import Alive, Hello, Link, LinkClosedError, Memory, Report, is_record, read
+from tierkv.embed.link import Alive, Hello, Link, LinkClosedError, Memory, Report, read
 from tierkv.embed.memory import SharedSlots, shared_memory
 from tierkv.embed.remote import Movements, RemoteLane, RemotePlanes
 from tierkv.embed.shards import pieces, side_by_side
@@ -61,6 +63,16 @@ class WorkerDevice:
     def failure(self) -> str | None:
         return self._movements.failure
 
+    @property
+    def status(self) -> str:
+        if self.failure is not None:
+            return self.failure
+        return f"{len(self._links)} of {len(self._shards)} workers at {self._path}"
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Nothing computes here: workers do."""
+        return nullcontext()
+
     def findings(self) -> list[str]:
         """Workers that are gone or late, named, with what they owe."""
         return self._movements.findings()
@@ -86,10 +98,7 @@ class WorkerDevice:
         end.settimeout(max(deadline - time.monotonic(), 0.001))
         link = Link(end)
         try:
-            records = link.receive()
-            hello = read(records[0]) if records else None
-            if not isinstance(hello, Hello):
-                raise StoreCorruptError("a worker says hello first, at once")
+            hello = _hello(link)
             self._check(hello)
         except (LinkClosedError, StoreCorruptError) as error:
             link.close()
@@ -151,14 +160,14 @@ class WorkerDevice:
         """Let the workers go: each finishes what it copies, and its `serve` returns."""
         self._is_closing = True
         self._listener.close()
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(self._path)
-        except FileNotFoundError:
-            pass
         for link in self._links.values():
-            link.close()
+            link.shutdown()
         if self._reader is not None:
             self._reader.join()
+        for link in self._links.values():
+            link.close()
 
     # Workers
 
@@ -185,26 +194,39 @@ class WorkerDevice:
         """Read what rank has sent; whether there can be more."""
         try:
             for record in self._links[rank].receive():
-                found = read(record) if is_record(record) else None
-                if isinstance(found, Report):
-                    self._movements.report(rank, found.number, found.problem)
-                elif isinstance(found, Alive):
-                    self._movements.alive(rank)
-                else:
-                    raise StoreCorruptError("a worker sends nothing but reports")
+                self._heard(rank, record)
         except (LinkClosedError, StoreCorruptError) as error:
             if not self._is_closing:
                 self._lose(rank, str(error))
             return False
         return True
 
+    def _heard(self, rank: int, record: bytes) -> None:
+        found = read(record)
+        if isinstance(found, Report):
+            self._movements.report(rank, found.number, found.problem)
+        elif isinstance(found, Alive):
+            self._movements.alive(rank)
+        else:
+            raise StoreCorruptError("a worker sends nothing but reports")
+
     def _lose(self, rank: int, why: str) -> None:
         self._movements.leave(rank, f"worker {rank} (process {self._pids[rank]}) is lost: {why}")
+
+
+def _hello(link: Link) -> Hello:
+    records = link.receive()
+    hello = read(records[0]) if records else None
+    if not isinstance(hello, Hello):
+        raise StoreCorruptError("a worker says hello first, at once")
+    return hello
 
 
 def _listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
+        if _is_left_over(path):
+            os.unlink(path)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen()
@@ -212,3 +234,15 @@ def _listen(path: str) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen for workers at {path}: {error}") from error
     return listener
+
+
+def _is_left_over(path: str) -> bool:
+    """Whether it is the socket of a scheduler that was killed: there, and nobody listens."""
+    if not os.path.exists(path):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return stat.S_ISSOCK(os.stat(path).st_mode)
+    return False

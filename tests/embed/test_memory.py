@@ -1,0 +1,80 @@
+"""An engine's own memory is used as it is, and refused if it does not fit."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.embed.engine import done
+from tests.latch import PATIENCE_S
+from tests.world import GQA, fingerprint, kv_of
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.embed import Embedded
+from tierkv.embed.memory import EngineCpuDevice, EnginePlanes, SharedSlots, shared_memory
+from tierkv.errors import ConfigError, LayoutError
+from tierkv.pd.settings import HandoffSettings
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+
+BLOCKS = 8
+PROMPT = list(range(16))
+
+
+def _arrays(num_blocks: int = BLOCKS) -> list[np.ndarray]:
+    return [np.zeros((num_blocks, plane.block_bytes), np.uint8) for plane in GQA.planes]
+
+
+def _build(arrays: list[np.ndarray]) -> Service:
+    settings = CacheSettings(
+        block_size=GQA.block_size,
+        device_blocks=BLOCKS,
+        host_blocks=16,
+        host_write=WritePolicy.WRITE_THROUGH,
+    )
+    return Service(EngineCpuDevice(arrays), fingerprint(), settings, HandoffSettings(), None)
+
+
+def test_blocks_are_offloaded_from_and_loaded_into_the_engine_s_own_arrays() -> None:
+    arrays = _arrays()
+    with Embedded(lambda: _build(arrays)) as cache:
+        for name, tokens in (("one", PROMPT), ("all", list(range(900, 932)))):
+            found = cache.admit(name, tokens, max_new_tokens=0).wait(PATIENCE_S)
+            for rows, array in zip(kv_of(tokens, GQA), arrays, strict=True):
+                array[found.block_table] = rows.reshape(len(found.block_table), -1)
+            cache.commit(name, tokens)
+            done(cache.end(name))
+        for array in arrays:
+            array[:] = 0
+        found = cache.admit("again", [*PROMPT, 5], max_new_tokens=0).wait(PATIENCE_S)
+        assert found.matched.host_tokens == len(PROMPT)
+        for rows, array in zip(kv_of(PROMPT, GQA), arrays, strict=True):
+            assert np.array_equal(array[found.block_table[:4]].reshape(rows.shape), rows)
+        cache.end("again").wait(PATIENCE_S)
+
+
+def test_memory_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the engine has 5 blocks, not 8"):
+        Embedded(lambda: _build(_arrays(5))).open()
+    with pytest.raises(LayoutError, match="the layout's"):
+        EnginePlanes(GQA, _arrays()[:-1])
+    strided = [np.zeros((BLOCKS, 2 * a.shape[1]), np.uint8)[:, ::2] for a in _arrays()]
+    with pytest.raises(LayoutError, match="contiguous"):
+        EnginePlanes(GQA, strided)
+
+
+def test_shared_slots_are_seen_by_all_that_map_them_each_its_piece() -> None:
+    descriptor = shared_memory(4 * 10)
+
+    whole = SharedSlots(os.dup(descriptor), 4, 10, slice(0, 10))
+    part = SharedSlots(descriptor, 4, 10, slice(6, 10))
+    part.array[2] = 7
+    assert whole.array[2].tolist() == [0] * 6 + [7] * 4
+    part.close()
+    assert whole.array.sum() == 28
+    with pytest.raises(LayoutError):
+        part.close()
+    small = shared_memory(39)
+    with pytest.raises(ConfigError, match="smaller"):
+        SharedSlots(small, 4, 10, slice(0, 10))
