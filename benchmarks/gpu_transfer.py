@@ -108,6 +108,10 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.copies = {d: [self.make_copy(d, seed) for seed in range(5)] for d in Direction}
+        self.adjacent = {
+            copy.direction: BlockCopy(copy.direction, copy.slot_ids // np.int32(2), copy.block_ids)
+            for copy in (self.copy(d, 0) for d in Direction)
+        }
 
     @property
     def moved_bytes(self) -> int:
@@ -115,7 +119,8 @@ class Bench:
         return self.num_blocks * self.layout.block_bytes
 
     def copy(self, direction: Direction, seed: int) -> BlockCopy:
-        """All blocks of one half of the memory, in random order on both sides; made before."""
+        """Blocks of one half of the memory and every other slot, in random order on both sides; made
+        before. No slot is next to another of the copy: neighbours would travel as one piece."""
         return self.copies[direction][seed % len(self.copies[direction])]
 
     def make_copy(self, direction: Direction, seed: int) -> BlockCopy:
@@ -252,6 +257,9 @@ def _contenders(b: Bench, direction: Direction) -> dict[str, Callable[[int], flo
         "limit": lambda _: b.limit(direction),
         "tierkv by blocks": lambda rep: b.tierkv(direction, Order.BLOCKS, rep),
         "tierkv by layers": lambda rep: b.tierkv(direction, Order.LAYERS, rep),
+        "tierkv by blocks, adjacent slots": lambda _: b.lanes[direction, Order.BLOCKS].submit(
+            b.adjacent[direction]
+        )[-1],
         "copy per plane": lambda rep: b.per_plane(direction, rep),
         "kernel over PCIe": lambda rep: b.ancestor(direction, rep),
     }
@@ -435,7 +443,19 @@ def _beside_one(
             for what in names
             if what in speeds
         ]
-    return rows + table(f"time of {name}", slowed, "ms", "alone")
+    rows += table(f"time of {name}", slowed, "ms", "alone")
+    for limit, what in (
+        ("limit load", "load by layers"),
+        ("limit load", "load by blocks"),
+        ("limit offload", "offload by blocks"),
+        ("limit both", "both"),
+    ):
+        more = [
+            100 * (ours / least - 1)
+            for ours, least in zip(slowed[what], slowed[limit], strict=True)
+        ]
+        rows.append(row(f"{name} beside {what}, slower than beside {limit} by", more, "%"))
+    return rows
 
 
 # Latency
@@ -599,8 +619,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--ctas", type=int, default=LaneSettings().num_ctas)
+    parser.add_argument("--reps", type=int)
     chosen = parser.parse_args()
-    reps = 3 if chosen.quick else 9
+    reps = chosen.reps or (3 if chosen.quick else 9)
     device = CudaDevice(lanes=LaneSettings(num_ctas=chosen.ctas))
     total = 2 * GIB
     sections: dict[str, Callable[[], list[Row]]] = {

@@ -112,7 +112,7 @@ class Bench:
                 await asyncio.sleep(0.002)
 
     async def leave_device(self) -> None:
-        """Only Host has what is cached."""
+        """Only Host has what is cached, except one block: a tier has one slot at least."""
         await self.settled()
         await self.service.resize(Tier.DEVICE, 1)
         await self.service.resize(Tier.DEVICE, self.service.settings.device_blocks)
@@ -143,7 +143,6 @@ async def of_length(b: Bench, num_tokens: int, reps: int) -> list[Row]:
     await b.cache(tokens)
     samples: dict[str, list[float]] = {}
     answers: dict[str, set[int]] = {}
-    loads: set[int] = set()
 
     async def add(name: str, measured: Awaitable[tuple[float, int, int]], of: str) -> int:
         took, token, loaded = await measured
@@ -168,8 +167,9 @@ async def of_length(b: Bench, num_tokens: int, reps: int) -> list[Row]:
         await add("on the device already", hit, "hit")
         await b.leave_device()
         hit = b.first_token(tokens, one_token=one_token)
-        loads.add(await add("hit on Host", hit, "hit"))
-        num_bytes = max(loads) * LAYOUT.block_bytes // BLOCK_SIZE
+        loaded = await add("hit on Host", hit, "hit")
+        num_bytes = loaded * LAYOUT.block_bytes // BLOCK_SIZE
+        assert num_bytes > (num_tokens - 3 * BLOCK_SIZE) * LAYOUT.block_bytes // BLOCK_SIZE
         samples.setdefault("limit", []).append(limit(num_bytes) * 1e3)
         if rep < 6:
             await b.leave_device()
@@ -177,8 +177,7 @@ async def of_length(b: Bench, num_tokens: int, reps: int) -> list[Row]:
             await add("half on the device already", b.first_token(other), "half")
             await b.leave_device()
             samples.setdefault("load of half", []).append(await load_only(other) * 1e3)
-            assert abs(half_loaded - num_tokens // 2) < BLOCK_SIZE, "half of it was cached"
-    assert len(loads) == 1, f"hits loaded {loads} tokens"
+            assert abs(half_loaded - num_tokens // 2) <= BLOCK_SIZE, "half of it was cached"
     # The same kernels over the same bytes give the same token, loaded or not.
     assert all(len(tokens) == 1 for tokens in answers.values()), f"a torn load: {answers}"
     return _rows(f"{num_tokens // 1024}k", samples)

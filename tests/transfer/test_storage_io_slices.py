@@ -94,9 +94,8 @@ async def nodes(
 ) -> AsyncIterator[list[Node]]:
     store = FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
     made = [Node(store, scheme, size, peers) for size in sizes]
-    async with store.running():
-        async with made[0].io.running(), made[-1].io.running():
-            yield made
+    async with store.running(), made[0].io.running(), made[-1].io.running():
+        yield made
 
 
 def ids(*numbers: int) -> np.ndarray:

@@ -101,6 +101,25 @@ class Mover:
         await outlast({opening}, on_cancel=lambda: None)
         opening.result()
 
+    async def suspend(self) -> None:
+        """Let go of the lanes, and so of the planes, until `reopen`. Nothing may be in flight."""
+        assert not self.num_in_flight, "suspended only when idle"
+        lanes = list(self._lanes.values())
+        self._lanes.clear()
+
+        def close() -> None:
+            for lane in lanes:
+                lane.close()
+
+        closing = asyncio.get_running_loop().run_in_executor(self._submitter, close)
+        await outlast({closing}, on_cancel=lambda: None)
+
+    async def reopen(self, planes: Planes) -> None:
+        """Open lanes over `planes`, which may have another number of blocks than those before."""
+        assert not self._lanes, "reopened only when suspended"
+        self._planes = planes
+        await self._open_lanes()
+
     def load(self, slot_ids: Ids, block_ids: Ids, after: Sequence[Event] = ()) -> Movement:
         """Host slots to device blocks. Ids must stay leased until the movement has ended."""
         return self._move(BlockCopy(Direction.LOAD, slot_ids, block_ids, tuple(after)))

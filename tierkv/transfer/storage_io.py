@@ -33,6 +33,7 @@ from tierkv.transfer.tails import TailLists
 
 _MAX_FOUND = 65_536
 _WAITED_FOR = 1e9  # the worth of a block that somebody waits for
+_NOT_ASKED = GetOutcome(GetStatus.FAILED, "not asked for yet")
 _WORST_GET = (GetStatus.FAILED, GetStatus.DAMAGED, GetStatus.MISS)
 _WORST_PUT = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED)
 
@@ -60,7 +61,7 @@ class _Read:
     item: GetItem
     header: bytearray
     payload: Bytes1D
-    outcome: GetOutcome = GetOutcome(GetStatus.FAILED, "not asked for yet")
+    outcome: GetOutcome = _NOT_ASKED
 
 
 class StorageIO:
@@ -107,9 +108,10 @@ class StorageIO:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self._checkers.running(), self._toucher.running() if (
-            self._toucher
-        ) else nullcontext():
+        async with (
+            self._checkers.running(),
+            self._toucher.running() if (self._toucher) else nullcontext(),
+        ):
             yield
 
     # Looking

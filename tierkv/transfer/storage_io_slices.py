@@ -29,7 +29,8 @@ class Slice:
     def payload(self, slot: int, num_tokens: int) -> Bytes1D:
         """The slot's bytes that a value of `num_tokens` tokens lands in; for a tail, before its
         planes are put in their places."""
-        return self.host.array[slot][: self.layout.stored_bytes(num_tokens)]
+        payload: Bytes1D = self.host.array[slot][: self.layout.stored_bytes(num_tokens)]
+        return payload
 
 
 class Slices:
