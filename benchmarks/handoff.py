@@ -2,10 +2,10 @@
 
     python benchmarks/handoff.py [--quick] [--json] [--tokens 10000]
 
-Prefill and decode nodes are processes of their own, on Redis and on a directory. "After the prefill"
-runs from the first token on the prefill node to the first token that the decode node computes itself,
-on one clock. Streaming and publish-after-prefill take turns, each with a new prompt; the claim waits
-from the start of the prefill on in both.
+Prefill and decode nodes are processes of their own, on Redis and on a directory. "After the
+prefill" runs from the first token on the prefill node to the first token that the decode node
+computes itself, on one clock. Streaming and publish-after-prefill take turns, each with a new
+prompt; the claim waits from the start of the prefill on in both.
 
 The second part moves a prompt of 512 KiB blocks, not computed by any model, by publish and claim,
 and the same bytes by puts and gets of the store alone.
@@ -79,9 +79,7 @@ class EngineNode:
     async def do(self, work: dict[str, Any]) -> dict[str, float]:
         marks: list[float] = []
         tokens = pack(prompt_of(work["seed"], work["num_tokens"]))
-        job = GenerateRequest(
-            work["id"], tokens, 2, on_tokens=lambda _: marks.append(now_s())
-        )
+        job = GenerateRequest(work["id"], tokens, 2, on_tokens=lambda _: marks.append(now_s()))
         if work["do"] == "prefill":
             await self.engine.prefill(job, work["id"])
         else:
@@ -211,7 +209,7 @@ def children(url: str, num_tokens: int, *kinds: str) -> Iterator[list[Child]]:
     found: list[Child] = []
     try:
         for kind in kinds:
-            found.append(Child(kind, url, num_tokens))
+            found += [Child(kind, url, num_tokens)]
         yield found
         for child in found:
             child.close()
@@ -255,11 +253,18 @@ def beyond_storage(url: str, num_tokens: int, rounds: int) -> list[Row]:
     with children(url, num_tokens, "bulk", "bulk") as (here, there):
         for number in range(rounds + 1):  # the first warms up
             work = {"id": f"bulk{number}", "seed": number, "num_tokens": num_tokens}
-            raw_s = here.ask(do="raw-put", **work)["taken"] + there.ask(do="raw-get", **work)["taken"]
-            moved_s = here.ask(do="publish", **work)["taken"] + there.ask(do="claim", **work)["taken"]
+            taken = {
+                what: child.ask(do=what, **work)["taken"] * 1e3
+                for what, child in (
+                    ("raw-put", here),
+                    ("raw-get", there),
+                    ("publish", here),
+                    ("claim", there),
+                )
+            }
             if number:
-                raw.append(raw_s * 1e3)
-                moved.append(moved_s * 1e3)
+                raw.append(taken["raw-put"] + taken["raw-get"])
+                moved.append(taken["publish"] + taken["claim"])
     store = row(f"redis: puts and gets of {num_tokens} tokens", raw, "ms")
     what = f"redis: publish and claim of {num_tokens} tokens"
     return [store, row(what, moved, "ms", against=store, most=MOST_OF_RAW)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import os
@@ -195,7 +196,8 @@ def _settings(
         tls=replace(settings.tls, **tls),
     )
     if storage is not None:
-        settings = replace(settings, storage=replace(settings.storage, url=storage))
+        changed = dataclasses.replace(settings.storage, url=str(storage))
+        settings = replace(settings, storage=changed)
     return settings
 
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -13,13 +15,15 @@ import click
 from tierkv.clock import SystemClock
 from tierkv.errors import TierKVError
 from tierkv.storage import maintenance
+from tierkv.storage.codec_keyed import parse_key
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store, check_prefix, check_ttl
 from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis_socket import TlsFiles
 
 T = TypeVar("T")
 # People wait longer than requests do.
-_SETTINGS = StoreSettings(redis=RedisSettings(timeout_s=10.0, connect_timeout_s=5.0))
+_PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 
 _url = click.argument("url")
 _prefix = click.option(
@@ -33,8 +37,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object on
 
 
 def _with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
+    tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
+    settings = StoreSettings(redis=replace(_PATIENT, tls=tls))
+
     async def run() -> T:
-        store = open_store(url, _SETTINGS, SystemClock())
+        store = open_store(url, settings, SystemClock())
         async with store.running():
             return await work(store)
 
@@ -57,12 +64,22 @@ def _bytes(number: int) -> str:
     return f"{size:.1f} TiB"
 
 
+_pem = click.Path(exists=True, dir_okay=False)
+
+
 @click.group()
-def storage() -> None:
+@click.option("--tls-ca", type=_pem, help="Who may sign the server's certificate (rediss://).")
+@click.option("--tls-certificate", type=_pem, help="Ours, where the server wants to see one.")
+@click.option("--tls-key", type=_pem, help="Of our certificate.")
+@click.pass_context
+def storage(
+    context: click.Context, tls_ca: str | None, tls_certificate: str | None, tls_key: str | None
+) -> None:
     """Look into a store, verify it, remove from it.
 
-    URL is what `tierkv serve --storage` takes.
+    URL is what `tierkv serve --storage` takes. The files are PEM files.
     """
+    context.obj = TlsFiles(ca=tls_ca, certificate=tls_certificate, key=tls_key)
 
 
 @storage.command()
@@ -165,14 +182,20 @@ def stat(url: str, prefix: str, *, as_json: bool) -> None:
 @_prefix
 @_json
 @click.option("--remove-damaged", is_flag=True, help="Remove what fails; nobody can use it.")
-def verify(url: str, prefix: str, *, as_json: bool, remove_damaged: bool) -> None:
+@click.option(
+    "--key-file", type=_pem, help="The nodes' storage.key_file, to verify signed and sealed values."
+)
+def verify(
+    url: str, prefix: str, *, as_json: bool, remove_damaged: bool, key_file: str | None
+) -> None:
     """Read every value and check it against its name, its length and its checksum.
 
     Exits with 1 if a value is damaged and was not removed.
     """
+    key = None if key_file is None else parse_key(Path(key_file).read_text(encoding="ascii"))
 
     async def check(store: Store) -> maintenance.Verified:
-        found = await maintenance.verify(store, _checked(prefix))
+        found = await maintenance.verify(store, _checked(prefix), key)
         if remove_damaged:
             await store.delete([name for name, _ in found.damaged])
         return found

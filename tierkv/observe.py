@@ -71,12 +71,18 @@ def verify(
             Tier.HOST: tiers.lent_slots(Tier.HOST).tolist(),
         },
     )
+    wrong += scheduler.findings() + tiers.pins.findings()
     is_busy = private or tiers.num_tasks or scheduler.num_waiting or mover.num_in_flight
     if is_busy or (fetcher is not None and fetcher.num_held):
         return wrong
     num_leases = index.num_held_leases - tiers.pins.num_leases
     if num_leases:
         wrong.append(f"nothing runs, but {num_leases} leases are out")
+    if fetcher is not None and fetcher.num_in_flight:
+        wrong.append(f"nothing runs, but {fetcher.num_in_flight} blocks are marked as in flight")
+    if tiers.num_loads:
+        wrong.append(f"nothing runs, but {tiers.num_loads} loads are counted")
+    wrong += tiers.background.findings()
     if staging.num_free_groups != NUM_GROUPS:
         wrong.append("nothing runs, but staging slots are still lent")
     return wrong

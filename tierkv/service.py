@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import (
@@ -10,6 +11,7 @@ from contextlib import (
     AsyncExitStack,
     asynccontextmanager,
     contextmanager,
+    suppress,
 )
 
 from tierkv import observe
@@ -25,6 +27,7 @@ from tierkv.errors import (
     ConfigError,
     HandoffError,
     InvariantError,
+    OwnershipError,
     StoreUnavailableError,
 )
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
@@ -42,7 +45,8 @@ from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets
 from tierkv.sched.arriving import Arriving
 from tierkv.sched.estimate import Estimator
-from tierkv.sched.explain import Explanation, explain
+from tierkv.sched.events import CacheEvents
+from tierkv.sched.explain import Explanation, Surroundings, explain
 from tierkv.sched.fetcher import Fetched, Fetcher
 from tierkv.sched.lifecycle import Lifecycle
 from tierkv.sched.ranked import RankedDevice
@@ -52,6 +56,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Tenants
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.waiting import Limits
+from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
 from tierkv.tasks import outlast
 from tierkv.transfer.mover import Mover
@@ -88,6 +93,7 @@ class Service:
         self._clock = clock or SystemClock()
         self._host: HostSlots | None = None
         self.ranks = device if isinstance(device, RankedDevice) else None
+        self._has_planes = False
         self.is_ready = False
         self.is_draining = False
 
@@ -133,6 +139,7 @@ class Service:
     def _memory(self) -> Iterator[None]:
         layout, settings = self.fingerprint.layout, self.settings
         self.planes: Planes = self.device.allocate_planes(layout, settings.device_blocks)
+        self._has_planes = True
         try:
             self._host = self.device.allocate_host(layout, settings.host_blocks + STAGING_BLOCKS)
             try:
@@ -140,7 +147,8 @@ class Service:
             finally:
                 self._host.close()
         finally:
-            self.planes.close()
+            if self._has_planes:
+                self.planes.close()
 
     @asynccontextmanager
     async def _control(self, storage: StorageIO) -> AsyncIterator[None]:
@@ -175,6 +183,7 @@ class Service:
             self.tiers,
             self._fingerprints,
             lambda name: self.scheduler.is_used_by(name) or self._arriving.is_used_by(name),
+            on_close=self.scheduler.forget_tenant,
             max_tenants=settings.max_tenants,
             quota=settings.quota(),
             eviction=settings.device_eviction,
@@ -278,15 +287,13 @@ class Service:
         return space
 
     def space_of_tenant(self, tenant: str) -> str:
-        """What this tenant's prompts carry as `space`, opened on first use; see Tenants.space_of."""
+        """What this tenant's prompts carry as `space`, opened on first use: Tenants.space_of."""
         return self.tenants.space_of(tenant)
 
     def close_fingerprint(self, space: str) -> int:
         """Forget a fingerprint opened beside the service's own, and its blocks, which must not be
         in use; how many copies that were. See Tenants.close."""
-        closed = self.tenants.close(space)
-        self.scheduler.forget_tenant(space)
-        return closed
+        return self.tenants.close(space)
 
     def set_quota(self, space: str, quota: Quota) -> None:
         """The most device and host blocks a space may have from now on; see Tenants.set_quota."""
@@ -321,6 +328,72 @@ class Service:
     async def resize(self, tier: Tier, capacity: int) -> None:
         """Use `capacity` slots of a tier from now on; see Lifecycle.resize."""
         await self.lifecycle.resize(tier, capacity)
+
+    async def free(self, *, clears_storage: bool = False) -> int:
+        """Forget all that nobody holds, as `reset`; with `clears_storage` also every value of this
+        service's fingerprints in the attached store, for all nodes that share it. How many stored
+        values that were. Raises StoreUnavailableError."""
+        self.lifecycle.reset()
+        store = self.store
+        if not clears_storage or store is None:
+            return 0
+        names = Names(self._handoff_settings.prefix, self.fingerprint.short)
+        shorts = {space or self.fingerprint.short for space in self._fingerprints}
+        removed = 0
+        for short in sorted(shorts):
+            removed += await maintenance.remove(store, f"{names.prefix}:{short}:")
+        return removed
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.lifecycle.is_asleep
+
+    async def sleep(self, *, keeps_blocks: bool = True) -> None:
+        """Give the device's memory back until `wake`. Nobody is admitted meanwhile; it waits for
+        requests that run and for pins.
+
+        keeps_blocks: blocks that are only on the device go to the host first, as far as it has
+        room; the rest, and with False all of them, is forgotten. Cancelling it undoes it. Raises
+        OwnershipError if it sleeps already.
+        """
+        self.scheduler.pause()
+        try:
+            await self.lifecycle.empty_device(keeps_blocks=keeps_blocks)
+        except BaseException:
+            if not self.is_asleep:
+                self.scheduler.unpause()
+            raise
+        try:
+            await self.mover.suspend()  # goes to its end even if it is cancelled
+        finally:
+            self._has_planes = False
+            self.planes.close()
+
+    async def wake(self, device_blocks: int | None = None) -> None:
+        """Take device memory again, for `device_blocks`, None for as many as before, and admit.
+        `planes` is another object then. Raises ConfigError, still asleep, if there is no room, and
+        OwnershipError if it does not sleep."""
+        if not self.is_asleep:
+            raise OwnershipError("the device does not sleep")
+        count = device_blocks or self.tiers.pools[Tier.DEVICE].capacity
+        layout = self.fingerprint.layout
+        allocate = functools.partial(self.device.allocate_planes, layout, count)
+        opening = asyncio.get_running_loop().run_in_executor(None, allocate)
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_again)
+            raise
+        planes = opening.result()
+        try:
+            await self.mover.reopen(planes)
+        except BaseException:
+            await self.mover.suspend()
+            planes.close()
+            raise
+        self.planes, self._has_planes = planes, True
+        self.lifecycle.refill_device(count)
+        self.scheduler.unpause()
 
     # Requests
 
@@ -497,9 +570,50 @@ class Service:
             storage_tokens=stored,
         )
 
-    def explain(self, prompt: Prompt) -> Explanation:
-        """Which block of `prompt` is where, what is missing first, and why."""
-        return explain(self.index, prompt, self.tiers.history)
+    def explain(self, prompt: Prompt, *, names_fields: bool = False) -> Explanation:
+        """Which block of `prompt` is where on this node, what is missing first, and why.
+
+        names_fields: say in which fields a fingerprint differs under which it is cached. Only for
+        an operator: it tells one tenant about another.
+        """
+        return self._explain(prompt, names_fields=names_fields, stored=None)
+
+    async def explain_with_storage(
+        self, prompt: Prompt, *, deadline_s: float, names_fields: bool = False
+    ) -> Explanation:
+        """`explain`, and what storage has beyond that; without that part if it does not answer
+        within `deadline_s` seconds."""
+        stored: int | None = None
+        storage, match = self.tiers.storage, self.index.match(prompt)
+        if storage is not None:
+            keys = self.tiers.prompt_keys(prompt)[match.num_blocks :]
+            with suppress(StoreUnavailableError, TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    stored = await storage.count_present(keys)
+        return self._explain(prompt, names_fields=names_fields, stored=stored)
+
+    def _explain(self, prompt: Prompt, *, names_fields: bool, stored: int | None) -> Explanation:
+        def is_fetching(asked: Prompt, block: int) -> bool:
+            if not self.fetcher.num_in_flight:
+                return False
+            keys = self.tiers.prompt_keys(asked)
+            return block < len(keys) and self.fetcher.is_fetching(keys[block].digest)
+
+        computing = self.scheduler.computing
+        around = Surroundings(
+            fetching=is_fetching,
+            computing=lambda match, asked: (
+                computing.find(match, asked, asked.num_blocks) is not None
+            ),
+            fingerprints=self._fingerprints if names_fields else None,
+            stored=stored,
+        )
+        return explain(self.index, prompt, self.tiers.history, around)
+
+    @property
+    def events(self) -> CacheEvents:
+        """What happens to cached blocks, for who subscribes."""
+        return self.tiers.events
 
     def stats(self) -> Stats:
         return observe.stats(self.scheduler, self.mover, self.tiers.storage)
@@ -507,6 +621,12 @@ class Service:
     def verify(self) -> list[str]:
         """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
         return observe.verify(self.scheduler, self.mover, self.fetcher, self._staging)
+
+
+def _close_again(opening: asyncio.Future[Planes]) -> None:
+    """Memory that came for a `wake` that was cancelled."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _no_storage() -> HandoffError:

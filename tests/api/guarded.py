@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -101,10 +101,12 @@ async def guarded(
         chosen = replace(chosen, node=section)
     store = MemoryStore(MemorySettings(), SystemClock())
     node = Node(chosen, device=CpuDevice(), store=store)
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         listeners = [stack.enter_context(bind(chosen.node))]
         if unix_socket is not None:
-            listeners.append(stack.enter_context(unix_listener(unix_socket)))
+            opening = unix_listener(unix_socket)
+            listeners.append(await asyncio.to_thread(opening.__enter__))
+            stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
         async with (
             listening(node, *listeners) as url,
             node.running(),

@@ -245,8 +245,9 @@ def test_an_address_others_can_reach_needs_callers_that_are_asked(tmp_path: Path
     bind(section, asks_callers=True).close()
 
 
-async def test_a_process_with_an_auth_file_may_listen_on_all_addresses(tmp_path: Path) -> None:
-    callers = callers_in(tmp_path)
+async def test_a_process_with_an_auth_file_may_listen_on_all_addresses(
+    callers: Callers, tmp_path: Path
+) -> None:
     token = await callers.token(RoleName.READ)
     arguments = ("--host", "0.0.0.0", "--auth", callers.path)
     async with process(tmp_path, *arguments) as node:
@@ -395,7 +396,7 @@ async def test_the_nodes_own_user_is_an_admin_over_its_socket(
         assert (await over(path, read_only)).code == "forbidden"  # who brings a token is its caller
         assert (await over(path, "wrong")).code == "unauthenticated"
         assert (await stats(on)).code == "unauthenticated"  # TCP of the same node
-    assert not path.exists()
+    assert not await asyncio.to_thread(path.exists)
 
 
 async def test_a_row_says_what_a_user_may_do_over_the_socket(
@@ -442,7 +443,7 @@ async def test_a_process_may_listen_on_its_socket_only(tmp_path: Path) -> None:
         async with asyncio.timeout(30):
             await child.communicate()
         assert child.returncode == 0
-        assert not path.exists()
+        assert not await asyncio.to_thread(path.exists)
     finally:
         if child.returncode is None:
             child.kill()

@@ -83,7 +83,7 @@ async def test_tokens_in_any_form_are_the_same_request(form: str) -> None:
         assert (answer.body["request_id"], answer.body["cached_tokens"]) == ("x", 39)
         repeated = await admit(on.client, "x", tokens=packed)
         if form != "octets":  # which waited for its loads, so the two do not ask the same
-            assert repeated.body == answer.body
+            assert repeated.body["block_table"] == answer.body["block_table"]
         await on.client.ask("DELETE", "/v1/requests/x")
         await on.settle()
 

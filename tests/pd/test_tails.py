@@ -1,4 +1,4 @@
-"""A tail in storage is found by longer and shorter prompts, and is never a reason for a wrong byte."""
+"""A stored tail is found by longer and shorter prompts, and never a reason for a wrong byte."""
 
 from __future__ import annotations
 

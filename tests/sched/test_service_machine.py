@@ -86,9 +86,8 @@ class Machine:
 
     async def step(self) -> None:
         rng, here = self.rng, self.here
-        what = rng.choice(
-            ["job"] * 6 + ["cancel", "abort", "fault", "store", "other", "turn", "turn"]
-        )
+        others = ["cancel", "abort", "fault", "store", "other", "turn", "turn"]
+        what = rng.choice(["job"] * 6 + others)
         if what == "job" and len(self.jobs) < 8:
             self.names += 1
             tenant = rng.choice(["", "", "a", "b", "c"])
@@ -114,18 +113,9 @@ class Machine:
 
     async def change_the_node(self) -> None:
         service, rng = self.here.service, self.rng
-        what = rng.choice(["resize", "sleep", "reset", "quota", "close", "pin", "speed"])
-        if what in ("resize", "sleep"):
-            try:
-                async with asyncio.timeout(0.02):
-                    if what == "resize":
-                        await service.resize(rng.choice(list(Tier)), rng.randrange(10, 17))
-                    else:
-                        await service.sleep(keeps_blocks=rng.random() < 0.7)
-            except TimeoutError:
-                pass
-            if service.is_asleep:
-                await service.wake()
+        what = rng.choice(["size", "size", "reset", "speed", "pin", "tenant", "tenant"])
+        if what == "size":
+            await self.change_the_size()
         elif what == "reset":
             service.reset()
         elif what == "speed":
@@ -133,15 +123,34 @@ class Machine:
         elif what == "pin":
             service.pin("one", self.here.prompt(self.tokens()), 0.01, is_soft=rng.random() < 0.5)
         else:
-            spaces = [space.name for space in service.index.spaces() if space.name]
-            for name in rng.sample(spaces, min(1, len(spaces))):
-                if what == "quota":
-                    service.set_quota(name, rng.choice([(8, 8), (12, None), (None, None)]))
+            self.change_a_tenant()
+
+    async def change_the_size(self) -> None:
+        service, rng = self.here.service, self.rng
+        try:
+            async with asyncio.timeout(0.02):
+                if rng.random() < 0.5:
+                    await service.resize(rng.choice(list(Tier)), rng.randrange(10, 17))
                 else:
-                    try:
-                        service.close_fingerprint(name)
-                    except BadRequestError as error:
-                        assert "in use" in str(error)  # noqa: PT017 - both are fine
+                    await service.sleep(keeps_blocks=rng.random() < 0.7)
+        except TimeoutError:
+            pass
+        if service.is_asleep:
+            await service.wake()
+
+    def change_a_tenant(self) -> None:
+        service, rng = self.here.service, self.rng
+        spaces = [space.name for space in service.index.spaces() if space.name]
+        if not spaces:
+            return
+        name = rng.choice(spaces)
+        if rng.random() < 0.5:
+            service.set_quota(name, rng.choice([(8, 8), (12, None), (None, None)]))
+            return
+        try:
+            service.close_fingerprint(name)
+        except BadRequestError as error:
+            assert "in use" in str(error)  # noqa: PT017 - both are fine
 
 
 @pytest.mark.parametrize("seed", range(8))

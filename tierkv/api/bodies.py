@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from random import getrandbits
 from typing import TypeVar
-from uuid import uuid4
 
 import msgspec
 from aiohttp import web
@@ -166,4 +166,4 @@ def name_request(request: web.Request, given: str | None) -> str:
 def first_id(request: web.Request) -> str:
     """The id of the request's header if it has a good one, or a new one."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if is_id(given) else uuid4().hex
+    return given if is_id(given) else f"{getrandbits(128):032x}"  # uuid4 costs 10 times as much

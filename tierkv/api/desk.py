@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from tierkv.api.held import Held, Key, Publishing
 from tierkv.api.idempotency import Once
-from tierkv.api.refusals import UnknownIdError
+from tierkv.api.refusals import UnknownIdError, WrongStateError
 from tierkv.api.types_requests import State, Wait
 from tierkv.cache.node import Tier
 from tierkv.errors import GateTimeoutError, OutOfBlocksError, OwnershipError, TierKVError
@@ -169,7 +169,10 @@ class Desk:
             )
             held.publishes[ticket_id] = task
         with self.called(held):
-            outcome = await asyncio.shield(task)
+            await asyncio.wait([task])
+        if task.cancelled():
+            raise WrongStateError(f"request {held.key[1]!r} was ended before it was published")
+        outcome = task.result()
         if isinstance(outcome, TierKVError):
             if held.publishes.get(ticket_id) is task:
                 del held.publishes[ticket_id]  # the next call tries again

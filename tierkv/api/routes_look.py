@@ -66,7 +66,8 @@ class LookRoutes(Routes):
 
     async def _explain(self, prompt: Prompt) -> Explanation:
         """What others have cached is no fact of the caller's, so it is not told here."""
-        found = self._node.service.explain(prompt)
+        deadline_s = self._node.settings.handoff.lookup_deadline_s
+        found = await self._node.service.explain_with_storage(prompt, deadline_s=deadline_s)
         if found.reason != Miss.OTHER_FINGERPRINT.value:
             return found
         return msgspec.structs.replace(found, reason=Miss.NEVER_STORED.value, detail="")

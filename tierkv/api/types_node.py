@@ -66,6 +66,20 @@ class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
+class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most blocks a tenant may have cached or in use on each tier; null for any number. Over
+    it, the tenant evicts its own."""
+
+    device_blocks: Count | None = None
+    host_blocks: Count | None = None
+
+
+class QuotaAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    device_blocks: int | None
+    host_blocks: int | None
+
+
 class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """blocks: the tier's capacity from now on, within the memory there is. Shrinking waits for
     what is held, at most deadline_s."""
@@ -80,15 +94,31 @@ class LifeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     is_draining: bool
     is_paused: bool
+    is_asleep: bool
     running_requests: int
     waiting_requests: int
     open_requests: int
 
 
 class ResetAnswer(msgspec.Struct, frozen=True):
-    """held_copies: what requests and pins hold was not forgotten."""
+    """held_copies: what requests and pins hold was not forgotten. removed_values: in storage."""
 
     held_copies: int
+    removed_values: int = 0
+
+
+class SleepBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """keep_blocks: move what is only on the device to the host, as far as it has room.
+    deadline_s: how long to wait for requests that run; then nothing has changed."""
+
+    keep_blocks: bool = True
+    deadline_s: WaitSeconds = 60.0
+
+
+class WakeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """device_blocks: how many to take memory for; as many as before without it."""
+
+    device_blocks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
 
 
 class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from tierkv.client.errors import (
     read_problem,
     remote_error,
 )
+from tierkv.client.events import EventStream
 from tierkv.client.http import Http, Reply, deadline
 from tierkv.client.retries import Retries
 from tierkv.client.routes import Call, Repeat
@@ -116,9 +117,21 @@ class Calls:
 
     @asynccontextmanager
     async def _stream(self, call: Call[A], body: B) -> AsyncIterator[Stream[A]]:
-        """The events of one call. The head must come within the client's timeout, and each event
+        """The tokens of one call. The head must come within the client's timeout, and each event
         as long after the one before."""
-        path, raw, headers = self._prepared(call, Question(body=body))
+        async with self._opened(call, Question(body=body)) as events:
+            yield Stream(self._http.where, events, call.answer)
+
+    @asynccontextmanager
+    async def _events(
+        self, call: Call[bytes], headers: Mapping[str, str]
+    ) -> AsyncIterator[EventStream]:
+        async with self._opened(call, Question(headers=headers)) as events:
+            yield EventStream(events)
+
+    @asynccontextmanager
+    async def _opened(self, call: Call[A], question: Question) -> AsyncIterator[Events]:
+        path, raw, headers = self._prepared(call, question)
         headers["Accept"] = EVENT_STREAM
         where = self._http.where
         late = DeadlineError(f"{where} did not answer {call.path} within {self._timeout_s:g} s")
@@ -129,7 +142,7 @@ class Calls:
                 )
                 if response.content_type != EVENT_STREAM:
                     self._refuse(await self._http.whole(response))
-            yield Stream(where, Events(where, response, self._timeout_s), call.answer)
+            yield Events(where, response, self._timeout_s)
 
     def _prepared(
         self, call: Call[A], question: Question

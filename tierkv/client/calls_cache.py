@@ -1,8 +1,9 @@
-"""Calls about what is cached: prefetches and pins."""
+"""Calls about what is cached: prefetches, pins, tickets."""
 
 from __future__ import annotations
 
 from tierkv.api.types_cache import PinAnswer, PinBody, PinsAnswer, PrefetchAnswer, PrefetchBody
+from tierkv.api.types_node import TicketAnswer
 from tierkv.client import routes
 from tierkv.client.calls import Calls, Question, named
 
@@ -31,3 +32,15 @@ class CacheCalls(Calls):
 
     async def unpin(self, name: str) -> PinAnswer:
         return await self._call(routes.UNPIN, Question(name))
+
+    async def ticket(self, name: str) -> TicketAnswer:
+        """How a published prompt stands. It does not wait."""
+        return await self._call(routes.TICKET, Question(name))
+
+    async def forget_ticket(self, name: str) -> TicketAnswer:
+        """Nobody will claim it; its blocks live on as long as any."""
+        return await self._call(routes.FORGET_TICKET, Question(name))
+
+    async def acknowledge(self, name: str) -> TicketAnswer:
+        """It has been claimed: its producer need not keep anything for it."""
+        return await self._call(routes.ACKNOWLEDGE, Question(name))

@@ -16,6 +16,7 @@ from tierkv.api.types_requests import (
 )
 from tierkv.client import routes
 from tierkv.client.calls import Calls, Question, named
+from tierkv.sched.explain import Explanation
 
 _ALL = CommitBody()
 _AS_IT_IS = ResumeBody()
@@ -37,6 +38,10 @@ class RequestCalls(Calls):
     async def request(self, name: str) -> RequestAnswer:
         """How it stands; this renews its lease."""
         return await self._call(routes.REQUEST, Question(name))
+
+    async def explain_request(self, name: str) -> Explanation:
+        """What of its prompt is cached now, where, and why no more."""
+        return await self._call(routes.EXPLAIN_REQUEST, Question(name))
 
     async def commit(self, name: str, body: CommitBody = _ALL) -> RequestAnswer:
         """Tell which tokens' KV is computed; without a body, the whole prompt's."""

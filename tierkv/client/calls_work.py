@@ -19,6 +19,7 @@ from tierkv.api.types import (
 from tierkv.client import routes
 from tierkv.client.calls import Calls, Question
 from tierkv.client.streams import Stream
+from tierkv.sched.explain import Explanation
 
 
 class WorkCalls(Calls):
@@ -43,6 +44,10 @@ class WorkCalls(Calls):
     async def lookup(self, body: LookupBody) -> LookupAnswer:
         """Tell in which tiers a prompt's leading tokens are."""
         return await self._call(routes.LOOKUP, Question(body=body))
+
+    async def explain(self, body: LookupBody) -> Explanation:
+        """Tell where each of a prompt's blocks is, what is missing first, and why."""
+        return await self._call(routes.EXPLAIN, Question(body=body))
 
     # As they are generated: async with client.stream_generate(body) as stream: async for ... in it
 

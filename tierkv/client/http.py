@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import aiohttp
@@ -123,7 +124,8 @@ class Http:
             response = await self._session.request(
                 method,
                 self._base + path,
-                data=body,
+                # aiohttp writes a file piece by piece, and bytes all at once.
+                data=body if body is None else BytesIO(body),
                 headers=headers,
                 allow_redirects=False,  # a token is for this node only
             )

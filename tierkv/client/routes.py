@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from tierkv.api import types, types_cache, types_requests
+from tierkv.api import types, types_cache, types_node, types_requests
 from tierkv.observe import Stats
+from tierkv.sched.explain import Explanation
 
 A = TypeVar("A")
 
@@ -37,17 +38,20 @@ VERSION = Call("GET", "/version", types.VersionAnswer)
 METRICS = Call("GET", "/metrics", bytes)
 STATS = Call("GET", "/v1/stats", Stats)
 VERIFY = Call("GET", "/v1/verify", types.VerifyAnswer)
+OPENAPI = Call("GET", "/openapi.json", bytes)
 
 # The reference model
 GENERATE = Call("POST", "/v1/generate", types.GenerateAnswer, Repeat.NEVER)
 PREFILL = Call("POST", "/v1/prefill", types.PrefillAnswer, Repeat.NEVER)
 DECODE = Call("POST", "/v1/decode", types.DecodeAnswer, Repeat.NEVER)
 LOOKUP = Call("POST", "/v1/lookup", types.LookupAnswer)
+EXPLAIN = Call("POST", "/v1/explain", Explanation)
 
 # Requests of engines; those that begin one are named by the client, and a node does them once
 ADMIT = Call("POST", "/v1/requests", types_requests.RequestAnswer)
 REQUEST = Call("GET", "/v1/requests/{id}", types_requests.RequestAnswer)
 ABORT = Call("DELETE", "/v1/requests/{id}", types_requests.EndAnswer)
+EXPLAIN_REQUEST = Call("GET", "/v1/requests/{id}/explain", Explanation)
 COMMIT = Call("POST", "/v1/requests/{id}/commit", types_requests.RequestAnswer)
 EXTEND = Call("POST", "/v1/requests/{id}/extend", types_requests.RequestAnswer)
 PREEMPT = Call("POST", "/v1/requests/{id}/preempt", types_requests.RequestAnswer, Repeat.NEVER)
@@ -64,3 +68,24 @@ PINS = Call("GET", "/v1/pins", types_cache.PinsAnswer)
 PIN = Call("PUT", "/v1/pins/{id}", types_cache.PinAnswer)
 PIN_STATE = Call("GET", "/v1/pins/{id}", types_cache.PinAnswer)
 UNPIN = Call("DELETE", "/v1/pins/{id}", types_cache.PinAnswer)
+
+TICKET = Call("GET", "/v1/tickets/{id}", types_node.TicketAnswer)
+FORGET_TICKET = Call("DELETE", "/v1/tickets/{id}", types_node.TicketAnswer)
+ACKNOWLEDGE = Call("POST", "/v1/tickets/{id}/ack", types_node.TicketAnswer)
+
+# The node as a whole
+DRAIN = Call("POST", "/v1/drain", types_node.LifeAnswer)
+PAUSE = Call("POST", "/v1/pause", types_node.LifeAnswer)
+UNPAUSE = Call("POST", "/v1/resume", types_node.LifeAnswer)
+RESIZE = Call("POST", "/v1/resize", types_node.TiersAnswer)
+RESET = Call("POST", "/v1/reset", types_node.ResetAnswer)
+FORGET_BLOCKS = Call("DELETE", "/v1/blocks", types_node.ResetAnswer)
+BLOCKS = Call("GET", "/v1/blocks", types_node.BlocksAnswer)
+CONFIG = Call("GET", "/v1/config", types_node.ConfigAnswer)
+TIERS = Call("GET", "/v1/tiers", types_node.TiersAnswer)
+ATTACH_STORAGE = Call("PUT", "/v1/tiers/storage", types_node.TiersAnswer)
+DETACH_STORAGE = Call("DELETE", "/v1/tiers/storage", types_node.TiersAnswer)
+SET_QUOTA = Call("PUT", "/v1/quotas/{id}", types_node.QuotaAnswer)
+QUOTA = Call("GET", "/v1/quotas/{id}", types_node.QuotaAnswer)
+DROP_QUOTA = Call("DELETE", "/v1/quotas/{id}", types_node.QuotaAnswer)
+EVENTS = Call("GET", "/v1/events", bytes)

@@ -6,20 +6,18 @@ import asyncio
 import functools
 import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from tierkv.api.streaming import TokensEvent
 from tierkv.client.asynchronous import AsyncClient
-from tierkv.client.errors import BrokenOffError, CallError
+from tierkv.client.errors import CallError
+from tierkv.client.reading import SyncEvents, SyncStream
 from tierkv.client.retries import Retries
 from tierkv.client.streams import Stream
-from tierkv.errors import TierKVError
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -141,11 +139,13 @@ class Client:
     metrics = _waiting(AsyncClient.metrics)
     stats = _waiting(AsyncClient.stats)
     verify = _waiting(AsyncClient.verify)
+    openapi = _waiting(AsyncClient.openapi)
 
     generate = _waiting(AsyncClient.generate)
     prefill = _waiting(AsyncClient.prefill)
     decode = _waiting(AsyncClient.decode)
     lookup = _waiting(AsyncClient.lookup)
+    explain = _waiting(AsyncClient.explain)
     stream_generate = _streaming(AsyncClient.stream_generate)
     stream_prefill = _streaming(AsyncClient.stream_prefill)
     stream_decode = _streaming(AsyncClient.stream_decode)
@@ -153,6 +153,7 @@ class Client:
     admit = _waiting(AsyncClient.admit)
     claim = _waiting(AsyncClient.claim)
     request = _waiting(AsyncClient.request)
+    explain_request = _waiting(AsyncClient.explain_request)
     commit = _waiting(AsyncClient.commit)
     extend = _waiting(AsyncClient.extend)
     preempt = _waiting(AsyncClient.preempt)
@@ -168,75 +169,25 @@ class Client:
     pin = _waiting(AsyncClient.pin)
     pin_state = _waiting(AsyncClient.pin_state)
     unpin = _waiting(AsyncClient.unpin)
+    ticket = _waiting(AsyncClient.ticket)
+    forget_ticket = _waiting(AsyncClient.forget_ticket)
+    acknowledge = _waiting(AsyncClient.acknowledge)
 
+    def events(self, *, after: str = "") -> SyncEvents:
+        """As AsyncClient.events."""
+        return SyncEvents(self, self._client.events(after=after))
 
-class SyncStream(Generic[A]):
-    """As Stream: `with client.stream_generate(body) as stream: for tokens in stream: ...`
-
-    For one thread at a time.
-    """
-
-    def __init__(self, client: Client, opening: AbstractAsyncContextManager[Stream[A]]) -> None:
-        self._client = client
-        self._opening = opening
-        self._answer: A | None = None
-
-    def __enter__(self) -> Self:
-        # One task of the loop reads it all: a deadline must end in the task where it began.
-        self._news: asyncio.Queue[TokensEvent | _Done[A] | TierKVError | None] = asyncio.Queue(16)
-        self._reading = self._client.begin(self._read())
-        try:
-            self._next()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the connection, and with it the work."""
-        self._reading.cancel()
-
-    def __iter__(self) -> Iterator[TokensEvent]:
-        """Raises as Stream does."""
-        while self._answer is None:
-            news = self._next()
-            if isinstance(news, _Done):
-                self._answer = news.answer
-            elif news is not None:
-                yield news
-
-    @property
-    def answer(self) -> A:
-        """What the call answers without a stream. Raises BrokenOffError before the end."""
-        if self._answer is None:
-            raise BrokenOffError("the stream has not been read to its end")
-        return self._answer
-
-    def _next(self) -> TokensEvent | _Done[A] | None:
-        news = self._client.wait_for(self._news.get())
-        if isinstance(news, TierKVError):
-            raise news
-        return news
-
-    async def _read(self) -> None:
-        try:
-            async with self._opening as stream:
-                await self._news.put(None)  # it is open
-                async for tokens in stream:
-                    await self._news.put(tokens)
-                await self._news.put(_Done(stream.answer))
-        except TierKVError as error:
-            await self._news.put(error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Done(Generic[A]):
-    answer: A
+    drain = _waiting(AsyncClient.drain)
+    pause = _waiting(AsyncClient.pause)
+    unpause = _waiting(AsyncClient.unpause)
+    resize = _waiting(AsyncClient.resize)
+    reset = _waiting(AsyncClient.reset)
+    forget_blocks = _waiting(AsyncClient.forget_blocks)
+    blocks = _waiting(AsyncClient.blocks)
+    config = _waiting(AsyncClient.config)
+    tiers = _waiting(AsyncClient.tiers)
+    attach_storage = _waiting(AsyncClient.attach_storage)
+    detach_storage = _waiting(AsyncClient.detach_storage)
+    set_quota = _waiting(AsyncClient.set_quota)
+    quota = _waiting(AsyncClient.quota)
+    drop_quota = _waiting(AsyncClient.drop_quota)

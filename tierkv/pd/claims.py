@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +23,8 @@ from tierkv.tasks import background
 log = logging.getLogger("tierkv.handoff")
 
 _ATTEMPTS = 3
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
 # Computing the prompt here would not be what the caller meant.
 _ALWAYS_REFUSED = (ClaimProblem.INCOMPATIBLE.value, ClaimProblem.OTHER_PROMPT.value)
 
@@ -60,6 +63,7 @@ class Claims:
     ) -> tuple[Request, Ticket | None]:
         """Wait for a published prompt and get its blocks; see Service.claim."""
         self._scheduler.check(spec)
+        give_up_at = asyncio.get_running_loop().time() + deadline_s
         if policy is ClaimPolicy.RECOMPUTE_ALL:
             alone = replace(spec, needs_logits=True, uses_cache=False)
             return await self._scheduler.admit(alone), None
@@ -70,7 +74,7 @@ class Claims:
                 raise
             log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
             return await self._without_ticket(spec, error), None
-        request = await self._get(spec, policy)
+        request = await self._get(spec, policy, give_up_at)
         self._scheduler.tiers.start(self._acknowledge(ticket), "tierkv-acknowledge")
         return request, ticket
 
@@ -81,20 +85,29 @@ class Claims:
         async with background({"tierkv-claim-ahead": ahead.run()}):
             return await watch.ticket(deadline_s=deadline_s)
 
-    async def _get(self, spec: RequestSpec, policy: ClaimPolicy) -> Request:
-        """The request, with every token or with what `policy` says."""
-        prompt = spec.prompt
-        for attempts_left in reversed(range(_ATTEMPTS)):
+    async def _get(self, spec: RequestSpec, policy: ClaimPolicy, give_up_at: float) -> Request:
+        """The request, with every token or with what `policy` says. A store that fails is asked
+        again until the claim's time is over: its ticket said that all is there."""
+        prompt, attempts_left, pause_s = spec.prompt, _ATTEMPTS, _FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        while True:
             fetched = await self._fetcher.fetch(prompt, deadline_s=self._fetch_deadline_s)
+            problem = fetched.first_problem
+            if problem is not None and problem.status is GetStatus.FAILED:
+                is_worth_a_wait = loop.time() + pause_s < give_up_at
+                if policy is ClaimPolicy.WHOLE and is_worth_a_wait:
+                    fetched.release()
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    continue
             request = await self._scheduler.admit(spec, fetched)
             if request.cached_tokens == prompt.num_tokens or policy is ClaimPolicy.RECOMPUTE:
                 return request
             self._scheduler.end(request)
+            attempts_left -= 1
             # What was fetched whole can be evicted while the request waits for its turn.
-            was_whole = fetched.first_problem is None
-            if not was_whole or not attempts_left:
+            if problem is not None or not attempts_left:
                 raise _incomplete(request, fetched)
-        raise AssertionError("the last attempt returns or raises")
 
     async def _without_ticket(self, spec: RequestSpec, error: HandoffError) -> Request:
         fetched = None

@@ -55,7 +55,9 @@ async def look(tickets: Tickets, lease: ProducerLease, ticket_id: str) -> Ticket
         return TicketStatus(ticket_id=ticket_id, state=Standing.UNAVAILABLE, detail=str(error))
 
 
-async def _look(tickets: Tickets, lease: ProducerLease, ticket_id: str) -> TicketStatus:
+async def _look(  # noqa: PLR0911 - a table of states
+    tickets: Tickets, lease: ProducerLease, ticket_id: str
+) -> TicketStatus:
     ticket = await tickets.read(ticket_id)
     claimed = await tickets.read_acknowledgement(ticket_id)
     if claimed is not None and (ticket is None or claimed.created_at == ticket.created_at):

@@ -332,6 +332,8 @@ class ReferenceEngine:
         future.result()
         assert run.logits is not None, "the call has ended well"
         run.num_fed += len(tokens)
+        if len(tokens) > 1 and run.call_s is not None:  # prompt tokens, not a generated one
+            self._service.note_prefill(len(tokens), run.call_s)
         return run.logits
 
     def _call_model(self, run: Run, tokens: Tokens1D) -> None:
@@ -341,6 +343,8 @@ class ReferenceEngine:
             if not run.is_loaded:
                 request.gate.wait_on(stream, layer, self._settings.load_timeout_s)
 
+        waits = not run.is_loaded and bool(request.loads)
+        started = time.monotonic()
         with self._service.device.computing():
             run.logits = self._model.forward(
                 tokens=tokens,
@@ -349,6 +353,7 @@ class ReferenceEngine:
                 planes=self._service.planes.arrays,
                 before_layer=before_layer,
             )
+        run.call_s = None if waits else time.monotonic() - started
         run.is_loaded = True
 
 

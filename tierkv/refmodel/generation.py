@@ -93,6 +93,7 @@ class Run:
         self.num_fed = request.cached_tokens  # so many tokens have their KV in the blocks
         self.is_loaded = False  # every layer's cached tokens have been waited for
         self.logits: Floats | None = None  # of the last call
+        self.call_s: float | None = None  # what that took to compute, None if it waited for loads
         self.started = started
         self.admitted = time.monotonic()
         self.first_token: float | None = None

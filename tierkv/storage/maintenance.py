@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.errors import StoreCorruptError
 from tierkv.storage.codec import (
-    HEADER_BYTES,
     KEY_DIGEST_BYTES,
+    Codec,
     DamagedValueError,
     PlainCodec,
     read_identity,
 )
-from tierkv.storage.codec_keyed import FLAG_SEALED, FLAG_SIGNED
+from tierkv.storage.codec_keyed import FLAG_SEALED, FLAG_SIGNED, TenantCodecs, Trust
 from tierkv.storage.protocol import Store, StoredValue, Usage
 
 _PAGE = 1000
 _FLAGS_AT = 6
+_FINGERPRINT_FIELD = 1
 _DIGEST_FIELD = 2
+_TAILS = "tails"  # in the place of a shard: the list of a block's tails
+_KEYED = frozenset({FLAG_SIGNED, FLAG_SEALED})
 
 
 async def values_under(store: Store, prefix: str) -> AsyncIterator[StoredValue]:
@@ -55,12 +58,17 @@ class Verified:
     damaged: list[tuple[str, str]] = field(default_factory=list)
 
 
-async def verify(store: Store, prefix: str) -> Verified:
+async def verify(store: Store, prefix: str, key: bytes | None = None) -> Verified:
     """Read every value and check its header against its name and its bytes.
 
-    Raises StoreUnavailableError.
+    key: the deployment's, for signed and sealed values. Raises StoreUnavailableError, and
+    ConfigError if the key is none or a package is missing for it.
     """
     found = Verified()
+    codecs: dict[int, Callable[[str], Codec]] = {0: lambda _: PlainCodec()}
+    if key is not None:
+        codecs[FLAG_SIGNED] = TenantCodecs(Trust.SIGNED, key)
+        codecs[FLAG_SEALED] = TenantCodecs(Trust.SEALED, key)
     async for value in values_under(store, prefix):
         digest = _digest_of(value.name)
         if digest is None:
@@ -73,10 +81,13 @@ async def verify(store: Store, prefix: str) -> Verified:
             continue
         if content is None:
             found.num_gone += 1
-        elif len(content) > _FLAGS_AT and content[_FLAGS_AT] in {FLAG_SIGNED, FLAG_SEALED}:
-            found.num_keyed += 1
         else:
-            _check(found, value.name, bytearray(content), digest)
+            flags = content[_FLAGS_AT] if len(content) > _FLAGS_AT else 0
+            if flags in _KEYED and flags not in codecs:
+                found.num_keyed += 1
+                continue
+            codec = codecs.get(flags, codecs[0])(value.name.split(":")[_FINGERPRINT_FIELD])
+            _check(found, value.name, bytearray(content), digest, codec)
     return found
 
 
@@ -88,14 +99,15 @@ def _digest_of(name: str) -> bytes | None:
     except (IndexError, ValueError):
         return None
     is_block = len(digest) == KEY_DIGEST_BYTES and len(fields) > _DIGEST_FIELD + 1
-    return digest if is_block else None
+    return digest if is_block and fields[_DIGEST_FIELD + 1] != _TAILS else None
 
 
-def _check(found: Verified, name: str, content: bytearray, digest: bytes) -> None:
-    header, payload = content[:HEADER_BYTES], memoryview(content)[HEADER_BYTES:]
+def _check(found: Verified, name: str, content: bytearray, digest: bytes, codec: Codec) -> None:
+    at = codec.header_bytes
+    header, payload = content[:at], memoryview(content)[at:]
     try:
         identity = read_identity(header)
-        PlainCodec().decode(header, payload, identity)
+        codec.decode(header, payload, identity)
         if identity.key_digest != digest:
             found.damaged.append((name, f"the value belongs to block {identity.key_digest.hex()}"))
             return

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tierkv.clock import Clock
-from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage.breaker import Breaker, BreakerSnapshot
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
@@ -35,13 +35,15 @@ from tierkv.storage.protocol import (
     check_names,
 )
 from tierkv.storage.write_queue import WriteQueue
-from tierkv.tasks import background
+from tierkv.tasks import background, task_group
 
 _log = logging.getLogger(__name__)
 _MAX_TOKENS = 10.0
 _MAX_JITTER_S = 0.02
 # A failure that took longer was a deadline, and a second one is not what the caller waits for.
 _RETRY_WITHIN_S = 0.1
+# After its deadline an operation is cancelled; one that has not ended so long after is stuck.
+_STUCK_S = 0.05
 
 T = TypeVar("T")
 
@@ -130,6 +132,7 @@ class ResilientStore:
         self._random = random.Random()
         self._missing: OrderedDict[str, float] = OrderedDict()
         self._num_retries = self._num_refused = self._negative_hits = 0
+        self._tasks: asyncio.TaskGroup | None = None
         self._when_back: MutableSequence[Callable[[], None]] = []
 
     @property
@@ -161,10 +164,14 @@ class ResilientStore:
     async def running(self) -> AsyncIterator[None]:
         async with (
             self.inner.running(),
+            task_group() as self._tasks,
             background({"tierkv-store-probe": self._keep_probing()}),
             self._writes.running(),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._tasks = None
 
     async def ping(self) -> None:
         await self._asked(self.inner.ping)
@@ -229,7 +236,7 @@ class ResilientStore:
         num_bytes = sum(item.num_bytes for item in items)
         try:
             outcomes = await self._asked(
-                lambda: self.inner.get_into(items), num_bytes=num_bytes, judges=False
+                lambda: self.inner.get_into(items), num_bytes=num_bytes, lends_buffers=True
             )
         except StoreUnavailableError as error:
             return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
@@ -250,27 +257,48 @@ class ResilientStore:
         return await self._asked(ask)
 
     async def _asked(
-        self, ask: Callable[[], Awaitable[T]], *, num_bytes: int = 0, judges: bool = True
+        self, ask: Callable[[], Awaitable[T]], *, num_bytes: int = 0, lends_buffers: bool = False
     ) -> T:
-        """One try of one read. judges: a normal return is a success for the breaker."""
+        """One try of one read. lends_buffers: the caller's, which have to come back, so that one
+        that is stuck is waited for; and its result is still to be judged."""
         self._check_breaker()
         deadline_s = self._deadline_s(num_bytes, self._settings.timeout_s)
         with self._counted_waiting():
             await self._reading.acquire()
+        late = f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
+        stuck = asyncio.get_running_loop().call_later(deadline_s + _STUCK_S, self._fail, late)
         try:
-            async with asyncio.timeout(deadline_s):
-                answer = await ask()
+            if lends_buffers:
+                async with asyncio.timeout(deadline_s):
+                    answer = await ask()
+            else:
+                answer = await self._abandonable(ask, deadline_s)
         except TimeoutError as error:
-            self._fail(f"{self.url} did not answer within {deadline_s * 1000:.0f} ms")
-            raise StoreUnavailableError(self._breaker.reason) from error
+            if not stuck.cancelled() and stuck.when() > asyncio.get_running_loop().time():
+                self._fail(late)
+            raise StoreUnavailableError(late) from error
         except StoreUnavailableError as error:
             self._fail(str(error))
             raise
         finally:
+            stuck.cancel()
             self._reading.release()
-        if judges:
+        if not lends_buffers:
             self._breaker.succeed()
         return answer
+
+    async def _abandonable(self, ask: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+        """What `ask` returns. TimeoutError after `deadline_s`, even if it does not end then: a
+        thread in a system call on a disk that hangs cannot be cancelled."""
+        if self._tasks is None:
+            raise StoreUnavailableError(f"{self.url} is closed")
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        task = self._tasks.create_task(_settle(ask, outcome), name="tierkv-store-question")
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await outcome
+        finally:
+            task.cancel()
 
     @contextmanager
     def _counted_waiting(self) -> Iterator[None]:
@@ -365,8 +393,7 @@ class ResilientStore:
 
     async def _probe(self) -> str | None:
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                await self.inner.ping()
+            await self._abandonable(self.inner.ping, self._settings.timeout_s)
         except TimeoutError:
             return f"{self.url} did not answer a probe"
         except StoreUnavailableError as error:
@@ -392,3 +419,14 @@ class ResilientStore:
         self._missing[name] = self._clock.monotonic() + self._settings.negative_ttl_s
         while len(self._missing) > self._settings.negative_names:
             self._missing.popitem(last=False)
+
+
+async def _settle(ask: Callable[[], Awaitable[T]], outcome: asyncio.Future[T]) -> None:
+    try:
+        answer = await ask()
+    except TierKVError as error:
+        if not outcome.done():
+            outcome.set_exception(error)
+    else:
+        if not outcome.done():
+            outcome.set_result(answer)

@@ -1,0 +1,285 @@
+"""The control API of one node, a process of its own on one core, asked over loopback TCP.
+
+Run it as `python -m benchmarks.api`; the client is a plain socket, so that what is measured is the
+node. The rows and their targets: admit and finish of a 32k-token prompt that is cached whole,
+packed tokens; small requests per second; 10,000 requests that wait at once, and what the loop and
+the memory of the node do meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import resource
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+import uvloop
+
+from benchmarks.bench import Row, row, show
+
+LONG_TOKENS = 32_768
+SMALL_TOKENS = 64
+BLOCK_SIZE = 16
+CONNECTIONS = 32
+_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Server:
+    host: str
+    port: int
+    pid: int
+
+    def rss_mib(self) -> float:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.pid}/status").read_text())
+        assert found, "the node runs"
+        return int(found[1]) / 1024
+
+
+@contextmanager
+def server(device_blocks: int) -> Iterator[Server]:
+    """A node without storage, on the first core that there is."""
+    settings = {
+        "TIERKV_CACHE__DEVICE_BLOCKS": str(device_blocks),
+        "TIERKV_CACHE__HOST_BLOCKS": str(device_blocks),
+        "TIERKV_CACHE__BLOCK_SIZE": str(BLOCK_SIZE),
+        "TIERKV_STORAGE__URL": "none",
+    }
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tierkv", "serve", "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=os.environ | settings,
+        )
+        try:
+            assert child.stdout is not None
+            line = child.stdout.readline().decode()
+            url = urlsplit(line.split()[-1])
+            assert url.hostname, line
+            assert url.port, line
+            os.sched_setaffinity(child.pid, cores[:1])
+            for task in os.listdir(f"/proc/{child.pid}/task"):
+                os.sched_setaffinity(int(task), cores[:1])
+            os.sched_setaffinity(0, cores[1:] or cores)
+            yield Server(url.hostname, url.port, child.pid)
+        finally:
+            child.terminate()
+            child.wait(60)
+            os.sched_setaffinity(0, cores)
+
+
+class Connection(asyncio.Protocol):
+    """One connection with one question at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0 or self._answer is None:
+            return
+        head = bytes(self._buffer[:end])
+        found = re.search(rb"(?i)content-length: *(\d+)", head)
+        size = end + 4 + (int(found[1]) if found else 0)
+        if len(self._buffer) >= size:
+            answer, self._answer = self._answer, None
+            body = bytes(self._buffer[end + 4 : size])
+            del self._buffer[:size]
+            answer.set_result((int(head[9:12]), body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(exc or ConnectionError("the node hung up"))
+
+    def ask(self, message: bytes) -> asyncio.Future[tuple[int, bytes]]:
+        assert self._transport is not None, "it is connected"
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(message)
+        return self._answer
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+async def connect(to: Server) -> Connection:
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(Connection, to.host, to.port)
+    return connection
+
+
+def message(
+    method: str, path: str, body: bytes = b"", content_type: str = "", request_id: str = ""
+) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: node", "Accept: application/msgpack"]
+    if request_id:
+        lines.append(f"Idempotency-Key: {request_id}")
+    if body:
+        lines.append(f"Content-Type: {content_type}")
+    lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def admit(tokens: bytes, request_id: str, query: str = "") -> bytes:
+    path = f"/v1/requests{query}"
+    return message("POST", path, tokens, "application/octet-stream", request_id)
+
+
+def finish(request_id: str, body: bytes = b"") -> bytes:
+    return message("POST", f"/v1/requests/{request_id}/finish", body, "application/json")
+
+
+def good(answer: tuple[int, bytes]) -> bytes:
+    status, body = answer
+    if status != 200:
+        raise RuntimeError(f"status {status}: {body[:300]!r}")
+    return body
+
+
+def pack(num_tokens: int, first: int = 0) -> bytes:
+    return struct.pack(f"<{num_tokens}i", *range(first, first + num_tokens))
+
+
+async def long_prompt(to: Server, repeats: int) -> list[float]:
+    """Milliseconds of an admission and its end, together."""
+    connection, tokens = await connect(to), pack(LONG_TOKENS)
+    good(await connection.ask(admit(tokens, "first")))
+    good(await connection.ask(finish("first", b'{"num_tokens": %d}' % LONG_TOKENS)))
+    samples = []
+    for i in range(repeats + 20):
+        first, second = admit(tokens, f"r{i}"), finish(f"r{i}")
+        started = time.perf_counter()
+        good(await connection.ask(first))
+        good(await connection.ask(second))
+        if i >= 20:
+            samples.append((time.perf_counter() - started) * 1e3)
+    connection.close()
+    return samples
+
+
+async def rates(to: Server, seconds: float) -> list[float]:
+    """HTTP requests per second, for each of 5 windows: admissions and ends of small prompts."""
+    samples = []
+    for window in range(5):
+        stop_at = time.perf_counter() + seconds / 5
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_keep_asking(to, f"{window}-{i}", stop_at))
+                for i in range(CONNECTIONS)
+            ]
+        samples.append(sum(task.result() for task in tasks) / (time.perf_counter() - started))
+    return samples
+
+
+async def _keep_asking(to: Server, name: str, stop_at: float) -> int:
+    connection, tokens, count = await connect(to), pack(SMALL_TOKENS), 0
+    while time.perf_counter() < stop_at:
+        request_id = f"{name}-{count}"
+        good(await connection.ask(admit(tokens, request_id)))
+        good(await connection.ask(finish(request_id)))
+        count += 2
+    connection.close()
+    return count
+
+
+async def many_at_once(to: Server, count: int) -> tuple[list[float], float, float]:
+    """Seconds until each of `count` requests that waited together had ended; the 99th percentile
+    of a probe's milliseconds meanwhile; the node's memory in MiB at its peak."""
+    control = await connect(to)
+    good(await control.ask(message("POST", "/v1/pause")))
+    connections = [await connect(to) for _ in range(count)]
+    probes: list[float] = []
+    memory = 0.0
+    async with asyncio.TaskGroup() as group:
+        watch = group.create_task(_watch(to, probes))
+        tokens = pack(BLOCK_SIZE)
+        waiting = [
+            connection.ask(admit(tokens, f"c{i}", f"?deadline_s={_DEADLINE_S:g}"))
+            for i, connection in enumerate(connections)
+        ]
+        for _ in range(20):  # answered after what was sent before it
+            good(await control.ask(message("GET", "/livez")))
+        memory = to.rss_mib()
+        started = time.perf_counter()
+        good(await control.ask(message("POST", "/v1/resume")))
+        ended: list[float] = []
+        for i, (connection, answer) in enumerate(zip(connections, waiting, strict=True)):
+            good(await answer)
+            good(await connection.ask(finish(f"c{i}")))
+            ended.append(time.perf_counter() - started)
+        memory = max(memory, to.rss_mib())
+        watch.cancel()
+    for connection in (*connections, control):
+        connection.close()
+    return ended, statistics.quantiles(probes, n=100)[98], memory
+
+
+async def _watch(to: Server, probes: list[float]) -> None:
+    connection = await connect(to)
+    while True:
+        started = time.perf_counter()
+        good(await connection.ask(message("GET", "/livez")))
+        probes.append((time.perf_counter() - started) * 1e3)
+        await asyncio.sleep(0.02)
+
+
+async def measure(to: Server, *, repeats: int, seconds: float, concurrent: int) -> Sequence[Row]:
+    samples = await long_prompt(to, repeats)
+    per_second = await rates(to, seconds)
+    ended, lag_ms, memory = await many_at_once(to, concurrent)
+    return [
+        row("admit + finish, 32k tokens, all cached: p50", samples, "ms", most=1.5),
+        row("the same: p99", [statistics.quantiles(samples, n=100)[98]], "ms"),
+        # Time per request, since a target is a most: 2,000 a second are 0.5 ms each.
+        row("one small request, one core", [1e3 / each for each in per_second], "ms", most=0.5),
+        row(f"{concurrent} waiting at once, all ended", [max(ended)], "s"),
+        row("  a probe meanwhile: p99", [lag_ms], "ms"),
+        row("  the node's memory", [memory], "MiB", most=1024),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args()
+    concurrent = 1_000 if options.quick else 10_000
+    wanted = 2 * concurrent + 200
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    with server(device_blocks=LONG_TOKENS // BLOCK_SIZE + concurrent + 1_000) as to:
+        rows = uvloop.run(
+            measure(
+                to,
+                repeats=100 if options.quick else 500,
+                seconds=2.0 if options.quick else 10.0,
+                concurrent=concurrent,
+            )
+        )
+    show(rows, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The OpenAPI document: valid, complete, and true of what the node answers."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from tests.api.nodes import here, settings
+from tierkv.api.bodies import JSON, decode
+from tierkv.api.examples import EXAMPLES
+from tierkv.api.metrics import Metrics
+from tierkv.api.node import Node
+from tierkv.api.openapi import document
+from tierkv.api.route import Route
+from tierkv.api.table import routes
+from tierkv.clock import SystemClock
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+
+def table() -> list[Route]:
+    node = Node(settings(), device=CpuDevice(), store=MemoryStore(MemorySettings(), SystemClock()))
+    return routes(node, Metrics(node))
+
+
+def test_the_document_is_valid() -> None:
+    OpenAPIV31SpecValidator(document(table())).validate()
+
+
+def test_every_route_is_in_the_document_with_its_problems() -> None:
+    rows = table()
+    paths = document(rows)["paths"]
+    for row in rows:
+        operation = paths[row.path][row.method.lower()]
+        assert operation["summary"].endswith(".")
+        assert operation["responses"]["default"] == {"$ref": "#/components/responses/Problem"}
+        assert ("requestBody" in operation) == (row.body is not None)
+        assert str(int(row.status)) in operation["responses"]
+
+
+def test_no_path_and_method_is_in_the_table_twice() -> None:
+    rows = [(row.method, row.path) for row in table()]
+    assert len(rows) == len(set(rows))
+
+
+@pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.__name__)
+def test_examples_are_what_the_types_take(kind: type) -> None:
+    decode(msgspec.json.encode(EXAMPLES[kind]), kind, content_type=JSON)
+
+
+async def test_a_node_tells_its_document() -> None:
+    async with here() as on:
+        answer = await on.client.get("/openapi.json")
+        assert answer.status == 200
+        assert answer.headers["Content-Type"].startswith("application/json")
+        assert "/openapi.json" in answer.body["paths"]
+        OpenAPIV31SpecValidator(answer.body).validate()
+        assert set(answer.body["paths"]) == {row.path for row in table()}

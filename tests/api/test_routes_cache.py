@@ -1,0 +1,222 @@
+"""Lookup, explain, prefetches, pins and the hand-off of engines that compute by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.api.nodes import Answer, Client, Here, here
+from tests.latch import until
+from tierkv.clock import SystemClock
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+Json = dict[str, Any]
+TOKENS = list(range(40))
+
+
+async def admit(client: Client, request_id: str, **fields: Any) -> Answer:
+    body: Json = {"tokens": TOKENS, "max_new_tokens": 8, "request_id": request_id}
+    body |= fields
+    return await client.post("/v1/requests", body)
+
+
+async def publish(client: Client, ticket_id: str = "t", **fields: Any) -> Answer:
+    """A request of its own computes TOKENS and publishes them."""
+    assert (await admit(client, f"of-{ticket_id}", **fields)).status == 200
+    path = f"/v1/requests/of-{ticket_id}"
+    await client.post(f"{path}/commit", {})
+    answer = await client.post(f"{path}/publish", {"ticket_id": ticket_id, "first_tokens": [7]})
+    await client.post(f"{path}/finish", {})
+    return answer
+
+
+async def prefetched(client: Client, prefetch_id: str) -> Json:
+    async with asyncio.timeout(10):
+        while True:
+            body: Json = (await client.get(f"/v1/prefetches/{prefetch_id}")).body
+            if body["state"] != "running":
+                return body
+
+
+async def test_lookup_and_explain_tell_where_a_prompt_is() -> None:
+    async with here() as on:
+        answer = await on.client.post("/v1/lookup", {"tokens": TOKENS})
+        assert (answer.body["num_tokens"], answer.body["device_tokens"]) == (40, 0)
+        answer = await on.client.post("/v1/explain", {"tokens": TOKENS})
+        assert (answer.body["first_miss"], answer.body["reason"]) == (0, "never stored")
+        await publish(on.client)
+        answer = await on.client.post("/v1/explain", {"tokens": [*TOKENS[:32], *range(900, 950)]})
+        assert answer.body["runs"] == [{"start": 0, "stop": 2, "where": "device"}]
+        assert answer.body["first_miss"] == 2
+        await admit(on.client, "r")
+        answer = await on.client.get("/v1/requests/r/explain")
+        assert answer.body["runs"][0] == {"start": 0, "stop": 2, "where": "device"}
+        await on.client.ask("DELETE", "/v1/requests/r")
+        gone = await on.client.get("/v1/requests/r/explain")
+        assert (gone.status, gone.code) == (409, "wrong_state")
+
+
+async def test_a_prefetch_brings_a_prompt_from_storage_to_the_host() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as on:
+        assert (await publish(on.client)).status == 200
+        await on.settle()
+        assert (await on.client.ask("POST", "/v1/reset")).body["held_copies"] == 0
+        answer = await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
+        assert answer.status == 202
+        assert answer.headers["Location"] == "/v1/prefetches/p"
+        done = await prefetched(on.client, "p")
+        assert (done["state"], done["fetched_tokens"], done["problem"]) == ("done", 40, None)
+        found = (await on.client.post("/v1/lookup", {"tokens": TOKENS})).body
+        assert found["host_tokens"] >= 32
+        again = await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
+        assert again.body == done
+        other = await on.client.post("/v1/prefetches", {"tokens": [1], "request_id": "p"})
+        assert (other.status, other.code) == (409, "duplicate_request")
+        await on.settle()
+
+
+async def test_a_prefetch_of_what_storage_lacks_says_so() -> None:
+    async with here() as on:
+        await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
+        done = await prefetched(on.client, "p")
+        assert (done["state"], done["fetched_tokens"]) == ("partial", 0)
+        assert done["problem"]
+        for method in ("GET", "DELETE"):
+            missing = await on.client.ask(method, "/v1/prefetches/none")
+            assert (missing.status, missing.code) == (404, "unknown_id")
+        await on.settle()
+
+
+async def test_a_prefetch_can_be_given_up() -> None:
+    async with here() as on:
+        on.store.hold()
+        await on.client.post("/v1/prefetches", {"tokens": TOKENS, "request_id": "p"})
+        answer = await on.client.ask("DELETE", "/v1/prefetches/p")
+        assert answer.body["state"] == "cancelled"
+        assert (await on.client.get("/v1/prefetches/p")).body["state"] == "cancelled"
+        on.store.release()
+        await on.settle()
+
+
+async def test_pins_keep_blocks_until_they_are_ended() -> None:
+    async with here() as on:
+        await publish(on.client)
+        answer = await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 60})
+        assert (answer.status, answer.body["num_tokens"], answer.body["soft"]) == (200, 32, False)
+        await on.client.ask("PUT", "/v1/pins/b", json={"tokens": TOKENS, "soft": True})
+        pins = (await on.client.get("/v1/pins")).body["pins"]
+        assert [pin["pin_id"] for pin in pins] == ["a", "b"]
+        assert (await on.client.ask("POST", "/v1/reset")).body["held_copies"] > 0
+        assert 0 < (await on.client.get("/v1/pins/a")).body["expires_in_s"] <= 60
+        for name in ("a", "b"):
+            assert (await on.client.ask("DELETE", f"/v1/pins/{name}")).status == 200
+            gone = await on.client.ask("DELETE", f"/v1/pins/{name}")
+            assert (gone.status, gone.code) == (404, "unknown_id")
+        await on.client.ask("POST", "/v1/reset")
+        await on.settle()
+
+
+async def test_a_pin_ends_by_itself() -> None:
+    async with here() as on:
+        await publish(on.client)
+        await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 0.1})
+        async with asyncio.timeout(5):
+            while (await on.client.get("/v1/pins/a")).status == 200:
+                pass
+        assert (await on.client.get("/v1/pins")).body == {"pins": []}
+        await until(lambda: on.node.service.tiers.pins.num_leases == 0, "a lease that ended")
+        await on.settle()
+
+
+@pytest.mark.parametrize(
+    "change", [{"ttl_s": 0}, {"ttl_s": -1}, {"tokens": None}, {"soft": 1}, {"more": 1}]
+)
+async def test_bad_pins_are_refused(change: Json) -> None:
+    async with here() as on:
+        answer = await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS} | change)
+        assert (answer.status, answer.code) == (422, "invalid_body")
+
+
+async def test_a_published_prompt_is_claimed_whole() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as on:
+        published = await publish(on.client)
+        assert (published.body["num_blocks"], published.body["tail_tokens"]) == (3, 8)
+        state = (await on.client.get("/v1/tickets/t")).body
+        assert (state["state"], state["present_blocks"], state["num_tokens"]) == ("whole", 3, 40)
+        await on.settle()
+        await on.client.ask("POST", "/v1/reset")
+        body = {"tokens": TOKENS, "ticket_id": "t", "request_id": "c", "wait": "loaded"}
+        claimed = await on.client.post("/v1/claims", body)
+        assert claimed.status == 200
+        assert (claimed.body["cached_tokens"], claimed.body["first_tokens"]) == (40, [7])
+        assert claimed.body["producer"] == on.node.name
+        again = await on.client.post("/v1/claims", body)
+        assert again.body == claimed.body
+        assert on.node.desk.num_open == 1
+        await on.client.post("/v1/requests/c/finish", {})
+        await on.settle()
+
+
+async def test_tickets_are_acknowledged_and_forgotten() -> None:
+    async with here() as on:
+        await publish(on.client)
+        acknowledged = await on.client.ask("POST", "/v1/tickets/t/ack")
+        assert (acknowledged.status, acknowledged.body["state"]) == (200, "claimed")
+        assert acknowledged.body["claimer"] == on.node.name
+        assert (await on.client.ask("DELETE", "/v1/tickets/t")).status == 200
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/ack")):
+            missing = await on.client.ask(method, f"/v1/tickets/t{path}")
+            assert (missing.status, missing.code) == (404, "unknown_id")
+
+
+async def test_a_ticket_with_a_lost_block_is_incomplete() -> None:
+    async with here() as on:
+        await publish(on.client)
+        page = await on.store.list("tierkv:", limit=100)
+        partial = [one.name for one in page.values if ":partial:" in one.name]
+        assert await on.store.delete(partial) == 1
+        state = (await on.client.get("/v1/tickets/t")).body
+        assert (state["state"], state["present_blocks"]) == ("incomplete", 2)
+
+
+async def test_a_claim_without_a_ticket_says_not_yet() -> None:
+    async with here() as on:
+        body = {"tokens": TOKENS, "ticket_id": "none", "deadline_s": 0.05}
+        answer = await on.client.post("/v1/claims", body)
+        assert (answer.status, answer.code) == (502, "handoff_failed")
+        assert answer.body["reason"] == "not_yet"
+        await on.settle()
+
+
+async def test_a_publish_of_what_is_not_computed_is_refused() -> None:
+    async with here() as on:
+        await admit(on.client, "r")
+        answer = await on.client.post("/v1/requests/r/publish", {})
+        assert (answer.status, answer.code) == (409, "wrong_state")
+        missing = await on.client.ask("POST", "/v1/requests/none/publish")
+        assert (missing.status, missing.code) == (404, "unknown_id")
+        await on.client.ask("DELETE", "/v1/requests/r")
+        await on.settle()
+
+
+async def test_a_request_aborted_while_it_is_published_leaves_nothing() -> None:
+    async with here() as on:
+        await admit(on.client, "r")
+        await on.client.post("/v1/requests/r/commit", {})
+        on.store.hold()
+        publishing = asyncio.ensure_future(on.client.post("/v1/requests/r/publish", {}))
+        await until(lambda: _is_publishing(on), "a publish under way")
+        ending = asyncio.ensure_future(on.client.ask("DELETE", "/v1/requests/r"))
+        on.store.release()
+        assert (await ending).body["state"] == "aborted"
+        refused = await publishing
+        assert (refused.status, refused.code) == (409, "wrong_state")
+        await on.settle()
+
+
+def _is_publishing(on: Here) -> bool:
+    return bool(on.node.desk.find(("", "r")).busy_publishes())

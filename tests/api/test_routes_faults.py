@@ -1,0 +1,235 @@
+"""Clients that vanish, repeat themselves or send nonsense, at the counts of the release gate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from io import BytesIO
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgpack
+import pytest
+
+from tests.api.nodes import Answer, Here, here
+from tests.latch import until
+from tierkv.api.bodies import JSON, LARGE_BYTES, MSGPACK
+from tierkv.api.types_requests import AdmitBody
+
+SLOW = pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+TOKENS = list(range(48))
+
+
+def admission(request_id: str, **fields: Any) -> bytes:
+    return json.dumps({"tokens": TOKENS, "request_id": request_id} | fields).encode()
+
+
+@asynccontextmanager
+async def half_open(on: Here, body: bytes, path: str = "/v1/requests") -> AsyncIterator[None]:
+    """A question on a connection of its own, that is cut at the end of the body."""
+    url = urlsplit(on.client.url)
+    _, writer = await asyncio.open_connection(url.hostname, url.port)
+    try:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        yield
+    finally:
+        writer.transport.abort()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("is_whole", [False, SLOW])
+async def test_a_client_that_goes_in_the_middle_of_an_admission_leaves_nothing(
+    *, is_whole: bool
+) -> None:
+    dice = random.Random(10)
+    async with here() as on:
+        service = on.node.service
+        for trial in range(1000 if is_whole else 50):
+            if trial % 2:  # there is no room: the client goes while it waits
+                await on.client.ask(
+                    "POST",
+                    "/v1/requests",
+                    data=admission(f"all{trial}", tokens=list(range(64 * 16))),
+                    headers={"Content-Type": JSON},
+                )
+            body = admission(f"r{trial}", ttl_s=0.3, max_new_tokens=dice.randrange(32))
+            async with half_open(on, body):
+                await asyncio.sleep(dice.random() * 0.004)
+            if trial % 2:
+                await until(lambda: service.stats().waiting_requests == 0, "nobody that waits")
+                await on.client.ask("DELETE", f"/v1/requests/all{trial}")
+        async with asyncio.timeout(1.5):
+            while on.node.desk.num_open:  # noqa: ASYNC110 - leases of 0.3 s end by themselves
+                await asyncio.sleep(0.01)
+        await on.settle()
+        assert on.node.num_working == 0
+
+
+@pytest.mark.parametrize("is_whole", [False, SLOW])
+async def test_repeated_ids_get_one_allocation_and_one_answer(*, is_whole: bool) -> None:
+    async with here() as on:
+        service, trials = on.node.service, 10_000 if is_whole else 500
+        for trial in range(trials // 5):
+            before = service.stats().requests.admitted_requests
+            headers = {"Content-Type": JSON}
+            body = admission(f"r{trial}")
+
+            async def ask(body: bytes = body, headers: dict[str, str] = headers) -> Answer:
+                return await on.client.ask("POST", "/v1/requests", data=body, headers=headers)
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(ask()) for _ in range(3)]
+            answers = [task.result() for task in tasks]
+            answers.append(await ask())  # late
+            assert {answer.status for answer in answers} == {200}
+            assert all(answer.body["block_table"] for answer in answers)
+            assert len({str(answer.body["block_table"]) for answer in answers}) == 1
+            await on.client.ask("DELETE", f"/v1/requests/r{trial}")
+            ended = await ask()  # later still: its blocks may be others' now, so they are not told
+            assert (ended.body["state"], ended.body["block_table"]) == ("aborted", [])
+            assert service.stats().requests.admitted_requests == before + 1
+        await on.settle()
+
+
+async def test_an_id_that_was_used_for_something_else_is_refused() -> None:
+    async with here() as on:
+        headers = {"Content-Type": JSON}
+        for change, status in (({}, 200), ({"max_new_tokens": 9}, 409), ({"tokens": [5]}, 409)):
+            body = admission("r", **change)
+            answer = await on.client.ask("POST", "/v1/requests", data=body, headers=headers)
+            assert answer.status == status
+        assert answer.code == "duplicate_request"
+        await on.client.ask("DELETE", "/v1/requests/r")
+        await on.settle()
+
+
+async def test_one_that_waits_for_the_same_id_takes_over_when_the_first_has_gone() -> None:
+    async with here() as on:
+        full = {"tokens": list(range(64 * 16)), "request_id": "all"}
+        await on.client.post("/v1/requests", full)
+        body = admission("r")
+        async with half_open(on, body):
+            await until(lambda: on.node.service.stats().waiting_requests == 1, "the first")
+            second = asyncio.ensure_future(
+                on.client.ask("POST", "/v1/requests", data=body, headers={"Content-Type": JSON})
+            )
+            await until(lambda: on.node.num_working == 2, "the second")
+        await asyncio.sleep(0)
+        await on.client.ask("DELETE", "/v1/requests/all")
+        assert (await second).status == 200
+        assert on.node.desk.num_open == 1
+        await on.client.ask("DELETE", "/v1/requests/r")
+        await on.settle()
+
+
+NONSENSE: list[tuple[str, bytes]] = [
+    (JSON, b""),
+    (JSON, b"\xff\xfe"),
+    (JSON, b'{"tokens": [1, NaN]}'),
+    (JSON, b'{"tokens": [1e400]}'),
+    (JSON, b'{"tokens": [' + b"9" * 5000 + b"]}"),
+    (JSON, b'{"tokens": ' + b"[" * 100_000),
+    (JSON, b'{"tokens": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
+    (JSON, b'{"tokens": [1], "request_id": "\\ud800"}'),
+    (JSON, b'{"tokens": [1], "request_id": "a\\u0000b"}'),
+    (JSON, b'{"tokens": [1], "ttl_s": -Infinity}'),
+    (JSON, b'{"tokens": {"0": 1}}'),
+    (JSON, b"[1, 2, 3]"),
+    (JSON, b'"tokens"'),
+    (MSGPACK, b"\x81\xa6tokens" + b"\x91" * 100_000),
+    (MSGPACK, b"\xdd\xff\xff\xff\xff"),
+    (MSGPACK, b"\x81\xa6tokens\xc6\xff\xff\xff\xff"),
+    (MSGPACK, msgpack.packb({"tokens": b"123"})),
+    (MSGPACK, msgpack.packb({"tokens": [float("nan")]})),
+    ("application/octet-stream", b"123"),
+    ("application/octet-stream", b"\xff\xff\xff\xff"),
+]
+ROUTES = ["/v1/requests", "/v1/claims", "/v1/prefetches", "/v1/explain", "/v1/lookup"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_nonsense_is_a_4xx_problem_on_every_route_and_never_a_traceback(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with here() as on:
+        for content_type, raw in NONSENSE:
+            headers = {"Content-Type": content_type}
+            answer = await on.client.ask("POST", path, data=raw, headers=headers)
+            assert 400 <= answer.status < 500, raw[:60]
+            assert answer.code
+        await on.settle()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+# Large bodies
+
+
+@pytest.mark.parametrize(
+    ("inner", "status"),
+    [
+        ("1", 422),  # more than there is room for, but read
+        ("1.5", 422),
+        ('"1,2"', 422),
+        ("[1, 2]", 422),
+        ("null", 422),
+        ("-1", 400),
+        ("4294967296", 400),
+        ("1 2", 400),
+        ("", 400),
+    ],
+)
+async def test_a_large_list_of_tokens_is_read_as_exactly_as_a_small_one(
+    inner: str, status: int
+) -> None:
+    async with here() as on:
+        filler = "1, " * (LARGE_BYTES // 5)
+        raw = f'{{"tokens": [{filler}{inner}, {filler}2]}}'.encode()
+        headers = {"Content-Type": JSON}
+        large = await on.client.ask("POST", "/v1/requests", data=raw, headers=headers)
+        raw = f'{{"tokens": [1, {inner}, 2]}}'.encode()
+        small = await on.client.ask("POST", "/v1/requests", data=raw, headers=headers)
+        assert large.status == status
+        assert large.code
+        assert small.status == (200 if inner == "1" else status)
+
+
+async def test_a_large_list_is_the_same_tokens_as_packed_ones() -> None:
+    async with here() as on:
+        tokens = [random.Random(1).randrange(256) for _ in range(200_000)]
+        body = {"tokens": tokens}
+        assert len(json.dumps(body)) > LARGE_BYTES
+        found = await on.client.post("/v1/lookup", body)
+        assert found.body["num_tokens"] == 200_000
+
+
+async def test_ten_megabytes_of_json_do_not_stop_the_loop() -> None:
+    async with here() as on:
+        raw = await asyncio.to_thread(
+            lambda: json.dumps({"tokens": [123_456] * 1_200_000}, separators=(",", ":")).encode()
+        )
+        loop, longest = asyncio.get_running_loop(), 0.0
+        asking = asyncio.ensure_future(
+            on.client.ask("POST", "/v1/lookup", data=BytesIO(raw), headers={"Content-Type": JSON})
+        )
+        while not asking.done():
+            started = loop.time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, loop.time() - started)
+        assert (await asking).body["num_tokens"] == 1_200_000
+        assert longest < 0.5  # 0.03 on a machine that does nothing else
+
+
+def test_the_fields_of_an_admission_can_all_be_query_parameters() -> None:
+    """Packed tokens come alone in their body, so every other field must be a plain value."""
+    simple = (str, int, float, bool)
+    for name in AdmitBody.__struct_fields__:
+        if name not in ("tokens", "wait"):
+            default = getattr(AdmitBody(tokens=[1]), name)
+            assert default is None or isinstance(default, simple), name

@@ -1,0 +1,300 @@
+"""What those who run a node can do with it: tiers, blocks, quotas, life cycle, events, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from msgspec.structs import replace
+
+from tests.api.nodes import Client, Here, here, settings
+from tests.latch import until
+from tierkv.api.events import RING_EVENTS, EventFeed
+from tierkv.api.masked import masked, masked_url
+from tierkv.api.settings import StorageSection
+from tierkv.sched.events import Happening
+
+Json = dict[str, Any]
+
+
+async def cache(client: Client, num_tokens: int, first: int = 0, name: str = "c") -> None:
+    """Leave a prompt of so many tokens in the cache."""
+    body = {"tokens": list(range(first, first + num_tokens)), "request_id": f"{name}{first}"}
+    assert (await client.post("/v1/requests", body)).status == 200
+    path = f"/v1/requests/{name}{first}/finish"
+    assert (await client.post(path, {"num_tokens": num_tokens})).status == 200
+
+
+# Life cycle
+
+
+async def test_paused_requests_wait_and_drained_nodes_refuse() -> None:
+    async with here() as on:
+        assert (await on.client.ask("POST", "/v1/pause")).body["is_paused"] is True
+        waiting = asyncio.ensure_future(
+            on.client.post("/v1/requests", {"tokens": [1], "request_id": "w"})
+        )
+        await until(lambda: on.node.service.scheduler.num_waiting == 1, "a request that waits")
+        life = (await on.client.ask("POST", "/v1/resume")).body
+        assert (life["is_paused"], life["is_draining"]) == (False, False)
+        assert (await waiting).status == 200
+        life = (await on.client.ask("POST", "/v1/drain")).body
+        assert (life["is_draining"], life["open_requests"]) == (True, 1)
+        assert (await on.client.get("/readyz")).status == 503
+        await on.client.ask("DELETE", "/v1/requests/w")
+        await on.settle()
+
+
+async def test_a_tier_shrinks_and_grows_while_it_runs() -> None:
+    async with here() as on:
+        await cache(on.client, 160)
+        for blocks in (4, 64):
+            answer = await on.client.post("/v1/resize", {"tier": "device", "blocks": blocks})
+            assert answer.body["device"]["capacity_blocks"] == blocks
+        await on.client.post("/v1/requests", {"tokens": list(range(160)), "request_id": "r"})
+        late = await on.client.post(
+            "/v1/resize", {"tier": "device", "blocks": 2, "deadline_s": 0.05}
+        )
+        assert (late.status, late.code) == (503, "out_of_blocks")
+        assert (await on.client.get("/v1/tiers")).body["device"]["capacity_blocks"] == 64
+        for body, status in (
+            ({"tier": "device", "blocks": 65}, 400),
+            ({"tier": "device", "blocks": 0}, 422),
+            ({"tier": "storage", "blocks": 1}, 422),
+        ):
+            assert (await on.client.post("/v1/resize", body)).status == status
+        await on.client.ask("DELETE", "/v1/requests/r")
+        await on.settle()
+
+
+async def test_a_node_sleeps_and_wakes_with_its_blocks() -> None:
+    async with here() as on:
+        await cache(on.client, 64)
+        awake = await on.client.ask("POST", "/v1/wake")
+        assert (awake.status, awake.code) == (409, "wrong_state")
+        assert (await on.client.ask("POST", "/v1/sleep")).body["is_asleep"] is True
+        for path in ("/v1/sleep", "/v1/resume"):
+            refused = await on.client.ask("POST", path)
+            assert (refused.status, refused.code) == (409, "wrong_state")
+        woken = (await on.client.ask("POST", "/v1/wake")).body
+        assert (woken["is_asleep"], woken["is_paused"]) == (False, False)
+        found = await on.client.post("/v1/lookup", {"tokens": list(range(64))})
+        assert found.body["host_tokens"] == 64
+        await cache(on.client, 64, name="again")
+        await on.settle()
+
+
+async def test_a_node_that_is_busy_does_not_fall_asleep() -> None:
+    async with here() as on:
+        await on.client.post("/v1/requests", {"tokens": [1], "request_id": "r"})
+        refused = await on.client.post("/v1/sleep", {"deadline_s": 0.05})
+        assert (refused.status, refused.code) == (409, "wrong_state")
+        await on.client.ask("DELETE", "/v1/requests/r")
+        await cache(on.client, 64)
+        await on.settle()
+
+
+async def test_storage_is_cleared_only_when_that_is_asked_for() -> None:
+    async with here() as on:
+        await cache(on.client, 64)
+        prompt = {"tokens": list(range(64))}
+        await on.client.post("/v1/requests", prompt | {"request_id": "r"})
+        await on.client.post("/v1/requests/r/commit", {})
+        await on.client.post("/v1/requests/r/publish", {"ticket_id": "t"})
+        await on.client.post("/v1/requests/r/finish", {})
+        await on.settle()
+        kept = await on.client.ask("DELETE", "/v1/blocks")
+        assert kept.body == {"held_copies": 0, "removed_values": 0}
+        assert (await on.client.post("/v1/lookup", prompt)).body["storage_tokens"] == 64
+        gone = await on.client.ask("DELETE", "/v1/blocks", params={"storage": "true"})
+        assert gone.body["removed_values"] >= 4
+        assert (await on.client.post("/v1/lookup", prompt)).body["storage_tokens"] == 0
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/reset"), ("DELETE", "/v1/blocks")])
+async def test_reset_forgets_all_that_nobody_holds(method: str, path: str) -> None:
+    async with here() as on:
+        await cache(on.client, 64)
+        assert (await on.client.ask(method, path)).body["held_copies"] == 0
+        found = await on.client.post("/v1/lookup", {"tokens": list(range(64))})
+        assert found.body["device_tokens"] == 0
+        await on.settle()
+
+
+# Tiers and quotas
+
+
+async def test_storage_is_detached_and_attached_while_the_node_runs(tmp_path: Path) -> None:
+    async with here() as on:
+        assert len((await on.client.get("/v1/tiers")).body["storage"]) == 1
+        assert (await on.client.ask("DELETE", "/v1/tiers/storage")).body["storage"] == []
+        refused = await on.client.post("/v1/prefetches", {"tokens": [1]})
+        assert (refused.status, refused.code) == (503, "store_unavailable")
+        refused = await on.client.get("/v1/tickets/t")
+        assert (refused.status, refused.code) == (503, "store_unavailable")
+        url = (tmp_path / "store").as_uri()
+        answer = await on.client.ask("PUT", "/v1/tiers/storage", json={"url": url})
+        assert answer.status == 200
+        assert [one["url"] for one in answer.body["storage"]] == [url]
+        for wrong in ("nowhere://x", "", "http://"):
+            answer = await on.client.ask("PUT", "/v1/tiers/storage", json={"url": wrong})
+            assert answer.status in (400, 422)
+        assert len((await on.client.get("/v1/tiers")).body["storage"]) == 1
+        await on.settle()
+
+
+async def test_quotas_are_set_told_and_taken_away() -> None:
+    async with here() as on:
+        path = "/v1/quotas/someone"
+        none = {"tenant": "someone", "device_blocks": None, "host_blocks": None}
+        assert (await on.client.get(path)).body == none
+        answer = await on.client.ask("PUT", path, json={"device_blocks": 3})
+        assert answer.body == none | {"device_blocks": 3}
+        assert (await on.client.get(path)).body == none | {"device_blocks": 3}
+        assert (await on.client.ask("DELETE", path)).body == none
+        refused = await on.client.ask("PUT", path, json={"device_blocks": -1})
+        assert (refused.status, refused.code) == (422, "invalid_body")
+
+
+# Blocks
+
+
+async def test_every_block_is_listed_once_whatever_the_page() -> None:
+    async with here() as on:
+        await cache(on.client, 100)
+        await cache(on.client, 50, first=1000)
+        for limit in (1, 4, 1000):
+            found: list[Json] = []
+            cursor = None
+            while True:
+                query = {"limit": str(limit)} | ({"cursor": cursor} if cursor else {})
+                page = (await on.client.get("/v1/blocks", params=query)).body
+                again = await on.client.get("/v1/blocks", params=query)
+                if cursor:
+                    assert again.body == page  # an answer that was lost can be asked for again
+                assert len(page["blocks"]) <= limit
+                found += page["blocks"]
+                cursor = page["cursor"]
+                if cursor is None:
+                    break
+            assert len(found) == 6 + 1 + 3 + 1
+            assert sum(block["is_tail"] for block in found) == 2
+            full = [block for block in found if not block["is_tail"]]
+            assert len({block["digest"] for block in full}) == len(full)
+            assert {block["device"] for block in found} == {"ready"}
+
+
+@pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"c": "1"}])
+async def test_bad_pages_are_refused(query: dict[str, str]) -> None:
+    async with here() as on:
+        answer = await on.client.get("/v1/blocks", params=query)
+        assert (answer.status, answer.code) == (422, "invalid_body")
+        unknown = await on.client.get("/v1/blocks", params={"cursor": "made-up.3"})
+        assert (unknown.status, unknown.code) == (404, "unknown_id")
+
+
+# Settings
+
+
+async def test_settings_are_told_without_secrets() -> None:
+    async with here() as on:
+        told = (await on.client.get("/v1/config")).body["settings"]
+        assert told["cache"]["device_blocks"] == 64
+        assert set(told) >= {"node", "cache", "handoff", "storage", "model", "engine"}
+
+
+def test_no_secret_is_left_in_masked_settings() -> None:
+    url = "redis://user:pa55@host:6379/0?password=pa55"
+    chosen = replace(settings(), storage=StorageSection(url=url))
+    chosen = replace(chosen, cache=replace(chosen.cache, tenant="pa55"))
+    text = json.dumps(masked(chosen))
+    assert "pa55" not in text
+    assert "host:6379" in text
+    assert masked_url("file:///a/b") == "file:///a/b"
+
+
+# Events
+
+
+class Events:
+    """Reads server-sent events."""
+
+    def __init__(self, on: Here, last_id: str = "") -> None:
+        headers = {"Last-Event-ID": last_id} if last_id else {}
+        self._asking = on.client.session.get(on.client.url + "/v1/events", headers=headers)
+
+    async def __aenter__(self) -> Self:
+        self._response = await self._asking.__aenter__()
+        assert self._response.content_type == "text/event-stream"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._response.close()
+
+    async def next(self) -> dict[str, str]:
+        """The next event's fields."""
+        fields: dict[str, str] = {}
+        async with asyncio.timeout(10):
+            while True:
+                line = (await self._response.content.readline()).decode().rstrip("\n")
+                if not line and ("event" in fields or "data" in fields):
+                    return fields
+                if not line:
+                    fields = {}
+                name, _, value = line.partition(": ")
+                fields[name] = value
+
+
+async def listening(on: Here) -> None:
+    await until(lambda: on.node.service.tiers.events.has_listeners, "a feed that listens")
+
+
+async def test_events_come_in_order_and_go_on_where_a_client_left() -> None:
+    async with here() as on:
+        async with Events(on) as events:
+            await listening(on)
+            await cache(on.client, 32)
+            first = await events.next()
+        assert first["event"] == "stored"
+        data = json.loads(first["data"])
+        assert (data["tier"], data["start"], data["stop"]) == ("device", 0, 2)
+        await cache(on.client, 32, first=500)
+        async with Events(on, first["id"]) as events:
+            second = await events.next()
+        assert second["event"] == "stored"
+        assert first["id"].split("-")[0] == second["id"].split("-")[0]
+        assert int(second["id"].split("-")[1]) == int(first["id"].split("-")[1]) + 1
+        async with Events(on, "1-1") as events:  # of a node that there was before this one
+            await cache(on.client, 32, first=900)
+            assert (await events.next())["event"] == "lost"
+
+
+async def test_a_draining_node_ends_the_stream() -> None:
+    async with here() as on, Events(on) as events:
+        await listening(on)
+        on.node.drain()
+        assert (await events.next())["event"] == "end"
+        refused = await on.client.get("/v1/events")
+        assert (refused.status, refused.code) == (503, "shutting_down")
+
+
+async def test_a_reader_that_falls_behind_is_told_how_much_it_lost() -> None:
+    async with here() as on:
+        feed: EventFeed = on.node.feed
+        async with feed.reading(None, 0) as reader:
+            await listening(on)
+            await cache(on.client, 16)
+            node = next(iter(on.node.service.index.nodes()))
+            events = on.node.service.tiers.events
+            for number in range(RING_EVENTS + 100):
+                events.tell(Happening.STORED, "device", node, 0, 1)
+                if number % 1000 == 0:
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            got = await feed.next(reader, most=10**6, timeout_s=5)
+            assert got is not None
+            assert len(got) + reader.num_lost >= RING_EVENTS + 100
+            assert reader.num_lost > 0

@@ -1,0 +1,58 @@
+"""schemathesis over the OpenAPI document: whatever a client makes of it, the node does not fail."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.nodes import clean_environ, process
+
+# What ends or empties the node for all that comes after, or only waits.
+LEFT_OUT = [
+    "/v1/drain",
+    "/v1/pause",
+    "/v1/sleep",
+    "/v1/events",
+    "/v1/tiers/storage",
+    "/v1/claims",
+    "/v1/decode",
+    "/v1/resize",
+]
+# 502 and 503 are deliberate: no room now, no ticket, storage detached.
+CONFIG = """
+[checks]
+not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "502", "503"]
+"""
+
+
+@pytest.mark.parametrize(
+    "num_examples", [2, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+async def test_no_client_that_follows_the_document_makes_the_node_fail(
+    num_examples: int, tmp_path: Path
+) -> None:
+    config = tmp_path / "schemathesis.toml"
+    config.write_text(CONFIG)
+    async with process(tmp_path) as node:
+        left_out = [part for path in LEFT_OUT for part in ("--exclude-path", path)]
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(config)),
+            *("run", f"{node.url}/openapi.json", "--url", node.url, *left_out),
+            *("--phases", "examples,coverage,fuzzing", "--max-examples", str(num_examples)),
+            *("--checks", "not_a_server_error,content_type_conformance,status_code_conformance"),
+            *("--checks", "response_schema_conformance,response_headers_conformance"),
+            *("--seed", "1", "--request-timeout", "20", "--no-color", "--workers", "1"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=clean_environ(tmp_path),
+            cwd=tmp_path,
+        )
+        out, _ = await child.communicate()
+        assert child.returncode == 0, out.decode()[-6000:]
+        assert (await node.client.get("/v1/verify")).body == {"findings": []}
+        assert "Traceback" not in node.log_text()
+        node.terminate()
+        assert await node.ended() == 0

@@ -1,0 +1,115 @@
+"""The client of programs without an event loop, in threads, against a node in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.api.nodes import here, process
+from tests.latch import until
+from tierkv.api.types import GenerateBody, LookupBody
+from tierkv.client import CallError, Client, Retries, UnreachableError
+from tierkv.errors import BadRequestError
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    async with asyncio.timeout(60):
+        return await asyncio.to_thread(work)
+
+
+async def test_calls_and_streams_wait_for_their_answers() -> None:
+    async with here() as on:
+        url = on.client.url
+
+        def work() -> None:
+            with Client(url) as client:
+                body = GenerateBody(prompt="Once upon", max_tokens=8)
+                whole = client.generate(body)
+                with client.stream_generate(body) as stream:
+                    told = [token for news in stream for token in news.tokens]
+                assert tuple(told) == stream.answer.tokens == whole.tokens
+                assert client.lookup(LookupBody(prompt="Once upon")).num_tokens == 9
+                with pytest.raises(BadRequestError):
+                    client.lookup(LookupBody())
+
+        await in_thread(work)
+        await on.settle()
+
+
+async def test_many_threads_share_a_client() -> None:
+    async with here() as on:
+        url = on.client.url
+
+        def work() -> list[int]:
+            with Client(url) as client, ThreadPoolExecutor(8) as pool:
+                ask = [pool.submit(client.lookup, LookupBody(prompt="a" * n)) for n in range(1, 65)]
+                return [one.result().num_tokens for one in ask]
+
+        assert await in_thread(work) == list(range(1, 65))
+
+
+async def test_leaving_a_stream_early_ends_the_work_of_the_node() -> None:
+    async with here() as on:
+        url = on.client.url
+
+        def work() -> Client:
+            client = Client(url)
+            with client.stream_generate(GenerateBody(prompt="a", max_tokens=900)) as stream:
+                next(iter(stream))
+            return client
+
+        client = await in_thread(work)
+        await until(lambda: on.node.num_working == 0, "the end of the work")
+        await in_thread(client.close)
+        await on.settle()
+
+
+async def test_closing_ends_the_calls_of_other_threads(tmp_path: Path) -> None:
+    async with here() as on:
+        client = await in_thread(lambda: Client(on.client.url))
+        failures: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                client.generate(GenerateBody(prompt="a", max_tokens=900))
+            except CallError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        await until(lambda: on.node.num_working == 1)
+        await in_thread(client.close)
+        await in_thread(client.close)
+        await in_thread(thread.join)
+        assert len(failures) == 1
+        with pytest.raises(CallError, match="closed"):
+            await in_thread(client.livez)
+        await on.settle()
+
+
+def test_a_client_without_a_node_says_so_and_ends_its_thread() -> None:
+    before = threading.active_count()
+    with (
+        Client("http://127.0.0.1:9", retries=Retries(attempts=2, first_s=0.01)) as client,
+        pytest.raises(UnreachableError),
+    ):
+        client.livez()
+    assert threading.active_count() == before
+
+
+async def test_a_node_in_another_process(tmp_path: Path) -> None:
+    async with process(tmp_path, "--storage", "none") as node:
+
+        def work() -> str:
+            with Client(node.url) as client:
+                return client.version().name
+
+        assert node.url.rsplit(":", 1)[1] in await in_thread(work)

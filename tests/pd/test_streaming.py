@@ -1,0 +1,386 @@
+"""Blocks go out while the prompt is computed, are claimed before the ticket is there, and every way
+in which that can end is told apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.latch import CancelPoint, finish, turns, until
+from tests.storage.values import TurnedClock
+from tests.world import World, background_tasks, world
+from tierkv.cache.keys import Names
+from tierkv.cache.tokens import pack
+from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import Published
+from tierkv.pd.ledger import TicketState
+from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.stream import Stream
+from tierkv.sched.request import Request
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+BLOCK = 4
+QUICK = HandoffSettings(publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20)
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+@asynccontextmanager
+async def pair(
+    clock: TurnedClock | None = None, **settings: Any
+) -> AsyncIterator[tuple[World, World]]:
+    store = MemoryStore(MemorySettings(), clock or SystemClock())
+    chosen = {"device_blocks": 64, "host_blocks": 64} | settings
+    async with (
+        world(store=store, clock=clock, handoff=QUICK, **chosen) as prefill,
+        world(store=store, clock=clock, handoff=QUICK, **chosen) as decode,
+    ):
+        yield prefill, decode
+
+
+class Prefill:
+    """A prompt that a test computes step by step, on its way out."""
+
+    def __init__(self, node: World, request: Request, stream: Stream, prompt: list[int]) -> None:
+        self.node, self.request, self.stream, self.prompt = node, request, stream, prompt
+        self.task: asyncio.Task[Published]
+
+    async def compute(self, count: int) -> None:
+        """The first `count` tokens."""
+        done = self.request.computed_tokens
+        self.node.compute(self.request, self.prompt[:count], done)
+        await finish(self.node.service.commit(self.request, pack(self.prompt[:count])))
+        self.stream.advance(count)
+
+    async def stored(self, blocks: int) -> None:
+        names = self.node.names(self.prompt)[:blocks]
+
+        async def look() -> None:
+            while await self.node.the_store.exists(names) < blocks:
+                await turns(3)
+
+        await finish(look())
+
+    def finish(self) -> None:
+        self.stream.finish([42])
+
+
+@asynccontextmanager
+async def prefilling(node: World, prompt: list[int], ticket: str = "t") -> AsyncIterator[Prefill]:
+    request = await node.admit(prompt, name=f"prefill of {ticket}")
+    stream = node.service.stream(request, ticket)
+    assert stream is not None
+    here = Prefill(node, request, stream, prompt)
+    here.task = asyncio.create_task(stream.run())
+    try:
+        yield here
+    finally:
+        await asyncio.wait([here.task])
+        node.service.end(request)
+        if not here.task.cancelled():
+            here.task.exception()  # the test looks at it, or not
+    await node.settle()
+
+
+async def claim(node: World, prompt: list[int], ticket: str = "t", **options: Any) -> Request:
+    request, _ = await node.service.claim(
+        f"claim of {ticket}", ticket, node.prompt(prompt), max_new_tokens=1, **options
+    )
+    try:
+        await request.gate.all_layers(20)
+    except BaseException:
+        node.service.end(request)
+        raise
+    return request
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 21, 120])
+async def test_a_streamed_prompt_is_claimed_byte_for_byte(count: int) -> None:
+    prompt = tokens(count)
+    async with pair() as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode, prompt))
+        async with prefilling(prefill, prompt) as here:
+            for at in range(0, count, 7):
+                await here.compute(min(at + 7, count))
+                await turns(3)
+            here.finish()
+        request = await finish(claiming)
+        assert request.cached_tokens == count
+        decode.check_kv(request, prompt, count)
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_blocks_are_fetched_and_loaded_before_the_ticket_is_there() -> None:
+    prompt = tokens(42)
+    async with pair() as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode, prompt))
+        async with prefilling(prefill, prompt) as here:
+            await here.compute(20)
+            await until(lambda: decode.storage_stats.fetched_blocks == 5, "an early fetch")
+            await until(lambda: decode.service.stats().loaded_bytes > 0, "an early load")
+            assert not claiming.done()
+            assert await prefill.the_store.exists([Names("tierkv", "").ticket("t")]) == 0
+            await here.compute(42)
+            here.finish()
+        published = here.task.result()
+        assert published.early_blocks >= 5
+        request = await finish(claiming)
+        decode.check_kv(request, prompt, 42)
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_a_claim_that_comes_in_the_middle_starts_with_what_is_there() -> None:
+    prompt = tokens(42)
+    async with pair() as (prefill, decode):
+        async with prefilling(prefill, prompt) as here:
+            await here.compute(24)
+            await here.stored(6)
+            claiming = asyncio.create_task(claim(decode, prompt))
+            await until(lambda: decode.storage_stats.fetched_blocks == 6, "an early fetch")
+            await here.compute(42)
+            here.finish()
+        request = await finish(claiming)
+        decode.check_kv(request, prompt, 42)
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_a_prefill_that_gives_up_says_why_at_once() -> None:
+    async with pair() as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode, tokens(21)))
+        async with prefilling(prefill, tokens(21)) as here:
+            await here.compute(8)
+            here.stream.fail("the model caught fire")
+        with pytest.raises(HandoffError, match="caught fire") as error:
+            await finish(claiming)
+        assert error.value.reason == "producer_failed"
+        with pytest.raises(HandoffError, match="caught fire"):
+            here.task.result()
+        [view] = prefill.service.issued_tickets()
+        assert view.state is TicketState.FAILED
+        await decode.settle()
+
+
+async def test_a_producer_that_dies_in_the_middle_is_lost_not_late() -> None:
+    clock = TurnedClock()
+    async with pair(clock) as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode, tokens(21)))
+        async with prefilling(prefill, tokens(21)) as here:
+            await here.compute(8)
+            await here.stored(2)
+            here.task.cancel()  # nothing is said any more, as by a process that was killed
+        clock.now += QUICK.producer_lease_s + 1
+        with pytest.raises(HandoffError, match="says no more that it lives") as error:
+            await finish(claiming)
+        assert error.value.reason == "producer_lost"
+        await decode.settle()
+
+
+async def test_a_producer_that_only_takes_long_is_not_yet() -> None:
+    async with pair() as (prefill, decode):
+        async with prefilling(prefill, tokens(21)) as here:
+            await here.compute(8)
+            await here.stored(2)
+            with pytest.raises(HandoffError, match="still at it") as error:
+                await claim(decode, tokens(21), deadline_s=0.3)
+            assert error.value.reason == "not_yet"
+            await here.compute(21)
+            here.finish()
+        request = await finish(claim(decode, tokens(21)))
+        decode.check_kv(request, tokens(21), 21)
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_another_producer_may_take_over_where_one_died() -> None:
+    clock = TurnedClock()
+    async with pair(clock) as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode, tokens(21)))
+        async with prefilling(prefill, tokens(21)) as here:
+            await here.compute(8)
+            await here.stored(2)
+            here.task.cancel()
+        async with prefilling(prefill, tokens(21)) as again:
+            await again.compute(21)
+            again.finish()
+        request = await finish(claiming)
+        decode.check_kv(request, tokens(21), 21)
+        decode.service.end(request)
+        await decode.settle()
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3, 5])
+async def test_a_store_that_fails_in_the_middle_only_delays(failures: int) -> None:
+    prompt = tokens(42)
+    async with pair() as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode, prompt))
+        async with prefilling(prefill, prompt) as here:
+            await here.compute(8)
+            await here.stored(2)
+            prefill.the_store.fail_next(failures)
+            await here.compute(16)
+            await until(lambda: prefill.the_store.num_operations > 3)
+            prefill.the_store.fail_next(0)
+            await here.compute(42)
+            here.finish()
+        request = await finish(claiming)
+        decode.check_kv(request, prompt, 42)
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_blocks_that_the_store_lost_in_the_middle_are_stored_again() -> None:
+    prompt = tokens(42)
+    async with pair() as (prefill, decode):
+        async with prefilling(prefill, prompt) as here:
+            await here.compute(24)
+            await here.stored(6)
+            await prefill.the_store.delete(prefill.names(prompt)[:6])  # as a restart does
+            await here.compute(42)
+            here.finish()
+        request = await finish(claim(decode, prompt))
+        decode.check_kv(request, prompt, 42)
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_a_store_that_stays_away_fails_the_publish_and_leaves_no_ticket() -> None:
+    async with pair() as (prefill, decode):
+        async with prefilling(prefill, tokens(21)) as here:
+            await here.compute(8)
+            prefill.the_store.fail_next(10_000)
+            await here.compute(21)
+            here.finish()
+        with pytest.raises(HandoffError) as error:
+            here.task.result()
+        assert error.value.reason == "storage_unavailable"
+        prefill.the_store.fail_next(0)
+        assert await prefill.the_store.exists([Names("tierkv", "").ticket("t")]) == 0
+        await decode.settle()
+
+
+async def test_a_store_that_hangs_in_the_middle_holds_the_end_up_for_its_deadline_only() -> None:
+    settings = HandoffSettings(publish_deadline_s=0.05)
+    async with world(with_store=True, handoff=settings, device_blocks=64) as node:
+        async with prefilling(node, tokens(21)) as here:
+            await here.compute(8)
+            node.the_store.hold()
+            await here.compute(21)
+            here.finish()
+            await asyncio.wait([here.task], timeout=5)
+            assert here.task.done()
+            node.the_store.release()
+        with pytest.raises(HandoffError):
+            here.task.result()
+
+
+async def test_a_copy_that_fails_in_the_middle_is_tried_again_at_the_end() -> None:
+    async with pair() as (prefill, decode):
+        async with prefilling(prefill, tokens(21)) as here:
+            prefill.latch.fail_next(Direction.OFFLOAD)
+            await here.compute(8)
+            await until(lambda: prefill.latch.count(Direction.OFFLOAD) == 1)
+            await here.compute(21)
+            here.finish()
+        request = await finish(claim(decode, tokens(21)))
+        decode.check_kv(request, tokens(21), 21)
+        decode.service.end(request)
+        await decode.settle()
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_claim_cancelled_at_any_await_leaves_nothing_behind(late: bool) -> None:
+    prompt = tokens(21)
+    async with pair() as (prefill, decode):
+        tasks = background_tasks()
+        for at in range(200):
+            decode.service.reset()
+            point = CancelPoint(at, late=late)
+            async with prefilling(prefill, prompt, f"t{at}") as here:
+                claiming = asyncio.create_task(point.run(claim(decode, prompt, f"t{at}")))
+                await turns(5)
+                await here.compute(12)
+                await turns(5)
+                await here.compute(21)
+                here.finish()
+            try:
+                request = await finish(claiming)
+            except asyncio.CancelledError:
+                pass
+            else:
+                decode.check_kv(request, prompt, 21)
+                decode.service.end(request)
+            await decode.settle()
+            assert decode.service.stats().running_requests == 0
+            if not point.was_reached:
+                break
+        else:
+            pytest.fail("the claim has no end")
+        assert background_tasks() <= tasks
+        assert not decode.service.index.num_held_leases
+
+
+async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:
+    prompt = tokens(40)
+    async with pair(device_blocks=12, host_blocks=12) as (prefill, decode):
+        async with prefilling(prefill, prompt) as here:
+            claiming = asyncio.create_task(claim(decode, prompt))
+            await here.compute(32)
+            await until(lambda: decode.storage_stats.fetched_blocks >= 8, "an early fetch")
+            matched = await decode.run(tokens(44, 1000))
+            assert matched.total_tokens == 0
+            await here.compute(40)
+            here.finish()
+        request = await finish(claiming)
+        decode.check_kv(request, prompt, 40)
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_the_prefill_of_an_id_that_came_before_is_a_hand_off_of_its_own() -> None:
+    async with pair() as (prefill, decode):
+        for base in (0, 500):
+            prompt = tokens(13, base)
+            async with prefilling(prefill, prompt, "same") as here:
+                claiming = asyncio.create_task(claim(decode, prompt, "same"))
+                await here.compute(13)
+                here.finish()
+            request = await finish(claiming)
+            decode.check_kv(request, prompt, 13)
+            decode.service.end(request)
+            await decode.settle()
+
+
+async def test_with_a_policy_that_may_compute_a_lost_producer_is_no_failure() -> None:
+    clock = TurnedClock()
+    async with pair(clock) as (prefill, decode):
+        async with prefilling(prefill, tokens(21)) as here:
+            await here.compute(8)
+            await here.stored(2)
+            here.task.cancel()
+        clock.now += QUICK.producer_lease_s + 1
+        request, ticket = await finish(
+            decode.service.claim(
+                "claim",
+                "t",
+                decode.prompt(tokens(21)),
+                max_new_tokens=1,
+                policy=ClaimPolicy.RECOMPUTE,
+            )
+        )
+        assert ticket is None
+        assert request.cached_tokens == 8  # what was whole is used all the same
+        await decode.prefill(request, tokens(21))
+        decode.service.end(request)
+        await decode.settle()

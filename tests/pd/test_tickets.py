@@ -1,0 +1,210 @@
+"""Tickets: acknowledged, of any tenant, waited for without hammering, and optional where a policy
+says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.pd.test_handoff import publish, tokens
+from tests.storage.values import TurnedClock
+from tests.world import World, fingerprint, world
+from tierkv.cache.keys import Names, Prompt
+from tierkv.cache.tokens import pack
+from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.ledger import TicketState
+from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.status import Standing
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+SETTINGS = HandoffSettings(
+    publish_deadline_s=20, claim_deadline_s=0.2, lookup_deadline_s=20, claimed_ttl_s=30
+)
+
+
+@asynccontextmanager
+async def pair(
+    clock: TurnedClock | None = None, **options: Any
+) -> AsyncIterator[tuple[World, World]]:
+    store = MemoryStore(MemorySettings(), clock or SystemClock())
+    async with (
+        world(store=store, clock=clock, handoff=SETTINGS, device_blocks=64) as prefill,
+        world(store=store, clock=clock, handoff=SETTINGS, device_blocks=64, **options) as decode,
+    ):
+        yield prefill, decode
+
+
+async def claim(node: World, prompt: list[int], **options: Any) -> None:
+    request, _ = await finish(
+        node.service.claim("claim", "ticket", node.prompt(prompt), max_new_tokens=1, **options)
+    )
+    await finish(request.gate.all_layers(20))
+    node.check_kv(request, prompt, request.cached_tokens)
+    node.service.end(request)
+    await node.settle()
+
+
+async def test_the_producer_hears_who_claimed_its_ticket() -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        assert prefill.service.issued_tickets()[0].state is TicketState.WHOLE
+        released: list[str] = []
+        handoff = prefill.service.handoff
+        assert handoff is not None
+        handoff.ledger.hold("ticket", lambda: released.append("pin"))
+        await turns(20)
+        await claim(decode, tokens(9))
+        await until(
+            lambda: prefill.service.issued_tickets()[0].state is TicketState.ACKNOWLEDGED,
+            "an acknowledgement",
+        )
+        assert prefill.service.issued_tickets()[0].claimer == "tierkv"
+        assert released == ["pin"]
+        assert handoff.ledger.num_holds == 0
+
+
+async def test_a_ticket_nobody_claims_lets_go_of_what_it_held() -> None:
+    async with pair() as (prefill, _):
+        await publish(prefill, tokens(9))
+        handoff = prefill.service.handoff
+        assert handoff is not None
+        released: list[str] = []
+        handoff.ledger.hold("ticket", lambda: released.append("pin"))
+    assert released == ["pin"]  # at the latest when the node ends
+
+
+async def test_an_acknowledged_ticket_stays_for_a_while_and_then_says_so() -> None:
+    clock = TurnedClock()
+    async with pair(clock) as (prefill, decode):
+        await publish(prefill, tokens(9))
+        await claim(decode, tokens(9))
+        assert (await decode.service.ticket_state("ticket")).state is Standing.ACKNOWLEDGED
+        await claim(decode, tokens(9))  # by another node, should the first one have died
+        clock.now += SETTINGS.claimed_ttl_s + 1
+        with pytest.raises(HandoffError, match="claimed by tierkv") as error:
+            await claim(decode, tokens(9))
+        assert error.value.reason == "already_claimed"
+        status = await decode.service.ticket_state("ticket")
+        assert (status.state, status.claimer) == (Standing.ACKNOWLEDGED, "tierkv")
+        clock.now += 2 * 86_400
+        assert (await decode.the_store.list("tierkv", limit=100)).values == ()
+
+
+async def test_states_are_told_without_waiting() -> None:
+    clock = TurnedClock()
+    async with pair(clock) as (prefill, decode):
+        service = decode.service
+        assert (await service.ticket_state("ticket")).state is Standing.NOT_YET
+        await publish(prefill, tokens(9))
+        status = await service.ticket_state("ticket")
+        assert (status.state, status.num_tokens, status.num_blocks) == (Standing.WHOLE, 9, 3)
+        decode.the_store.fail_next(1)
+        assert (await service.ticket_state("ticket")).state is Standing.UNAVAILABLE
+        clock.now += SETTINGS.ticket_ttl_s + 1
+        assert (await service.ticket_state("ticket")).state is Standing.EXPIRED
+        await service.acknowledge("ticket")
+        assert await service.forget_ticket("ticket")
+        assert not await service.forget_ticket("ticket")
+        assert (await service.ticket_state("ticket")).state is Standing.NOT_YET
+        with pytest.raises(HandoffError):
+            await service.acknowledge("ticket")
+
+
+async def test_a_ticket_is_for_any_tenant_that_both_nodes_serve() -> None:
+    tenant = fingerprint(tenant="them")
+    async with pair() as (prefill, decode):
+        names = [node.service.open_fingerprint(tenant) for node in (prefill, decode)]
+        prompt = Prompt.of(tokens(9), 4, space=names[0])
+        request = await finish(prefill.service.admit("p", prompt, max_new_tokens=0))
+        prefill.compute(request, tokens(9))
+        await finish(prefill.service.commit(request, pack(tokens(9))))
+        await finish(prefill.service.publish(request, "ticket", [1]))
+        prefill.service.end(request)
+        with pytest.raises(HandoffError, match="tenant") as error:  # the service's own is another
+            await claim(decode, tokens(9))
+        assert error.value.reason == "incompatible"
+        claimed, ticket = await finish(
+            decode.service.claim("c", "ticket", prompt, max_new_tokens=0)
+        )
+        await finish(claimed.gate.all_layers(20))
+        assert ticket is not None
+        assert ticket.fingerprint == tenant.readable()
+        decode.check_kv(claimed, tokens(9), 9)
+        decode.service.end(claimed)
+        await decode.settle()
+
+
+async def test_no_ticket_is_no_failure_where_the_policy_may_compute() -> None:
+    async with pair() as (_, decode):
+        request, ticket = await finish(
+            decode.service.claim(
+                "claim",
+                "none",
+                decode.prompt(tokens(9)),
+                max_new_tokens=1,
+                policy=ClaimPolicy.RECOMPUTE,
+            )
+        )
+        assert ticket is None
+        assert request.cached_tokens == 0
+        decode.service.end(request)
+        await decode.settle()
+
+
+async def test_who_recomputes_all_asks_storage_for_nothing() -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        before = decode.the_store.num_operations
+        request, ticket = await finish(
+            decode.service.claim(
+                "claim",
+                "ticket",
+                decode.prompt(tokens(9)),
+                max_new_tokens=1,
+                policy=ClaimPolicy.RECOMPUTE_ALL,
+            )
+        )
+        assert (ticket, request.cached_tokens) == (None, 0)
+        assert decode.the_store.num_operations == before
+        decode.service.end(request)
+        await decode.settle()
+
+
+@pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
+async def test_a_ticket_for_another_prompt_is_refused_whatever_the_policy(
+    policy: ClaimPolicy,
+) -> None:
+    async with pair() as (prefill, decode):
+        await publish(prefill, tokens(9))
+        with pytest.raises(HandoffError) as error:
+            await claim(decode, tokens(10), policy=policy)
+        assert error.value.reason == "other_prompt"
+
+
+async def test_waiting_for_a_ticket_is_not_hammering() -> None:
+    async with pair() as (prefill, decode):
+        before = decode.the_store.num_operations
+        waiting = asyncio.create_task(claim(decode, tokens(9), deadline_s=20))
+        await asyncio.sleep(0.7)
+        assert decode.the_store.num_operations - before <= 2  # the ticket, the open ticket
+        await publish(prefill, tokens(9))
+        await finish(waiting)
+
+
+async def test_a_ticket_leaves_nothing_but_what_has_a_time_to_live() -> None:
+    clock = TurnedClock()
+    async with pair(clock) as (prefill, decode):
+        await publish(prefill, tokens(9))
+        await claim(decode, tokens(9))
+        page = await decode.the_store.list("tierkv", limit=100)
+        assert all(value.expires_at is not None for value in page.values)
+        kinds = {value.name.split(":")[1] for value in page.values}
+        assert kinds == {prefill.service.fingerprint.short, "ticket", "ack"}
+        assert Names("tierkv", "").open_ticket("ticket") not in {v.name for v in page.values}

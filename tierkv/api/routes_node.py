@@ -1,0 +1,311 @@
+"""The routes for who runs the node: tiers, blocks, configuration and life cycle."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from tierkv.api import bodies
+from tierkv.api.access import Access
+from tierkv.api.listing import Listings
+from tierkv.api.masked import masked, masked_url
+from tierkv.api.metrics import Metrics
+from tierkv.api.node import Node
+from tierkv.api.refusals import WrongStateError
+from tierkv.api.route import Disconnect, Route
+from tierkv.api.routes_base import Routes
+from tierkv.api.types_node import (
+    BlocksAnswer,
+    ConfigAnswer,
+    LifeAnswer,
+    ResetAnswer,
+    ResizeBody,
+    SleepBody,
+    StorageBody,
+    TierAnswer,
+    TierName,
+    TiersAnswer,
+    WakeBody,
+)
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import PoolStats
+from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, OwnershipError
+
+Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+_TIERS = {TierName.DEVICE: Tier.DEVICE, TierName.HOST: Tier.HOST}
+
+
+class _Page(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    cursor: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    limit: Limit = 100
+
+
+class _Free(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    storage: bool = False
+
+
+class NodeRoutes(Routes):
+    def __init__(self, node: Node, metrics: Metrics) -> None:
+        super().__init__(node, metrics)
+        self._listings = Listings()
+
+    def routes(self) -> list[Route]:
+        life = [
+            _post("/v1/drain", self.drain, "Take no more work; what runs goes on."),
+            _post("/v1/pause", self.pause, "Let new requests wait until /v1/resume."),
+            _post("/v1/resume", self.resume, "Admit requests again."),
+        ]
+        return [
+            *life,
+            Route(
+                method="POST",
+                path="/v1/sleep",
+                handler=self.sleep,
+                access=Access.ADMIN,
+                summary="Give the device's memory back until /v1/wake; requests wait.",
+                body=SleepBody,
+                answer=LifeAnswer,
+                is_body_optional=True,
+            ),
+            Route(
+                method="POST",
+                path="/v1/wake",
+                handler=self.wake,
+                access=Access.ADMIN,
+                summary="Take device memory again, and admit requests.",
+                body=WakeBody,
+                answer=LifeAnswer,
+                is_body_optional=True,
+            ),
+            Route(
+                method="POST",
+                path="/v1/resize",
+                handler=self.resize,
+                access=Access.ADMIN,
+                summary="Change the capacity of the device or host tier while running.",
+                body=ResizeBody,
+                answer=TiersAnswer,
+            ),
+            Route(
+                method="POST",
+                path="/v1/reset",
+                handler=self.reset,
+                access=Access.ADMIN,
+                summary="Forget all cached blocks that nobody holds; storage keeps its own.",
+                answer=ResetAnswer,
+                on_disconnect=Disconnect.DETACH,
+            ),
+            Route(
+                method="GET",
+                path="/v1/blocks",
+                handler=self.blocks,
+                access=Access.ADMIN,
+                summary="List all cached blocks, of all tenants, in pages.",
+                answer=BlocksAnswer,
+                query=(("cursor", str), ("limit", Limit)),
+            ),
+            Route(
+                method="DELETE",
+                path="/v1/blocks",
+                handler=self.free,
+                access=Access.ADMIN,
+                summary="As /v1/reset; with ?storage=true also what the common store has of this "
+                "node's fingerprints, for all nodes that share it.",
+                answer=ResetAnswer,
+                query=(("storage", bool),),
+            ),
+            Route(
+                method="GET",
+                path="/v1/config",
+                handler=self.config,
+                access=Access.ADMIN,
+                summary="The node's settings, secrets masked.",
+                answer=ConfigAnswer,
+            ),
+            *self._tier_routes(),
+        ]
+
+    def _tier_routes(self) -> list[Route]:
+        return [
+            Route(
+                method="GET",
+                path="/v1/tiers",
+                handler=self.tiers,
+                access=Access.READ,
+                summary="Tell each tier's capacity and state.",
+                answer=TiersAnswer,
+            ),
+            Route(
+                method="PUT",
+                path="/v1/tiers/storage",
+                handler=self.attach,
+                access=Access.ADMIN,
+                summary="Use a store from now on, instead of the one there.",
+                body=StorageBody,
+                answer=TiersAnswer,
+            ),
+            Route(
+                method="DELETE",
+                path="/v1/tiers/storage",
+                handler=self.detach,
+                access=Access.ADMIN,
+                summary="Go on without a store.",
+                answer=TiersAnswer,
+            ),
+        ]
+
+    # Life cycle
+
+    async def drain(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        self._node.drain()
+        return self._life(request)
+
+    async def pause(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        self._node.service.pause()
+        return self._life(request)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        if self._node.service.is_asleep:
+            raise WrongStateError("the device sleeps: wake it")
+        self._node.service.unpause()
+        return self._life(request)
+
+    def _life(self, request: web.Request) -> web.Response:
+        service = self._node.service
+        return bodies.answer(
+            request,
+            LifeAnswer(
+                is_draining=self._node.is_draining,
+                is_paused=service.scheduler.is_paused,
+                is_asleep=service.is_asleep,
+                running_requests=len(service.scheduler.running_requests),
+                waiting_requests=service.scheduler.num_waiting,
+                open_requests=self._node.desk.num_open,
+            ),
+        )
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        async with self._node.work():
+            body = await self._read_optional(request, SleepBody)
+            scope = asyncio.timeout(body.deadline_s)
+            try:
+                async with scope:
+                    await self._node.service.sleep(keeps_blocks=body.keep_blocks)
+            except OwnershipError as error:
+                raise WrongStateError(str(error)) from error
+            except TimeoutError as error:
+                if not scope.expired():
+                    raise
+                running = len(self._node.service.scheduler.running_requests)
+                raise WrongStateError(
+                    f"{running} requests and the pins still held blocks after {body.deadline_s:g} s"
+                ) from error
+        return self._life(request)
+
+    async def wake(self, request: web.Request) -> web.Response:
+        async with self._node.work():
+            body = await self._read_optional(request, WakeBody)
+            try:
+                await self._node.service.wake(body.device_blocks)
+            except OwnershipError as error:
+                raise WrongStateError(str(error)) from error
+            except ConfigError as error:
+                raise BadRequestError(str(error)) from error
+        return self._life(request)
+
+    async def reset(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        return bodies.answer(request, ResetAnswer(self._node.service.reset()))
+
+    async def free(self, request: web.Request) -> web.Response:
+        async with self._node.work():
+            chosen = bodies.from_query(request, _Free)
+            service = self._node.service
+            held = service.reset()
+            removed = await service.free(clears_storage=chosen.storage)
+        return bodies.answer(request, ResetAnswer(held, removed))
+
+    async def resize(self, request: web.Request) -> web.Response:
+        async with self._node.work():
+            body = await self._read(request, ResizeBody)
+            scope = asyncio.timeout(body.deadline_s)
+            try:
+                async with scope:
+                    await self._node.service.resize(_TIERS[body.tier], body.blocks)
+            except ConfigError as error:
+                raise BadRequestError(str(error)) from error
+            except TimeoutError as error:
+                if not scope.expired():
+                    raise
+                held = self._node.service.tiers.pools[_TIERS[body.tier]].capacity
+                raise OutOfBlocksError(
+                    body.tier.value, needed=held - body.blocks, available=0
+                ) from error
+        return self._tiers(request)
+
+    # What there is
+
+    async def blocks(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        page = bodies.from_query(request, _Page)
+        index = self._node.service.index
+        return bodies.answer(request, self._listings.page(index, page.cursor, limit=page.limit))
+
+    async def config(self, request: web.Request) -> web.Response:
+        return bodies.answer(request, ConfigAnswer(masked(self._node.settings)))
+
+    async def tiers(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        return self._tiers(request)
+
+    async def attach(self, request: web.Request) -> web.Response:
+        async with self._node.work():
+            body = await self._read(request, StorageBody)
+            try:
+                await self._node.service.attach_storage(body.url)
+            except ConfigError as error:
+                raise BadRequestError(str(error)) from error
+        return self._tiers(request)
+
+    async def detach(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        self._node.service.detach_storage()
+        return self._tiers(request)
+
+    def _tiers(self, request: web.Request) -> web.Response:
+        service = self._node.service
+        stats, block_bytes = service.stats(), service.fingerprint.layout.block_bytes
+        return bodies.answer(
+            request,
+            TiersAnswer(
+                device=_tier(stats.device, block_bytes),
+                host=_tier(stats.host, block_bytes),
+                storage=[
+                    msgspec.structs.replace(state, url=masked_url(state.url))
+                    for state in service.storage_state()
+                ],
+            ),
+        )
+
+
+def _post(path: str, handler: Handler, summary: str) -> Route:
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        access=Access.ADMIN,
+        summary=summary,
+        answer=LifeAnswer,
+        on_disconnect=Disconnect.DETACH,
+    )
+
+
+def _tier(pool: PoolStats, block_bytes: int) -> TierAnswer:
+    return TierAnswer(capacity_blocks=pool.capacity, used_blocks=pool.used, block_bytes=block_bytes)

@@ -1,0 +1,70 @@
+"""The routes of quotas: how much of the device and host tiers a tenant may have."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from tierkv.api import bodies
+from tierkv.api.access import Access
+from tierkv.api.route import Route
+from tierkv.api.routes_base import Routes
+from tierkv.api.types_node import QuotaAnswer, QuotaBody
+
+_PATH = "/v1/quotas/{id}"  # a tenant's name
+
+
+class QuotaRoutes(Routes):
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                method="PUT",
+                path=_PATH,
+                handler=self.put,
+                access=Access.ADMIN,
+                summary="Limit what a tenant has cached and in use.",
+                body=QuotaBody,
+                answer=QuotaAnswer,
+            ),
+            Route(
+                method="GET",
+                path=_PATH,
+                handler=self.look,
+                access=Access.ADMIN,
+                summary="Tell a tenant's quota; null is no limit.",
+                answer=QuotaAnswer,
+            ),
+            Route(
+                method="DELETE",
+                path=_PATH,
+                handler=self.remove,
+                access=Access.ADMIN,
+                summary="Let a tenant have as much as there is.",
+                answer=QuotaAnswer,
+            ),
+        ]
+
+    async def put(self, request: web.Request) -> web.Response:
+        async with self._node.work():
+            space = self._space(request)
+            body = await self._read(request, QuotaBody)
+            self._node.service.set_quota(space, (body.device_blocks, body.host_blocks))
+        return self._answer(request)
+
+    async def look(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        return self._answer(request)
+
+    async def remove(self, request: web.Request) -> web.Response:
+        self._node.check_started()
+        self._node.service.set_quota(self._space(request), (None, None))
+        return self._answer(request)
+
+    def _space(self, request: web.Request) -> str:
+        return self._node.space(bodies.check_id(request.match_info["id"], "the tenant"))
+
+    def _answer(self, request: web.Request) -> web.Response:
+        device, host = self._node.service.quota_of(self._space(request))
+        tenant = request.match_info["id"]
+        return bodies.answer(
+            request, QuotaAnswer(tenant=tenant, device_blocks=device, host_blocks=host)
+        )
