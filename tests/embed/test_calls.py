@@ -101,7 +101,7 @@ def test_calls_about_a_request_run_in_the_order_they_were_made(tmp_path: Path) -
         found = here.cache.extend("one", 10).wait(PATIENCE_S)
         here.compute(found, PROMPT)
         here.latch.hold(Direction.OFFLOAD)
-        calls = [
+        calls: list[Call[Any]] = [
             here.cache.commit("one", PROMPT),
             here.cache.publish("one", "ticket", [7]),
             here.cache.end("one"),

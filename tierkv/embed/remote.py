@@ -32,6 +32,7 @@ class RemoteEvent(CpuEvent):
         super().__init__()
         self.number = number
         self.blocks = blocks
+        self.begun = time.monotonic()
 
 
 class Movements:
@@ -104,11 +105,16 @@ class Movements:
         _tell(over)
 
     def silent(self) -> list[int]:
-        """Ranks that owe a report and have not been heard of for `dead_s`."""
-        now = time.monotonic()
+        """Ranks that have owed a report, and not been heard of, for `dead_s`."""
+        latest = time.monotonic() - self._dead_s
         with self._lock:
-            owing = {rank for number in self._events for rank in self._ranks.missing(number)}
-            return [rank for rank in owing if now - self._heard[rank] > self._dead_s]
+            owing = {
+                rank
+                for event in self._events.values()
+                if event.begun < latest
+                for rank in self._ranks.missing(event.number)
+            }
+            return [rank for rank in owing if self._heard[rank] < latest]
 
     def findings(self) -> list[str]:
         with self._lock:
