@@ -85,6 +85,7 @@ async def test_what_was_published_is_claimed_byte_for_byte_tail_included(count: 
         await finish(request.gate.all_layers(20))
         assert request.cached_tokens == count  # not one token is left to compute
         decode.check_kv(request, tokens(count), count)
+        assert ticket is not None
         assert ticket.first_tokens == (42, 43)
         assert ticket == published.ticket
         tail = count % 4

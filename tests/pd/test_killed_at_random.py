@@ -126,10 +126,11 @@ async def test_tokens_are_right_or_the_reason_is_told_whoever_dies(tmp_path: Pat
                 "temperature": sampling.temperature,
                 "seed": sampling.seed,
                 "top_k": sampling.top_k,
-                "ticket_id": f"trial {trial}",
+                "ticket_id": f"trial-{trial}",
             }
             expected = truth(prompt, NEW, sampling).tokens
-            victim = rng.choice([prefill, decode, redis])
+            mortal: list[Mortal | MortalRedis] = [prefill, decode, redis]
+            victim = rng.choice(mortal)
             running = asyncio.create_task(hand_over(prefill, decode, body))
             await asyncio.wait([running], timeout=rng.uniform(0, 1.0))
             if isinstance(victim, Mortal):
@@ -161,7 +162,7 @@ async def recovers(
     attempt = 0
     while True:
         attempt += 1
-        again = body | {"ticket_id": f"{body['ticket_id']} again {attempt}"}
+        again = body | {"ticket_id": f"{body['ticket_id']}-again-{attempt}"}
         answer = await hand_over(prefill, decode, again)
         if answer is not None and answer[0] == 200:
             assert tuple(answer[1]["tokens"]) == expected

@@ -11,6 +11,7 @@ from enum import Enum
 from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.pd.ahead import Ahead
 from tierkv.pd.lease import ProducerLease
+from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets
 from tierkv.pd.watch import Watch
@@ -41,7 +42,8 @@ class ClaimPolicy(Enum):
 
 
 class Claims:
-    """fetch_deadline_s: how long to wait for a prompt's blocks once its ticket is there."""
+    """fetch_deadline_s: how long to wait for a prompt's blocks once its ticket is there. stats: of
+    the node's hand-offs, both ways."""
 
     def __init__(
         self,
@@ -51,18 +53,35 @@ class Claims:
         fetcher: Fetcher,
         *,
         fetch_deadline_s: float,
+        stats: HandoffStats,
     ) -> None:
         self._tickets = tickets
         self._lease = lease
         self._scheduler = scheduler
         self._fetcher = fetcher
         self._fetch_deadline_s = fetch_deadline_s
+        self._stats = stats
 
     async def claim(
         self, spec: RequestSpec, ticket_id: str, *, policy: ClaimPolicy, deadline_s: float
     ) -> tuple[Request, Ticket | None]:
         """Wait for a published prompt and get its blocks; see Service.claim."""
         self._scheduler.check(spec)
+        try:
+            request, ticket = await self._claim(spec, ticket_id, policy, deadline_s)
+        except HandoffError:
+            self._stats.refused_claims += 1
+            raise
+        if ticket is None:
+            self._stats.claims_without_ticket += 1
+        else:
+            self._stats.claimed_prompts += 1
+            self._scheduler.tiers.start(self._acknowledge(ticket), "tierkv-acknowledge")
+        return request, ticket
+
+    async def _claim(
+        self, spec: RequestSpec, ticket_id: str, policy: ClaimPolicy, deadline_s: float
+    ) -> tuple[Request, Ticket | None]:
         give_up_at = asyncio.get_running_loop().time() + deadline_s
         if policy is ClaimPolicy.RECOMPUTE_ALL:
             alone = replace(spec, needs_logits=True, uses_cache=False)
@@ -74,9 +93,7 @@ class Claims:
                 raise
             log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
             return await self._without_ticket(spec, error), None
-        request = await self._get(spec, policy, give_up_at)
-        self._scheduler.tiers.start(self._acknowledge(ticket), "tierkv-acknowledge")
-        return request, ticket
+        return await self._get(spec, policy, give_up_at), ticket
 
     async def _wait(self, spec: RequestSpec, ticket_id: str, deadline_s: float) -> Ticket:
         """The ticket; blocks that are whole before it is are on their way meanwhile."""

@@ -23,7 +23,8 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Event
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ledger import Ledger
-from tierkv.pd.staging import GROUP_BLOCKS, Staging
+from tierkv.pd.staging import GROUP_BLOCKS, NUM_GROUPS, Staging
+from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_written
 from tierkv.sched.request import Request
@@ -71,6 +72,16 @@ class Handoff:
         self.tickets = tickets
         self.lease = lease
         self.ledger = ledger
+        self.stats = HandoffStats()
+
+    def findings(self) -> list[str]:
+        """What is left over although nothing runs."""
+        wrong = []
+        if self._staging.num_free_groups != NUM_GROUPS:
+            wrong.append("nothing runs, but staging slots are still lent")
+        if self.lease.num_held:
+            wrong.append(f"nothing runs, but {self.lease.num_held} tickets are open")
+        return wrong
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -111,13 +122,17 @@ class Handoff:
                 ticket = self.tickets.new(ticket_id, prompt, first_tokens, self.lease.incarnation)
                 await self.tickets.write(ticket)
         except TimeoutError as error:
+            self.stats.failed_publishes += 1
             raise HandoffError(
                 ClaimProblem.UNAVAILABLE.value,
                 f"the prompt could not be published within {deadline_s:g} s",
             ) from error
         except (StoreUnavailableError, TransferError) as error:
+            self.stats.failed_publishes += 1
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(error)) from error
         self.ledger.published(ticket)
+        self.stats.published_prompts += 1
+        self.stats.published_blocks += len(keys)
         self._tiers.start(self._storage.tails.note(keys[-1:]), "tierkv-note-tail")
         flushed = self._storage.stats.flushed_bytes - before
         return Published(ticket, len(keys), present, flushed)

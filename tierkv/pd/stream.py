@@ -116,6 +116,7 @@ class Stream:
         finally:
             self._scope = None
         if self._failure is not None:
+            self._handoff.stats.failed_publishes += 1
             raise HandoffError(ClaimProblem.PRODUCER_FAILED.value, self._failure)
         finish = self._finish
         assert finish is not None, "it goes on until finished or failed"
@@ -127,6 +128,7 @@ class Stream:
             deadline_s=self._deadline_s,
             stored_blocks=ready,
         )
+        self._handoff.stats.early_blocks += ready - present
         return replace(published, present_blocks=present, early_blocks=ready - present)
 
     async def _open(self, open_ticket: OpenTicket) -> None:

@@ -1,0 +1,120 @@
+"""The engine streams what it computes: cancels, failed loads, stops in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.e2e.exact import BLOCK_SIZE, text, truth
+from tests.latch import finish, until
+from tests.refmodel.test_engine import Bench, bench, memory
+from tierkv.errors import HandoffError, ShuttingDownError
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import PublishWait
+
+LONG = text(40 * BLOCK_SIZE + 5, seed=3)
+NEW = 4
+
+
+async def begun(on: Bench) -> None:
+    """A prefill has computed something, and not all."""
+    await until(lambda: on.node.engine.stats.computed_tokens > 0, "a first chunk")
+
+
+async def test_a_cancelled_prefill_tells_who_waits_and_gives_its_blocks_back() -> None:
+    store = memory()
+    async with bench(store, device_blocks=64) as on, bench(store, device_blocks=64) as other:
+        claiming = asyncio.create_task(
+            other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=20)
+        )
+        prefilling = asyncio.create_task(on.node.engine.prefill(on.node.job(LONG, 1), "t"))
+        await begun(on)
+        prefilling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finish(prefilling)
+        assert on.node.service.stats().running_requests == 0  # and not some time later
+        with pytest.raises(HandoffError, match="cancelled") as refused:
+            await finish(claiming)
+        assert refused.value.reason == "producer_failed"
+        await on.settle()
+        await other.settle()
+
+
+async def test_a_load_that_fails_in_a_streamed_prefill_delays_the_claim_only() -> None:
+    store = memory()
+    prompt = text(3 * BLOCK_SIZE + 5)
+    async with bench(store) as on, bench(store) as other:
+        await on.node.generate(prompt, 1)
+        await on.push_to_host(prompt)
+        on.latch.fail_next(Direction.LOAD)
+        claiming = asyncio.create_task(
+            other.node.engine.decode(other.node.job(prompt, NEW), "t", deadline_s=20)
+        )
+        prefilled = await finish(on.node.engine.prefill(on.node.job(prompt, 1), "t"))
+        assert prefilled.generation.load_problem is not None
+        generation, _ = await finish(claiming)
+        assert generation.tokens == truth(prompt, NEW).tokens
+        await on.settle()
+        await other.settle()
+
+
+async def test_stopping_to_publish_leaves_a_prefill_its_blocks_while_it_computes() -> None:
+    async with bench(device_blocks=64) as on:
+        prefilling = asyncio.create_task(on.node.engine.prefill(on.node.job(LONG, 1), "t"))
+        await begun(on)
+        on.node.engine.stop_publishing()
+        await asyncio.sleep(0)
+        if not prefilling.done():
+            assert on.node.service.stats().running_requests == 1
+        with pytest.raises(ShuttingDownError):
+            await finish(prefilling)
+        await on.settle()
+
+
+async def test_a_publish_nobody_waits_for_can_be_claimed() -> None:
+    store = memory()
+    async with bench(store, device_blocks=64) as on, bench(store, device_blocks=64) as other:
+        prefilled = await on.node.engine.prefill(
+            on.node.job(LONG, 1), "t", waits_for=PublishWait.NOTHING
+        )
+        assert prefilled.published is None
+        generation, _ = await finish(
+            other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=20)
+        )
+        assert generation.tokens == truth(LONG, NEW).tokens
+        assert generation.computed_tokens == 0
+        await until(lambda: on.node.service.stats().running_requests == 0, "an ended publish")
+        await on.settle()
+        await other.settle()
+
+
+async def test_a_publish_nobody_waits_for_that_fails_is_the_claimers_to_hear() -> None:
+    store = memory()
+    async with bench(store, device_blocks=64) as on, bench(store, device_blocks=64) as other:
+        on.store.fail_next(100_000)
+        prefilled = await on.node.engine.prefill(
+            on.node.job(LONG, 1), "t", waits_for=PublishWait.NOTHING
+        )
+        assert prefilled.generation.tokens == truth(LONG, 1).tokens
+        await until(lambda: on.node.service.stats().running_requests == 0, "an ended publish")
+        assert on.node.service.stats().handoff.failed_publishes == 1
+        on.store.fail_next(0)
+        with pytest.raises(HandoffError) as refused:
+            await other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=0.2)
+        assert refused.value.reason == "not_yet"
+        await on.settle()
+        await other.settle()
+
+
+@pytest.mark.parametrize("policy", [ClaimPolicy.RECOMPUTE, ClaimPolicy.RECOMPUTE_ALL])
+async def test_policies_that_may_compute_need_no_ticket(policy: ClaimPolicy) -> None:
+    async with bench(device_blocks=64) as on:
+        generation, ticket = await finish(
+            on.node.engine.decode(on.node.job(LONG, NEW), "never", policy=policy, deadline_s=0.05)
+        )
+        assert ticket is None
+        assert generation.tokens == truth(LONG, NEW).tokens
+        assert generation.computed_tokens == len(LONG)
+        await on.settle()
