@@ -27,17 +27,19 @@ def demo(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
     )
 
 
-def nodes_running() -> list[str]:
-    """Command lines of all `tierkv serve` processes of this interpreter."""
+def running_below(folder: Path) -> list[str]:
+    """Command lines of all processes whose temporary directory is `folder`: a demo's and no
+    others', whatever else runs on this machine."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                line = (entry / "cmdline").read_bytes().split(b"\0")
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
             except OSError:
-                continue  # it has ended
-            if line[0] == os.fsencode(sys.executable) and b"serve" in line:
-                found.append(b" ".join(line).decode())
+                continue  # it has ended, or is none of ours
+            if b"TMPDIR=" + os.fsencode(folder) in environ and line:
+                found.append(line.decode())
     return found
 
 
@@ -91,18 +93,23 @@ def test_wrong_input_gets_one_clear_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-async def test_nothing_is_left_running_when_the_demo_is_stopped(how: signal.Signals) -> None:
-    before = set(nodes_running())
+async def test_nothing_is_left_running_when_the_demo_is_stopped(
+    how: signal.Signals, tmp_path: Path
+) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tierkv", "demo", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        *(sys.executable, "-m", "tierkv", "demo"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert process.stdout is not None
     while b"identical to a single node" not in await process.stdout.readline():
         pass  # until all three nodes are up and have worked
+    assert len(running_below(tmp_path)) == 4  # the demo and its nodes
     process.send_signal(how)
     await process.communicate()
     assert process.returncode != 0
     deadline = time.monotonic() + 30
-    while left := set(nodes_running()) - before:  # killed outright, its nodes drain by themselves
+    while left := running_below(tmp_path):  # killed outright, its nodes drain by themselves
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.05)

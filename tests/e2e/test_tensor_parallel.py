@@ -29,7 +29,8 @@ from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import decode as decode_text
-from tierkv.sched.ranked import RankedDevice, RankedEvent
+from tierkv.sched.ranked import RankedDevice
+from tierkv.sched.ranked_events import RankedEvent
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore

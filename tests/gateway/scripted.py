@@ -60,6 +60,7 @@ class ScriptedNode:
         self.refusal: tuple[int, Json] | None = None
         self.raw: bytes | None = None  # what it says instead of events
         self.is_ready = True
+        self.is_frozen = False  # as a machine that is gone: probes get no answer
         self.near = 0
         self.lies_from: int | None = None
         self.dies_unpublished = False  # after its first token, before its ticket
@@ -81,6 +82,8 @@ class ScriptedNode:
         return app
 
     async def _ready(self, _: web.Request) -> web.Response:
+        if self.is_frozen:
+            await asyncio.Event().wait()
         return web.json_response({}, status=200 if self.is_ready else 503)
 
     async def _lookup(self, request: web.Request) -> web.Response:
@@ -237,6 +240,7 @@ async def stage(
     limits: LimitsSection | None = None,
     deadlines: DeadlineSection | None = None,
     auth: AuthSection | None = None,
+    health: HealthSection | None = None,
     **section: Any,
 ) -> AsyncIterator[Stage]:
     """A gateway in front of so many scripted nodes. They share tickets, as through storage."""
@@ -255,7 +259,7 @@ async def stage(
                 auth=auth or AuthSection(),
                 limits=limits or LimitsSection(),
                 deadlines=deadlines or DeadlineSection(lookup_s=5.0),
-                health=HealthSection(probe_interval_s=0.05, eject_s=0.05),
+                health=health or HealthSection(probe_interval_s=0.05, eject_s=0.05),
             )
         )
         url = await stack.enter_async_context(listening(gateway, _listener()))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.gateway.scripted import ScriptedNode, Stage, answer_to, stage, text_of
 from tests.latch import until
-from tierkv.gateway.settings import DeadlineSection, LimitsSection
+from tierkv.gateway.settings import DeadlineSection, HealthSection, LimitsSection
 
 PROMPT = "a prompt of some length, " * 8
 TRUTH = text_of(answer_to(PROMPT.encode(), 8))
@@ -233,6 +233,23 @@ async def test_a_node_that_hangs_is_replaced_after_the_stall_deadline() -> None:
         on.decode[0].stalls_after = on.decode[1].stalls_after = 5
         await answered(on)
         await until(lambda: not any(n.running for n in on.decode), "the hung calls to end")
+
+
+async def test_a_machine_that_is_gone_is_noticed_long_before_its_streams_stall() -> None:
+    health = HealthSection(probe_interval_s=0.05, probe_timeout_s=0.2, gone_after_probes=2)
+    async with stage(1, 2, health=health) as on:  # stall_s is 20 s, longer than a test may wait
+        for node in on.decode:
+            node.stalls_after = 5
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(answered(on, stream=True))
+            await until(lambda: any(node.running for node in on.decode), "the stream to begin")
+            gone = next(node for node in on.decode if node.running)
+            other = next(node for node in on.decode if node is not gone)
+            other.stalls_after = None
+            gone.is_frozen = True
+            async with asyncio.timeout(15):
+                await task
+        assert len(other.calls) == 1
 
 
 async def test_a_slow_prefill_is_also_given_to_another_node() -> None:

@@ -117,7 +117,7 @@ class NodeCalls:
         self, node: BackendNode, path: str, job: Job, body: Mapping[str, object]
     ) -> AsyncGenerator[Event, None]:
         try:
-            async with asyncio.timeout(self._deadlines.first_token_s):
+            async with node.within(self._deadlines.first_token_s):
                 response = await self._http.post(
                     node.url + path, data=msgspec.json.encode(body), headers=self._headers(job)
                 )
@@ -146,7 +146,7 @@ class NodeCalls:
     ) -> AsyncGenerator[Event, None]:
         reader = EventReader()
         while True:
-            async with asyncio.timeout(self._deadlines.stall_s):
+            async with node.within(self._deadlines.stall_s):
                 chunk = await response.content.readany()
             if not chunk:
                 raise NodeFailedError(f"{node.url} broke off its answer")

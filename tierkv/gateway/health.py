@@ -23,14 +23,19 @@ async def keep_probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) 
 async def _probe(node: BackendNode, calls: NodeCalls, settings: HealthSection) -> None:
     now = asyncio.get_running_loop().time
     before: NodeState | None = None
+    unanswered = 0
     while True:
         try:
             if await calls.is_ready(node):
                 node.says_ready()
             else:
                 node.says_unready()
+            unanswered = 0
         except AttemptError:
             node.has_failed(now())
+            unanswered += 1
+            if unanswered >= settings.gone_after_probes:
+                node.is_gone(now(), silent_s=settings.probe_timeout_s)
         state = node.state(now())
         if state is not before:
             log.info("node %s (%s) is %s", node.url, node.role.value, state.value)

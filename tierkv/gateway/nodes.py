@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
 
 from tierkv.api.settings import Role
@@ -39,6 +40,7 @@ class BackendNode:
         self._settings = settings
         self._ejected_until = 0.0
         self._is_ready = True
+        self._waits: dict[asyncio.Timeout, float] = {}  # with the time when each began
 
     def state(self, now: float) -> NodeState:
         if now < self._ejected_until:
@@ -73,6 +75,23 @@ class BackendNode:
     def learn_rate(self, tokens: int, seconds: float) -> None:
         if tokens >= _ENOUGH_TOKENS and seconds > 0:
             self.rate += _LEARN * (tokens / seconds - self.rate)
+
+    @asynccontextmanager
+    async def within(self, seconds: float) -> AsyncIterator[None]:
+        """Raises TimeoutError if the body takes longer, or when `is_gone` cuts it off."""
+        async with asyncio.timeout(seconds) as scope:
+            self._waits[scope] = asyncio.get_running_loop().time()
+            try:
+                yield
+            finally:
+                del self._waits[scope]
+
+    def is_gone(self, now: float, *, silent_s: float) -> None:
+        """Nothing comes from it any more: cut off what has waited for it for `silent_s`, since a
+        machine that is gone does not even say that a connection is."""
+        for scope, since in self._waits.items():
+            if now - since >= silent_s and not scope.expired():
+                scope.reschedule(now)
 
     @contextmanager
     def working(self, tokens: int) -> Iterator[None]:

@@ -108,12 +108,15 @@ class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     probe_interval_s, probe_timeout_s: of asking /readyz. eject_s: after a failure a node gets no
         work for so long, doubled with each further one, up to eject_most_s; a good probe ends it.
+    gone_after_probes: after so many probes in a row without an answer, streams of the node that
+        bring nothing are cut off, and go on elsewhere.
     """
 
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
     eject_s: float = 1.0
     eject_most_s: float = 30.0
+    gone_after_probes: int = 3
 
     def __post_init__(self) -> None:
         _all_above_zero("health", self, *self.__struct_fields__)
