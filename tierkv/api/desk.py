@@ -198,10 +198,19 @@ class Desk:
 
     async def end(self, held: Held, state: State) -> None:
         """Give everything back; no error if that has happened. To finish waits for what is being
-        published, anything else gives it up."""
+        published, anything else gives it up; a cancel ends only the wait."""
+        tasks = held.busy_publishes()
+        if not tasks:
+            self._end(held, state)
+            return
         if state is not State.FINISHED:
-            for task in held.busy_publishes():
+            for task in tasks:
                 task.cancel()
+        assert self._tasks is not None, "the desk is running"
+        ending = self._tasks.create_task(self._end_later(held, state), name="tierkv-desk-end")
+        await asyncio.wait([ending])
+
+    async def _end_later(self, held: Held, state: State) -> None:
         await self._published(held)
         self._end(held, state)
 
@@ -213,7 +222,8 @@ class Desk:
                 task.cancel()
             if tasks:
                 assert self._tasks is not None, "the desk is running"
-                self._tasks.create_task(self.end(held, State.ABORTED), name="tierkv-desk-end")
+                ending = self._end_later(held, State.ABORTED)
+                self._tasks.create_task(ending, name="tierkv-desk-end")
             else:
                 self._end(held, State.ABORTED)
 

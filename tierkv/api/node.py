@@ -12,6 +12,7 @@ from enum import Enum
 
 from tierkv.api.desk import Desk
 from tierkv.api.events import EventFeed
+from tierkv.api.heartbeat import Heartbeat
 from tierkv.api.pins import PinBook
 from tierkv.api.prefetches import Prefetches
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
@@ -92,6 +93,7 @@ class Node:
         self.prefetches = Prefetches(self.service)
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.feed = EventFeed(self.service)
+        self.heartbeat = Heartbeat()
         self.clock: Clock = SystemClock()
         self.has_started = False
         self._work: set[asyncio.Timeout] = set()
@@ -112,6 +114,7 @@ class Node:
                 self.desk.running(),
                 self.prefetches.running(),
                 self.feed.running(),
+                self.heartbeat.running(),
             ):
                 self.has_started = True
                 try:

@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from tierkv.api.access import Access
 from tierkv.api.bodies import REQUEST_ID, REQUEST_ID_HEADER
@@ -53,6 +53,8 @@ class EventRoutes(Routes):
                 REQUEST_ID_HEADER: request[REQUEST_ID],
             }
         )
+        if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
+            return response
         async with node.feed.reading(epoch, number) as reader:
             await response.prepare(request)
             told = 0

@@ -1,4 +1,4 @@
-"""The routes for who runs the node: tiers, blocks, configuration and life cycle."""
+"""The routes for who runs the node: tiers, blocks and configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from tierkv.api import bodies
 from tierkv.api.access import Access
@@ -15,25 +14,21 @@ from tierkv.api.listing import Listings
 from tierkv.api.masked import masked, masked_url
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.refusals import WrongStateError
 from tierkv.api.route import Disconnect, Route
 from tierkv.api.routes_base import Routes
 from tierkv.api.types_node import (
     BlocksAnswer,
     ConfigAnswer,
-    LifeAnswer,
     ResetAnswer,
     ResizeBody,
-    SleepBody,
     StorageBody,
     TierAnswer,
     TierName,
     TiersAnswer,
-    WakeBody,
 )
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import PoolStats
-from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, OwnershipError
+from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 _TIERS = {TierName.DEVICE: Tier.DEVICE, TierName.HOST: Tier.HOST}
@@ -54,33 +49,7 @@ class NodeRoutes(Routes):
         self._listings = Listings()
 
     def routes(self) -> list[Route]:
-        life = [
-            _post("/v1/drain", self.drain, "Take no more work; what runs goes on."),
-            _post("/v1/pause", self.pause, "Let new requests wait until /v1/resume."),
-            _post("/v1/resume", self.resume, "Admit requests again."),
-        ]
         return [
-            *life,
-            Route(
-                method="POST",
-                path="/v1/sleep",
-                handler=self.sleep,
-                access=Access.ADMIN,
-                summary="Give the device's memory back until /v1/wake; requests wait.",
-                body=SleepBody,
-                answer=LifeAnswer,
-                is_body_optional=True,
-            ),
-            Route(
-                method="POST",
-                path="/v1/wake",
-                handler=self.wake,
-                access=Access.ADMIN,
-                summary="Take device memory again, and admit requests.",
-                body=WakeBody,
-                answer=LifeAnswer,
-                is_body_optional=True,
-            ),
             Route(
                 method="POST",
                 path="/v1/resize",
@@ -158,68 +127,6 @@ class NodeRoutes(Routes):
             ),
         ]
 
-    # Life cycle
-
-    async def drain(self, request: web.Request) -> web.Response:
-        self._node.check_started()
-        self._node.drain()
-        return self._life(request)
-
-    async def pause(self, request: web.Request) -> web.Response:
-        self._node.check_started()
-        self._node.service.pause()
-        return self._life(request)
-
-    async def resume(self, request: web.Request) -> web.Response:
-        self._node.check_started()
-        if self._node.service.is_asleep:
-            raise WrongStateError("the device sleeps: wake it")
-        self._node.service.unpause()
-        return self._life(request)
-
-    def _life(self, request: web.Request) -> web.Response:
-        service = self._node.service
-        return bodies.answer(
-            request,
-            LifeAnswer(
-                is_draining=self._node.is_draining,
-                is_paused=service.scheduler.is_paused,
-                is_asleep=service.is_asleep,
-                running_requests=len(service.scheduler.running_requests),
-                waiting_requests=service.scheduler.num_waiting,
-                open_requests=self._node.desk.num_open,
-            ),
-        )
-
-    async def sleep(self, request: web.Request) -> web.Response:
-        async with self._node.work():
-            body = await self._read_optional(request, SleepBody)
-            scope = asyncio.timeout(body.deadline_s)
-            try:
-                async with scope:
-                    await self._node.service.sleep(keeps_blocks=body.keep_blocks)
-            except OwnershipError as error:
-                raise WrongStateError(str(error)) from error
-            except TimeoutError as error:
-                if not scope.expired():
-                    raise
-                running = len(self._node.service.scheduler.running_requests)
-                raise WrongStateError(
-                    f"{running} requests and the pins still held blocks after {body.deadline_s:g} s"
-                ) from error
-        return self._life(request)
-
-    async def wake(self, request: web.Request) -> web.Response:
-        async with self._node.work():
-            body = await self._read_optional(request, WakeBody)
-            try:
-                await self._node.service.wake(body.device_blocks)
-            except OwnershipError as error:
-                raise WrongStateError(str(error)) from error
-            except ConfigError as error:
-                raise BadRequestError(str(error)) from error
-        return self._life(request)
-
     async def reset(self, request: web.Request) -> web.Response:
         self._node.check_started()
         return bodies.answer(request, ResetAnswer(self._node.service.reset()))
@@ -293,18 +200,6 @@ class NodeRoutes(Routes):
                 ],
             ),
         )
-
-
-def _post(path: str, handler: Handler, summary: str) -> Route:
-    return Route(
-        method="POST",
-        path=path,
-        handler=handler,
-        access=Access.ADMIN,
-        summary=summary,
-        answer=LifeAnswer,
-        on_disconnect=Disconnect.DETACH,
-    )
 
 
 def _tier(pool: PoolStats, block_bytes: int) -> TierAnswer:

@@ -11,7 +11,7 @@ from tierkv.api.access import Access
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Health, Node, NotReadyError
 from tierkv.api.route import Route
-from tierkv.api.types import PartHealth, ReadyAnswer, VerifyAnswer, VersionAnswer
+from tierkv.api.types import LiveAnswer, PartHealth, ReadyAnswer, VerifyAnswer, VersionAnswer
 from tierkv.observe import Stats
 
 
@@ -40,7 +40,7 @@ class StatusRoutes:
                 handler=self.live,
                 access=Access.PUBLIC,
                 summary="Tell whether the process still turns.",
-                answer=ReadyAnswer,
+                answer=LiveAnswer,
             ),
             _ready("/readyz", self.ready),
             _ready("/healthz", self.ready),
@@ -78,8 +78,16 @@ class StatusRoutes:
         ]
 
     async def live(self, request: web.Request) -> web.Response:
-        """An answer at all is the point: the event loop turns."""
-        return bodies.answer(request, ReadyAnswer(Health.OK.value))
+        """An answer at all is the point: the event loop turns. How late it was is told too."""
+        heartbeat = self._node.heartbeat
+        return bodies.answer(
+            request,
+            LiveAnswer(
+                status=Health.OK.value,
+                heartbeat_age_s=heartbeat.age_s,
+                worst_lag_s=heartbeat.worst_lag_s,
+            ),
+        )
 
     async def ready(self, request: web.Request) -> web.Response:
         health = await self._node.health()

@@ -7,6 +7,7 @@ from tierkv.api.node import Node
 from tierkv.api.route import Route
 from tierkv.api.routes_events import EventRoutes
 from tierkv.api.routes_handoff import HandoffRoutes
+from tierkv.api.routes_life import LifeRoutes
 from tierkv.api.routes_look import LookRoutes
 from tierkv.api.routes_node import NodeRoutes
 from tierkv.api.routes_openapi import OpenApiRoutes
@@ -30,6 +31,7 @@ def routes(node: Node, metrics: Metrics) -> list[Route]:
         *TicketRoutes(node, metrics).routes(),
         *LookRoutes(node, metrics).routes(),
         *NodeRoutes(node, metrics).routes(),
+        *LifeRoutes(node, metrics).routes(),
         *QuotaRoutes(node, metrics).routes(),
         *EventRoutes(node, metrics).routes(),
         *WorkRoutes(node, metrics).routes(),

@@ -230,6 +230,15 @@ class ReadyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: dict[str, PartHealth] | None = None
 
 
+class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """heartbeat_age_s: since the event loop's last beat, which come every 0.1 s; null while the
+    node starts. worst_lag_s: how late one was in the last minute."""
+
+    status: str
+    heartbeat_age_s: float | None
+    worst_lag_s: float
+
+
 class VersionAnswer(msgspec.Struct, frozen=True):
     """fingerprint: what must be equal for two nodes to share blocks."""
 

@@ -1,0 +1,89 @@
+"""Once: one run for each key, and no more memory than was allowed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tierkv.api.idempotency import Once
+from tierkv.errors import DuplicateRequestError, OutOfBlocksError
+
+
+class Work:
+    """Counts its runs; each waits until `go` is set."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+        self.go = asyncio.Event()
+
+    async def __call__(self) -> int:
+        self.num_runs += 1
+        await self.go.wait()
+        return self.num_runs
+
+
+def once(clock: list[float] | None = None, *, most: int = 3) -> Once[int]:
+    hands = clock or [0.0]
+    return Once(most=most, ttl_s=10.0, now=lambda: hands[0])
+
+
+async def test_all_that_ask_at_once_and_later_get_the_first_result() -> None:
+    box, work = once(), Work()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(box.do("a", b"x", work)) for _ in range(5)]
+        await asyncio.sleep(0)
+        work.go.set()
+    assert {task.result() for task in tasks} == {1}
+    assert await box.do("a", b"x", work) == 1
+    box.let_go("a")
+    assert await box.do("a", b"x", work) == 1
+    with pytest.raises(DuplicateRequestError):
+        await box.do("a", b"y", work)
+    assert work.num_runs == 1
+
+
+async def test_when_the_one_that_runs_is_cancelled_another_takes_over() -> None:
+    box, work = once(), Work()
+    first = asyncio.ensure_future(box.do("a", b"x", work))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(box.do("a", b"x", work))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    work.go.set()
+    assert await second == 2
+    assert work.num_runs == 2
+
+
+async def test_a_failure_is_everybodys_and_then_forgotten() -> None:
+    box, work = once(), Work()
+
+    async def fail() -> int:
+        await asyncio.sleep(0)
+        raise OutOfBlocksError("device", needed=1, available=0)
+
+    results = await asyncio.gather(
+        *(box.do("a", b"x", fail) for _ in range(2)), return_exceptions=True
+    )
+    assert all(isinstance(result, OutOfBlocksError) for result in results)
+    assert len(box) == 0
+    work.go.set()
+    assert await box.do("a", b"other", work) == 1
+
+
+async def test_open_results_stay_and_past_ones_are_bounded_in_number_and_time() -> None:
+    clock, work = [0.0], Work()
+    box = once(clock, most=3)
+    work.go.set()
+    for key in range(10):
+        await box.do(key, b"x", work)
+    assert len(box) == 10
+    for key in range(9):
+        box.let_go(key)
+    assert len(box) == 1 + 3
+    assert [key for key in range(10) if box.find(key) is not None] == [6, 7, 8, 9]
+    clock[0] = 10.1
+    assert [key for key in range(10) if box.find(key) is not None] == [9]
+    assert len(box) == 1

@@ -1,0 +1,43 @@
+"""How late the event loop is: a tick that should come often, and when it last did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tierkv.tasks import background
+
+TICK_S = 0.1
+_TICKS = 600  # one minute
+
+
+class Heartbeat:
+    """Beats inside `running()`."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._late: deque[float] = deque(maxlen=_TICKS)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with background({"tierkv-heartbeat": self._beat()}):
+            yield
+
+    @property
+    def age_s(self) -> float | None:
+        """Since the last beat; None before the first."""
+        return None if self._last is None else asyncio.get_running_loop().time() - self._last
+
+    @property
+    def worst_lag_s(self) -> float:
+        """The longest that a beat of the last minute came late."""
+        return max(self._late, default=0.0)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._last = loop.time()
+            await asyncio.sleep(TICK_S)
+            self._late.append(max(loop.time() - self._last - TICK_S, 0.0))
