@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar
 
@@ -18,7 +19,7 @@ from tierkv import __version__
 from tierkv.errors import ConfigError, TierKVError
 
 if TYPE_CHECKING:
-    from tierkv.api.calls import Answer
+    from tierkv.api.calls import Answer, Target
     from tierkv.api.settings import NodeSettings
 
 _EPILOG = "Exit codes: 0 all went well, 1 it failed (one line on stderr says why), 2 wrong usage."
@@ -201,21 +202,55 @@ def _settings(
     return settings
 
 
-_url = click.option(
-    "--url",
-    default="http://127.0.0.1:8100",
-    envvar="TIERKV_URL",
-    show_default=True,
-    show_envvar=True,
-    help="The node to ask.",
-)
+_Command = Callable[..., None]
+
+
+def _node(command: _Command) -> _Command:
+    """Options that say which node to ask, and as whom; the command gets them as `node`."""
+
+    @click.option(
+        "--url",
+        default="http://127.0.0.1:8100",
+        envvar="TIERKV_URL",
+        show_default=True,
+        show_envvar=True,
+        help="The node to ask: http://, https:// or unix:/PATH. The variable TIERKV_TOKEN holds "
+        "the token, if the node wants one.",
+    )
+    @click.option(
+        "--ca",
+        envvar="TIERKV_CA",
+        show_envvar=True,
+        metavar="FILE",
+        help="For https: who signed the node's certificate (PEM).  [default: the system's]",
+    )
+    @click.option(
+        "--cert",
+        envvar="TIERKV_CERT",
+        show_envvar=True,
+        metavar="FILE",
+        help="For a node that asks for one: your certificate and its key (PEM).",
+    )
+    @functools.wraps(command)
+    def with_node(
+        *args: object, url: str, ca: str | None, cert: str | None, **options: object
+    ) -> None:
+        from tierkv.api.calls import Target  # noqa: PLC0415
+
+        # No option: `ps` shows those to everybody.
+        token = os.environ.get("TIERKV_TOKEN") or None
+        command(*args, node=Target(url, token=token, ca=ca, cert=cert), **options)
+
+    return with_node
+
+
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 _prompt = click.argument("prompt")
 
 
 @main.command()
 @_prompt
-@_url
+@_node
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
@@ -227,48 +262,50 @@ _prompt = click.argument("prompt")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sampling.")
 @click.option("--no-cache", is_flag=True, help="Compute every token, and leave nothing cached.")
 @_as_json
-def generate(prompt: str, url: str, *, no_cache: bool, as_json: bool, **sampling: float) -> None:
+def generate(
+    prompt: str, *, node: Target, no_cache: bool, as_json: bool, **sampling: float
+) -> None:
     """Generate text that follows PROMPT.
 
     If PROMPT is "-", it is read from standard input.
     """
     body: Answer = {"prompt": _text(prompt), "use_cache": not no_cache, **sampling}
-    answer = _ask(url, "/v1/generate", body)
+    answer = _ask(node, "/v1/generate", body)
     _print(answer, str(answer["text"]), as_json=as_json)
 
 
 @main.command()
 @_prompt
-@_url
+@_node
 @_as_json
-def lookup(prompt: str, url: str, *, as_json: bool) -> None:
+def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
     """Tell in which tiers the tokens of PROMPT are.
 
     If PROMPT is "-", it is read from standard input.
     """
-    answer = _ask(url, "/v1/lookup", {"prompt": _text(prompt)})
+    answer = _ask(node, "/v1/lookup", {"prompt": _text(prompt)})
     lines = [f"{key.removesuffix('_tokens'):10} {answer[key]}" for key in answer if "tokens" in key]
     _print(answer, "\n".join(lines).replace("None", "no answer"), as_json=as_json)
 
 
 @main.command()
-@_url
+@_node
 @_as_json
-def stats(url: str, *, as_json: bool) -> None:
+def stats(*, node: Target, as_json: bool) -> None:
     """Print what a node has counted."""
-    answer = _ask(url, "/v1/stats")
+    answer = _ask(node, "/v1/stats")
     _print(answer, "\n".join(_flat(answer)), as_json=as_json)
 
 
 @main.command()
-@_url
+@_node
 @_as_json
-def verify(url: str, *, as_json: bool) -> None:
+def verify(*, node: Target, as_json: bool) -> None:
     """Let a node recount its blocks and leases.
 
     Exits with 1 if anything is wrong.
     """
-    answer = _ask(url, "/v1/verify")
+    answer = _ask(node, "/v1/verify")
     findings = answer["findings"]
     assert isinstance(findings, list), "the node's answer has a list of findings"
     _print(
@@ -286,10 +323,10 @@ def version() -> None:
     click.echo(f"tierkv {__version__}")
 
 
-def _ask(url: str, path: str, body: Answer | None = None) -> Answer:
+def _ask(node: Target, path: str, body: Answer | None = None) -> Answer:
     from tierkv.api.calls import ask  # noqa: PLC0415
 
-    return asyncio.run(ask(url, path, body))
+    return asyncio.run(ask(node, path, body))
 
 
 def _text(prompt: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -106,7 +107,7 @@ async def test_a_prompt_of_a_million_tokens_is_no_trouble() -> None:
 async def test_every_error_of_a_node_is_raised_again_as_its_own_class(
     kind: type[TierKVError], status: int, code: str
 ) -> None:
-    more = {"reason": "expired", "tier": "device", "needed": 3, "available": 1}
+    more: dict[str, Any] = {"reason": "expired", "tier": "device", "needed": 3, "available": 1}
     async with (
         scripted(problem(status, code, **more)) as on,
         AsyncClient(on.url, retries=Retries(attempts=1)) as client,

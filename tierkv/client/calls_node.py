@@ -13,8 +13,10 @@ from tierkv.api.types_node import (
     QuotaBody,
     ResetAnswer,
     ResizeBody,
+    SleepBody,
     StorageBody,
     TiersAnswer,
+    WakeBody,
 )
 from tierkv.client import routes
 from tierkv.client.calls import Calls, Question
@@ -33,6 +35,13 @@ class NodeCalls(Calls):
     async def unpause(self) -> LifeAnswer:
         return await self._call(routes.UNPAUSE)
 
+    async def sleep(self, body: SleepBody | None = None) -> LifeAnswer:
+        """Give the device's memory back until `wake`; requests wait."""
+        return await self._call(routes.SLEEP, Question(body=body))
+
+    async def wake(self, body: WakeBody | None = None) -> LifeAnswer:
+        return await self._call(routes.WAKE, Question(body=body))
+
     async def resize(self, body: ResizeBody) -> TiersAnswer:
         return await self._call(routes.RESIZE, Question(body=body))
 
@@ -40,9 +49,10 @@ class NodeCalls(Calls):
         """Forget all cached blocks that nobody holds; storage keeps its own."""
         return await self._call(routes.RESET)
 
-    async def forget_blocks(self) -> ResetAnswer:
-        """The same as `reset`."""
-        return await self._call(routes.FORGET_BLOCKS)
+    async def forget_blocks(self, *, storage: bool = False) -> ResetAnswer:
+        """The same as `reset`. storage: what is stored is removed as well."""
+        query = "?storage=true" if storage else ""
+        return await self._call(routes.FORGET_BLOCKS, Question(query=query))
 
     async def blocks(self, *, cursor: str | None = None, limit: int = 100) -> BlocksAnswer:
         """A page of the cached blocks of all tenants. cursor: of the page before."""

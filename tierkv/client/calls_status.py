@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tierkv.api.types import ReadyAnswer, VerifyAnswer, VersionAnswer
+from tierkv.api.types import LiveAnswer, ReadyAnswer, VerifyAnswer, VersionAnswer
 from tierkv.client import routes
 from tierkv.client.calls import Calls, Question
 from tierkv.client.errors import NotANodeError
@@ -14,7 +14,7 @@ _VERBOSE = Question(query="?verbose")
 
 
 class StatusCalls(Calls):
-    async def livez(self) -> ReadyAnswer:
+    async def livez(self) -> LiveAnswer:
         """An answer at all is the point."""
         return await self._call(routes.LIVEZ)
 

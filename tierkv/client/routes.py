@@ -31,7 +31,7 @@ class Call(Generic[A]):
 
 
 # Probes and books
-LIVEZ = Call("GET", "/livez", types.ReadyAnswer)
+LIVEZ = Call("GET", "/livez", types.LiveAnswer)
 READYZ = Call("GET", "/readyz", types.ReadyAnswer)
 HEALTHZ = Call("GET", "/healthz", types.ReadyAnswer)
 VERSION = Call("GET", "/version", types.VersionAnswer)
@@ -77,6 +77,8 @@ ACKNOWLEDGE = Call("POST", "/v1/tickets/{id}/ack", types_node.TicketAnswer)
 DRAIN = Call("POST", "/v1/drain", types_node.LifeAnswer)
 PAUSE = Call("POST", "/v1/pause", types_node.LifeAnswer)
 UNPAUSE = Call("POST", "/v1/resume", types_node.LifeAnswer)
+SLEEP = Call("POST", "/v1/sleep", types_node.LifeAnswer)
+WAKE = Call("POST", "/v1/wake", types_node.LifeAnswer)
 RESIZE = Call("POST", "/v1/resize", types_node.TiersAnswer)
 RESET = Call("POST", "/v1/reset", types_node.ResetAnswer)
 FORGET_BLOCKS = Call("DELETE", "/v1/blocks", types_node.ResetAnswer)

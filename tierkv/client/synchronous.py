@@ -180,6 +180,8 @@ class Client:
     drain = _waiting(AsyncClient.drain)
     pause = _waiting(AsyncClient.pause)
     unpause = _waiting(AsyncClient.unpause)
+    sleep = _waiting(AsyncClient.sleep)
+    wake = _waiting(AsyncClient.wake)
     resize = _waiting(AsyncClient.resize)
     reset = _waiting(AsyncClient.reset)
     forget_blocks = _waiting(AsyncClient.forget_blocks)
