@@ -4,11 +4,13 @@ Per block: match, allocate, commit and finish under eviction, planner included, 
 `hashlib.sha256(previous digest + block)` call in the same run, which is what any cache that keys
 blocks by digest pays at the least. Each figure is printed beside its target.
 
-    python benchmarks/index.py [--quick] [--json] [--trace FILE]
+    python benchmarks/index.py [--quick] [--json] [--trace FILE] [--policies]
 
-FILE has one JSON object a line with `hash_ids` (one id per 512 tokens; equal ids mean equal
-tokens), as in the traces published with Mooncake (FAST'25). Without it a synthetic conversation
-workload is used: many sessions that share system prompts and grow by turns.
+`--policies` compares the hit ratios of all eviction policies instead, by capacity; it needs a
+trace, which the environment variable TIERKV_TRACE can name as well. FILE has one JSON object a
+line with `hash_ids` (one id per 512 tokens; equal ids mean equal tokens), as in the traces
+published with Mooncake (FAST'25). Without it a synthetic conversation workload is used: many
+sessions that share system prompts and grow by turns.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import os
 import statistics
 import time
 import tracemalloc
@@ -29,6 +32,7 @@ from benchmarks.workload import Pieces, synthetic_requests, trace_requests
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
+from tierkv.cache.policies import EvictionKind, make_policy
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.tokens import Tokens
 from tierkv.cache.write_policy import WritePolicy, WriteRule
@@ -45,8 +49,12 @@ _MOST = {  # the targets, as ratios to sha256, by block size
 class Cache:
     """An index and its device pool, driven as the scheduler drives them."""
 
-    def __init__(self, block_size: int, capacity: int) -> None:
-        self.index = Index(block_size, b"root".ljust(32, b"\0"))
+    def __init__(
+        self, block_size: int, capacity: int, kind: EvictionKind = EvictionKind.LRU
+    ) -> None:
+        policies = make_policy(kind, capacity), make_policy(kind, 1)
+        self.index = Index(block_size, b"root".ljust(32, b"\0"), policies)
+        self.counts_hits = kind is not EvictionKind.LRU
         self.pool = BlockPool("device", capacity)
         self.host = BlockPool("host", 1)
         self.hit_blocks = 0
@@ -65,6 +73,8 @@ class Cache:
         prompt = Prompt.of(tokens, index.block_size)
         match = index.match(prompt)
         lease = index.hold(match.node, match.num_blocks)
+        if self.counts_hits:
+            index.count_hit(lease)
         stop = min(prompt.num_blocks, pool.capacity)
         needed = stop - match.num_blocks
         self.make_room(needed)
@@ -139,6 +149,21 @@ def filled(capacity: int, *, prompt_blocks: int = 512, block_size: int = 16) -> 
 
 def _tokens(rng: np.random.Generator, count: int) -> bytes:
     return rng.integers(0, 100_000, count, dtype=np.int32).tobytes()
+
+
+def measure_policies(requests: Sequence[Sequence[int]]) -> list[Row]:
+    """Share of the trace's pieces (512 tokens, one block here) that each policy finds again."""
+    rows = []
+    for capacity in (1_000, 3_000, 10_000, 30_000, 100_000):
+        for kind in EvictionKind:
+            cache = Cache(1, capacity, kind)
+            for hash_ids in requests:
+                cache.run(np.array(hash_ids[:capacity], np.int32).tobytes())
+            share = 100 * cache.hit_blocks / cache.blocks
+            rows.append(
+                row(f"hits of {kind.value}, {capacity:,} blocks of 512 tokens", [share], "%")
+            )
+    return rows
 
 
 def measure_long(capacity: int, repeats: int) -> list[Row]:
@@ -247,11 +272,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--trace", type=Path, help="a trace instead of the synthetic workload")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        default=os.environ.get("TIERKV_TRACE"),
+        help="a trace instead of the synthetic workload",
+    )
+    parser.add_argument("--policies", action="store_true", help="hit ratios of eviction policies")
     args = parser.parse_args(argv)
     limit = 1500 if args.quick else 100_000
+    if args.policies:
+        if not args.trace:
+            parser.error("--policies needs a trace: --trace or TIERKV_TRACE")
+        show(measure_policies(trace_requests(Path(args.trace), limit)), as_json=args.json)
+        return
     if args.trace:
-        requests = trace_requests(args.trace, limit)
+        requests = trace_requests(Path(args.trace), limit)
     else:
         requests = synthetic_requests(min(limit, 6000))
     repeats = 2 if args.quick else 3

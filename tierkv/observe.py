@@ -9,7 +9,8 @@ from tierkv.cache import invariants
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import PoolStats
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.staging import NUM_GROUPS, Staging
+from tierkv.pd.handoff import Handoff
+from tierkv.pd.stats import HandoffStats
 from tierkv.sched.fetcher import Fetcher
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
 from tierkv.sched.tiers import TierStats
@@ -29,6 +30,7 @@ class Stats(msgspec.Struct, frozen=True):
     storage: StorageStats | None
     loaded_bytes: int
     offloaded_bytes: int
+    handoff: HandoffStats
 
 
 class Lookup(msgspec.Struct, frozen=True):
@@ -41,7 +43,7 @@ class Lookup(msgspec.Struct, frozen=True):
     storage_tokens: int | None
 
 
-def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None) -> Stats:
+def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff: Handoff) -> Stats:
     tiers = scheduler.tiers
     return Stats(
         device=tiers.pools[Tier.DEVICE].stats(),
@@ -53,11 +55,12 @@ def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None) -> Stat
         storage=storage.stats if storage else None,
         loaded_bytes=mover.bytes_moved[Direction.LOAD],
         offloaded_bytes=mover.bytes_moved[Direction.OFFLOAD],
+        handoff=handoff.stats,
     )
 
 
 def verify(
-    scheduler: Scheduler, mover: Mover, fetcher: Fetcher | None, staging: Staging
+    scheduler: Scheduler, mover: Mover, fetcher: Fetcher | None, handoff: Handoff
 ) -> list[str]:
     """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
     tiers, index = scheduler.tiers, scheduler.index
@@ -83,6 +86,4 @@ def verify(
     if tiers.num_loads:
         wrong.append(f"nothing runs, but {tiers.num_loads} loads are counted")
     wrong += tiers.background.findings()
-    if staging.num_free_groups != NUM_GROUPS:
-        wrong.append("nothing runs, but staging slots are still lent")
-    return wrong
+    return wrong + handoff.findings()

@@ -93,6 +93,11 @@ class Service:
         self._clock = clock or SystemClock()
         self._host: HostSlots | None = None
         self.ranks = device if isinstance(device, RankedDevice) else None
+        num_ranks = len(self.ranks.devices) if self.ranks is not None else 1
+        if num_ranks != settings.tensor_parallel:
+            raise ConfigError(
+                f"cache.tensor_parallel is {settings.tensor_parallel}, the device has {num_ranks}"
+            )
         self._has_planes = False
         self.is_ready = False
         self.is_draining = False
@@ -222,6 +227,7 @@ class Service:
             self.scheduler,
             self.fetcher,
             fetch_deadline_s=self.settings.fetch_deadline_s,
+            stats=self._all_handoffs.stats,
         )
 
     # Storage
@@ -616,11 +622,13 @@ class Service:
         return self.tiers.events
 
     def stats(self) -> Stats:
-        return observe.stats(self.scheduler, self.mover, self.tiers.storage)
+        return observe.stats(
+            self.scheduler, self.mover, self.tiers.storage, self._all_handoffs
+        )
 
     def verify(self) -> list[str]:
         """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
-        return observe.verify(self.scheduler, self.mover, self.fetcher, self._staging)
+        return observe.verify(self.scheduler, self.mover, self.fetcher, self._all_handoffs)
 
 
 def _close_again(opening: asyncio.Future[Planes]) -> None:

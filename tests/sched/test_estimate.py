@@ -7,6 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt
+from tierkv.sched.computing import Computing
 from tierkv.sched.estimate import HEDGE, Estimator, FetchPolicy, Line
 
 BYTES_PER_TOKEN = 128 * 1024
@@ -125,3 +128,46 @@ def test_a_hopeful_wait_costs_a_share_of_computing_at_the_most() -> None:
     first = estimator.decide(1000)
     assert first.fetches
     assert first.give_up_s == pytest.approx(HEDGE)
+
+
+def test_a_tier_that_never_answers_costs_less_than_one_in_a_hundred() -> None:
+    estimator = Estimator(bytes_per_token=1.0, policy=FetchPolicy.BEST_EFFORT)
+    estimator.note_prefill(1000, 1.0)
+    waited = computed = 0.0
+    for _ in range(3200):
+        decision = estimator.decide_question(1000)
+        if decision.fetches:
+            assert decision.give_up_s is not None
+            waited += decision.give_up_s
+            estimator.note_answer(in_time=False)
+        computed += 1.0
+    assert 0 < waited <= computed * 0.01
+    estimator.note_answer(in_time=True)
+    assert estimator.decide_question(1000).fetches
+
+
+@pytest.mark.parametrize("delivers", [0.0, 0.5, 1.0])
+def test_waiting_for_owners_costs_little_when_they_fail_and_saves_when_they_deliver(
+    delivers: float,
+) -> None:
+    prefill, rng = Line(), random.Random(3)
+    prefill.add(1000.0, 1.0)
+    index = Index(4)
+    computing = Computing(prefill, lambda: None)
+    with_waits = without = 0.0
+    for number in range(2000):
+        prompt = Prompt.of(list(range(number * 64, number * 64 + 64)), 4)
+        claim = computing.begin(index.root, 0, prompt, 0.0)
+        assert claim is not None
+        compute_s, elapsed = prefill.seconds(64), rng.random() * prefill.seconds(64)
+        wait = computing.worth_a_wait(index.match(prompt), prompt, 16, elapsed)
+        took = compute_s
+        if wait is not None:
+            assert wait.patience_s <= compute_s * (1 + HEDGE)
+            is_fine = rng.random() < delivers
+            took = compute_s - elapsed if is_fine else wait.patience_s + compute_s
+            computing.note_wait(was_worth_it=is_fine)
+        computing.end(claim)
+        with_waits, without = with_waits + took, without + compute_s
+    most = {0.0: 1.02, 0.5: 1.1, 1.0: 0.6}[delivers]
+    assert with_waits <= without * most

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish
+from tests.sched.test_fetch import filled
 from tests.world import world
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.sched.events import CacheEvent, Happening, Subscription
@@ -61,14 +62,26 @@ async def test_stored_loaded_and_evicted_are_told_for_each_tier() -> None:
             assert 0 in blocks(events, Happening.EVICTED, "host")
 
 
-async def test_digests_are_told_where_they_are_known() -> None:
+async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
+    async with world(store=await filled(tokens(18))) as here:
+        with here.service.events.subscribe() as subscription:
+            await here.run(tokens(18))
+            events = await everything(subscription)
+        assert blocks(events, Happening.STORED, "host") == [0, 1, 2, 3, 4]
+        stored = [event for event in events if event.tier == "host"]
+        keys = [key.digest for key in here.keys(tokens(18))]
+        assert [digest for event in stored for digest in event.digests] == keys
+
+
+async def test_the_keys_of_all_blocks_are_told() -> None:
     async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
         keys = [key.digest for key in here.keys(tokens(8))]
         with here.service.events.subscribe() as subscription:
             await here.run(tokens(8))
             events = await everything(subscription)
-        stored = [event for event in events if event.tier == "storage"]
-        assert [digest for event in stored for digest in event.digests] == keys
+        for tier in ("device", "host", "storage"):
+            stored = [event for event in events if event.tier == tier]
+            assert [digest for event in stored for digest in event.digests] == keys, tier
 
 
 async def test_a_slow_listener_loses_the_oldest_and_is_told_how_many() -> None:

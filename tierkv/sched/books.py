@@ -62,7 +62,7 @@ class TierBooks:
         self.storage = parts["storage"]
         self.rules = {Tier.DEVICE: parts["host_rule"], Tier.HOST: parts["storage_rule"]}
         self.stats = TierStats()
-        self.events = CacheEvents()
+        self.events = CacheEvents(self._digests_of)
         self.num_loads = 0  # on their way to the device: copies down make way for them
         self.history = History()
         self.pins = Pins(self.index, self.capacity_changed)
@@ -135,6 +135,11 @@ class TierBooks:
             tokens = len(node.tokens) // TOKEN_BYTES
             keys.append(StoredKey(tail.digest, tokens, is_tail=True, space=space.name, tail=tail))
         return keys[first:stop]
+
+    def _digests_of(self, node: Node, first: int, stop: int) -> list[bytes]:
+        if node.is_tail:
+            return [key.digest for key in self.keys_of(node, first, stop)]
+        return self.index.digests(node, stop, start=first)
 
     def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:
         """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""

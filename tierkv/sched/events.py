@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
 import msgspec
 
-from tierkv.cache.keys import DIGEST_BYTES
 from tierkv.cache.match import segments
 from tierkv.cache.node import Node
 
@@ -31,8 +30,8 @@ class CacheEvent(msgspec.Struct, frozen=True):
     """Something happened to blocks [start, stop) of a prompt.
 
     number: counts all events up; a gap means that some were dropped. tier: "device", "host" or
-    "storage". space: the fingerprint's short name, "" for the service's own. digests: the keys of
-    those of the blocks whose keys are known, from `start` on; a block's key fixes its whole prefix.
+    "storage". space: the fingerprint's short name, "" for the service's own. digests: the key of
+    each of the blocks, which fixes its whole prefix.
     """
 
     number: int
@@ -72,9 +71,11 @@ class Subscription:
 
 
 class CacheEvents:
-    """All subscribers of one service."""
+    """All subscribers of one service. digests_of: the keys of path blocks [start, stop) of a node,
+    asked for only while somebody listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, digests_of: Callable[[Node, int, int], list[bytes]]) -> None:
+        self._digests_of = digests_of
         self._subscriptions: list[Subscription] = []
         self._number = 0
 
@@ -98,8 +99,6 @@ class CacheEvents:
             return
         for part, i, j in segments(node, start, stop):
             self._number += 1
-            kept = part.digests
-            known = range(i * DIGEST_BYTES, min(j * DIGEST_BYTES, len(kept)), DIGEST_BYTES)
             event = CacheEvent(
                 self._number,
                 kind,
@@ -107,7 +106,7 @@ class CacheEvents:
                 part.space.name,
                 part.start + i,
                 part.start + j,
-                tuple(kept[at : at + DIGEST_BYTES] for at in known),
+                tuple(self._digests_of(part, part.start + i, part.start + j)),
             )
             for subscription in self._subscriptions:
                 subscription.put(event)

@@ -15,6 +15,7 @@ from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
 from tierkv.errors import OutOfBlocksError, StoreUnavailableError
 from tierkv.sched.estimate import Estimator, FetchPolicy
+from tierkv.sched.events import Happening
 from tierkv.sched.shared_tail import SharedTails
 from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
@@ -335,10 +336,14 @@ class Fetcher:
                     Tier.HOST, progress.lease, prompt, first + blocks, slots[:blocks]
                 )
                 kept[:blocks] = inserted.adopted
+                node = progress.lease.node
+                tiers.events.tell(Happening.STORED, "host", node, first, first + blocks)
                 index.mark_stored(progress.lease.node, first, first + blocks)
             if arrived > blocks:
                 tail = index.insert_tail(Tier.HOST, progress.lease, prompt, int(slots[blocks]))
                 kept[blocks] = tail.adopted[0]
+                end = tail.num_blocks
+                tiers.events.tell(Happening.STORED, "host", tail.node, end - 1, end)
                 progress.tail = index.hold(tail.node, tail.num_blocks)
                 index.mark_stored(tail.node, tail.num_blocks - 1, tail.num_blocks)
             progress.num_tokens += sum(key.num_tokens for key in keys[:arrived])

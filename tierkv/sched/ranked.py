@@ -11,8 +11,6 @@ after the last rank has stopped touching the blocks, and says which rank failed.
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,13 +21,7 @@ import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
 from tierkv.cache.shards import Shard, ShardScheme
-from tierkv.errors import (
-    ConfigError,
-    DeviceFailedError,
-    GateTimeoutError,
-    LayoutError,
-    TransferError,
-)
+from tierkv.errors import ConfigError, LayoutError, TransferError
 from tierkv.gpu.protocol import (
     BlockCopy,
     Device,
@@ -41,11 +33,10 @@ from tierkv.gpu.protocol import (
     Planes,
     Stream,
 )
-from tierkv.sched.ranks import Outcome, Ranks
+from tierkv.sched.ranked_events import FailedEvent, Ledger, RankedEvent, RankedStream, part_of
 from tierkv.transfer.storage_io_slices import Slice
 
 LATE_S = 5.0
-DEAD_S = 60.0
 
 
 class RankedDevice:
@@ -69,8 +60,8 @@ class RankedDevice:
         self.shards = tuple(Shard(rank, len(devices)) for rank in range(len(devices)))
         self.layouts = tuple(scheme.layout(shard) for shard in self.shards)
         self.name = f"{devices[0].name} x{len(devices)}"
-        self.compute_stream: Stream = _RankedStream([d.compute_stream for d in devices])
-        self._ledger = _Ledger(len(devices), late_s, now)
+        self.compute_stream: Stream = RankedStream([d.compute_stream for d in devices])
+        self._ledger = Ledger(len(devices), late_s, now)
 
     @property
     def array_module(self) -> ModuleType:
@@ -147,7 +138,7 @@ class RankedDevice:
             try:
                 events.append(device.copy_blocks(part, source_ids, target_ids))
             except TransferError as error:
-                events.append(_Failed(error))
+                events.append(FailedEvent(error))
         return RankedEvent(events, self._ledger.begin())
 
     def close(self) -> None:
@@ -190,83 +181,8 @@ class RankedHost:
             part.close()
 
 
-class RankedEvent:
-    """Done when it is on every rank. settled: told once of each rank, and whether it failed there;
-    None where nobody wants to know."""
-
-    def __init__(
-        self, parts: Sequence[Event], settled: Callable[[int, bool], None] | None = None
-    ) -> None:
-        self.parts = tuple(parts)
-        self._settled = settled
-        self._lock = threading.Lock()  # a poller's thread and a compute thread may look at once
-        self._pending = set(range(len(parts)))
-        self._errors: dict[int, TransferError] = {}
-
-    @property
-    def is_done(self) -> bool:
-        with self._lock:
-            for rank in sorted(self._pending):
-                try:
-                    if not self.parts[rank].is_done:
-                        continue
-                except TransferError as error:
-                    self._errors[rank] = error
-                self._pending.discard(rank)
-                if self._settled is not None:
-                    self._settled(rank, rank in self._errors)
-            if self._pending:
-                return False
-            if self._errors:
-                rank = min(self._errors)
-                why = self._errors[rank]
-                kind = DeviceFailedError if isinstance(why, DeviceFailedError) else TransferError
-                raise kind(f"rank {rank}: {why}", blocks=why.blocks) from why
-            return True
-
-    def block_until_done(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        for rank in sorted(self._pending):
-            try:
-                self.parts[rank].block_until_done(max(deadline - time.monotonic(), 0.0))
-            except GateTimeoutError as error:
-                raise GateTimeoutError(f"rank {rank}: {error}") from error
-            except TransferError:
-                continue  # it is named below, after the others
-        if not self.is_done:
-            raise GateTimeoutError(f"the ranks did not finish within {timeout_s:g} s")
-
-
-class _Failed:
-    """The event of what a rank did not even begin."""
-
-    def __init__(self, error: TransferError) -> None:
-        self._error = error
-
-    @property
-    def is_done(self) -> bool:
-        raise self._error
-
-    def block_until_done(self, timeout_s: float) -> None:  # noqa: ARG002 - the protocol's
-        raise self._error
-
-
-class _RankedStream:
-    def __init__(self, parts: Sequence[Stream]) -> None:
-        self._parts = tuple(parts)
-
-    def record(self) -> Event:
-        return RankedEvent([stream.record() for stream in self._parts])
-
-    def wait(self, event: Event, timeout_s: float) -> None:
-        """Each rank's stream waits for its rank's part."""
-        deadline = time.monotonic() + timeout_s
-        for rank, stream in enumerate(self._parts):
-            stream.wait(_part(event, rank), max(deadline - time.monotonic(), 0.0))
-
-
 class _RankedLane:
-    def __init__(self, lanes: Sequence[Lane], num_layers: int, ledger: _Ledger) -> None:
+    def __init__(self, lanes: Sequence[Lane], num_layers: int, ledger: Ledger) -> None:
         self._lanes = tuple(lanes)
         self._num_layers = num_layers
         self._ledger = ledger
@@ -274,12 +190,12 @@ class _RankedLane:
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         by_rank: list[Sequence[Event]] = []
         for rank, lane in enumerate(self._lanes):
-            after = tuple(_part(event, rank) for event in copy.after)
+            after = tuple(part_of(event, rank) for event in copy.after)
             own = BlockCopy(copy.direction, copy.slot_ids, copy.block_ids, after)
             try:
                 by_rank.append(lane.submit(own))
             except TransferError as error:  # what the ranks before it have begun goes on
-                by_rank.append([_Failed(error)] * self._num_layers)
+                by_rank.append([FailedEvent(error)] * self._num_layers)
         *layers, last = zip(*by_rank, strict=True)
         ended = self._ledger.begin()
         return (*(RankedEvent(events) for events in layers), RankedEvent(last, ended))
@@ -287,35 +203,3 @@ class _RankedLane:
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()
-
-
-def _part(event: Event, rank: int) -> Event:
-    return event.parts[rank] if isinstance(event, RankedEvent) else event
-
-
-class _Ledger:
-    """`Ranks`, told from whichever thread sees an event first."""
-
-    def __init__(self, num_ranks: int, late_s: float, now: Callable[[], float]) -> None:
-        self._ranks = Ranks(num_ranks, late_s=late_s, dead_s=max(DEAD_S, late_s))
-        self._now = now
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-
-    def begin(self) -> Callable[[int, bool], None]:
-        """A movement of all ranks has begun; what is returned is told how it ended on each."""
-        with self._lock:
-            number = next(self._numbers)
-            self._ranks.begin(number, self._now())
-
-        def settled(rank: int, has_failed: bool) -> None:  # noqa: FBT001 - a callback's answer
-            with self._lock:
-                outcome = self._ranks.report(rank, number, self._now(), failed=has_failed)
-                if outcome is not Outcome.PENDING:
-                    self._ranks.end(number)
-
-        return settled
-
-    def findings(self) -> list[str]:
-        with self._lock:
-            return self._ranks.findings(self._now())
