@@ -122,33 +122,36 @@ class OneToken:
 
     def _run_layer(self, layer: int, start: int) -> None:
         if not layer:
-            self._x.copy_(self._decoder._embedding[self._token])  # noqa: SLF001 - of one house
-        self._x.copy_(self._decoder._layer(layer, self._x, start, self._table))  # noqa: SLF001
+            _set(self._x, self._decoder._embedding[self._token])  # noqa: SLF001 - of one house
+        _set(self._x, self._decoder._layer(layer, self._x, start, self._table))  # noqa: SLF001
 
     def forward(self, token: Tensor, table: Tensor, before_layer: Callable[[int], None]) -> int:
         """See Decoder.forward."""
         with torch.no_grad():
-            self._token.copy_(token)
-            self._table.copy_(table)
+            _set(self._token, token)
+            _set(self._table, table)
             for layer, graph in enumerate(self._graphs):
                 before_layer(layer)
                 graph.replay()
             return self._decoder._sampled(self._x)  # noqa: SLF001
 
 
+def _set(target: Tensor, value: Tensor) -> None:
+    """By a kernel: `copy_` may take the copy engine, and wait there behind what is being loaded."""
+    torch.add(value, 0, out=target)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q: [n, HEADS, DIM], the last n positions of k, v: [m, KV_HEADS, DIM]. As q."""
     n, group = len(q), HEADS // KV_HEADS
-    if n == 1:  # a row per KV head: the products read K and V once
-        rows = q.view(KV_HEADS, group, DIM)
-        scores = torch.bmm(rows, k.permute(1, 2, 0)) * DIM**-0.5
-        shares = scores.float().softmax(dim=2).to(q.dtype)
-        return torch.bmm(shares, v.transpose(0, 1)).reshape(1, HEADS, DIM)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    if n == 1:  # the heads of a group as queries of one KV head: K and V are read once
+        k, v = (one.transpose(0, 1)[None] for one in (k, v))
+        return attention(q.view(1, KV_HEADS, group, DIM), k, v).reshape(1, HEADS, DIM)
     k, v = (one.repeat_interleave(group, dim=1) for one in (k, v))
     q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
     mask = importlib.import_module("torch.nn.attention.bias").causal_lower_right(n, k.shape[2])
-    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return mixed[0].transpose(0, 1)
+    return attention(q, k, v, attn_mask=mask)[0].transpose(0, 1)
 
 
 def check_attention() -> None:

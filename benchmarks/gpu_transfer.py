@@ -119,8 +119,8 @@ class Bench:
         return self.num_blocks * self.layout.block_bytes
 
     def copy(self, direction: Direction, seed: int) -> BlockCopy:
-        """Blocks of one half of the memory and every other slot, in random order on both sides; made
-        before. No slot is next to another of the copy: neighbours would travel as one piece."""
+        """Blocks of one half of the memory and every other slot, in random order on both sides;
+        made before. No two slots are neighbours: those would travel as one piece."""
         return self.copies[direction][seed % len(self.copies[direction])]
 
     def make_copy(self, direction: Direction, seed: int) -> BlockCopy:
@@ -243,6 +243,7 @@ def alone(device: CudaDevice, total_bytes: int, reps: int) -> list[Row]:
     """Each layout and direction, nothing else running."""
     rows = []
     for name, layout in LAYOUTS.items():
+        print(f"alone: {name} ...", file=sys.stderr, flush=True)
         with bench(device, layout, total_bytes) as b:
             for direction in Direction:
                 samples = in_turn(_contenders(b, direction), reps)
@@ -534,7 +535,7 @@ async def _on_the_loop(b: Bench, reps: int) -> list[Row]:
             one.append((time.perf_counter() - began) * 1e6)
         rows.append(row("one 8 MiB block, submit to resolved future", one[5:], "us"))
         slots, blocks = b.copy(Direction.LOAD, 1).slot_ids, b.copy(Direction.LOAD, 1).block_ids
-        for _ in range(3 * reps):
+        for _ in range(3):
             movement = mover.load(slots, blocks)
             before = time.perf_counter()
             while not movement.has_ended:
@@ -630,8 +631,14 @@ def main() -> None:
         "latency": lambda: latency(device, total, reps),
         "pinning": lambda: pinning(device, 16 * GIB),
     }
-    rows = [one for name in chosen.only for one in sections[name]()]
-    show(rows, as_json=chosen.json)
+    rows: list[Row] = []
+    for name in chosen.only:
+        found = sections[name]()
+        rows += found
+        if not chosen.json:
+            show(found, as_json=False)
+    if chosen.json:
+        show(rows, as_json=True)
     device.close()
 
 

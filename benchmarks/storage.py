@@ -406,12 +406,13 @@ async def measure_file(scale: Scale) -> list[Row]:
             figures.setdefault("direct write", []).append(write)
             figures.setdefault("direct read", []).append(read)
             url = (directory / "store").as_uri()
-            async with tierkv_at(url, job, slots, synced) as ours:
-                figures.setdefault("synced write", []).append(await ours.set(job))
-            async with tierkv_at(url, job, slots, direct) as ours:
-                figures.setdefault("our direct write", []).append(await ours.set(job))
+            for what, how in (("synced", synced), ("our direct", direct), ("plain", settings)):
+                async with tierkv_at(url, job, slots, how) as ours:
+                    # Into new files, as the limit is measured: to write over old ones frees them.
+                    await ours.store.delete([f"v:{index}:a" for index in range(job.count)])
+                    await asyncio.to_thread(os.sync)
+                    figures.setdefault(f"{what} write", []).append(await ours.set(job))
             async with tierkv_at(url, job, slots, settings) as ours:
-                figures.setdefault("write", []).append(await ours.set(job))
                 figures.setdefault("warm read", []).append(await ours.get(job))
                 await asyncio.to_thread(forget_cached, directory / "store")
                 figures.setdefault("cold read", []).append(await ours.get(job))
@@ -419,7 +420,7 @@ async def measure_file(scale: Scale) -> list[Row]:
     reads = row("files: O_DIRECT read", figures["direct read"], "GB/s")
     return [
         writes,
-        row("files: put", figures["write"], "GB/s", against=writes),
+        row("files: put", figures["plain write"], "GB/s", against=writes),
         row("files: put, direct", figures["our direct write"], "GB/s", against=writes),
         row("files: put, synced", figures["synced write"], "GB/s", against=writes),
         reads,

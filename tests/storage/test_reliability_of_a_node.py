@@ -129,24 +129,28 @@ async def test_row_3_a_frozen_server_costs_requests_that_hit_locally_nothing(
     async with node_over(empty_redis, WritePolicy.NONE) as here:
         await here.run(TOKENS)
 
-        async def hits() -> float:
-            seen = []
-            for _ in range(count):
+        async def hits(seen: list[float]) -> None:
+            for _ in range(20):
                 started = time.perf_counter()
                 request = await here.admit(TOKENS)
                 seen.append(time.perf_counter() - started)
                 assert request.matched.device_tokens >= 11 * BLOCK
                 here.service.end(request)
                 await here.settle()
-            return float(np.percentile(seen, 99))
 
-        healthy = await hits()
-        empty_redis.pause()
-        try:
-            frozen = await hits()
-        finally:
-            empty_redis.resume()
-        assert frozen <= 1.2 * SLACK * healthy + 0.001
+        # In turn, so that whatever else the machine does slows both alike.
+        healthy: list[float] = []
+        frozen: list[float] = []
+        for _ in range(count // 20):
+            await hits(healthy)
+            empty_redis.pause()
+            try:
+                await hits(frozen)
+            finally:
+                empty_redis.resume()
+        p99 = [float(np.percentile(seen, 99)) for seen in (healthy, frozen)]
+        print(f"p99 {p99[0] * 1e3:.2f} ms, frozen {p99[1] * 1e3:.2f} ms")  # noqa: T201 - for docs
+        assert p99[1] <= 1.2 * SLACK * p99[0] + 0.001
 
 
 @trials(1, 20)

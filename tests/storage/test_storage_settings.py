@@ -10,7 +10,8 @@ import pytest
 from tierkv.api.node import Health, Node
 from tierkv.api.settings import NodeSettings
 from tierkv.config import load
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, TierKVError
+from tierkv.gpu.cpu import CpuDevice
 from tierkv.storage.breaker import BreakerState
 from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
 from tierkv.storage.resilient import ResilientStore
@@ -111,3 +112,12 @@ def test_a_key_that_is_none_is_refused_without_repeating_it(content: str, tmp_pa
     with pytest.raises(ConfigError) as caught:
         found.codecs()
     assert not content or content not in str(caught.value)
+
+
+def test_ranks_that_the_device_does_not_have_are_refused(tmp_path: Path) -> None:
+    split = settings(tmp_path, '[cache]\ntensor_parallel = 2\n[storage]\nurl = "none"')
+    assert Node(split, environ={}).service.ranks is not None
+    with pytest.raises(ConfigError, match="tensor_parallel is 2, the device has 1"):
+        Node(split, environ={}, device=CpuDevice())
+    with pytest.raises(TierKVError, match="cannot be spread"):
+        Node(settings(tmp_path, "[cache]\ntensor_parallel = 3"), environ={"HOME": "/"})

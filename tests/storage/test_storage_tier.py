@@ -20,10 +20,12 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
+from tierkv.storage.attach import AttachedStores
 from tierkv.storage.breaker import BreakerState
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.notify import notifier_of
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 from tierkv.transfer.storage_io_tier import StorageOptions
 
@@ -334,3 +336,31 @@ async def test_what_was_just_written_is_not_touched() -> None:
         await here.run(TOKENS)
         await read_again(here, 3)
         assert not set(store.touched) & set(here.names(TOKENS)[:3])
+
+
+async def test_hints_go_by_the_store_that_is_attached_then() -> None:
+    stores = AttachedStores(MemoryStore(MemorySettings(), SystemClock()))
+    async with stores.running():
+        notifier = notifier_of(stores.store)
+        with notifier.listen("t:topic") as listener:
+            await notifier.tell("t:topic", "a")
+            assert await listener.next(10) == "a"
+            stores.detach()
+            await notifier.tell("t:topic", "b")
+            assert await listener.next(0.01) is None
+        with notifier.listen("t:topic") as listener:
+            assert not listener.is_live
+        await stores.attach(MemoryStore(MemorySettings(), SystemClock()))
+        with notifier.listen("t:topic") as listener:
+            await notifier.tell("t:topic", "c")
+            assert await listener.next(10) == "c"
+
+
+async def test_nothing_is_attached_to_a_tier_that_does_not_run() -> None:
+    stores = AttachedStores()
+    async with stores.running():
+        await stores.attach(memory(), "tierkv:" + "f" * 16)
+        assert set(stores.attached) == {"tierkv:" + "f" * 16}
+    for route in ("", "tierkv:" + "f" * 16):
+        with pytest.raises(StoreUnavailableError, match="nothing can be attached"):
+            await stores.attach(memory(), route)

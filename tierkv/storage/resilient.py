@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import random
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableSequence, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TypeVar
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage.breaker import Breaker, BreakerSnapshot
+from tierkv.storage.negative import NegativeCache
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
     Capabilities,
@@ -130,8 +130,8 @@ class ResilientStore:
         self._full_until = 0.0
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0
         self._random = random.Random()
-        self._missing: OrderedDict[str, float] = OrderedDict()
-        self._num_retries = self._num_refused = self._negative_hits = 0
+        self._missing = NegativeCache(settings.negative_ttl_s, settings.negative_names, clock)
+        self._num_retries = self._num_refused = 0
         self._tasks: asyncio.TaskGroup | None = None
         self._when_back: MutableSequence[Callable[[], None]] = []
 
@@ -157,17 +157,18 @@ class ResilientStore:
             self._num_refused,
             self._writes.num_dropped,
             self._writes.waiting_bytes,
-            self._negative_hits,
+            self._missing.num_hits,
         )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with (
             self.inner.running(),
-            task_group() as self._tasks,
+            task_group() as tasks,
             background({"tierkv-store-probe": self._keep_probing()}),
             self._writes.running(),
         ):
+            self._tasks = tasks
             try:
                 yield
             finally:
@@ -178,13 +179,13 @@ class ResilientStore:
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
-        known = self._first_missing(names)
+        known = self._missing.first(names)
         if known == 0 and names:
             return 0
         asked = names[:known]
         found = await self._retried(lambda: self.inner.exists(asked))
         if found < len(asked):
-            self._note_missing(asked[found])
+            self._missing.note(asked[found])
         return found
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
@@ -198,7 +199,7 @@ class ResilientStore:
                 outcomes[i] = outcome
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome.status is GetStatus.MISS:
-                self._note_missing(item.name)
+                self._missing.note(item.name)
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
@@ -210,10 +211,10 @@ class ResilientStore:
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         for item in items:
-            self._missing.pop(item.name, None)
+            self._missing.forget(item.name)
         outcomes = await self._writes.put(items)
         for item in items:
-            self._missing.pop(item.name, None)
+            self._missing.forget(item.name)
         return outcomes
 
     async def delete(self, names: Sequence[str]) -> int:
@@ -399,26 +400,6 @@ class ResilientStore:
         except StoreUnavailableError as error:
             return str(error)
         return None
-
-    # The negative cache
-
-    def _first_missing(self, names: Sequence[str]) -> int:
-        """Index of the first name known to be missing; their number if there is none."""
-        if not self._missing:
-            return len(names)
-        now = self._clock.monotonic()
-        for index, name in enumerate(names):
-            if self._missing.get(name, 0.0) > now:
-                self._negative_hits += 1
-                return index
-        return len(names)
-
-    def _note_missing(self, name: str) -> None:
-        if not self._settings.negative_ttl_s:
-            return
-        self._missing[name] = self._clock.monotonic() + self._settings.negative_ttl_s
-        while len(self._missing) > self._settings.negative_names:
-            self._missing.popitem(last=False)
 
 
 async def _settle(ask: Callable[[], Awaitable[T]], outcome: asyncio.Future[T]) -> None:
