@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Path:
 
 
 async def generated(client: Client, path: str = "generate", **body: Any) -> Any:
-    answer = await client.post(f"/v1/{path}", {"prompt": PROMPT, "max_tokens": 16, **body})
+    answer = await client.post(f"/v1/{path}", {"prompt": PROMPT, **body})
     assert answer.status == 200, answer.body
     return answer.body
 

@@ -195,6 +195,7 @@ async def test_a_ticket_may_pass_any_number_of_tokens(passed: int, wanted: int) 
         await rewrite_ticket(on, "ticket", expected[:passed])
     async with bench(store) as on:
         result, ticket = await on.node.engine.decode(on.node.job(PROMPT, wanted), "ticket")
+        assert ticket is not None
         assert ticket.first_tokens == expected[:passed]
         assert result.tokens == expected[:wanted]
         await on.settle()

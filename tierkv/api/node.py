@@ -13,9 +13,11 @@ from enum import Enum
 from tierkv.api.desk import Desk
 from tierkv.api.events import EventFeed
 from tierkv.api.heartbeat import Heartbeat
+from tierkv.api.idempotency import Once
 from tierkv.api.pins import PinBook
 from tierkv.api.prefetches import Prefetches
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
+from tierkv.api.types import GenerateAnswer
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Prompt
 from tierkv.clock import Clock, SystemClock
@@ -34,6 +36,10 @@ _PING_DEADLINE_S = 1.0
 
 
 _TENANTS_TICKET = re.compile("[0-9a-f]{32}:")
+_TENANTS_REQUEST = re.compile("[0-9a-f]{16}/")
+
+_MOST_ANSWERS = 1024  # of generations, kept for who asks again: some 5 bytes per token each
+_ANSWERS_TTL_S = 300.0
 
 
 class Health(Enum):
@@ -93,6 +99,11 @@ class Node:
         self.prefetches = Prefetches(self.service)
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.feed = EventFeed(self.service)
+        self.answers: Once[GenerateAnswer] = Once(
+            most=_MOST_ANSWERS,
+            ttl_s=_ANSWERS_TTL_S,
+            now=lambda: asyncio.get_running_loop().time(),
+        )
         self.heartbeat = Heartbeat()
         self.clock: Clock = SystemClock()
         self.has_started = False
@@ -136,7 +147,11 @@ class Node:
 
     def request_name(self, request_id: str, prompt: Prompt) -> str:
         """What the scheduler calls a request: tenants may use the same ids."""
-        return f"{prompt.space}/{request_id}" if prompt.space else request_id
+        if prompt.space:
+            return f"{prompt.space}/{request_id}"
+        if _TENANTS_REQUEST.match(request_id):
+            raise BadRequestError("a request's id does not begin like those of tenants")
+        return request_id
 
     def ticket_name(self, ticket_id: str, tenant: str) -> str:
         """What a ticket is called on all nodes: tenants may use the same ids."""

@@ -253,7 +253,7 @@ class ReferenceEngine:
             )
 
     def _prompt(self, job: GenerateRequest) -> Prompt:
-        return Prompt(job.tokens, self._model.layout.block_size)
+        return Prompt(job.tokens, self._model.layout.block_size, space=job.space)
 
     async def _admit(
         self, job: GenerateRequest, started: float, room: int, load_problem: str | None

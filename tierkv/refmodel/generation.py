@@ -33,6 +33,7 @@ class GenerateRequest:
     on_tokens: called on the loop after each step, with all tokens generated so far; with fewer
         than the last time if cached tokens did not load and the run begins again. It must not
         block or raise, and must not keep the list.
+    space: whose cache it uses, as `Service.space_of_tenant` names it; "" for the service's own.
     Raises BadRequestError if the model has no such tokens, or none are to be generated.
     """
 
@@ -42,6 +43,7 @@ class GenerateRequest:
     sampling: Sampling = field(default_factory=Sampling)
     uses_cache: bool = True
     on_tokens: OnTokens | None = field(default=None, compare=False)
+    space: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
