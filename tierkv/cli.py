@@ -90,14 +90,19 @@ def main() -> None:
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Settings, as TOML with the tables node, cache, handoff, storage, model and engine. "
-    "Everything has a default.",
+    help="Settings, as TOML with the tables node, auth, tls, cache, handoff, storage, model and "
+    "engine. Everything has a default.",
 )
 @click.option("--host", help="The address to listen on.  [default: 127.0.0.1]")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     help="The port to listen on; 0 takes a free one.  [default: 8100]",
+)
+@click.option(
+    "--device",
+    help="Where the device tier is: cuda is an NVIDIA GPU (cuda:1 the second), cpu plays one in "
+    "RAM.  [default: cpu]",
 )
 @click.option(
     "--storage",

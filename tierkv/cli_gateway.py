@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -13,23 +14,65 @@ from tierkv.config import load
 from tierkv.gateway.server import run
 from tierkv.gateway.settings import GatewaySettings
 
+_NAMES = {  # of options that are called otherwise than their setting
+    "insecure": ("gateway", "allow_insecure_bind"),
+    "auth": ("auth", "file"),
+    "tls_cert": ("tls", "cert"),
+    "tls_key": ("tls", "key"),
+    "client_ca": ("tls", "client_ca"),
+}
+
 
 @click.command()
-@click.option("--prefill", multiple=True, metavar="URL", help="A node that computes prompts.")
+@click.option(
+    "--prefill",
+    multiple=True,
+    metavar="URL",
+    help="A node that computes prompts: http://, https:// or unix:/PATH. Give it again for more.",
+)
 @click.option("--decode", multiple=True, metavar="URL", help="A node that goes on from there.")
 @click.option("--both", multiple=True, metavar="URL", help="A node that does both.")
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Settings, as TOML with the tables gateway, limits, deadlines and health. Everything "
-    "but the nodes has a default.",
+    help="Settings, as TOML with the tables gateway, auth, tls, limits, deadlines and "
+    "health. Everything but the nodes has a default.",
 )
 @click.option("--host", help="The address to listen on.  [default: 127.0.0.1]")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     help="The port to listen on; 0 takes a free one.  [default: 8000]",
+)
+@click.option(
+    "--auth",
+    metavar="FILE",
+    help="Who may call, as `tierkv token` writes it. Without it nobody is asked who they are.",
+)
+@click.option("--tls-cert", metavar="FILE", help="Serve TLS with this certificate (PEM).")
+@click.option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file.")
+@click.option(
+    "--client-ca",
+    metavar="FILE",
+    help="Clients must bring a certificate that one of these signed (mutual TLS).",
+)
+@click.option(
+    "--node-ca",
+    metavar="FILE",
+    help="For https to the nodes: who signed their certificates (PEM).  [default: the system's]",
+)
+@click.option(
+    "--node-cert",
+    metavar="FILE",
+    help="For nodes that ask for one: the gateway's certificate (PEM).",
+)
+@click.option("--node-key", metavar="FILE", help="Its key, if it is not in the same file.")
+@click.option(
+    "--forward-authorization",
+    is_flag=True,
+    help="Hand each caller's own Authorization header on to the nodes, which then decide who it "
+    "is and whose blocks it works with.",
 )
 @click.option(
     "--insecure",
@@ -44,16 +87,11 @@ from tierkv.gateway.settings import GatewaySettings
     show_default=True,
     help="How much goes to the log, on stderr.",
 )
-def gateway(  # noqa: PLR0913 - one for each option
+def gateway(
     log_level: str,
     *,
-    insecure: bool,
     config: Path | None,
-    prefill: tuple[str, ...],
-    decode: tuple[str, ...],
-    both: tuple[str, ...],
-    host: str | None,
-    port: int | None,
+    **options: str | int | bool | tuple[str, ...] | None,
 ) -> None:
     """Put one OpenAI-compatible address in front of prefill and decode nodes.
 
@@ -66,18 +104,21 @@ def gateway(  # noqa: PLR0913 - one for each option
     work, lets streams end within gateway.drain_grace_s, and exits with 0.
     """
     settings = load(GatewaySettings, config, os.environ)
-    given: dict[str, object] = {
-        name: value
-        for name, value in (
-            ("prefill", prefill or None),
-            ("decode", decode or None),
-            ("both", both or None),
-            ("host", host),
-            ("port", port),
-            ("allow_insecure_bind", insecure or None),
-        )
-        if value is not None
-    }
-    settings = replace(settings, gateway=replace(settings.gateway, **given))
     log_to_stderr(log_level.upper())
+    settings = _with_options(settings, options)
     run(settings, lambda url: click.echo(f"tierkv gateway listening on {url}"))
+
+
+def _with_options(settings: GatewaySettings, options: Mapping[str, object]) -> GatewaySettings:
+    """Raises ConfigError if they do not go together."""
+    # What was not given is None, False or empty; port 0 is none of these.
+    given = {
+        _NAMES.get(name, ("gateway", name)): value
+        for name, value in options.items()
+        if not (value is None or value is False or value == ())
+    }
+    for section in ("gateway", "auth", "tls"):
+        changed = {key: value for (where, key), value in given.items() if where == section}
+        new = replace(getattr(settings, section), **changed)
+        settings = replace(settings, **{section: new})
+    return settings

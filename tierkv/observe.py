@@ -78,7 +78,7 @@ def verify(
     is_busy = private or tiers.num_tasks or scheduler.num_waiting or mover.num_in_flight
     if is_busy or (fetcher is not None and fetcher.num_held):
         return wrong
-    num_leases = index.num_held_leases - tiers.pins.num_leases
+    num_leases = index.num_held_leases - tiers.pins.num_leases - handoff.direct.num_leases
     if num_leases:
         wrong.append(f"nothing runs, but {num_leases} leases are out")
     if fetcher is not None and fetcher.num_in_flight:

@@ -34,11 +34,13 @@ from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats
 from tierkv.pd import status
 from tierkv.pd.claims import ClaimPolicy, Claims
+from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ledger import Ledger, TicketView
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.staging import STAGING_BLOCKS, Staging
+from tierkv.pd.stats import HandoffStats
 from tierkv.pd.status import TicketStatus
 from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import ClaimProblem, Ticket
@@ -182,7 +184,17 @@ class Service:
         self.scheduler = Scheduler(
             self.tiers, default=settings.limits(), prefill=self.estimator.prefill
         )
-        self.fetcher = Fetcher(self.tiers, storage, self.estimator)
+        assert self._host is not None, "memory is there"
+        stats = HandoffStats()
+        self._direct = Direct(
+            self.tiers,
+            storage,
+            self._host,
+            self._handoff_settings,
+            codecs=self._storage_tier.options.codecs,
+            stats=stats,
+        )
+        self.fetcher = Fetcher(self.tiers, storage, self.estimator, source=self._direct.offers)
         self._arriving = Arriving()
         self.tenants = Tenants(
             self.tiers,
@@ -195,7 +207,7 @@ class Service:
         )
         self.lifecycle = Lifecycle(self.tiers, (settings.device_blocks, settings.host_blocks))
         self._staging = Staging(first_slot=settings.host_blocks)
-        self._compose_handoff(storage)
+        self._compose_handoff(storage, stats)
         async with self._all_handoffs.running(), self.tiers.running():
             yield
         self.tiers.pins.clear()
@@ -205,7 +217,7 @@ class Service:
         if wrong:
             raise InvariantError(tuple(wrong))
 
-    def _compose_handoff(self, storage: StorageIO) -> None:
+    def _compose_handoff(self, storage: StorageIO, stats: HandoffStats) -> None:
         settings = self._handoff_settings
         lease = ProducerLease(storage, self._clock, lease_s=settings.producer_lease_s)
         tickets = Tickets(
@@ -219,15 +231,23 @@ class Service:
         )
         ledger = Ledger(tickets, self._clock, incarnation=lease.incarnation)
         self._all_handoffs = Handoff(
-            self.tiers, storage, self._staging, tickets, lease=lease, ledger=ledger
+            self.tiers,
+            storage,
+            self._staging,
+            tickets,
+            lease=lease,
+            ledger=ledger,
+            direct=self._direct,
+            stats=stats,
         )
         self._all_claims = Claims(
             tickets,
             lease,
             self.scheduler,
             self.fetcher,
+            direct=self._direct,
             fetch_deadline_s=self.settings.fetch_deadline_s,
-            stats=self._all_handoffs.stats,
+            stats=stats,
         )
 
     # Storage

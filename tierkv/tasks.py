@@ -49,5 +49,6 @@ async def outlast(
             on_cancel()
     if cancelled is not None:
         for future in futures:
-            future.exception()  # seen: the cancel is what the caller hears of
+            if not future.cancelled():
+                future.exception()  # seen: the cancel is what the caller hears of
         raise cancelled

@@ -27,7 +27,9 @@ from tierkv.api.server import listening
 from tierkv.api.settings import AuthSection, NodeSection, TlsSection
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.sched.estimate import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import Store
 
 RELOAD_S = 0.02
 
@@ -90,17 +92,24 @@ async def guarded(
     tls: TlsSection | None = None,
     unix_socket: Path | None = None,
     section: NodeSection | None = None,
+    store: Store | None = None,
+    fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT,
 ) -> AsyncIterator[Guarded]:
-    """A running node on a port of its own, and on a Unix socket if one is named."""
+    """A running node on a port of its own, and on a Unix socket if one is named.
+
+    store: one that outlives the node, or that it shares; by default one of its own.
+    """
     chosen = replace(
         settings(),
         auth=AuthSection(file=str(callers.path) if callers else "", reload_s=RELOAD_S),
         tls=tls or TlsSection(),
     )
+    chosen = replace(chosen, cache=replace(chosen.cache, fetch_policy=fetch_policy))
     if section is not None:
         chosen = replace(chosen, node=section)
-    store = MemoryStore(MemorySettings(), SystemClock())
-    node = Node(chosen, device=CpuDevice(), store=store)
+    node = Node(
+        chosen, device=CpuDevice(), store=store or MemoryStore(MemorySettings(), SystemClock())
+    )
     async with AsyncExitStack() as stack:
         listeners = [stack.enter_context(bind(chosen.node))]
         if unix_socket is not None:

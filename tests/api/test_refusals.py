@@ -17,6 +17,7 @@ from tests.api.nodes import here
 from tests.latch import until
 from tierkv.api.bodies import JSON, MSGPACK, decode
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
+from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError
 
 HUGE = "9" * 5000
@@ -139,12 +140,10 @@ def test_any_fields_make_a_job_or_are_refused(body: dict[str, object]) -> None:
 
 
 def decoded_or_refused(raw: bytes, content_type: str) -> None:
-    with suppress(BadRequestError):
-        decode(raw, GenerateBody, content_type=content_type).job("id")
-    with suppress(BadRequestError):
-        decode(raw, PrefillBody, content_type=content_type).job("id")
-    with suppress(BadRequestError):
-        decode(raw, DecodeBody, content_type=content_type).job("id")
+    for kind in (GenerateBody, PrefillBody, DecodeBody):
+        with suppress(BadRequestError):
+            body = decode(raw, kind, content_type=content_type)
+            body.job("id", Prompt(body.packed(), 16))
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,11 @@ def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int], ends: by
 def test_any_bytes_are_events_or_nothing(raw: bytes) -> None:
     for event in EventReader().feed(raw):
         assert isinstance(event.data, bytes)
+
+
+def test_an_event_without_an_end_is_refused() -> None:
+    reader = EventReader()
+    for _ in range(64):
+        assert list(reader.feed(b"x" * (1 << 20))) == []
+    with pytest.raises(ValueError, match="more than 64 MiB"):
+        list(reader.feed(b"x"))

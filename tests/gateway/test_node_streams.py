@@ -13,8 +13,8 @@ from tests.api.nodes import Here, here
 from tests.e2e.exact import text, truth
 from tests.latch import finish, until
 from tierkv.api.settings import Role
+from tierkv.client.sse import EventReader
 from tierkv.clock import SystemClock
-from tierkv.gateway.sse import EventReader
 from tierkv.gpu.protocol import Direction
 from tierkv.refmodel.text import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore

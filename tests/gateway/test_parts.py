@@ -1,4 +1,4 @@
-"""The parts that need no network: stop texts, events, memory of prefixes, choice of nodes."""
+"""The parts that need no network: stop texts, memory of prefixes, choice of nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
 from tierkv.gateway.prefixes import PrefixMemory
 from tierkv.gateway.routing import Held, choose_decode, choose_prefill
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
-from tierkv.gateway.sse import Event, EventReader
 from tierkv.gateway.stops import StopFinder
 
 HEALTH = HealthSection(eject_s=1.0, eject_most_s=8.0)
@@ -55,31 +54,6 @@ def test_text_that_cannot_become_a_stop_is_shown_at_once() -> None:
     assert finder.feed("abx") == "ab"
     assert finder.feed("y") == ""
     assert finder.feed("a") == "xya"
-
-
-# Events
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(["tokens", "done"]), st.binary(max_size=20))),
-    st.integers(1, 7),
-)
-def test_events_are_read_however_the_stream_is_cut(
-    events: list[tuple[str, bytes]], size: int
-) -> None:
-    clean = [(n, d.replace(b"\n", b"").replace(b"\r", b"")) for n, d in events]
-    raw = b"".join(b"event: %b\ndata: %b\n\n" % (n.encode(), d) for n, d in clean)
-    reader = EventReader()
-    found = [e for at in range(0, len(raw), size) for e in reader.feed(raw[at : at + size])]
-    assert found == [Event(n, d) for n, d in clean]
-
-
-def test_an_event_without_an_end_is_refused() -> None:
-    reader = EventReader()
-    for _ in range(16):
-        assert list(reader.feed(b"x" * (1 << 20))) == []
-    with pytest.raises(ValueError, match="without an end"):
-        list(reader.feed(b"x"))
 
 
 # Memory of prefixes

@@ -23,12 +23,15 @@ from tierkv.errors import HandoffError, OwnershipError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
-from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
-SHORT = HandoffSettings(publish_deadline_s=20, claim_deadline_s=0.02, lookup_deadline_s=20)
+# What storage does is what these tests are about; test_direct*.py is about the rest.
+SHORT = HandoffSettings(
+    publish_deadline_s=20, claim_deadline_s=0.02, lookup_deadline_s=20, direct=DirectPath.OFF
+)
 
 
 def tokens(count: int, base: int = 0) -> list[int]:

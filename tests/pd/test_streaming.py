@@ -21,13 +21,16 @@ from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
 from tierkv.pd.ledger import TicketState
-from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.stream import Stream
 from tierkv.sched.request import Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 BLOCK = 4
-QUICK = HandoffSettings(publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20)
+# What storage does is what these tests are about; test_direct*.py is about the rest.
+QUICK = HandoffSettings(
+    publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, direct=DirectPath.OFF
+)
 
 
 def tokens(count: int, base: int = 0) -> list[int]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 
 from tests.latch import finish, turns, until
 from tests.storage.values import put_one
 from tests.world import World, fingerprint, world
+from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.observe import Lookup
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetItem, GetOutcome
 
 THROUGH = WritePolicy.WRITE_THROUGH
 
@@ -152,6 +156,81 @@ async def test_a_store_that_hangs_costs_at_most_the_deadline() -> None:  # fault
         assert matched.total_tokens == 0
         here.the_store.release()
         await here.run(tokens(18, 100))
+
+
+async def test_a_store_that_does_not_leave_the_buffers_holds_slots_but_no_request() -> None:
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.02) as here:
+        here.the_store.hold_firmly()
+        request = await here.admit(tokens(18))
+        assert request.cached_tokens == 0
+        assert not here.service.fetcher.num_in_flight, "others may ask for the same blocks"
+        assert here.service.verify() == []
+        await here.prefill(request, tokens(18))
+        here.service.end(request)
+        assert here.service.tiers.num_tasks, "the store is not done"
+        here.the_store.release()
+        await here.settle()
+
+
+async def test_what_arrived_before_the_store_got_stuck_is_used() -> None:
+    prompt = [token % 50 for token in range(320)]  # 80 blocks: three groups
+    async with world(
+        store=await filled_long(prompt), device_blocks=90, host_blocks=90, fetch_deadline_s=0.3
+    ) as here:
+        async with asyncio.TaskGroup() as group:
+            admitting = group.create_task(here.admit(prompt))
+            await until(lambda: here.storage_stats.fetched_blocks >= 32)
+            here.the_store.hold_firmly()
+        request = admitting.result()
+        assert request.cached_tokens >= 128
+        assert here.service.verify() == []
+        await here.prefill(request, prompt)  # checks every byte
+        here.service.end(request)
+        here.the_store.release()
+        await here.settle()
+        again = await here.run(prompt)
+        assert again.total_tokens == 319
+
+
+class StuckReads(MemoryStore):
+    """Reads wait for `left`, cancelled or not, as one does whose buffers a thread still uses."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(MemorySettings(), SystemClock())
+        self._inner = inner
+        self.left = asyncio.Event()
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._inner.running()
+
+    async def exists(self, names: Sequence[str]) -> int:
+        return await self._inner.exists(names)
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        leaving = asyncio.ensure_future(self.left.wait())
+        cancelled = False
+        while not leaving.done():
+            try:
+                await asyncio.shield(leaving)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        return await self._inner.get_into(items)
+
+
+async def test_a_stuck_fetch_keeps_its_slots_until_the_store_is_done() -> None:
+    store = StuckReads(await filled(tokens(18)))
+    async with world(store=store, host_blocks=8, fetch_deadline_s=0.02) as here:
+        request = await here.admit(tokens(18))
+        assert len(here.service.tiers.lent_slots(Tier.HOST)) == 5
+        assert here.service.stats().host.free == 3
+        assert here.service.verify() == []
+        here.service.end(request)
+        store.left.set()
+        await here.settle()
+        assert here.service.stats().host.free == 8
+        assert (await here.run(tokens(18))).storage_tokens == 17
 
 
 async def test_a_fetch_that_is_cut_off_keeps_the_groups_that_arrived() -> None:

@@ -137,7 +137,7 @@ class Machine:
         except TimeoutError:
             pass
         if service.is_asleep:
-            await service.wake()
+            await service.wake(16)  # a resize before may have left it less
 
     def change_a_tenant(self) -> None:
         service, rng = self.here.service, self.rng

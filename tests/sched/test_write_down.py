@@ -241,6 +241,17 @@ async def test_a_host_that_is_full_of_held_blocks_skips_the_copy() -> None:
         await here.settle()
 
 
+async def test_a_host_too_small_for_a_hot_prompt_is_not_tried_again_at_each_admission() -> None:
+    async with world(host_write=THROUGH, device_blocks=64, host_blocks=8) as here:
+        await here.run(tokens(160))
+        for last in range(3):
+            request = await here.admit([*tokens(160), 900 + last])
+            assert request.matched.device_tokens == 160
+            assert here.service.tiers.num_tasks == 0, "no copy that would find no room"
+            here.service.end(request)
+            await here.settle()
+
+
 @pytest.mark.parametrize("host_write", WritePolicy)
 @pytest.mark.parametrize("storage_write", WritePolicy)
 async def test_under_pressure_every_policy_keeps_the_bytes_and_the_books(

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.latch import until
+from tests.redis_server import redis_server
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.resilient import ResilienceSettings
 from tierkv.storage.switch import SwitchStore
 
 NAMES = [f"t:f:{index:02}:0" for index in range(20)]
@@ -104,6 +107,50 @@ async def test_a_mirror_answers_for_one_that_fails_or_has_lost_values() -> None:
         second.fail_next(1)
         with pytest.raises(StoreUnavailableError):
             await store.exists(NAMES)
+
+
+async def test_values_that_only_the_mirrors_together_have_are_one_run() -> None:
+    first, second = memory(), memory()
+    store = MirroredStore([first, second])
+    async with store.running():
+        await first.put([PutItem(name, (b"x",)) for name in (*NAMES[:3], *NAMES[6:9])])
+        await second.put([PutItem(name, (b"x",)) for name in NAMES[3:6]])
+        assert await store.exists(NAMES) == 9
+        second.fail_next(1)
+        assert await store.exists(NAMES) == 3
+        first.fail_next(1)
+        assert await store.exists(NAMES) == 0
+
+
+async def test_a_mirror_is_well_as_long_as_one_of_its_stores_is() -> None:
+    first, second = memory(), memory()
+    store = MirroredStore([first, second])
+    async with store.running():
+        first.fail_next(1)
+        await store.ping()
+        first.fail_next(1)
+        second.fail_next(1)
+        with pytest.raises(StoreUnavailableError):
+            await store.ping()
+
+
+async def test_a_frozen_first_mirror_is_left_alone_and_the_second_answers() -> None:
+    with redis_server() as first, redis_server() as second:
+        url = f"mirrored:{first.url}|{second.url}"
+        settings = StoreSettings(resilience=ResilienceSettings(probe_interval_s=0.05))
+        store = open_resilient_store(url, settings, SystemClock())
+        async with store.running():
+            assert await put_one(store, "t:f:1:0", b"value") is PutStatus.STORED
+            first.pause()
+            try:
+                for _ in range(5):  # as many as the breaker takes to open
+                    await get_one(store, "t:f:1:0", 5)
+                started = time.monotonic()
+                for _ in range(20):
+                    assert await get_one(store, "t:f:1:0", 5) == (GetStatus.HIT, b"value")
+                assert time.monotonic() - started < 2.5, "each waits out the frozen store's 250 ms"
+            finally:
+                first.resume()
 
 
 async def answers(store: FaultyStore) -> bool:

@@ -231,3 +231,30 @@ async def test_a_connection_is_made_only_for_who_listens(server: RedisServer) ->
         with notifier.listen(TOPIC) as listener:
             await live(listener)
             assert await asyncio.to_thread(server.num_connections) == before + 1
+
+
+async def test_a_server_that_is_down_is_not_taken_for_one_that_forbids(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with redis_server() as server:
+        async with opened(server.url) as [(_, notifier)]:
+            server.popen.kill()
+            server.popen.wait()
+            await finish(notifier.tell(TOPIC))
+            await finish(notifier.tell(TOPIC))
+    assert "does not let us" not in caplog.text
+
+
+async def test_what_others_write_into_a_channel_is_at_most_a_reason_to_look(
+    server: RedisServer,
+) -> None:
+    async with opened(server.url) as [(store, notifier)]:
+        with notifier.listen(TOPIC) as listener:
+            await live(listener)
+            assert await listener.next(1.0) == LOOK
+            for message in ("x" * 100_000, "p\n1", "p\N{SUPERSCRIPT TWO}"):
+                await asyncio.to_thread(server.execute, "PUBLISH", TOPIC, message)
+                assert await listener.next(5.0) == LOOK
+            await notifier.tell(TOPIC, "p12")
+            assert await listener.next(5.0) == "p12"
+        await store.ping()

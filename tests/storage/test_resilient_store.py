@@ -146,6 +146,37 @@ async def test_questions_to_a_store_that_is_stuck_are_given_up_and_reads_open_th
     await until(lambda: pair.state is BreakerState.CLOSED, "a closed breaker")
 
 
+async def test_reads_behind_stuck_ones_are_given_up_though_they_were_never_begun(
+    make: Make,
+) -> None:
+    pair = await make(max_reads=1, timeout_s=0.1, failures_to_open=100)
+    pair.faulty.hold_firmly()
+    async with asyncio.TaskGroup() as group:
+        stuck = group.create_task(get_one(pair.store, NAMES[0], 10))
+        await pair.faulty.until_held(1)
+        async with asyncio.timeout(5):
+            assert (await get_one(pair.store, NAMES[1], 10))[0] is GetStatus.FAILED
+            with pytest.raises(StoreUnavailableError, match="turn"):
+                await pair.store.exists(NAMES)
+        assert pair.store.snapshot().num_refused == 2
+        pair.faulty.release()
+    assert stuck.result()[0] is GetStatus.FAILED
+
+
+async def test_a_read_whose_turn_comes_when_the_breaker_is_open_is_refused(make: Make) -> None:
+    pair = await make(max_reads=1, timeout_s=0.5, failures_to_open=1, probe_interval_s=100.0)
+    pair.faulty.hold()
+    pair.faulty.fail_next(1)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(failed(pair))
+        await pair.faulty.until_held(1)
+        waiting = group.create_task(failed(pair))
+        await asyncio.sleep(0)
+        pair.faulty.release()
+    assert "left alone" in waiting.result()
+    assert pair.faulty.num_operations == 1
+
+
 async def test_a_read_is_tried_again_within_the_budget_and_a_write_never(make: Make) -> None:
     pair = await make(retries_per_operation=0.1, failures_to_open=1_000)
     await put_one(pair.store, NAMES[0], BLOCK)

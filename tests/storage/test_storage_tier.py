@@ -364,3 +364,24 @@ async def test_nothing_is_attached_to_a_tier_that_does_not_run() -> None:
     for route in ("", "tierkv:" + "f" * 16):
         with pytest.raises(StoreUnavailableError, match="nothing can be attached"):
             await stores.attach(memory(), route)
+
+
+async def test_of_two_stores_attached_at_once_for_a_tenant_one_is_used_and_the_other_left() -> None:
+    first, second = memory(), memory()
+    stores = AttachedStores(memory())
+    async with stores.running():
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stores.attach(first, "t:tenant"))
+            group.create_task(stores.attach(second, "t:tenant"))
+        left = first if stores.attached["t:tenant"] is second else second
+
+        async def is_closed() -> bool:
+            try:
+                await left.ping()
+            except StoreUnavailableError:
+                return True
+            return False
+
+        async with asyncio.timeout(10):
+            while not await is_closed():
+                await asyncio.sleep(0)

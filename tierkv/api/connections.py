@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from tierkv.api.framing import framing_problem, overload_answer
 from tierkv.api.listen import BACKLOG
+from tierkv.api.pace import Pace
 
 log = logging.getLogger("tierkv.http")
 
@@ -65,7 +66,7 @@ async def serving(
     await runner.setup()
     handlers = runner.server
     assert handlers is not None, "it has been set up"
-    counted = _Counted(limits)
+    counted = _Counted(limits, Pace(loop))
     servers: list[asyncio.Server] = []
     try:
         for listener in listeners:
@@ -89,10 +90,12 @@ async def serving(
 
 
 class _Counted:
-    """How many connections there are, and how many of too many are being told so."""
+    """How many connections there are, how many of too many are being told so, and whose turn it
+    is to be read."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, pace: Pace) -> None:
         self.limits = limits
+        self.pace = pace
         self.num_open = 0
         self.num_refused = 0
 
@@ -101,7 +104,7 @@ class Connection(web.RequestHandler):
     """One connection. Whatever comes over it, the answer is HTTP with problem+json, and the log
     says in one line what was wrong."""
 
-    __slots__ = ("_counted", "_is_counted", "_sending")
+    __slots__ = ("_counted", "_early", "_is_counted", "_sending")
 
     def __init__(
         self, manager: web.Server, loop: asyncio.AbstractEventLoop, counted: _Counted
@@ -118,6 +121,7 @@ class Connection(web.RequestHandler):
         )
         self._counted = counted
         self._is_counted = False
+        self._early = b""  # came before its turn
         self._sending: asyncio.TimerHandle | None = None
 
     # How many
@@ -136,7 +140,38 @@ class Connection(web.RequestHandler):
             self._counted.num_open -= 1
             self._is_counted = False
         self._stop_clock()
-        super().connection_lost(exc)
+        pace = self._counted.pace
+        if pace.lets_through():
+            super().connection_lost(exc)
+        else:
+            pace.wait(lambda: super(Connection, self).connection_lost(exc))
+
+    # How much at once
+
+    def data_received(self, data: bytes) -> None:
+        """Now or, when enough was begun in this turn of the loop, in a later one; what comes next
+        is not read until then. Without data, aiohttp wants to go on with what it has."""
+        pace, transport = self._counted.pace, self.transport
+        if not data or transport is None or (not self._early and pace.lets_through()):
+            super().data_received(data)
+            return
+        if not self._early:
+            transport.pause_reading()
+            pace.wait(self._take_early)
+        self._early += data
+
+    def _take_early(self) -> None:
+        data, self._early = self._early, b""
+        if self.transport is None or self.transport.is_closing():
+            return  # gone meanwhile
+        self.transport.resume_reading()
+        super().data_received(data)
+
+    def _process_keepalive(self) -> None:
+        if self._early:  # what we let wait is not idle
+            loop = asyncio.get_running_loop()
+            self._next_keepalive_close_time = loop.time() + self._counted.limits.idle_timeout_s
+        super()._process_keepalive()
 
     # How long: aiohttp closes what brings no whole head; this closes what takes no answer
 

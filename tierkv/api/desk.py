@@ -38,6 +38,7 @@ class Desk:
         self._service = service
         self._on_end = on_end
         self._held: dict[Key, Held] = {}
+        self.num_expired = 0
         self._tasks: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
@@ -49,6 +50,10 @@ class Desk:
                 yield
             finally:
                 self.abort_all()
+
+    @property
+    def num_repeats(self) -> int:
+        return self._once.num_repeats
 
     @property
     def num_open(self) -> int:
@@ -262,4 +267,5 @@ class Desk:
             self._look_again(held)
             return
         log.warning("request %s was not heard of for %g s: ended", held.key[1], held.ttl_s)
+        self.num_expired += 1
         self._end(held, State.EXPIRED)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tierkv.tasks import background
 
-TICK_S = 0.1
-_TICKS = 600  # one minute
+TICK_S = 0.05
+_TICKS = 1200  # one minute
 
 
 class Heartbeat:
-    """Beats inside `running()`."""
+    """Beats inside `running()`. on_beat: told by how many seconds each beat was late."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_beat: Callable[[float], None] = lambda _: None) -> None:
+        self.on_beat = on_beat
         self._last: float | None = None
         self._late: deque[float] = deque(maxlen=_TICKS)
 
@@ -40,4 +41,6 @@ class Heartbeat:
         while True:
             self._last = loop.time()
             await asyncio.sleep(TICK_S)
-            self._late.append(max(loop.time() - self._last - TICK_S, 0.0))
+            late_s = max(loop.time() - self._last - TICK_S, 0.0)
+            self._late.append(late_s)
+            self.on_beat(late_s)

@@ -33,6 +33,7 @@ class Once(Generic[T]):
         self._now = now
         self._open: dict[Hashable, _Entry[T]] = {}
         self._past: OrderedDict[Hashable, _Entry[T]] = OrderedDict()
+        self.num_repeats = 0  # that were answered with what another call had brought about
 
     def __len__(self) -> int:
         return len(self._open) + len(self._past)
@@ -50,11 +51,13 @@ class Once(Generic[T]):
             if not known.outcome.done():
                 await asyncio.wait([known.outcome])
             if not known.outcome.cancelled():
-                return known.outcome.result()
+                result = known.outcome.result()
+                self.num_repeats += 1
+                return result
         entry: _Entry[T] = _Entry(content, asyncio.get_running_loop().create_future())
         self._open[key] = entry
         try:
-            result = await work()
+            made = await work()
         except TierKVError as error:
             self._drop(key)
             entry.outcome.set_exception(error)
@@ -64,7 +67,15 @@ class Once(Generic[T]):
             self._drop(key)
             entry.outcome.cancel()
             raise
-        entry.outcome.set_result(result)
+        entry.outcome.set_result(made)
+        return made
+
+    async def answer(self, key: Hashable, content: bytes, work: Callable[[], Awaitable[T]]) -> T:
+        """As `do`, for a result that stands for nothing that is still open."""
+        result = await self.do(key, content, work)
+        entry = self._open.get(key)
+        if entry is not None and entry.outcome.done():
+            self.let_go(key)
         return result
 
     def let_go(self, key: Hashable) -> None:

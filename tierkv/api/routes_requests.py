@@ -174,9 +174,10 @@ def _step(
 
 
 def content_of(body: PromptBody, tokens: bytes) -> bytes:
-    """A digest of all that a body asks for, whatever form its tokens came in."""
+    """A digest of all that a body asks for, whatever form its tokens and its id came in."""
+    rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
     digest = xxhash.xxh3_128(tokens)
-    digest.update(msgspec.msgpack.encode(msgspec.structs.replace(body, prompt=None, tokens=None)))
+    digest.update(msgspec.msgpack.encode(rest))
     return digest.digest()
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
+import msgspec
 from aiohttp import web
 
 from tierkv.api import bodies
 from tierkv.api.access import Access
-from tierkv.api.metrics import Metrics
-from tierkv.api.node import Node
 from tierkv.api.problems import WrongRoleError
 from tierkv.api.route import Route
+from tierkv.api.routes_base import Routes, principal_of
+from tierkv.api.routes_requests import content_of
 from tierkv.api.settings import Role
 from tierkv.api.streaming import stream
 from tierkv.api.types import (
@@ -24,17 +26,24 @@ from tierkv.api.types import (
     PrefillBody,
 )
 from tierkv.errors import HandoffError
-from tierkv.pd.handoff import PublishWait
 from tierkv.refmodel.generation import GenerateRequest, OnTokens
 
-T = TypeVar("T")
+A = TypeVar("A", bound=GenerateAnswer)
 
 
-class WorkRoutes:
-    def __init__(self, node: Node, metrics: Metrics) -> None:
-        self._node = node
-        self._metrics = metrics
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one body asks for: under which id, of which tenant, and whether it is what another call
+    of this id asked for (content). Whether the answer is streamed makes no difference to that."""
 
+    operation: str
+    request_id: str
+    tenant: str
+    content: bytes
+    job: GenerateRequest
+
+
+class WorkRoutes(Routes):
     def routes(self) -> list[Route]:
         return [
             Route(
@@ -72,81 +81,100 @@ class WorkRoutes:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         async with self._node.work():
             body = await self._read(request, GenerateBody)
-            job = body.job(bodies.name_request(request, body.request_id))
-            if not body.stream:
-                return bodies.answer(request, await self._generate(job))
+            work = self._work(request, "generate", body)
 
-        async def work(on_tokens: OnTokens) -> GenerateAnswer:
-            async with self._node.work():
-                return await self._generate(replace(job, on_tokens=on_tokens))
+        async def compute(job: GenerateRequest) -> GenerateAnswer:
+            generation = await self._node.engine.generate(job)
+            self._metrics.observe("generate", generation)
+            return GenerateAnswer.of(work.request_id, generation)
 
-        return await stream(request, work)
-
-    async def _generate(self, job: GenerateRequest) -> GenerateAnswer:
-        generation = await self._node.engine.generate(job)
-        self._metrics.observe("generate", generation)
-        return GenerateAnswer.of(job.request_id, generation)
+        return await self._answer(request, work, compute, streams=body.stream)
 
     async def prefill(self, request: web.Request) -> web.StreamResponse:
         self._check_role(Role.PREFILL, has_it=self._node.settings.node.role.prefills)
         async with self._node.work():
             body = await self._read(request, PrefillBody)
-            job = body.job(bodies.name_request(request, body.request_id))
-            ticket_id = job.request_id
-            if body.ticket_id is not None:
-                ticket_id = bodies.check_id(body.ticket_id, "ticket_id")
-            if not body.stream:
-                return bodies.answer(request, await self._prefill(job, ticket_id, body.wait))
+            work = self._work(request, "prefill", body)
+            ticket_id = body.ticket_id
+            if ticket_id is None:
+                ticket_id = work.request_id
+            name = self._ticket(ticket_id, work)
 
-        async def work(on_tokens: OnTokens) -> PrefillAnswer:
-            async with self._node.work():
-                told = replace(job, on_tokens=on_tokens)
-                return await self._prefill(told, ticket_id, body.wait)
+        async def compute(job: GenerateRequest) -> PrefillAnswer:
+            try:
+                prefilled = await self._node.engine.prefill(job, name, waits_for=body.wait)
+            except HandoffError as error:
+                self._metrics.count_handoff_failure("publish", error.reason)
+                raise
+            self._metrics.observe("prefill", prefilled.generation)
+            block_size = self._node.settings.cache.block_size
+            return PrefillAnswer.of_prefill(work.request_id, prefilled, ticket_id, block_size)
 
-        return await stream(request, work)
-
-    async def _prefill(
-        self, job: GenerateRequest, ticket_id: str, wait: PublishWait
-    ) -> PrefillAnswer:
-        try:
-            prefilled = await self._node.engine.prefill(job, ticket_id, waits_for=wait)
-        except HandoffError as error:
-            self._metrics.count_handoff_failure("publish", error.reason)
-            raise
-        self._metrics.observe("prefill", prefilled.generation)
-        block_size = self._node.settings.cache.block_size
-        return PrefillAnswer.of_prefill(job.request_id, prefilled, ticket_id, block_size)
+        return await self._answer(request, work, compute, streams=body.stream)
 
     async def decode(self, request: web.Request) -> web.StreamResponse:
         self._check_role(Role.DECODE, has_it=self._node.settings.node.role.decodes)
         async with self._node.work():
             body = await self._read(request, DecodeBody)
-            job = body.job(bodies.name_request(request, body.request_id))
-            bodies.check_id(body.ticket_id, "ticket_id")
-            if not body.stream:
-                return bodies.answer(request, await self._decode(job, body))
+            work = self._work(request, "decode", body)
+            name = self._ticket(body.ticket_id, work)
 
-        async def work(on_tokens: OnTokens) -> DecodeAnswer:
-            async with self._node.work():
-                return await self._decode(replace(job, on_tokens=on_tokens), body)
+        async def compute(job: GenerateRequest) -> DecodeAnswer:
+            try:
+                generation, ticket = await self._node.engine.decode(
+                    job, name, policy=body.policy, deadline_s=body.deadline_s
+                )
+            except HandoffError as error:
+                self._metrics.count_handoff_failure("claim", error.reason)
+                raise
+            self._metrics.observe("decode", generation)
+            return DecodeAnswer.of_ticket(work.request_id, generation, body.ticket_id, ticket)
 
-        return await stream(request, work)
+        return await self._answer(request, work, compute, streams=body.stream)
 
-    async def _decode(self, job: GenerateRequest, body: DecodeBody) -> DecodeAnswer:
-        try:
-            generation, ticket = await self._node.engine.decode(
-                job, body.ticket_id, policy=body.policy, deadline_s=body.deadline_s
-            )
-        except HandoffError as error:
-            self._metrics.count_handoff_failure("claim", error.reason)
-            raise
-        self._metrics.observe("decode", generation)
-        return DecodeAnswer.of_ticket(job.request_id, generation, body.ticket_id, ticket)
-
-    async def _read(self, request: web.Request, kind: type[T]) -> T:
-        return await bodies.read_body(
-            request, kind, timeout_s=self._node.settings.node.body_timeout_s
+    def _work(
+        self, request: web.Request, operation: str, body: GenerateBody | PrefillBody | DecodeBody
+    ) -> _Work:
+        request_id = self._name(request, body.request_id)
+        prompt = self._prompt(request, body)
+        same = msgspec.structs.replace(body, stream=False)
+        return _Work(
+            operation,
+            request_id,
+            principal_of(request).tenant,
+            content_of(same, prompt.tokens),
+            body.job(self._node.request_name(request_id, prompt), prompt),
         )
+
+    def _ticket(self, ticket_id: str, work: _Work) -> str:
+        return self._node.ticket_name(bodies.check_id(ticket_id, "ticket_id"), work.tenant)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        work: _Work,
+        compute: Callable[[GenerateRequest], Awaitable[A]],
+        *,
+        streams: bool,
+    ) -> web.StreamResponse:
+        """Answer with what `compute` makes of the job, or made of it when this was asked before.
+        A stream that repeats has its tokens all at once."""
+
+        async def once(on_tokens: OnTokens | None) -> A:
+            job = replace(work.job, on_tokens=on_tokens)
+            key = (work.operation, work.tenant, work.request_id)
+            async with self._node.work():
+                made = await self._node.answers.answer(key, work.content, lambda: compute(job))
+            return cast("A", made)  # of the same operation
+
+        async def tell(on_tokens: OnTokens) -> A:
+            made = await once(on_tokens)
+            on_tokens(made.tokens)
+            return made
+
+        if streams:
+            return await stream(request, tell)
+        return bodies.answer(request, await once(None))
 
     def _check_role(self, needed: Role, *, has_it: bool) -> None:
         if not has_it:

@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvloop
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from tierkv.api.app import make_app
 from tierkv.api.auth import Guard
 from tierkv.api.connections import Limits, serving
+from tierkv.api.garbage import rare_full_collections
 from tierkv.api.listen import bind, is_loopback, make_room_for, open_listeners, url_of
 from tierkv.api.node import Node
 from tierkv.api.settings import NodeSettings
@@ -63,8 +64,10 @@ async def serve(
             node.hurry()
         stop.set()
 
-    with _signals(on_signal):
+    with ExitStack() as stack:
+        stack.enter_context(_signals(on_signal))
         async with listening(node, *listeners) as url, node.running():
+            stack.enter_context(rare_full_collections())
             log.info("%s is ready at %s", node.name, url)
             announce(url)
             await stop.wait()

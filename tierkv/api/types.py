@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import asdict
 
+from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError
 from tierkv.observe import Lookup
@@ -66,9 +67,15 @@ class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_field
     use_cache: bool = True
     stream: bool = False
 
-    def job(self, request_id: str) -> GenerateRequest:
+    def job(self, name: str, prompt: Prompt) -> GenerateRequest:
+        """name: what the scheduler calls it. prompt: this body's."""
         return GenerateRequest(
-            request_id, self.packed(), self.max_tokens, self.sampling(), uses_cache=self.use_cache
+            name,
+            prompt.tokens,
+            self.max_tokens,
+            self.sampling(),
+            uses_cache=self.use_cache,
+            space=prompt.space,
         )
 
 
@@ -83,8 +90,9 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
     stream: bool = False
     wait: PublishWait = PublishWait.PUBLISHED
 
-    def job(self, request_id: str) -> GenerateRequest:
-        return GenerateRequest(request_id, self.packed(), 1, self.sampling())
+    def job(self, name: str, prompt: Prompt) -> GenerateRequest:
+        """name: what the scheduler calls it. prompt: this body's."""
+        return GenerateRequest(name, prompt.tokens, 1, self.sampling(), space=prompt.space)
 
 
 class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,8 +107,11 @@ class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     deadline_s: Seconds | None = None
     stream: bool = False
 
-    def job(self, request_id: str) -> GenerateRequest:
-        return GenerateRequest(request_id, self.packed(), self.max_tokens, self.sampling())
+    def job(self, name: str, prompt: Prompt) -> GenerateRequest:
+        """name: what the scheduler calls it. prompt: this body's."""
+        return GenerateRequest(
+            name, prompt.tokens, self.max_tokens, self.sampling(), space=prompt.space
+        )
 
 
 class MatchedTokens(msgspec.Struct, frozen=True):
@@ -231,7 +242,7 @@ class ReadyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """heartbeat_age_s: since the event loop's last beat, which come every 0.1 s; null while the
+    """heartbeat_age_s: since the event loop's last beat, which come every 0.05 s; null while the
     node starts. worst_lag_s: how late one was in the last minute."""
 
     status: str

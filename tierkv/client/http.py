@@ -46,16 +46,24 @@ def client_tls(
     """
     try:
         context = ssl.create_default_context(cafile=ca)
-        if cert is not None:
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the authority's certificate {ca} cannot be used: {error}") from error
+    if cert is not None:
+        try:
             # An encrypted key is refused; without a password, OpenSSL would ask on the terminal.
             context.load_cert_chain(cert, key, password="")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the certificates cannot be used: {error}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"the certificate {cert} or its key cannot be used: {error}"
+            ) from error
     return context
 
 
 class Http:
-    """Use it inside `running()`. url: http://, https:// or unix:/path of a node."""
+    """Use it inside `running()`. url: http://, https:// or unix:/path of a node.
+
+    max_connections: more calls at a time wait for one; 0 is no limit.
+    """
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class Http:
         tls: ssl.SSLContext | None,
         uds: str | Path | None,
         max_connections: int,
+        connect_s: float = _CONNECT_S,
     ) -> None:
         if url.startswith(_UNIX):
             uds, url = url.removeprefix(_UNIX), "http://localhost"
@@ -78,6 +87,7 @@ class Http:
         self._tls = tls
         self._uds = uds
         self._max_connections = max_connections
+        self._connect_s = connect_s
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
@@ -86,7 +96,7 @@ class Http:
             connector=self._connector(),
             headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
         ) as session:
             self._session = session
             try:

@@ -43,6 +43,8 @@ class EventReader:
         self._line += chunk
         if len(self._line) + self._size > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")
+        if b"\n" not in chunk:
+            return  # a long line is searched once, not again with each piece of it
         *lines, rest = bytes(self._line).replace(b"\r\n", b"\n").split(b"\n")
         self._line = bytearray(rest)
         yield from lines

@@ -133,10 +133,12 @@ def _read_file(path: Path) -> str:
 async def _play(
     text: str, storage: str | None, max_tokens: int, say: Callable[[str], None]
 ) -> list[Scene]:
-    """Run every scene. SIGTERM cancels it, as Ctrl-C does, so that no child is left."""
+    """Run every scene. SIGTERM cancels it, as Ctrl-C does, and as closing the terminal does, so
+    that no child and no folder is left."""
     task = asyncio.current_task()
     assert task is not None, "runs in a task"
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     scenes: list[Scene] = []
     with tempfile.TemporaryDirectory(prefix="tierkv-demo-") as temporary:
         folder = Path(temporary)

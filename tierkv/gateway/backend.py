@@ -27,7 +27,7 @@ class Backend:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.nodes = Nodes(settings.gateway, settings.health)
-        self.calls = NodeCalls(settings.gateway, settings.deadlines, settings.health)
+        self.calls = NodeCalls(settings, self.nodes)
         self.memory = PrefixMemory()
         self.admission = Admission(settings.limits)
         self.metrics = GatewayMetrics(self.nodes, self.admission)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import NoReturn
 
@@ -13,6 +13,11 @@ import msgspec
 
 from tierkv.api.bodies import REQUEST_ID_HEADER
 from tierkv.api.streaming import EVENT_STREAM
+from tierkv.client.errors import CallError, DeadlineError, NotANodeError
+from tierkv.client.http import Http
+from tierkv.client.sse import ServerEvent
+from tierkv.client.streams import Events
+from tierkv.errors import ConfigError, TierKVError
 from tierkv.gateway.failures import (
     AttemptError,
     HandoffRefusedError,
@@ -21,12 +26,12 @@ from tierkv.gateway.failures import (
     NodeFailedError,
 )
 from tierkv.gateway.job import Job
-from tierkv.gateway.nodes import BackendNode
+from tierkv.gateway.nodes import BackendNode, Nodes
 from tierkv.gateway.routing import Held
-from tierkv.gateway.settings import DeadlineSection, GatewaySection, HealthSection
-from tierkv.gateway.sse import Event, EventReader
+from tierkv.gateway.settings import GatewaySettings, node_tls
 
-_MOST_ANSWER_BYTES = 1 << 20  # of an answer that is no stream
+_END_S = 0.2  # from the last event to the end of the answer
+_UNBOUNDED = 0  # connections to a node; admission bounds them
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _BUSY_CODES = ("out_of_blocks", "shutting_down", "not_ready", "too_many_requests")
 _NOT_NOW_CODES = ("shutting_down", "not_ready", "wrong_role")
@@ -34,7 +39,8 @@ _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
 class _Problem(msgspec.Struct):
-    """What of a node's problem the gateway looks at."""
+    """What of a node's problem the gateway looks at. Less than the client's own type, so that
+    nodes of another version are understood too."""
 
     code: str
     detail: str = ""
@@ -49,54 +55,63 @@ class _LookupAnswer(msgspec.Struct):
 
 
 class NodeCalls:
-    """Use it inside `running()`."""
+    """Use it inside `running()`. Making it reads the certificates for the nodes, if there are any.
 
-    def __init__(
-        self, section: GatewaySection, deadlines: DeadlineSection, health: HealthSection
-    ) -> None:
-        self._section = section
-        self._deadlines = deadlines
-        self._health = health
+    Raises ConfigError if a URL or a certificate cannot be used.
+    """
+
+    def __init__(self, settings: GatewaySettings, nodes: Nodes) -> None:
+        self._section = settings.gateway
+        self._deadlines = settings.deadlines
+        self._health = settings.health
+        tls = node_tls(settings.gateway)
+        self._pools = {
+            node: Http(
+                node.url,
+                token=None,  # each call says whose
+                tls=tls,
+                uds=None,
+                max_connections=_UNBOUNDED,
+                connect_s=self._deadlines.connect_s,
+            )
+            for node in nodes.all
+        }
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._deadlines.connect_s)
-        connector = aiohttp.TCPConnector(limit=0)  # admission bounds it
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._http:
+        async with AsyncExitStack() as stack:
+            for pool in self._pools.values():
+                await stack.enter_async_context(pool.running())
             yield
 
     async def is_ready(self, node: BackendNode) -> bool:
         """Whether its probe is answered with 200. Raises AttemptError if it is not answered."""
         try:
-            async with (
-                asyncio.timeout(self._health.probe_timeout_s),
-                self._http.get(node.url + "/readyz", headers=self._headers(None)) as response,
-            ):
-                return response.status == HTTPStatus.OK
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise AttemptError(f"{node.url} does not answer its probe") from error
+            async with asyncio.timeout(self._health.probe_timeout_s):
+                reply = await self._pools[node].ask("GET", "/readyz", None, self._headers(None))
+        except TimeoutError as error:
+            limit_s = self._health.probe_timeout_s
+            raise AttemptError(f"{node.url} did not answer its probe in {limit_s:g} s") from error
+        except TierKVError as error:
+            raise AttemptError(str(error)) from error
+        return reply.status == HTTPStatus.OK
 
     async def lookup(self, node: BackendNode, job: Job) -> Held:
         """What the node has of the prompt. Raises AttemptError; nobody is blamed for it."""
         body = msgspec.json.encode({"tokens": job.tokens})
         try:
-            async with (
-                asyncio.timeout(self._deadlines.lookup_s),
-                self._http.post(
-                    node.url + "/v1/lookup", data=body, headers=self._headers(job)
-                ) as response,
-            ):
-                raw = await response.content.read(_MOST_ANSWER_BYTES)
-                if response.status != HTTPStatus.OK:
-                    raise AttemptError(f"{node.url} answered a lookup with {response.status}")
-            found = msgspec.json.decode(raw, type=_LookupAnswer)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            async with asyncio.timeout(self._deadlines.lookup_s):
+                reply = await self._pools[node].ask("POST", "/v1/lookup", body, self._headers(job))
+            if reply.status != HTTPStatus.OK:
+                raise AttemptError(f"{node.url} answered a lookup with {reply.status}")
+            found = msgspec.json.decode(reply.raw, type=_LookupAnswer)
+        except (CallError, ConfigError, TimeoutError, ValueError) as error:
             raise AttemptError(f"{node.url} did not answer a lookup") from error
         return Held(found.device_tokens + found.host_tokens, found.storage_tokens or 0)
 
     async def stream(
         self, node: BackendNode, path: str, job: Job, body: Mapping[str, object]
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[ServerEvent, None]:
         """The events of a node's answer up to `done`, which is the last. Close it when done.
 
         Raises AttemptError if the node fails, is busy, or refuses a hand-off, and
@@ -115,47 +130,45 @@ class NodeCalls:
 
     async def _events(
         self, node: BackendNode, path: str, job: Job, body: Mapping[str, object]
-    ) -> AsyncGenerator[Event, None]:
+    ) -> AsyncGenerator[ServerEvent, None]:
+        pool, raw = self._pools[node], msgspec.json.encode(body)
         try:
-            async with node.within(self._deadlines.first_token_s):
-                response = await self._http.post(
-                    node.url + path, data=msgspec.json.encode(body), headers=self._headers(job)
-                )
-            async with response:
+            async with AsyncExitStack() as stack:
+                opening = pool.opened("POST", path, raw, self._headers(job))
+                async with node.within(self._deadlines.first_token_s):
+                    response = await stack.enter_async_context(opening)
                 await self._check(node, response)
-                async with aclosing(self._read(node, response)) as events:
-                    async for event in events:
-                        yield event
-        except TimeoutError as error:
+                events = Events(node.url, response, self._deadlines.stall_s)
+                while True:
+                    event = await self._next(node, events)
+                    if event.name == "done":
+                        await _read_to_the_end(events)
+                    yield event
+                    if event.name == "done":
+                        return
+        except (TimeoutError, DeadlineError) as error:
             raise NodeFailedError(f"{node.url} says nothing any more") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise NodeFailedError(f"{node.url} cannot be reached, or broke off: {error}") from error
-        except ValueError as error:
+        except NotANodeError as error:
             raise NodeFailedError(f"{node.url} answers nonsense: {error}") from error
+        except (CallError, ConfigError) as error:
+            raise NodeFailedError(str(error)) from error
+
+    async def _next(self, node: BackendNode, events: Events) -> ServerEvent:
+        async with node.within(self._deadlines.stall_s):
+            event = await events.next()
+        if event is None:
+            raise NodeFailedError(f"{node.url} broke off its answer")
+        if event.name == "error":
+            self._refuse(node, event.data, None)
+        return event
 
     async def _check(self, node: BackendNode, response: aiohttp.ClientResponse) -> None:
         if response.status != HTTPStatus.OK:
             async with asyncio.timeout(self._deadlines.stall_s):
-                raw = await response.content.read(_MOST_ANSWER_BYTES)
-            self._refuse(node, raw, response.status)
+                reply = await self._pools[node].whole(response)
+            self._refuse(node, reply.raw, reply.status)
         if response.content_type != EVENT_STREAM:
             raise NodeFailedError(f"{node.url} does not stream: is it a tierkv node?")
-
-    async def _read(
-        self, node: BackendNode, response: aiohttp.ClientResponse
-    ) -> AsyncGenerator[Event, None]:
-        reader = EventReader()
-        while True:
-            async with node.within(self._deadlines.stall_s):
-                chunk = await response.content.readany()
-            if not chunk:
-                raise NodeFailedError(f"{node.url} broke off its answer")
-            for event in reader.feed(chunk):
-                if event.name == "error":
-                    self._refuse(node, event.data, None)
-                yield event
-                if event.name == "done":
-                    return
 
     def _refuse(self, node: BackendNode, raw: bytes, status: int | None) -> NoReturn:
         """Raise what a node's problem means for us."""
@@ -196,3 +209,11 @@ class NodeCalls:
         elif self._section.node_token:
             headers["Authorization"] = f"Bearer {self._section.node_token}"
         return headers
+
+
+async def _read_to_the_end(events: Events) -> None:
+    """Nothing follows, but a connection can be used again only when its answer was read whole."""
+    with suppress(CallError, TimeoutError):
+        async with asyncio.timeout(_END_S):
+            while await events.next() is not None:
+                pass

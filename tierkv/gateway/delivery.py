@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tierkv.client.sse import ServerEvent
 from tierkv.gateway.backend import Backend
 from tierkv.gateway.failures import (
     AttemptError,
@@ -21,7 +22,6 @@ from tierkv.gateway.failures import (
 )
 from tierkv.gateway.job import Job
 from tierkv.gateway.nodes import BackendNode, usable
-from tierkv.gateway.sse import Event
 from tierkv.refmodel.config import VOCAB_SIZE
 
 log = logging.getLogger("tierkv.gateway")
@@ -173,7 +173,7 @@ class Delivery:
             self.note(node, error)
             raise
 
-    def _decode(self, node: BackendNode, event: Event, kind: type[T]) -> T:
+    def _decode(self, node: BackendNode, event: ServerEvent, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(event.data, type=kind)
         except ValueError as error:

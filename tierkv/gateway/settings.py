@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import ssl
+from pathlib import Path
 
 import msgspec
 
 from tierkv.api.settings import AuthSection, TlsSection
+from tierkv.client.http import client_tls
 from tierkv.errors import ConfigError
 
 _MAX_PORT = 65_535
+_SCHEMES = ("http://", "https://", "unix:/")
 
 
 def _all_above_zero(section: str, settings: msgspec.Struct, *names: str) -> None:
@@ -25,6 +29,8 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prefill, decode, both: URLs of the nodes, a list or one text with spaces or commas between.
     model: what the one model is called at /v1/models.
     node_token: a bearer token for the nodes; belongs into the environment.
+    node_ca: who signed the nodes' certificates (PEM), for https; "" trusts whom the system does.
+    node_cert, node_key: the gateway's own, for nodes that ask for one. Read once, at the start.
     forward_authorization: hand the caller's own Authorization header on to the nodes, so that
         these decide who it is and which tenant it works in; node_token is then for probes only.
     allow_insecure_bind: listen on other than loopback addresses although nobody asks callers who
@@ -39,6 +45,9 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     both: str | tuple[str, ...] = ()
     model: str = "tierkv-ref-tiny"
     node_token: str = ""
+    node_ca: str = ""
+    node_cert: str = ""
+    node_key: str = ""
     forward_authorization: bool = False
     allow_insecure_bind: bool = False
     drain_grace_s: float = 30.0
@@ -51,6 +60,8 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"gateway.port must be in 0..{_MAX_PORT}, not {self.port}")
+        if self.node_key and not self.node_cert:
+            raise ConfigError("gateway.node_key is of no use without gateway.node_cert")
         if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
             raise ConfigError("gateway.drain_grace_s must be a number that is not negative")
         _all_above_zero("gateway", self, "max_body_bytes", "max_connections")
@@ -137,6 +148,20 @@ def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
     """The URLs, without a slash at their ends. Raises ConfigError if one is none."""
     several = given.replace(",", " ").split() if isinstance(given, str) else given
     for url in several:
-        if not url.startswith(("http://", "https://")) or "@" in url:
-            raise ConfigError(f"{url!r} is not the URL of a node, such as http://127.0.0.1:8100")
+        if not url.startswith(_SCHEMES) or "@" in url:
+            raise ConfigError(
+                f"{url!r} is not the URL of a node, such as http://127.0.0.1:8100 or unix:/PATH"
+            )
     return tuple(url.rstrip("/") for url in several)
+
+
+def node_tls(section: GatewaySection) -> ssl.SSLContext | None:
+    """For https to the nodes; None where the system's authorities will do. Reads files.
+
+    Raises ConfigError if one cannot be used.
+    """
+    ca, cert, key = (
+        Path(name) if name else None
+        for name in (section.node_ca, section.node_cert, section.node_key)
+    )
+    return client_tls(ca=ca, cert=cert, key=key) if ca or cert else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,12 +20,19 @@ class Ahead:
     fetched again when room is short. So a claim that waits for its ticket is in nobody's way."""
 
     def __init__(
-        self, spec: RequestSpec, scheduler: Scheduler, fetcher: Fetcher, *, deadline_s: float
+        self,
+        spec: RequestSpec,
+        scheduler: Scheduler,
+        fetcher: Fetcher,
+        *,
+        before_fetch: Callable[[Prompt], Awaitable[None]],
+        deadline_s: float,
     ) -> None:
-        """deadline_s: for one step's fetch."""
+        """before_fetch: ask the producer where blocks are. deadline_s: for one step's fetch."""
         self._spec = spec
         self._scheduler = scheduler
         self._fetcher = fetcher
+        self._before_fetch = before_fetch
         self._deadline_s = deadline_s
         self._wanted = 0
         self._done = 0
@@ -44,6 +52,7 @@ class Ahead:
             if self._wanted <= self._done:
                 continue
             prefix = _first_blocks(self._spec.prompt, self._wanted)
+            await self._before_fetch(prefix)
             fetched = await self._fetcher.fetch(prefix, deadline_s=self._deadline_s)
             try:
                 if fetched.first_problem is None:

@@ -10,6 +10,8 @@ from enum import Enum
 
 from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.pd.ahead import Ahead
+from tierkv.pd.direct.claimer import Claimer
+from tierkv.pd.direct.direct import Direct
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
@@ -45,13 +47,14 @@ class Claims:
     """fetch_deadline_s: how long to wait for a prompt's blocks once its ticket is there. stats: of
     the node's hand-offs, both ways."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - collaborators
         self,
         tickets: Tickets,
         lease: ProducerLease,
         scheduler: Scheduler,
         fetcher: Fetcher,
         *,
+        direct: Direct,
         fetch_deadline_s: float,
         stats: HandoffStats,
     ) -> None:
@@ -59,6 +62,7 @@ class Claims:
         self._lease = lease
         self._scheduler = scheduler
         self._fetcher = fetcher
+        self._direct = direct
         self._fetch_deadline_s = fetch_deadline_s
         self._stats = stats
 
@@ -86,28 +90,48 @@ class Claims:
         if policy is ClaimPolicy.RECOMPUTE_ALL:
             alone = replace(spec, needs_logits=True, uses_cache=False)
             return await self._scheduler.admit(alone), None
-        try:
-            ticket = await self._wait(spec, ticket_id, deadline_s)
-        except HandoffError as error:
-            if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
-                raise
-            log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
-            return await self._without_ticket(spec, error), None
-        return await self._get(spec, policy, give_up_at), ticket
+        with self._direct.claimer(ticket_id) as near:
+            try:
+                ticket = await self._wait(spec, ticket_id, deadline_s, near)
+            except HandoffError as error:
+                if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
+                    raise
+                log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
+                return await self._without_ticket(spec, error), None
+            near.learn(ticket.direct)
+            return await self._get(spec, policy, give_up_at, near), ticket
 
-    async def _wait(self, spec: RequestSpec, ticket_id: str, deadline_s: float) -> Ticket:
+    async def _wait(
+        self, spec: RequestSpec, ticket_id: str, deadline_s: float, near: Claimer
+    ) -> Ticket:
         """The ticket; blocks that are whole before it is are on their way meanwhile."""
-        ahead = Ahead(spec, self._scheduler, self._fetcher, deadline_s=self._fetch_deadline_s)
-        watch = Watch(self._tickets, self._lease, ticket_id, spec.prompt, on_progress=ahead.ready)
+        ahead = Ahead(
+            spec,
+            self._scheduler,
+            self._fetcher,
+            before_fetch=near.ask,
+            deadline_s=self._fetch_deadline_s,
+        )
+        watch = Watch(
+            self._tickets,
+            self._lease,
+            ticket_id,
+            spec.prompt,
+            on_progress=ahead.ready,
+            on_open=lambda opened: near.learn(opened.direct),
+        )
         async with background({"tierkv-claim-ahead": ahead.run()}):
             return await watch.ticket(deadline_s=deadline_s)
 
-    async def _get(self, spec: RequestSpec, policy: ClaimPolicy, give_up_at: float) -> Request:
+    async def _get(
+        self, spec: RequestSpec, policy: ClaimPolicy, give_up_at: float, near: Claimer
+    ) -> Request:
         """The request, with every token or with what `policy` says. A store that fails is asked
         again until the claim's time is over: its ticket said that all is there."""
         prompt, attempts_left, pause_s = spec.prompt, _ATTEMPTS, _FIRST_PAUSE_S
         loop = asyncio.get_running_loop()
         while True:
+            await near.ask(prompt)
             fetched = await self._fetcher.fetch(prompt, deadline_s=self._fetch_deadline_s)
             problem = fetched.first_problem
             if problem is not None and problem.status is GetStatus.FAILED:

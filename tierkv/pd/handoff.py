@@ -1,17 +1,17 @@
-"""Publish on the prefill node; storage is all that it shares with the decode node."""
+"""Publish on the prefill node: to storage, and from the host tier for who can read it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
-from tierkv.cache.keys import StoredKey
+from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
 from tierkv.cache.states import CopyState
 from tierkv.errors import (
@@ -21,6 +21,8 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Event
+from tierkv.pd.direct.address import DirectAddress
+from tierkv.pd.direct.direct import Direct
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ledger import Ledger
 from tierkv.pd.staging import GROUP_BLOCKS, NUM_GROUPS, Staging
@@ -56,7 +58,7 @@ class Published:
 class Handoff:
     """tickets, lease, ledger: of this node; they live inside `running()`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - collaborators
         self,
         tiers: Tiers,
         storage: StorageIO,
@@ -65,6 +67,8 @@ class Handoff:
         *,
         lease: ProducerLease,
         ledger: Ledger,
+        direct: Direct,
+        stats: HandoffStats,
     ) -> None:
         self._tiers = tiers
         self._storage = storage
@@ -72,7 +76,8 @@ class Handoff:
         self.tickets = tickets
         self.lease = lease
         self.ledger = ledger
-        self.stats = HandoffStats()
+        self.direct = direct
+        self.stats = stats
 
     def findings(self) -> list[str]:
         """What is left over although nothing runs."""
@@ -81,12 +86,17 @@ class Handoff:
             wrong.append("nothing runs, but staging slots are still lent")
         if self.lease.num_held:
             wrong.append(f"nothing runs, but {self.lease.num_held} tickets are open")
-        return wrong
+        return wrong + self.direct.findings()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Leaving says at once that this node's open tickets will not come."""
-        async with self.tickets.notifier.running(), self.lease.running(), self.ledger.running():
+        async with (
+            self.tickets.notifier.running(),
+            self.lease.running(),
+            self.direct.running(),
+            self.ledger.running(),
+        ):
             yield
 
     async def publish(
@@ -118,9 +128,13 @@ class Handoff:
         try:
             async with asyncio.timeout(deadline_s):
                 present = await self._count_present(keys, stored_blocks)
+                self._show(request, 0, present)
                 await self.store(request, keys, present, len(keys), after)
-                ticket = self.tickets.new(ticket_id, prompt, first_tokens, self.lease.incarnation)
-                await self.tickets.write(ticket)
+                with self._offered(ticket_id, prompt) as direct:
+                    ticket = self.tickets.new(
+                        ticket_id, prompt, first_tokens, self.lease.incarnation, direct
+                    )
+                    await self.tickets.write(ticket)
         except TimeoutError as error:
             self.stats.failed_publishes += 1
             raise HandoffError(
@@ -136,6 +150,24 @@ class Handoff:
         self._tiers.start(self._storage.tails.note(keys[-1:]), "tierkv-note-tail")
         flushed = self._storage.stats.flushed_bytes - before
         return Published(ticket, len(keys), present, flushed)
+
+    @contextmanager
+    def _offered(self, ticket_id: str, prompt: Prompt) -> Iterator[DirectAddress | None]:
+        """Where the prompt's blocks can be read; no more if its ticket is not written."""
+        is_known = self.ledger.view(ticket_id) is not None
+        try:
+            yield self.direct.offer(ticket_id, prompt, self.ledger)
+        except BaseException:
+            if not is_known:
+                self.ledger.failed(ticket_id, "its ticket was not written")
+            raise
+
+    def _show(self, request: Request, start: int, stop: int) -> None:
+        """Have the host keep these blocks too, if it has room, where a claimer can read them."""
+        if self.direct.shows_blocks:
+            lease = request.lease
+            end = min(stop, lease.num_blocks, request.spec.prompt.num_blocks)
+            self._tiers.save(lease.node, end, first=start)
 
     async def _count_present(self, keys: Sequence[StoredKey], stored_blocks: int) -> int:
         """Of blocks that were just stored all are there, unless the store lost some: one question
@@ -161,6 +193,7 @@ class Handoff:
         Raises StoreUnavailableError, TransferError.
         """
         after = (*after, *request.written)
+        self._show(request, start, stop)
         at = start
         while at < stop:
             at += await self._stage_and_flush(request, keys[:stop], at, after)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import ipaddress
+from enum import Enum
+
 import msgspec
 
 from tierkv.errors import ConfigError
 from tierkv.storage.protocol import is_name
+
+_MAX_PORT = 65_535
+
+
+class DirectPath(Enum):
+    """How a claimer may get blocks other than through storage."""
+
+    AUTO = "auto"  # the ways below that this node has, the first of them first
+    MEMORY = "memory"  # processes of one user on one machine read each other's host tier
+    NETWORK = "network"  # Mooncake's transfer engine; only where direct_host is set
+    OFF = "off"
 
 
 class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,6 +30,10 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         claim it after all.
     producer_lease_s: how long a node that says nothing more is believed to go on with its prefills.
     streams: blocks go out while the prompt is still being computed.
+    direct: whether blocks go straight from one node's host tier to another's, too.
+    direct_host: the address of this machine at which other machines reach it for that, and without
+        a question who they are; "" for this machine only. direct_port: 0 takes a free one.
+    direct_lease_s: how long blocks are held for a claimer that asks for nothing more.
     """
 
     prefix: str = "tierkv"
@@ -24,6 +42,10 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     claimed_ttl_s: float = 120.0
     producer_lease_s: float = 3.0
     streams: bool = True
+    direct: DirectPath = DirectPath.AUTO
+    direct_host: str = ""
+    direct_port: int = 0
+    direct_lease_s: float = 10.0
     publish_deadline_s: float = 30.0
     claim_deadline_s: float = 10.0
     lookup_deadline_s: float = 2.0
@@ -36,9 +58,11 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "publish_deadline_s",
             "claim_deadline_s",
             "lookup_deadline_s",
+            "direct_lease_s",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"handoff.{name} must be more than 0")
+        self._check_direct()
         if not is_name(self.prefix) or ":" in self.prefix:
             raise ConfigError(
                 "handoff.prefix must be 1 to 64 letters, digits or ._-, the first a letter or "
@@ -46,3 +70,19 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if self.block_ttl_s is not None and self.block_ttl_s < self.ticket_ttl_s:
             raise ConfigError("handoff.block_ttl_s must not be less than handoff.ticket_ttl_s")
+
+    def _check_direct(self) -> None:
+        if not 0 <= self.direct_port <= _MAX_PORT:
+            raise ConfigError(f"handoff.direct_port must be in 0..{_MAX_PORT}")
+        if self.direct is DirectPath.NETWORK and not self.direct_host:
+            raise ConfigError("handoff.direct is network: name handoff.direct_host")
+        if not self.direct_host:
+            return
+        try:
+            address = ipaddress.ip_address(self.direct_host)
+        except ValueError as error:
+            raise ConfigError(f"handoff.direct_host must be an IP address: {error}") from error
+        if address.is_unspecified or address.is_multicast:
+            raise ConfigError(
+                "handoff.direct_host goes into tickets: name an address that others can reach"
+            )

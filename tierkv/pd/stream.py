@@ -87,7 +87,12 @@ class Stream:
         """Raises HandoffError, also after `fail`."""
         handoff, prompt = self._handoff, self._request.spec.prompt
         tickets = handoff.tickets
-        open_ticket = tickets.new_open(self._ticket_id, prompt, handoff.lease.incarnation)
+        open_ticket = tickets.new_open(
+            self._ticket_id,
+            prompt,
+            handoff.lease.incarnation,
+            handoff.direct.offer(self._ticket_id, prompt, handoff.ledger),
+        )
         keys = tickets.keys_of(prompt)
         handoff.ledger.opened(self._ticket_id, prompt.num_tokens, len(keys), open_ticket.expires_at)
         with handoff.lease.held():

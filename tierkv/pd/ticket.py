@@ -13,6 +13,7 @@ import msgspec
 
 from tierkv import wire
 from tierkv.cache.keys import StoredKey
+from tierkv.pd.direct.address import DirectAddress
 
 _VERSION = 1
 _TICKET, _OPEN, _ACKNOWLEDGED = b"TKVT", b"TKVO", b"TKVA"
@@ -42,6 +43,7 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: of the prompt.
     fingerprint: readable form, so that a node that cannot use it can say why.
     created_at, expires_at: Unix seconds. producer: the node's name, for people.
+    direct: where its host tier can be read, too; None if it cannot.
     """
 
     ticket_id: str
@@ -52,6 +54,7 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     expires_at: float
     producer: str
+    direct: DirectAddress | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_tokens < 1:

@@ -10,6 +10,7 @@ from tierkv.cache.fingerprint import Fingerprint, differences
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.clock import Clock
 from tierkv.errors import HandoffError, StoreCorruptError, StoreUnavailableError
+from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.ticket import (
     MAX_TICKET_BYTES,
     Acknowledgement,
@@ -71,7 +72,12 @@ class Tickets:
     # The prefill node's side
 
     def new(
-        self, ticket_id: str, prompt: Prompt, first_tokens: Sequence[int], incarnation: str
+        self,
+        ticket_id: str,
+        prompt: Prompt,
+        first_tokens: Sequence[int],
+        incarnation: str,
+        direct: DirectAddress | None = None,
     ) -> Ticket:
         now = self._clock.wall()
         return Ticket(
@@ -85,9 +91,16 @@ class Tickets:
             producer=self._name,
             first_tokens=tuple(first_tokens),
             incarnation=incarnation,
+            direct=direct,
         )
 
-    def new_open(self, ticket_id: str, prompt: Prompt, incarnation: str) -> OpenTicket:
+    def new_open(
+        self,
+        ticket_id: str,
+        prompt: Prompt,
+        incarnation: str,
+        direct: DirectAddress | None = None,
+    ) -> OpenTicket:
         now = self._clock.wall()
         return OpenTicket(
             ticket_id=ticket_id,
@@ -99,6 +112,7 @@ class Tickets:
             expires_at=now + self._ticket_ttl_s,
             producer=self._name,
             incarnation=incarnation,
+            direct=direct,
         )
 
     async def write(self, ticket: Ticket) -> None:

@@ -23,6 +23,7 @@ class Watch:
 
     on_progress: called when blocks of the prompt may be in storage: the first so many, or None
         where their number is not known.
+    on_open: called with each open ticket whose prompt is being computed.
     """
 
     def __init__(
@@ -33,12 +34,14 @@ class Watch:
         prompt: Prompt,
         *,
         on_progress: Callable[[int | None], None],
+        on_open: Callable[[OpenTicket], None],
     ) -> None:
         self._tickets = tickets
         self._lease = lease
         self._ticket_id = ticket_id
         self._prompt = prompt
         self._on_progress = on_progress
+        self._on_open = on_open
         self._open: OpenTicket | None = None
         self._ready_blocks = 0
         self._over: HandoffError | None = None  # why no ticket will come, and since when
@@ -112,6 +115,8 @@ class Watch:
             )
         else:
             self._over = None
+            if is_new:
+                self._on_open(found)
             if is_new or not self._ready_blocks:
                 self._on_progress(None)
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tierkv.cache.history import Event, Fate
 from tierkv.cache.index import Index, Lease
@@ -16,6 +17,7 @@ from tierkv.cache.space import Space
 from tierkv.errors import OutOfBlocksError, StoreUnavailableError
 from tierkv.sched.estimate import Estimator, FetchPolicy
 from tierkv.sched.events import Happening
+from tierkv.sched.patience import Patience
 from tierkv.sched.shared_tail import SharedTails
 from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
@@ -65,42 +67,32 @@ class _Progress:
         self.first_problem, self.fate = GetOutcome(status, reason), fate
 
 
-class _Patience:
-    """When to give up: `deadline_s` after the start, or sooner; after each arrival, if the policy
-    is to wait for all there is."""
+class Source(Protocol):
+    """Where blocks beyond the local match come from: see StorageIO, which is one."""
 
-    def __init__(self, scope: asyncio.Timeout, deadline_s: float, policy: FetchPolicy) -> None:
-        self.policy = policy
-        self._scope = scope
-        self._deadline_s = deadline_s
-        self._last = self.now() + deadline_s
+    async def count_present(self, keys: Sequence[StoredKey]) -> int: ...
 
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def until(self, seconds: float | None) -> None:
-        """Give up after so many seconds from now; None for the deadline."""
-        latest = self._last
-        self._scope.reschedule(latest if seconds is None else min(latest, self.now() + seconds))
-
-    def arrived(self) -> None:
-        if self.policy is FetchPolicy.WAIT_COMPLETE:
-            self._last = self.now() + self._deadline_s
-            self._scope.reschedule(self._last)
+    async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]: ...
 
 
 class Fetcher:
     """One fetch per block at a time: who wants a block that is on its way waits for it.
 
     estimator: whether a fetch is worth its time, and learns from each. None: all are.
+    source: where blocks come from, if not from `storage` alone.
     """
 
     def __init__(
-        self, tiers: Tiers, storage: StorageIO, estimator: Estimator | None = None
+        self,
+        tiers: Tiers,
+        storage: StorageIO,
+        estimator: Estimator | None = None,
+        *,
+        source: Source | None = None,
     ) -> None:
         self._tiers = tiers
         self._index: Index = tiers.index
-        self._storage = storage
+        self._source: Source = source or storage
         self.num_held = 0  # results that have not been released yet
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
         self._tails = SharedTails(tiers, storage)
@@ -127,7 +119,8 @@ class Fetcher:
 
         Whatever goes wrong with storage ends the fetch early and is told in `first_problem`; it
         never raises for it. The result is what has arrived when `deadline_s` seconds are over
-        (WAIT_COMPLETE: over without an arrival), or earlier, where it is not worth the wait.
+        (WAIT_COMPLETE: over without an arrival), or earlier, where it is not worth the wait; also
+        if the store is not done with the host slots by then, which stay taken until it is.
         Cancelling it leaves nothing held.
         """
         outcome: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
@@ -155,7 +148,11 @@ class Fetcher:
         progress.first_token = match.num_blocks * self._index.block_size
         try:
             async with asyncio.timeout(deadline_s) as scope:
-                await self._fetch(prompt, progress, _Patience(scope, deadline_s, policy))
+                patience = Patience(
+                    scope, deadline_s, policy, lambda: self._go_on(prompt, progress, outcome)
+                )
+                with patience.watching():
+                    await self._fetch(prompt, progress, patience)
         except TimeoutError:
             progress.ends(Fate.LATE, "storage took too long")
         except StoreUnavailableError as error:
@@ -166,19 +163,38 @@ class Fetcher:
             raise
         finally:
             self._finish_claims(progress)
+        if outcome.done():  # the request went on without it
+            for lease in (progress.tail, progress.lease):
+                if lease is not None:
+                    self._index.release(lease)
+            self._tiers.capacity_changed()
+            return
         self._note(prompt, progress)
         lease = progress.lease
         if progress.tail is not None:
             lease = progress.tail
             self._index.release(progress.lease)
+        outcome.set_result(self._fetched(progress, lease))
+
+    def _go_on(self, prompt: Prompt, progress: _Progress, outcome: asyncio.Future[Fetched]) -> None:
+        """The store has not left the buffers though it was told to: the request goes on with what
+        has arrived. The slots stay lent until the store is done with them, and nobody else waits
+        for it."""
+        if outcome.done():
+            return
+        progress.ends(Fate.LATE, "storage took too long, and still uses the host slots")
+        self._finish_claims(progress)
+        self._note(prompt, progress)
+        end = progress.tail or progress.lease
+        outcome.set_result(self._fetched(progress, self._index.hold(end.node, end.num_blocks)))
+
+    def _fetched(self, progress: _Progress, lease: Lease) -> Fetched:
         start = progress.first_token
         self.num_held += 1
-        outcome.set_result(
-            Fetched(
-                range(start, start + progress.num_tokens),
-                progress.first_problem,
-                lambda: self._release(lease),
-            )
+        return Fetched(
+            range(start, start + progress.num_tokens),
+            progress.first_problem,
+            lambda: self._release(lease),
         )
 
     def _note(self, prompt: Prompt, progress: _Progress) -> None:
@@ -199,7 +215,7 @@ class Fetcher:
         if problem.status is not GetStatus.MISS:
             log.warning("fetch ended early: %s", problem.reason)
 
-    async def _fetch(self, prompt: Prompt, progress: _Progress, patience: _Patience) -> None:
+    async def _fetch(self, prompt: Prompt, progress: _Progress, patience: Patience) -> None:
         keys = await self._wait_for_others(prompt, progress, patience)
         if not keys:
             return
@@ -262,7 +278,7 @@ class Fetcher:
     async def _ask(self, keys: list[StoredKey]) -> int:
         in_time = False
         try:
-            present = await self._storage.count_present(keys)
+            present = await self._source.count_present(keys)
             in_time = True
         finally:
             self._estimator.note_answer(in_time=in_time)
@@ -288,7 +304,7 @@ class Fetcher:
             await tiers.next_change()
 
     async def _wait_for_others(
-        self, prompt: Prompt, progress: _Progress, patience: _Patience
+        self, prompt: Prompt, progress: _Progress, patience: Patience
     ) -> list[StoredKey]:
         """The keys beyond the local match, once none of them is being fetched by another call."""
         while True:
@@ -323,7 +339,7 @@ class Fetcher:
         arrived = 0
         kept = [False] * len(slots)
         try:
-            outcomes = await self._storage.fetch(keys, slots)
+            outcomes = await self._source.fetch(keys, slots)
             for result in outcomes:
                 if result.status is not GetStatus.HIT:
                     progress.first_problem = result
@@ -355,6 +371,7 @@ class Fetcher:
     def _finish_claims(self, progress: _Progress) -> None:
         for digest in progress.claimed:
             self._in_flight.pop(digest).set_result(None)
+        progress.claimed.clear()
 
 
 _FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}

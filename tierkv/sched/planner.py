@@ -38,17 +38,22 @@ class AdmissionPlan:
 
 def plan_admission(index: Index, device_pool: BlockPool, spec: RequestSpec) -> AdmissionPlan:
     """Raises RequestTooLargeError if no state of the cache could ever admit the request."""
-    if spec.num_blocks > device_pool.capacity:
-        raise RequestTooLargeError(
-            f"the request needs {spec.num_blocks} blocks of {index.block_size} tokens, "
-            f"but the device holds {device_pool.capacity}"
-        )
+    check_size(index, device_pool, spec)
     match = index.match(spec.prompt, spec.max_cached_tokens if spec.uses_cache else 0)
     return AdmissionPlan(
         match=match,
         num_loads=match.host_blocks,
         num_private=spec.num_blocks - match.num_blocks,
     )
+
+
+def check_size(index: Index, device_pool: BlockPool, spec: RequestSpec) -> None:
+    """Raise what no waiting would change."""
+    if spec.num_blocks > device_pool.capacity:
+        raise RequestTooLargeError(
+            f"the request needs {spec.num_blocks} blocks of {index.block_size} tokens, "
+            f"but the device holds {device_pool.capacity}"
+        )
 
 
 class Step(NamedTuple):

@@ -24,7 +24,9 @@ class Running:
         yield from self.ending
 
     def __contains__(self, request: object) -> bool:
-        return request in self.ending or any(request is one for one in self.by_id.values())
+        return request in self.ending or (
+            isinstance(request, Request) and self.by_id.get(request.request_id) is request
+        )
 
     def private_blocks(self, space: str) -> int:
         """Device blocks of a tenant's requests that the index does not count."""

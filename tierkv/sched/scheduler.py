@@ -23,7 +23,7 @@ from tierkv.sched.estimate import Line
 from tierkv.sched.fetcher import Fetched
 from tierkv.sched.growing import Growing
 from tierkv.sched.loads import Loads
-from tierkv.sched.planner import AdmissionPlan, plan_admission
+from tierkv.sched.planner import AdmissionPlan, check_size, plan_admission
 from tierkv.sched.request import Request, RequestSpec, RequestState
 from tierkv.sched.running import Running
 from tierkv.sched.starting import SchedulerStats, Starting
@@ -31,6 +31,8 @@ from tierkv.sched.tiers import Tiers
 from tierkv.sched.waiting import Limits, Waiting, WaitingLine
 
 __all__ = ["Scheduler", "SchedulerStats"]
+
+_SLICE = 32  # turns in line per turn of the loop: some 10 ms, after which others have theirs
 
 
 class Scheduler:
@@ -66,6 +68,8 @@ class Scheduler:
         self._is_draining = False
         self._is_pumping = False
         self._pumps_again = False
+        self._next_pump: asyncio.Handle | None = None  # for the rest of the line
+        self._stuck: Waiting | None = None  # the first in line, for whom there was no room
         tiers.on_capacity(self._pump)
 
     @property
@@ -110,7 +114,7 @@ class Scheduler:
 
     def is_used_by(self, tenant: str) -> bool:
         """Whether requests of this tenant run, wait or end."""
-        return any(one.tenant == tenant for one in self._waiting) or any(
+        return self._waiting.has_tenant(tenant) or any(
             one.spec.prompt.space == tenant for one in self._running
         )
 
@@ -150,10 +154,10 @@ class Scheduler:
         """Raise what `admit` would raise at once, so that nothing is fetched for it in vain."""
         if self._is_draining:
             raise ShuttingDownError("this node is shutting down")
-        taken = {waiting.spec.request_id for waiting in self._waiting}
-        if spec.request_id in self._running.by_id or spec.request_id in taken:
+        is_waiting = self._waiting.find(spec.request_id) is not None
+        if is_waiting or spec.request_id in self._running.by_id:
             raise DuplicateRequestError(f"request {spec.request_id!r} is already running")
-        plan_admission(self.index, self.tiers.pools[Tier.DEVICE], spec)  # raises if it never fits
+        check_size(self.index, self.tiers.pools[Tier.DEVICE], spec)
         quota = self.index.root_of(spec.prompt).space.quota[Tier.DEVICE]
         if quota is not None and spec.num_blocks > quota:
             raise RequestTooLargeError(
@@ -180,7 +184,8 @@ class Scheduler:
         try:
             self.check(spec)
             self._waiting.join(waiting)
-            self._pump()
+            if not self._is_stuck_still():
+                self._pump()
             return await outcome
         except asyncio.CancelledError:
             if waiting in self._waiting:
@@ -197,26 +202,47 @@ class Scheduler:
             self._pumps_again = True  # called from within, by what the loop below lets go
             return
         self._is_pumping = self._pumps_again = True
+        self._stuck = None
         try:
-            while self._pumps_again:
+            num_turns = 0
+            while self._pumps_again and num_turns < _SLICE:
                 self._pumps_again = False
-                self._admit_waiting()
+                num_turns += self._admit_waiting(_SLICE - num_turns)
         finally:
             self._is_pumping = False
+        if num_turns >= _SLICE and self._next_pump is None:
+            self._next_pump = asyncio.get_running_loop().call_soon(self._pump_again)
 
-    def _admit_waiting(self) -> None:
-        while not self._growing.extending and not self._is_paused:
+    def _pump_again(self) -> None:
+        self._next_pump = None
+        self._pump()
+
+    def _is_stuck_still(self) -> bool:
+        """Whether the first in line is who it was when there was no room, of which there is no
+        more now."""
+        return self._stuck is not None and self._is_busy and self._next() is self._stuck
+
+    def _admit_waiting(self, most: int) -> int:
+        """Give up to `most` turns; how many there were, fewer if there is nothing more to do."""
+        for waiting in self._waiting.whose_wait_is_over():
+            self._note_wait(waiting)
+        for num_turns in range(most):
+            if self._growing.extending or self._is_paused:
+                return num_turns
             waiting = self._next()
             if waiting is None:
-                return
+                return num_turns
             try:
                 plan = plan_admission(self.index, self.tiers.pools[Tier.DEVICE], waiting.spec)
                 if self._parks(waiting, plan):
                     continue
                 request = self._starting.try_start(waiting, plan)
             except OutOfBlocksError:
-                if self._is_busy or not self._unblock(waiting):
-                    return
+                if self._is_busy:
+                    self._stuck = waiting
+                    return num_turns
+                if not self._unblock(waiting):
+                    return num_turns
                 continue
             except TierKVError as error:
                 self._waiting.leave(waiting)
@@ -224,28 +250,32 @@ class Scheduler:
                 continue
             self._waiting.admitted(waiting, waiting.spec.num_blocks)
             waiting.outcome.set_result(request)
+        return most
 
     def _next(self) -> Waiting | None:
         """The first in line whose tenant may have one more running."""
-        for waiting in self._waiting.ordered():
-            if waiting.outcome.done():  # cancelled; its task has not run yet
-                self._waiting.leave(waiting)
-                continue
-            if waiting.is_parked:
-                continue
-            spec = waiting.spec
-            requests, blocks = self._running.of_tenant(spec.prompt.space)
-            if self._limits_of(spec).allow(requests + 1, blocks + spec.num_blocks):
+        while (waiting := self._waiting.next(self._may_go)) is not None:
+            if not waiting.outcome.done():
                 return waiting
+            self._waiting.leave(waiting)  # cancelled; its task has not run yet
         return None
 
+    def _may_go(self, waiting: Waiting) -> bool:
+        spec = waiting.spec
+        requests, blocks = self._running.of_tenant(spec.prompt.space)
+        is_allowed = self._limits_of(spec).allow(requests + 1, blocks + spec.num_blocks)
+        return is_allowed or waiting.outcome.done()
+
+    def _note_wait(self, waiting: Waiting) -> None:
+        """Its wait for blocks that another request computed is over: back in line."""
+        wait = self._waiting.come_back(waiting)
+        assert wait is not None, "it stood aside"
+        was_worth_it = wait.claim.first >= wait.stop
+        self.stats.lost_waits += not was_worth_it
+        self.computing.note_wait(was_worth_it=was_worth_it)
+
     def _parks(self, waiting: Waiting, plan: AdmissionPlan) -> bool:
-        """Whether it waits for blocks that a running request computes; notes how a wait went."""
-        wait = waiting.unpark()
-        if wait is not None:
-            was_worth_it = wait.claim.first >= wait.stop
-            self.stats.lost_waits += not was_worth_it
-            self.computing.note_wait(was_worth_it=was_worth_it)
+        """Whether it waits for blocks that a running request computes."""
         spec = waiting.spec
         if not spec.uses_cache or not self.computing.num_claims:
             return False
@@ -257,11 +287,11 @@ class Scheduler:
         if wait is None:
             return False
         self.stats.shared_waits += waiting.give_up_at is None
-        waiting.park(wait, now, lambda: self._wait_is_up(waiting))
+        self._waiting.stand_aside(waiting, wait, now, lambda: self._wait_is_up(waiting))
         return True
 
     def _wait_is_up(self, waiting: Waiting) -> None:
-        wait = waiting.unpark()
+        wait = self._waiting.come_back(waiting)
         assert wait is not None, "the timer ends with the wait"
         waiting.give_up_at = 0.0  # no more of this: it computes
         self.stats.lost_waits += 1
@@ -283,11 +313,11 @@ class Scheduler:
         they had fetched, the last in line lets go first; and then the block of which the first
         would have copied a part.
         """
-        for waiting in reversed(self._waiting.ordered()):
-            if waiting.fetched is not None and not waiting.fetched.is_released:
-                fetched, waiting.fetched = waiting.fetched, None
-                fetched.release()
-                return True
+        waiting = self._waiting.last_holding()
+        if waiting is not None and waiting.fetched is not None:
+            fetched, waiting.fetched = waiting.fetched, None
+            fetched.release()
+            return True
         if first.uses_partial:
             first.uses_partial = False
             return True
@@ -300,13 +330,13 @@ class Scheduler:
         of which only its engine knows: its next commit or extend raises RequestAbortedError, and
         its blocks go when the engine ends it.
         """
-        for waiting in self._waiting:
-            if waiting.spec.request_id == request_id and not waiting.outcome.done():
-                self._waiting.leave(waiting)
-                message = f"request {request_id!r} was aborted"
-                waiting.outcome.set_exception(RequestAbortedError(message))
-                self._pump()
-                return True
+        waiting = self._waiting.find(request_id)
+        if waiting is not None and not waiting.outcome.done():
+            self._waiting.leave(waiting)
+            message = f"request {request_id!r} was aborted"
+            waiting.outcome.set_exception(RequestAbortedError(message))
+            self._pump()
+            return True
         request = self._running.by_id.get(request_id)
         if request is None:
             return False

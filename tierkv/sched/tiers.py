@@ -6,6 +6,7 @@ from typing import Unpack
 
 import numpy as np
 
+from tierkv.cache.copies import Mask
 from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.match import segments
 from tierkv.cache.node import Node, Tier
@@ -41,29 +42,50 @@ class Tiers(WriteBack):
 
     def write_down(self, node: Node, num_blocks: int) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
+        host_rule, storage_rule = self.rules[Tier.DEVICE], self.rules[Tier.HOST]
+        has_storage = self.storage is not None
+        room: int | None = None
         for part, i, j in segments(node, 0, num_blocks):
-            wants_host = self.rules[Tier.DEVICE].writes_now(part.hits)
-            rule = self.rules[Tier.HOST]
-            wants_storage = self.storage is not None and rule.writes_now(part.hits)
-            host = part.copies[Tier.HOST].states[i:j]
+            wants_host = host_rule.writes_now(part.hits)
+            wants_storage = has_storage and storage_rule.writes_now(part.hits)
+            copies = part.copies[Tier.HOST]
+            if not wants_storage and not (wants_host and copies.num_present < part.num_blocks):
+                continue
             told = part.stored_in(i, j)
-            to_storage = ~told & (host != CopyState.INCOMING) & wants_storage
-            to_host = (host == CopyState.ABSENT) & ~to_storage & wants_host
+            if told.all() and copies.uniform is CopyState.READY:
+                continue
+            absent = copies.is_in(CopyState.ABSENT, i, j)
+            to_storage = ~told & ~copies.is_in(CopyState.INCOMING, i, j) & wants_storage
+            to_host = absent & ~to_storage & wants_host
             if (queued := self._to_host.get(part)) is not None:
                 to_host[: max(queued - part.start - i, 0)] = False
+            room = self.available(Tier.HOST) if room is None else room
+            room -= self._cut(absent & (to_storage | to_host), room, to_storage, to_host)
             part.believe_stored(i, j, told | to_storage)  # claimed: no other task writes it too
             for mask, is_stored in ((to_storage, True), (to_host, False)):
                 for start, stop in runs_of(mask):
                     first = part.start + i
                     self._start_down(part, first + start, first + stop, to_storage=is_stored)
 
-    def save(self, node: Node, num_blocks: int) -> None:
-        """Copy path blocks [0, num_blocks) to the host, whatever the rules want."""
-        for part, i, j in segments(node, 0, num_blocks):
+    def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
+        """Leave of `masks` what the host has room for: where it is too small for a prompt, tasks
+        would only find out one by one, at each admission again. Returns how much room they take."""
+        wanted = int(np.count_nonzero(needed))
+        if wanted <= room:
+            return wanted
+        beyond = np.flatnonzero(needed)[max(room, 0) :]
+        for mask in masks:
+            mask[beyond] = False
+        self.stats.skipped_offloads += len(beyond)
+        return max(room, 0)
+
+    def save(self, node: Node, num_blocks: int, *, first: int = 0) -> None:
+        """Copy path blocks [first, num_blocks) to the host, whatever the rules want."""
+        for part, i, j in segments(node, first, num_blocks):
             missing = part.copies[Tier.HOST].is_in(CopyState.ABSENT, i, j)
             for start, stop in runs_of(missing):
-                first = part.start + i
-                self._start_down(part, first + start, first + stop, to_storage=False)
+                at = part.start + i
+                self._start_down(part, at + start, at + stop, to_storage=False)
 
     def _start_down(self, node: Node, first: int, stop: int, *, to_storage: bool) -> None:
         lease = self.index.hold_as_is(node)
@@ -85,6 +107,10 @@ class Tiers(WriteBack):
                     elif to_storage:
                         index.unmark_stored(node, at, end)
                 at = end
+                if not is_whole and not self.available(Tier.HOST):
+                    if to_storage:
+                        index.unmark_stored(node, at, stop)
+                    break  # the others would find no room either
         finally:
             if self._to_host.get(node) == stop:
                 del self._to_host[node]

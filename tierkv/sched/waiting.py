@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tierkv.errors import ConfigError
-from tierkv.sched.computing import Wait
+from tierkv.sched.computing import Claim, Wait
 from tierkv.sched.fetcher import Fetched
 from tierkv.sched.request import Request, RequestSpec
+from tierkv.sched.turns import Turns
 
 # Whoever has been passed over so often goes next, whatever the others' priority.
 MAX_PASSED_OVER = 32
@@ -49,8 +52,7 @@ class Waiting:
     spec: RequestSpec
     fetched: Fetched | None
     outcome: asyncio.Future[Request]
-    number: int = 0
-    passed_over: int = 0
+    number: int = -1  # in the order of arrival, once it is in line
     uses_partial: bool = True  # False once that has stood in the request's own way
     wait: Wait | None = None
     timer: asyncio.TimerHandle | None = None
@@ -61,8 +63,8 @@ class Waiting:
         return self.spec.prompt.space
 
     @property
-    def is_parked(self) -> bool:
-        return self.wait is not None and not self.wait.is_over
+    def priority(self) -> int:
+        return self.spec.priority
 
     def park(self, wait: Wait, now: float, on_timeout: Callable[[], None]) -> None:
         """Stay aside until the wait is over, in one way or another."""
@@ -83,43 +85,80 @@ class Waiting:
             self.timer = None
         return wait
 
+    @property
+    def holds_fetched(self) -> bool:
+        return self.fetched is not None and not self.fetched.is_released
+
     def let_go(self) -> None:
         self.unpark()
         if self.fetched is not None:
             self.fetched.release()
 
 
-@dataclass(slots=True)
 class WaitingLine:
     """The line. Within one priority, tenants are served in turn by the blocks they were given:
-    the one that was given least goes next. Within a tenant, the first that came."""
+    the one that was given least goes next. Within a tenant, the first that came.
 
-    _line: list[Waiting] = field(default_factory=list)
-    _given: dict[str, int] = field(default_factory=dict)
-    _num_ever: int = 0
+    Nothing is sorted or scanned to admit one: O(log n). Those that wait for blocks that another
+    request computes stand aside, and come back to their old place.
+    """
+
+    def __init__(self) -> None:
+        self._line: dict[int, Waiting] = {}  # by number, which is the order of arrival
+        self._by_id: dict[str, Waiting] = {}
+        self._given: dict[str, int] = {}
+        self._num_of_tenant: Counter[str] = Counter()
+        self._num_ever = 0
+        self._turns: Turns[Waiting] = Turns(self._given)
+        # Those that were passed over too often: MAX_PASSED_OVER who came later were admitted.
+        self._overdue: Turns[Waiting] = Turns(self._given)
+        self._last_admitted: list[int] = []  # a heap of the highest numbers that were admitted
+        self._young: deque[int] = deque()  # not overdue, in order; some have left already
+        self._aside: dict[Claim, list[tuple[int, int]]] = {}  # heaps of (block, number)
+        self._holding: list[Waiting] | None = None  # see last_holding
 
     def __len__(self) -> int:
         return len(self._line)
 
     def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._line)
+        return iter(self._line.values())
 
-    def __contains__(self, waiting: object) -> bool:
-        return waiting in self._line
+    def __contains__(self, waiting: Waiting) -> bool:
+        return self._line.get(waiting.number) is waiting
+
+    def find(self, request_id: str) -> Waiting | None:
+        return self._by_id.get(request_id)
+
+    def has_tenant(self, tenant: str) -> bool:
+        return tenant in self._num_of_tenant
 
     def join(self, waiting: Waiting) -> None:
+        """At the end; no other in the line may have its request's id."""
+        assert waiting.spec.request_id not in self._by_id, "who admits has looked"
         waiting.number = self._num_ever
         self._num_ever += 1
+        tenant = waiting.tenant
         # A tenant that comes (back) starts level with those who wait, not with an old credit.
-        present = {other.tenant for other in self._line}
-        if waiting.tenant not in present:
-            least = min((self._given.get(tenant, 0) for tenant in present), default=0)
-            self._given[waiting.tenant] = max(self._given.get(waiting.tenant, 0), least)
-        self._line.append(waiting)
+        if tenant not in self._num_of_tenant:
+            least = min((self._given.get(one, 0) for one in self._num_of_tenant), default=0)
+            self._given[tenant] = max(self._given.get(tenant, 0), least)
+        self._num_of_tenant[tenant] += 1
+        self._line[waiting.number] = waiting
+        self._by_id[waiting.spec.request_id] = waiting
+        self._young.append(waiting.number)
+        self._turns.add(waiting)
+        self._holding = None
 
     def leave(self, waiting: Waiting) -> None:
+        if waiting.wait is None:
+            self._turns_of(waiting).remove(waiting)
         waiting.unpark()
-        self._line.remove(waiting)
+        del self._line[waiting.number]
+        del self._by_id[waiting.spec.request_id]
+        self._num_of_tenant[waiting.tenant] -= 1
+        if not self._num_of_tenant[waiting.tenant]:
+            del self._num_of_tenant[waiting.tenant]
+        self._holding = None
 
     def forget(self, tenant: str) -> None:
         """A tenant that is no more."""
@@ -127,30 +166,95 @@ class WaitingLine:
 
     def admitted(self, waiting: Waiting, num_blocks: int) -> None:
         """It leaves with `num_blocks`; those that came before it have been passed over."""
-        self._line.remove(waiting)
+        self.leave(waiting)
         self._given[waiting.tenant] = self._given.get(waiting.tenant, 0) + num_blocks
-        for other in self._line:
-            other.passed_over += other.number < waiting.number
+        heapq.heappush(self._last_admitted, waiting.number)
+        if len(self._last_admitted) > MAX_PASSED_OVER:
+            heapq.heappop(self._last_admitted)
+        while self._young and self._is_overdue(self._young[0]):
+            other = self._line.get(self._young.popleft())
+            if other is not None and other.wait is None:
+                self._turns.remove(other)
+                self._overdue.add(other)
 
-    def findings(self) -> list[str]:
-        """What is wrong, in words."""
-        ids = [one.spec.request_id for one in self._line]
-        wrong = [f"request {one!r} waits twice" for one in sorted(set(ids)) if ids.count(one) > 1]
-        for one in self._line:
-            if (one.wait is None) != (one.timer is None):
-                wrong.append(f"request {one.spec.request_id!r} waits for blocks without an end")
-            if one.wait is not None and one.wait.claim.num_waiting < 1:
-                wrong.append(f"request {one.spec.request_id!r} is not counted by what it waits for")
-        return wrong
+    def _is_overdue(self, number: int) -> bool:
+        last = self._last_admitted
+        return len(last) == MAX_PASSED_OVER and number < last[0]
+
+    def _turns_of(self, waiting: Waiting) -> Turns[Waiting]:
+        return self._overdue if self._is_overdue(waiting.number) else self._turns
+
+    def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
+        """Who goes next. One that may not holds up its tenant, and nobody else."""
+        refused: set[str] = set()
+        first = self._overdue.first(may_go, refused)
+        return self._turns.first(may_go, refused) if first is None else first
+
+    # Standing aside
+
+    def stand_aside(
+        self, waiting: Waiting, wait: Wait, now: float, on_timeout: Callable[[], None]
+    ) -> None:
+        """It waits for blocks that another request computes; those behind it go on."""
+        self._turns_of(waiting).remove(waiting)
+        waiting.park(wait, now, on_timeout)
+        heapq.heappush(self._aside.setdefault(wait.claim, []), (wait.stop, waiting.number))
+
+    def come_back(self, waiting: Waiting) -> Wait | None:
+        """It waits no more; what it waited for, if it did."""
+        wait = waiting.unpark()
+        if wait is not None:
+            self._turns_of(waiting).add(waiting)
+        return wait
+
+    def whose_wait_is_over(self) -> list[Waiting]:
+        """Those aside whose blocks are there, or will not come."""
+        found: list[Waiting] = []
+        for claim, heap in list(self._aside.items()):
+            while heap and (claim.is_over or heap[0][0] <= claim.first):
+                waiting = self._line.get(heapq.heappop(heap)[1])
+                is_here = waiting is not None and waiting.wait is not None
+                if is_here and waiting.wait.claim is claim:
+                    found.append(waiting)
+            if not heap:
+                del self._aside[claim]
+        return found
+
+    # What they hold
+
+    def last_holding(self) -> Waiting | None:
+        """The last in line that holds what was fetched for it."""
+        if self._holding is None:
+            self._holding = [one for one in self.ordered() if one.holds_fetched]
+        while self._holding and not self._holding[-1].holds_fetched:
+            self._holding.pop()
+        return self._holding[-1] if self._holding else None
 
     def ordered(self) -> list[Waiting]:
-        """All of them, next first."""
+        """All of them, next first: it sorts."""
         return sorted(
-            self._line,
+            self._line.values(),
             key=lambda one: (
-                one.passed_over < MAX_PASSED_OVER,
+                not self._is_overdue(one.number),
                 -one.spec.priority,
                 self._given.get(one.tenant, 0),
                 one.number,
             ),
         )
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words."""
+        wrong = []
+        for one in self:
+            if (one.wait is None) != (one.timer is None):
+                wrong.append(f"request {one.spec.request_id!r} waits for blocks without an end")
+            if one.wait is not None and one.wait.claim.num_waiting < 1:
+                wrong.append(f"request {one.spec.request_id!r} is not counted by what it waits for")
+        in_turn = [one.number for turns in (self._turns, self._overdue) for one in turns]
+        if sorted(in_turn) != [one.number for one in self if one.wait is None]:
+            wrong.append("those that have a turn are not those that wait for one")
+        if self._num_of_tenant != Counter(one.tenant for one in self):
+            wrong.append("the tenants that wait are miscounted")
+        if {one.spec.request_id: one for one in self} != self._by_id:
+            wrong.append("those that wait are not those that are found by their ids")
+        return wrong

@@ -59,10 +59,12 @@ class AttachedStores:
         if not route:
             await self._common.attach(store)
             return
-        if route not in self._own:
-            self._own[route] = await self._open(self._tasks)
-        await self._own[route].attach(store)
-        self._routes[route] = self._own[route]
+        place = self._own.get(route)
+        if place is None:
+            opened = await self._open(self._tasks)
+            place = self._own.setdefault(route, opened)  # another may have been faster
+        await place.attach(store)
+        self._routes[route] = place
 
     def detach(self, route: str = "") -> Store | None:
         """Use the store there no more; returns it. What was begun on it ends on it."""

@@ -31,6 +31,7 @@ from tierkv.storage.codec import (
 from tierkv.storage.protocol import Buffer
 
 if TYPE_CHECKING:  # an extra
+    from blake3 import blake3
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES = 32
@@ -57,9 +58,15 @@ def codec_for(trust: Trust, key: bytes | None) -> Codec:
     """
     if trust is Trust.TRUSTED:
         return PlainCodec()
+    key = check_key(trust, key)
+    return SignedCodec(key) if trust is Trust.SIGNED else SealedCodec(key)
+
+
+def check_key(trust: Trust, key: bytes | None) -> bytes:
+    """The key that a store which is not trusted needs. Raises ConfigError."""
     if key is None or len(key) != KEY_BYTES:
         raise ConfigError(f"a store that is {trust.value} needs a key of {KEY_BYTES} bytes")
-    return SignedCodec(key) if trust is Trust.SIGNED else SealedCodec(key)
+    return key
 
 
 class TenantCodecs:
@@ -101,6 +108,25 @@ def parse_key(text: str) -> bytes:
     return key
 
 
+def import_blake3() -> type[blake3]:
+    """Raises ConfigError if the package is not installed."""
+    try:
+        from blake3 import blake3  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise _missing("blake3") from error
+    return blake3
+
+
+def import_aes_gcm() -> tuple[type[AESGCM], type[Exception]]:
+    """The cipher, and what it raises at a forgery. Raises ConfigError if it is not installed."""
+    try:
+        from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415
+    except ImportError as error:
+        raise _missing("cryptography") from error
+    return AESGCM, InvalidTag
+
+
 def _missing(package: str) -> ConfigError:
     return ConfigError(f"the package {package} is not installed: install tierkv[untrusted]")
 
@@ -115,11 +141,7 @@ class SignedCodec:
     header_bytes = HEADER_BYTES
 
     def __init__(self, key: bytes) -> None:
-        try:
-            from blake3 import blake3  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            raise _missing("blake3") from error
-        self._blake3 = blake3
+        self._blake3 = import_blake3()
         self._key = _derive(key, b"tierkv signed value v1")
 
     def encode(self, payload: Buffer, identity: ValueIdentity) -> tuple[bytes, Buffer]:
@@ -151,12 +173,7 @@ class SealedCodec:
     header_bytes = SEALED_HEADER_BYTES
 
     def __init__(self, key: bytes) -> None:
-        try:
-            from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415
-        except ImportError as error:
-            raise _missing("cryptography") from error
-        self._aes_gcm, self._invalid_tag = AESGCM, InvalidTag
+        self._aes_gcm, self._invalid_tag = import_aes_gcm()
         self._key = key
 
     def encode(self, payload: Buffer, identity: ValueIdentity) -> tuple[bytes, Buffer]:

@@ -70,7 +70,8 @@ def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 def _mirrored(url: str, settings: StoreSettings, clock: Clock) -> Store:
     urls = url.partition(":")[2].split("|")
-    return MirroredStore([open_store(one, settings, clock) for one in urls])
+    # Each with a breaker of its own: one that is silent would use up the others' time as well.
+    return MirroredStore([open_resilient_store(one, settings, clock) for one in urls])
 
 
 _LAYERED = "layered:NEAR-URL|FAR-URL"

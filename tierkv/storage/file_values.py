@@ -244,7 +244,8 @@ class ValueFiles:
         now = self._clock.wall()
         if now - status.st_atime < USE_GRAIN_S:
             return
-        with contextlib.suppress(FileNotFoundError), locked_directory(_parent(path)):
+        # A file that is not ours can be read and not marked; it is a hit all the same.
+        with contextlib.suppress(OSError), locked_directory(_parent(path)):
             expires_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
             os.utime(path, ns=(int(now * 1e9), expires_ns), follow_symlinks=False)
 

@@ -108,6 +108,7 @@ class LayeredStore:
                 outcomes[i] = outcome
                 if outcome.status is GetStatus.HIT:
                     self._fill(items[i])
+                    await asyncio.sleep(0)  # 2 MiB are copied in 0.5 ms; others have their turn
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:

@@ -46,6 +46,8 @@ class MirroredStore:
         return Capabilities(
             is_shared=all(one.is_shared for one in every),
             is_durable=any(one.is_durable for one in every),
+            has_ttl=all(one.has_ttl for one in every),
+            has_listing=every[0].has_listing,
         )
 
     @asynccontextmanager
@@ -56,21 +58,36 @@ class MirroredStore:
             yield
 
     async def ping(self) -> None:
-        for store in self._stores:
-            await store.ping()
-
-    async def exists(self, names: Sequence[str]) -> int:
-        check_names(names)
-        found, failures = 0, []
+        """Returns if any store answers: the others' values are there, then, and new ones kept."""
+        failures = []
         for store in self._stores:
             try:
-                found = max(found, await store.exists(names))
+                await store.ping()
             except StoreUnavailableError as error:
                 failures.append(error)
-            if found == len(names):
-                return found
         if len(failures) == len(self._stores):
             raise failures[0]
+
+    async def exists(self, names: Sequence[str]) -> int:
+        """A run may lie partly in one store and partly in another."""
+        check_names(names)
+        found = 0
+        failures: dict[Store, StoreUnavailableError] = {}
+        is_longer = True
+        while is_longer and found < len(names):
+            is_longer = False
+            for store in self._stores:
+                if store in failures or found == len(names):
+                    continue
+                try:
+                    more = await store.exists(names[found:])
+                except StoreUnavailableError as error:
+                    failures[store] = error
+                    continue
+                found += more
+                is_longer |= more > 0
+        if len(failures) == len(self._stores):
+            raise next(iter(failures.values()))
         return found
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:

@@ -235,6 +235,8 @@ class MooncakeStore:
         check_names(names)
         check_ttl(ttl_s)
         client = self._opened()
+        if not names:
+            return 0
         there = await self._threads.run(lambda: client.batch_is_exist(list(names)))
         return there.count(1)
 

@@ -115,6 +115,9 @@ class Topics:
                 self.changed.set()
 
     def hear(self, topic: str, message: str) -> None:
+        """Anybody may have written it: what is no message is a reason to look."""
+        if not _MESSAGE.fullmatch(message):
+            message = LOOK
         for listener in self._listeners.get(topic, ()):
             listener.hear(message)
 

@@ -98,14 +98,14 @@ class FileNotifier:
         at = 0
         while at < len(events):
             _, mask, _, length = _EVENT.unpack_from(events, at)
-            name = events[at + _EVENT.size : at + _EVENT.size + length].rstrip(b"\0").decode()
+            name = events[at + _EVENT.size : at + _EVENT.size + length].rstrip(b"\0")
             at += _EVENT.size + length
             if mask & _OVERFLOW:
                 self._topics.turn_all(is_live=True)
             elif mask & _IGNORED:
                 self._lost.set()
             elif mask & _CREATED:
-                digest, _, message = name.partition(".")
+                digest, _, message = name.decode("ascii", "replace").partition(".")
                 if topic := digests.get(digest):
                     self._topics.hear(topic, message)
 

@@ -206,6 +206,9 @@ class RedisStore:
             except (RedisError, OSError) as error:
                 failure = error
                 continue
+            except BaseException:  # redis-py leaves the socket of a cancelled connect open
+                await connection.disconnect()
+                raise
             return connection
         raise failure
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableSequence, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -262,10 +262,10 @@ class ResilientStore:
     ) -> T:
         """One try of one read. lends_buffers: the caller's, which have to come back, so that one
         that is stuck is waited for; and its result is still to be judged."""
+        self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self._check_breaker()
         deadline_s = self._deadline_s(num_bytes, self._settings.timeout_s)
-        with self._counted_waiting():
-            await self._reading.acquire()
+        await self._until_its_turn(deadline_s)
         late = f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
         stuck = asyncio.get_running_loop().call_later(deadline_s + _STUCK_S, self._fail, late)
         try:
@@ -301,18 +301,28 @@ class ResilientStore:
         finally:
             task.cancel()
 
-    @contextmanager
-    def _counted_waiting(self) -> Iterator[None]:
+    async def _until_its_turn(self, deadline_s: float) -> None:
+        """Take one of `max_reads` places. Raises StoreUnavailableError if too many wait for one,
+        none is free within `deadline_s`, or the breaker is open by then."""
         if self._num_waiting_reads >= self._settings.max_waiting_reads:
-            self._num_refused += 1
-            raise StoreUnavailableError(
+            raise self._refused(
                 f"{self.url} has {self._num_waiting_reads} operations waiting for it"
             )
         self._num_waiting_reads += 1
         try:
-            yield
+            async with asyncio.timeout(deadline_s):
+                await self._reading.acquire()
+        except TimeoutError as error:
+            # Those that have the places are stuck, or slow; they are judged, this one is not.
+            text = f"{self.url} had no turn for this within {deadline_s * 1000:.0f} ms"
+            raise self._refused(text) from error
         finally:
             self._num_waiting_reads -= 1
+        try:
+            self._check_breaker()
+        except StoreUnavailableError:
+            self._reading.release()
+            raise
 
     def _may_retry(self, started: float) -> bool:
         """Whether the first try failed at once, and the budget, which every operation adds to, has
@@ -360,12 +370,14 @@ class ResilientStore:
         return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
 
     def _check_breaker(self) -> None:
-        self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         if not self._breaker.is_closed:
-            self._num_refused += 1
-            raise StoreUnavailableError(
+            raise self._refused(
                 f"{self.url} is left alone, since it failed: {self._breaker.reason}"
             )
+
+    def _refused(self, reason: str) -> StoreUnavailableError:
+        self._num_refused += 1
+        return StoreUnavailableError(reason)
 
     def _judge(self, failures: Sequence[str], num_items: int) -> None:
         """A batch that failed whole is a failure; one answered whole a success."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tierkv.errors import ConfigError
 from tierkv.storage.codec_keyed import TenantCodecs, Trust, parse_key
+from tierkv.storage.codec_small import SmallCodec
 from tierkv.storage.factory import StoreSettings
 from tierkv.storage.file import FileSettings
 from tierkv.storage.layered import LayeredSettings
@@ -70,11 +71,18 @@ class StorageSettings:
         )
 
     def codecs(self) -> TenantCodecs:
-        """Reads the key. Raises ConfigError if it cannot be read or used."""
+        """For blocks. Reads the key. Raises ConfigError if it cannot be read or used."""
+        return TenantCodecs(self.trust, self._read_key())
+
+    def small_codec(self) -> SmallCodec:
+        """For tickets and the like. Reads the key. Raises ConfigError as `codecs` does."""
+        return SmallCodec(self.trust, self._read_key())
+
+    def _read_key(self) -> bytes | None:
         text = self.key
         if self.key_file:
             try:
                 text = Path(self.key_file).read_text(encoding="ascii")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"the key file {self.key_file} cannot be read") from error
-        return TenantCodecs(self.trust, parse_key(text) if text else None)
+        return parse_key(text) if text else None

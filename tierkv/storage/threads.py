@@ -59,7 +59,7 @@ class WorkerThreads:
         """`work(item)` for each item, spread over the threads; results in the items' order.
 
         A cancel lets each thread finish the item it has in hand, starts no other, and is raised
-        when the last one has ended. What `work` raises is raised here, after the rest is done.
+        when the last one has ended; behind threads that are stuck with others' work, at once. What `work` raises is raised here, after the rest is done.
         """
         self.check_open()
         assert self._pool is not None, "checked in the line above"
@@ -74,13 +74,17 @@ class WorkerThreads:
                     return
                 results[index] = work(item)
 
-        futures = {
-            asyncio.wrap_future(self._pool.submit(drain))
-            for _ in range(min(self._num_threads, len(items)))
-        }
+        calls = [self._pool.submit(drain) for _ in range(min(self._num_threads, len(items)))]
+        futures = {asyncio.wrap_future(call) for call in calls}
+
+        def withdraw() -> None:
+            waiting.clear()
+            for call in calls:  # has an effect on those that no thread has begun
+                call.cancel()
+
         self._in_flight |= futures
         try:
-            await outlast(futures, on_cancel=waiting.clear)
+            await outlast(futures, on_cancel=withdraw)
         finally:
             self._in_flight -= futures
         for error in [future.exception() for future in futures]:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import msgpack
 import msgspec
 
 from tierkv.cache.keys import Names, StoredKey, Tail
@@ -85,7 +84,7 @@ class TailLists:
         if known and known[0] == tail:
             return
         kept = [tail, *(one for one in known if not self._is_covered(one, tail))][:MAX_TAILS]
-        body = msgpack.packb([[one.tokens, one.extra] for one in kept])
+        body = msgspec.msgpack.encode([_Entry(one.tokens, one.extra) for one in kept])
         parts = self._codec(space).encode(body, _identity(tail.parent))
         name = self._names.tails(tail.parent, space)
         await self._store.put([PutItem(name, parts, ttl_s=self._ttl_s, keep_existing=False)])
@@ -138,8 +137,8 @@ class TailLists:
             size = codec.header_bytes
             payload = memoryview(bytearray(value[size:]))
             codec.decode(value[:size], payload, _identity(parent))
-            entries = msgspec.convert(msgpack.unpackb(payload), list[_Entry])
-        except (StoreCorruptError, msgspec.ValidationError, ValueError, msgpack.UnpackException):
+            entries = msgspec.msgpack.decode(payload, type=list[_Entry])
+        except (StoreCorruptError, msgspec.DecodeError, RecursionError):
             self.num_damaged += 1
             return []
         return [

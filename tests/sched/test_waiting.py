@@ -1,0 +1,141 @@
+"""The line: who goes next is what the rule says, however long it is, and others have their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from tests.latch import until
+from tests.world import GQA, World, world
+from tierkv.cache.keys import Prompt
+from tierkv.sched.computing import Claim, Wait
+from tierkv.sched.request import RequestSpec
+from tierkv.sched.waiting import Waiting, WaitingLine
+
+MANY = 10_000
+
+
+def anybody(_: Waiting) -> bool:
+    return True
+
+
+def one(name: str, *, tenant: str = "", priority: int = 0) -> Waiting:
+    prompt = Prompt.of([1, 2, 3, 4], 4, space=tenant)
+    spec = RequestSpec(name, prompt, 0, priority=priority)
+    return Waiting(spec, None, asyncio.get_running_loop().create_future())
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) -> None:
+    rng, line = random.Random(seed), WaitingLine()
+    aside: dict[Waiting, Claim] = {}
+    for number in range(600):
+        what = rng.choice(["join", "join", "leave", "admit", "admit", "aside", "back", "forget"])
+        waiting = [each for each in line.ordered() if each not in aside]
+        if what == "join" or not len(line):
+            tenant, priority = rng.choice("abc"), rng.choice([0, 0, 0, 5])
+            line.join(one(str(number), tenant=tenant, priority=priority))
+        elif what == "leave":
+            gone = rng.choice(list(line))
+            aside.pop(gone, None)
+            line.leave(gone)
+        elif what == "admit" and waiting:
+            first = line.next(anybody)
+            assert first is waiting[0]
+            line.admitted(first, rng.randrange(1, 9))
+        elif what == "aside" and waiting:
+            chosen = rng.choice(waiting)
+            claim = Claim(chosen.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
+            line.stand_aside(chosen, Wait(claim, 5, 100.0), 0.0, lambda: None)
+            aside[chosen] = claim
+        elif what == "back" and aside:
+            back, claim = rng.choice(list(aside.items()))
+            claim.first = 5
+            assert line.whose_wait_is_over() == [back]
+            line.come_back(back)
+            del aside[back]
+        elif what == "forget" and not line.has_tenant("a"):
+            line.forget("a")
+        assert line.findings() == []
+        expected = next((each for each in line.ordered() if each not in aside), None)
+        assert line.next(anybody) is expected
+    for each in list(line):
+        line.leave(each)
+    assert line.next(anybody) is None
+
+
+async def test_one_that_may_not_go_holds_up_its_own_tenant_only() -> None:
+    line = WaitingLine()
+    big, small, other = one("big", tenant="a"), one("small", tenant="a"), one("other", tenant="b")
+    for each in (big, small, other):
+        line.join(each)
+    assert line.next(lambda each: each is not big) is other
+    assert line.next(anybody) is big
+
+
+async def run_one(here: World, name: str, tenant: str = "") -> None:
+    prompt = Prompt.of([int(name) % 7] * 4, GQA.block_size, space=tenant)
+    request = await here.service.admit(name, prompt, max_new_tokens=0)
+    here.service.end(request)
+
+
+async def test_ten_thousand_wait_and_the_loop_goes_round_between_them() -> None:
+    async with world(device_blocks=8) as here:
+        service = here.service
+        service.pause()
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            admitted = 0
+            while admitted < MANY:
+                await asyncio.sleep(0)
+                now = service.stats().requests.admitted_requests
+                most, admitted = max(most, now - admitted), now
+
+        async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+            for number in range(MANY):
+                group.create_task(run_one(here, str(number)))
+            await until(lambda: service.scheduler.num_waiting == MANY)
+            group.create_task(watch())
+            service.unpause()
+        assert 0 < most <= 64
+        await here.settle()
+
+
+async def test_the_cost_of_an_admission_does_not_grow_with_those_that_wait() -> None:
+    """As many admissions from a long line as from a short one take about as long; with a sort, or
+    a scan, they would take a hundred times as long."""
+
+    def seconds(length: int) -> float:
+        line = WaitingLine()
+        for number in range(length):
+            line.join(one(str(number), tenant=str(number % 5), priority=number % 3))
+        started = time.thread_time()
+        for _ in range(100):
+            first = line.next(anybody)
+            assert first is not None
+            line.admitted(first, 1)
+        return time.thread_time() - started
+
+    short = min(seconds(100) for _ in range(5))
+    assert min(seconds(MANY) for _ in range(5)) < 10 * short
+
+
+async def test_a_tenant_at_its_limit_with_thousands_waiting_costs_others_nothing() -> None:
+    line, looks = WaitingLine(), 0
+    for number in range(2_000):
+        line.join(one(str(number), tenant="busy"))
+    other = one("other", tenant="calm", priority=-1)
+    line.join(other)
+
+    def may_go(waiting: Waiting) -> bool:
+        nonlocal looks
+        looks += 1
+        return waiting.tenant != "busy"
+
+    assert line.next(may_go) is other
+    assert looks == 2

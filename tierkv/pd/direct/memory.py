@@ -1,0 +1,72 @@
+"""Reads another process's memory on the same machine: one system call, one copy."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierkv.errors import TransferError
+
+_MOST_PIECES = 1024  # IOV_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`num_bytes` at `theirs` in the peer's memory, to `ours` in this process's."""
+
+    theirs: int
+    ours: int
+    num_bytes: int
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class NotPermittedError(TransferError):
+    """The kernel forbids to read that process's memory, and will go on to."""
+
+
+def is_possible() -> bool:
+    return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
+
+
+def read(pid: int, pieces: Sequence[Piece]) -> None:
+    """Read all `pieces`; blocks for as long as the copy takes. A process that is stopped can be
+    read, one that is dead cannot.
+
+    Raises TransferError if not every byte came; what lies there then is anything.
+    """
+    libc = _libc()
+    for at in range(0, len(pieces), _MOST_PIECES):
+        some = pieces[at : at + _MOST_PIECES]
+        count = len(some)
+        ours = (_IoVec * count)(*[_IoVec(piece.ours, piece.num_bytes) for piece in some])
+        theirs = (_IoVec * count)(*[_IoVec(piece.theirs, piece.num_bytes) for piece in some])
+        came = libc.process_vm_readv(pid, ours, count, theirs, count, 0)
+        if came < 0:
+            code = ctypes.get_errno()
+            kind = NotPermittedError if code in (errno.EPERM, errno.ENOSYS) else TransferError
+            raise kind(f"the memory of process {pid} cannot be read: {os.strerror(code)}")
+        expected = sum(piece.num_bytes for piece in some)
+        if came != expected:
+            raise TransferError(f"of {expected} bytes of process {pid} only {came} came")
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "process_vm_readv"):
+        libc.process_vm_readv.restype = ctypes.c_ssize_t
+        libc.process_vm_readv.argtypes = (
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_ulong,
+        )
+    return libc
