@@ -1,23 +1,29 @@
 """What asking and polling an embedded service costs the engine's thread.
 
-    python benchmarks/embedding.py
+    python benchmarks/embedding.py [--quick] [--json]
 
-Alone, and beside a loop that other threads keep busy with admissions of long prompts. Times are of
-single calls, in microseconds, on the thread that asks.
+Alone, and beside a loop that another thread keeps busy with admissions of long prompts. Times are
+of single calls on the thread that asks, beside what asyncio's own way into a loop of another thread
+costs there (`run_coroutine_threadsafe`, with nothing to do on the other side).
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import uvloop
 
+from benchmarks.bench import Row, row, show
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.layout import attention_layout
 from tierkv.embed import Embedded, EmbedSettings
@@ -29,7 +35,6 @@ from tierkv.service import Service
 LAYOUT = attention_layout(
     num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", item_bytes=4, block_size=16
 )
-NUM_CALLS = 5000
 STEP_S = 0.001  # between two steps of the engine
 
 
@@ -38,71 +43,116 @@ def build() -> Service:
     return Service(CpuDevice(), Fingerprint("m", LAYOUT), settings, HandoffSettings(), None)
 
 
-def measure(cache: Embedded, tokens: bytes) -> dict[str, list[float]]:
-    took: dict[str, list[float]] = {"lookup (submit)": [], "poll, empty": [], "poll, one": []}
+class Times:
+    """Seconds of single calls, by what was called."""
 
-    def timed(name: str, call: Callable[[], object]) -> object:
+    def __init__(self) -> None:
+        self.of: dict[str, list[float]] = {}
+
+    def timed(self, name: str, call: Callable[[], object]) -> object:
         started = time.perf_counter()
         result = call()
-        took[name].append(time.perf_counter() - started)
+        self.of.setdefault(name, []).append(time.perf_counter() - started)
         return result
 
-    for _ in range(NUM_CALLS):
-        timed("poll, empty", cache.poll)
-        timed("lookup (submit)", lambda: cache.lookup(tokens))
-        cache.wait(10.0)
-        timed("poll, one", cache.poll)
-    return took
+    def rows(self, where: str, *, against: Row | None = None) -> list[Row]:
+        rows = []
+        for name, seconds in self.of.items():
+            micros = [one * 1e6 for one in seconds]
+            rows.append(row(f"{name}, {where}: p50", micros, "us", against=against))
+            rows.append(row("  p99", [float(np.percentile(micros, 99))], "us"))
+        return rows
 
 
-def show(title: str, took: dict[str, list[float]]) -> None:
-    print(title)
-    for name, times in took.items():
-        p50, p99, top = np.percentile(np.array(times) * 1e6, [50, 99, 100])
-        print(f"  {name:18} p50 {p50:7.1f} us   p99 {p99:8.1f} us   max {top:9.1f} us")
+@contextmanager
+def another_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = uvloop.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _nothing() -> None:
+    pass
+
+
+def plain_asyncio(count: int) -> list[Row]:
+    times = Times()
+    with another_loop() as loop:
+        for _ in range(count):
+            future = times.timed(
+                "run_coroutine_threadsafe",
+                lambda: asyncio.run_coroutine_threadsafe(_nothing(), loop),
+            )
+            future.result(10.0)  # type: ignore[attr-defined]
+    return times.rows("idle")
+
+
+def idle_service(count: int, tokens: bytes, against: Row) -> list[Row]:
+    times = Times()
+    with Embedded(build, EmbedSettings(max_calls=8)) as cache:
+        for _ in range(count):
+            times.timed("poll of nothing", cache.poll)
+            times.timed("submit", lambda: cache.lookup(tokens))
+            cache.wait(10.0)
+            times.timed("poll of one", cache.poll)
+    return times.rows("idle", against=against)
+
+
+@contextmanager
+def long_prompts(cache: Embedded) -> Iterator[None]:
+    """Another thread admits, commits and ends prompts of 32k tokens, one after the other."""
+    stop = threading.Event()
+
+    def work() -> None:
+        rng, number = np.random.default_rng(2), 0
+        while not stop.is_set():
+            tokens = rng.integers(0, 1000, 32768).astype("<i4").tobytes()
+            name = f"long-{number}"
+            cache.admit(name, tokens, max_new_tokens=0).wait(30)
+            commit = cache.commit(name, tokens)
+            cache.end(name).wait(30)
+            commit.result()
+            number += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def busy_service(count: int, tokens: bytes, against: Row) -> list[Row]:
+    times = Times()
+    with Embedded(build) as cache, long_prompts(cache):
+        calls = []
+        for _ in range(count):
+            calls.append(times.timed("submit", lambda: cache.lookup(tokens)))
+            while calls and calls[0].is_done:  # type: ignore[attr-defined]
+                calls.pop(0).result()  # type: ignore[attr-defined]
+            times.timed("looking at a call", lambda: [one.is_done for one in calls[:4]])  # type: ignore[attr-defined]
+            time.sleep(STEP_S)
+    return times.rows("beside 32k-token requests", against=against)
 
 
 def main() -> None:
-    rng = np.random.default_rng(1)
-    short = rng.integers(0, 1000, 64).astype("<i4").tobytes()
-    with Embedded(build, EmbedSettings(max_calls=8)) as cache:
-        show("an idle service, 64 tokens", measure(cache, short))
-    with Embedded(build) as cache:
-        stop = threading.Event()
-
-        def others() -> None:
-            number = 0
-            while not stop.is_set():
-                name = f"{threading.get_ident()}-{number}"
-                tokens = rng.integers(0, 1000, 32768).astype("<i4").tobytes()
-                cache.admit(name, tokens, max_new_tokens=0).wait(30)
-                commit = cache.commit(name, tokens)
-                cache.end(name).wait(30)
-                commit.result()
-                number += 1
-
-        thread = threading.Thread(target=others)
-        thread.start()
-        took: list[float] = []
-        polls: list[float] = []
-        calls = []
-        for _ in range(NUM_CALLS):
-            started = time.perf_counter()
-            calls.append(cache.lookup(short))
-            middle = time.perf_counter()
-            while calls and calls[0].is_done:
-                calls.pop(0).result()
-            took.append(middle - started)
-            started = time.perf_counter()
-            _ = [call.is_done for call in calls[:4]]
-            polls.append(time.perf_counter() - started)
-            time.sleep(STEP_S)
-        stop.set()
-        thread.join()
-        show(
-            "beside 32k-token requests, one after another",
-            {"lookup (submit)": took, "looking at a call": polls},
-        )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer calls")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args()
+    count = 1000 if options.quick else 5000
+    tokens = np.random.default_rng(1).integers(0, 1000, 64).astype("<i4").tobytes()
+    rows = plain_asyncio(count)
+    rows += idle_service(count, tokens, rows[0])
+    rows += busy_service(count, tokens, rows[0])
+    show(rows, as_json=options.json)
 
 
 if __name__ == "__main__":
