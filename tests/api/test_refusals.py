@@ -140,7 +140,9 @@ def test_any_fields_make_a_job_or_are_refused(body: dict[str, object]) -> None:
 
 
 def decoded_or_refused(raw: bytes, content_type: str) -> None:
-    for kind in (GenerateBody, PrefillBody, DecodeBody):
+    kinds: list[type[GenerateBody | PrefillBody | DecodeBody]]
+    kinds = [GenerateBody, PrefillBody, DecodeBody]
+    for kind in kinds:
         with suppress(BadRequestError):
             body = decode(raw, kind, content_type=content_type)
             body.job("id", Prompt(body.packed(), 16))

@@ -31,6 +31,7 @@ MAX_FIELDS = 100
 _LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
 _LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
 _REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
+_MOST_EARLY_BYTES = 64 << 10  # of a connection whose turn has not come; then it is not read
 _MAX_REFUSALS = 64  # at a time; more are just closed
 _NO_LOG = logging.getLogger("tierkv.http.access")
 _NO_LOG.disabled = True  # what is asked is counted; a line for each would cost more than the answer
@@ -149,22 +150,24 @@ class Connection(web.RequestHandler):
     # How much at once
 
     def data_received(self, data: bytes) -> None:
-        """Now or, when enough was begun in this turn of the loop, in a later one; what comes next
-        is not read until then. Without data, aiohttp wants to go on with what it has."""
+        """Now or, when enough was begun in this turn of the loop, in a later one; not much more is
+        read until then. Without data, aiohttp wants to go on with what it has."""
         pace, transport = self._counted.pace, self.transport
         if not data or transport is None or (not self._early and pace.lets_through()):
             super().data_received(data)
             return
         if not self._early:
-            transport.pause_reading()
             pace.wait(self._take_early)
         self._early += data
+        if len(self._early) >= _MOST_EARLY_BYTES:
+            transport.pause_reading()
 
     def _take_early(self) -> None:
         data, self._early = self._early, b""
         if self.transport is None or self.transport.is_closing():
             return  # gone meanwhile
-        self.transport.resume_reading()
+        if len(data) >= _MOST_EARLY_BYTES:
+            self.transport.resume_reading()
         super().data_received(data)
 
     def _process_keepalive(self) -> None:

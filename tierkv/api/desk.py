@@ -113,7 +113,7 @@ class Desk:
         request = held.running()
         with self.called(held):
             await self._service.commit(request, tokens)
-            held.computed_tokens = request.computed_tokens
+            held.computed(request.computed_tokens)
 
     async def extend(self, held: Held, num_tokens: int, *, deadline_s: float) -> None:
         request = held.running()
@@ -123,6 +123,8 @@ class Desk:
 
     async def preempt(self, held: Held) -> None:
         request = held.running()
+        if held.streams:
+            raise WrongStateError(f"request {held.key[1]!r} is being published as it is computed")
         await self._published(held)
         with self.called(held):
             held.running()
@@ -163,8 +165,24 @@ class Desk:
             available = self._service.tiers.available(Tier.DEVICE)
             raise OutOfBlocksError("device", needed=needed, available=available) from error
 
+    def stream(self, held: Held, ticket_id: str) -> bool:
+        """Publish what is committed of the prompt from now on, under a ticket that `publish`
+        completes; whether it does, which the settings say. Raises HandoffError."""
+        if ticket_id in held.publishes:
+            return True
+        stream = self._service.stream(held.running(), ticket_id)
+        if stream is None:
+            return False
+        stream.advance(min(held.computed_tokens, held.prompt_tokens))
+        assert self._tasks is not None, "the desk is running"
+        # No call of the request's: while it is computed, its lease may end.
+        task = self._tasks.create_task(_outcome(stream.run()), name="tierkv-publish")
+        held.streams[ticket_id], held.publishes[ticket_id] = stream, task
+        return True
+
     async def publish(self, held: Held, ticket_id: str, first_tokens: list[int]) -> Published:
         """Publish once per ticket id; who goes away does not stop it. Raises HandoffError."""
+        held.finish_stream(ticket_id, first_tokens)
         task = held.publishes.get(ticket_id)
         if task is None:
             request = held.running()
@@ -187,11 +205,8 @@ class Desk:
     async def _publish(
         self, held: Held, request: Request, ticket_id: str, first_tokens: list[int]
     ) -> Published | TierKVError:
-        try:
-            with self.called(held):
-                return await self._service.publish(request, ticket_id, first_tokens)
-        except TierKVError as error:
-            return error  # for who waits; a task that raises would stop the node
+        with self.called(held):
+            return await _outcome(self._service.publish(request, ticket_id, first_tokens))
 
     async def _published(self, held: Held) -> None:
         """Return when nothing of it is being published: its blocks are read until then."""
@@ -204,12 +219,14 @@ class Desk:
     async def end(self, held: Held, state: State) -> None:
         """Give everything back; no error if that has happened. To finish waits for what is being
         published, anything else gives it up; a cancel ends only the wait."""
+        streaming = {held.publishes[name] for name in held.streams}
+        held.fail_streams(f"the request is {state.value}, and its prompt was not published")
         tasks = held.busy_publishes()
         if not tasks:
             self._end(held, state)
             return
         if state is not State.FINISHED:
-            for task in tasks:
+            for task in tasks - streaming:  # those end by themselves, when they have said so
                 task.cancel()
         assert self._tasks is not None, "the desk is running"
         ending = self._tasks.create_task(self._end_later(held, state), name="tierkv-desk-end")
@@ -222,6 +239,7 @@ class Desk:
     def abort_all(self) -> None:
         """Publishes are given up; each request ends as soon as its own have."""
         for held in list(self._held.values()):
+            held.fail_streams("the node was stopped")
             tasks: set[Publishing] = held.busy_publishes()
             for task in tasks:
                 task.cancel()
@@ -268,4 +286,18 @@ class Desk:
             return
         log.warning("request %s was not heard of for %g s: ended", held.key[1], held.ttl_s)
         self.num_expired += 1
-        self._end(held, State.EXPIRED)
+        held.fail_streams("the engine that computed it was not heard of any more")
+        if not held.busy_publishes():
+            self._end(held, State.EXPIRED)
+            return
+        assert self._tasks is not None, "the desk is running"
+        ending = self._end_later(held, State.EXPIRED)
+        self._tasks.create_task(ending, name="tierkv-desk-end")
+
+
+async def _outcome(work: Awaitable[Published]) -> Published | TierKVError:
+    """An expected failure is for who waits; a task that raises would stop the node."""
+    try:
+        return await work
+    except TierKVError as error:
+        return error

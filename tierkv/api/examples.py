@@ -16,6 +16,7 @@ from tierkv.api.types_requests import (
     PublishBody,
     RequestAnswer,
     ResumeBody,
+    StreamBody,
 )
 
 _TOKENS = "AQAAAAIAAAADAAAA"  # 1, 2, 3 as little-endian 32-bit integers
@@ -49,6 +50,7 @@ EXAMPLES: dict[type, dict[str, Any]] = {
     EndAnswer: {"request_id": "chat-17", "state": "finished", "computed_tokens": 42},
     ExtendBody: {"num_tokens": 64},
     ResumeBody: {"max_new_tokens": 64},
+    StreamBody: {"ticket_id": "chat-17"},
     PublishBody: {"ticket_id": "chat-17", "first_tokens": [17]},
     ClaimBody: {"ticket_id": "chat-17", "tokens": _TOKENS, "max_new_tokens": 256},
     PrefetchBody: {"request_id": "warm-3", "tokens": _TOKENS},

@@ -9,6 +9,7 @@ from tierkv.api.refusals import WrongStateError
 from tierkv.api.types_requests import Loads, State
 from tierkv.errors import TierKVError, TransferError
 from tierkv.pd.handoff import Published
+from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.request import Matched, Request
 
@@ -21,7 +22,8 @@ class Held:
     """request: None once it has ended. ticket: what it claimed, if it did.
 
     expires_at: on the loop's clock. num_calls: under way; the lease does not end under them.
-    publishes: by ticket id, under way or done. resuming: what a resume waits in.
+    publishes: by ticket id, under way or done. streams: those of them that go out while the prompt
+    is computed, until all of it is. resuming: what a resume waits in.
     """
 
     key: Key
@@ -33,6 +35,7 @@ class Held:
     num_calls: int = 0
     timer: asyncio.TimerHandle | None = None
     publishes: dict[str, Publishing] = field(default_factory=dict)
+    streams: dict[str, Stream] = field(default_factory=dict)
     resuming: asyncio.Timeout | None = None
     prompt_tokens: int = 0
     block_size: int = 0
@@ -67,6 +70,27 @@ class Held:
     def wrong_state(self) -> WrongStateError:
         how = "being resumed" if self.resuming is not None else self.state.value
         return WrongStateError(f"request {self.key[1]!r} is {how}")
+
+    def computed(self, num_tokens: int) -> None:
+        """So many first tokens are committed."""
+        self.computed_tokens = num_tokens
+        for stream in self.streams.values():
+            stream.advance(min(num_tokens, self.prompt_tokens))
+
+    def finish_stream(self, ticket_id: str, first_tokens: list[int]) -> None:
+        """The prompt is computed, if it goes out under this ticket. Raises WrongStateError."""
+        if ticket_id not in self.streams:
+            return
+        if self.computed_tokens < self.prompt_tokens:
+            raise WrongStateError(
+                f"only {self.computed_tokens} of {self.prompt_tokens} prompt tokens are committed"
+            )
+        self.streams.pop(ticket_id).finish(first_tokens)
+
+    def fail_streams(self, reason: str) -> None:
+        """No more of the prompt will be computed; who waits for its tickets is told why."""
+        while self.streams:
+            self.streams.popitem()[1].fail(reason)
 
     def busy_publishes(self) -> set[Publishing]:
         return {task for task in self.publishes.values() if not task.done()}

@@ -1,4 +1,4 @@
-"""How much of what clients send is begun in one turn of the event loop; the rest waits for the next.
+"""How much of what clients send is begun in one turn of the event loop; the rest comes after it.
 
 Without it, 10,000 requests that arrive together are all parsed and begun in the one turn that
 finds them, and nothing else has the loop for seconds: no timer, no copy, no probe.

@@ -36,11 +36,22 @@ from tierkv.errors import (
     TierKVError,
     TransferError,
 )
+from tierkv.pd.ticket import ClaimProblem
 
 log = logging.getLogger("tierkv.api")
 
 PROBLEM_JSON = "application/problem+json"
 _RETRY_AFTER_S = 1
+# Of hand-offs: another claim may go well, at once or when the prompt is prefilled again.
+PASSING_REASONS = frozenset(
+    problem.value
+    for problem in (
+        ClaimProblem.NOT_YET,
+        ClaimProblem.PRODUCER_FAILED,
+        ClaimProblem.PRODUCER_LOST,
+        ClaimProblem.UNAVAILABLE,
+    )
+)
 
 
 class WrongRoleError(BadRequestError):
@@ -189,7 +200,8 @@ def problem(
 
 def _answer(body: Problem, headers: Mapping[str, str]) -> web.Response:
     all_headers = {REQUEST_ID_HEADER: body.request_id, **headers}
-    if body.status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
+    not_now = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
+    if body.status in not_now or body.reason in PASSING_REASONS:
         all_headers["Retry-After"] = str(_RETRY_AFTER_S)
     response = web.Response(
         body=msgspec.json.encode(body),

@@ -9,7 +9,14 @@ from tierkv.api.access import Access
 from tierkv.api.route import Disconnect, Route
 from tierkv.api.routes_base import Routes, principal_of
 from tierkv.api.routes_requests import content_of, fields_of
-from tierkv.api.types_requests import ClaimAnswer, ClaimBody, PublishAnswer, PublishBody
+from tierkv.api.types_requests import (
+    ClaimAnswer,
+    ClaimBody,
+    PublishAnswer,
+    PublishBody,
+    StreamAnswer,
+    StreamBody,
+)
 from tierkv.errors import HandoffError
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.request import Request
@@ -31,6 +38,16 @@ class HandoffRoutes(Routes):
             ),
             Route(
                 method="POST",
+                path="/v1/requests/{id}/stream",
+                handler=self.stream,
+                access=Access.WRITE,
+                summary="Store what is committed of the prompt from now on; publish ends it.",
+                body=StreamBody,
+                answer=StreamAnswer,
+                is_body_optional=True,
+            ),
+            Route(
+                method="POST",
                 path="/v1/claims",
                 handler=self.claim,
                 access=Access.WRITE,
@@ -39,6 +56,22 @@ class HandoffRoutes(Routes):
                 answer=ClaimAnswer,
             ),
         ]
+
+    async def stream(self, request: web.Request) -> web.Response:
+        node = self._node
+        async with node.call():
+            held = self._held(request)
+            body = await self._read_optional(request, StreamBody)
+            ticket_id = bodies.check_id(body.ticket_id or held.key[1], "ticket_id")
+            name = node.ticket_name(ticket_id, principal_of(request).tenant)
+            try:
+                streams = node.desk.stream(held, name)
+            except HandoffError as error:
+                self._metrics.count_handoff_failure("publish", error.reason)
+                raise
+        return bodies.answer(
+            request, StreamAnswer(request_id=held.key[1], ticket_id=ticket_id, streams=streams)
+        )
 
     async def publish(self, request: web.Request) -> web.Response:
         node = self._node
@@ -60,6 +93,7 @@ class HandoffRoutes(Routes):
                 ticket_id=ticket_id,
                 num_blocks=published.num_blocks,
                 present_blocks=published.present_blocks,
+                early_blocks=published.early_blocks,
                 tail_tokens=ticket.num_tokens % ticket.block_size,
                 flushed_bytes=published.flushed_bytes,
                 expires_at=ticket.expires_at,

@@ -134,6 +134,20 @@ class PublishBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     first_tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]] = []
 
 
+class StreamBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """ticket_id: what the decode node asks for; the request's id without it."""
+
+    ticket_id: str | None = None
+
+
+class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """streams: False where the node's settings say that prompts go out only when computed."""
+
+    request_id: str
+    ticket_id: str
+    streams: bool
+
+
 class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """block_table: device blocks in order: a list in JSON, in msgpack packed little-endian int32.
 
@@ -170,12 +184,14 @@ class EndAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 class PublishAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """num_blocks: of the prompt, its tail of tail_tokens included; present_blocks of them were in
-    storage already. expires_at: of the ticket, in Unix seconds."""
+    storage already, early_blocks went there before the prompt was computed, if it was streamed.
+    expires_at: of the ticket, in Unix seconds."""
 
     request_id: str
     ticket_id: str
     num_blocks: int
     present_blocks: int
+    early_blocks: int
     tail_tokens: int
     flushed_bytes: int
     expires_at: float

@@ -1,0 +1,140 @@
+"""However many ask at once, the event loop goes on turning, and everybody is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.api.nodes import Here, here
+from tests.latch import until
+from tierkv.api.pace import Pace
+
+_MOST_PER_TURN = 128
+
+
+async def test_a_turn_lets_some_through_and_the_rest_in_order_later() -> None:
+    pace = Pace(asyncio.get_running_loop())
+    taken: list[tuple[int, int]] = []
+    turn = 0
+    for number in range(500):
+        if pace.lets_through():
+            taken.append((number, turn))
+        else:
+            pace.wait(lambda number=number: taken.append((number, turn)))  # type: ignore[misc]
+    assert 0 < len(taken) <= _MOST_PER_TURN
+    while len(taken) < 500:
+        turn += 1
+        before = len(taken)
+        await asyncio.sleep(0)
+        assert len(taken) - before <= _MOST_PER_TURN
+        assert turn < 500
+    assert [number for number, _ in taken] == list(range(500))
+    assert pace.num_waiting == 0
+
+
+async def test_what_comes_in_a_later_turn_has_that_turns_share() -> None:
+    pace = Pace(asyncio.get_running_loop())
+    for _ in range(50):
+        assert pace.lets_through()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def connections(
+    on: Here, count: int
+) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    url = urlsplit(on.client.url)
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(count):
+            pair = await asyncio.open_connection(url.hostname, url.port)
+            stack.callback(pair[1].close)
+            found.append(pair)
+        yield found
+
+
+def message(path: str, tokens: bytes, name: str) -> bytes:
+    head = [f"POST {path} HTTP/1.1", "Host: node", "Content-Type: application/octet-stream"]
+    head += [f"Idempotency-Key: {name}", f"Content-Length: {len(tokens)}", "", ""]
+    return "\r\n".join(head).encode() + tokens
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    size = int(head.split("content-length: ")[1].split("\r\n")[0])
+    return int(head[9:12]), await reader.readexactly(size)
+
+
+async def test_requests_that_come_together_are_all_answered() -> None:
+    count = 400
+    async with here() as on, connections(on, count) as pairs:
+        for number, (_, writer) in enumerate(pairs):
+            writer.write(message("/v1/requests", struct.pack("<i", 7), f"r{number}"))
+        waiting = on.node.service.scheduler
+        await until(
+            lambda: waiting.num_waiting == count - 64, "all to have come"
+        )  # 64 blocks are there
+
+        async def finish(number: int) -> None:
+            reader, writer = pairs[number]
+            async with asyncio.timeout(60):
+                assert (await answer(reader))[0] == 200
+                end = f"DELETE /v1/requests/r{number} HTTP/1.1\r\nHost: node\r\n\r\n"
+                writer.write(end.encode())
+                assert (await answer(reader))[0] == 200
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                group.create_task(finish(number))
+        await on.settle()
+
+
+async def test_lookups_that_come_together_are_not_all_begun_in_one_turn() -> None:
+    count = 400
+    async with here() as on, connections(on, count) as pairs:
+        for number, (_, writer) in enumerate(pairs):
+            writer.write(message("/v1/lookup", struct.pack("<i", number % 200), f"r{number}"))
+        most, seen = 0, 0
+        while on.store.num_operations < count:
+            await asyncio.sleep(0)
+            most = max(most, on.store.num_operations - seen)
+            seen = on.store.num_operations
+        assert most <= _MOST_PER_TURN
+        for reader, _ in pairs:
+            assert (await asyncio.wait_for(answer(reader), 60))[0] == 200
+
+
+async def test_long_bodies_that_come_together_arrive_whole() -> None:
+    num_tokens = 75_000
+    async with here() as on, connections(on, 64) as pairs:
+        async with asyncio.TaskGroup() as group:
+            for number, (_, writer) in enumerate(pairs):
+                tokens = struct.pack("<i", number) * num_tokens
+                writer.write(message("/v1/lookup", tokens, f"r{number}"))
+                group.create_task(writer.drain())
+            answers = [group.create_task(asyncio.wait_for(answer(pair[0]), 60)) for pair in pairs]
+        for task in answers:
+            status, body = task.result()
+            assert status == 200
+            assert b'"num_tokens":75000' in body
+
+
+@pytest.mark.parametrize(
+    "num_rounds", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+async def test_clients_that_ask_and_go_leave_nothing_behind(num_rounds: int) -> None:
+    async with here() as on:
+        for _ in range(num_rounds):
+            async with connections(on, 200) as pairs:
+                for number, (_, writer) in enumerate(pairs):
+                    writer.write(message("/v1/requests?ttl_s=1", b"\7\0\0\0", f"r{number}"))
+                await asyncio.sleep(0)
+        await until(lambda: on.node.desk.num_open == 0, "what was admitted to expire")
+        await on.settle()

@@ -1,0 +1,109 @@
+"""An engine's prompt goes out while it computes: early, complete, or with a reason why not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.api.nodes import Answer, Here, here
+from tests.latch import until
+from tierkv.clock import SystemClock
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+Json = dict[str, Any]
+PROMPT = list(range(8 * 16 + 5))
+
+
+async def admit(on: Here, **options: Any) -> None:
+    body = {"tokens": PROMPT, "request_id": "r"} | options
+    assert (await on.client.post("/v1/requests", body)).status == 200
+
+
+async def stream(on: Here) -> Answer:
+    return await on.client.post("/v1/requests/r/stream", {"ticket_id": "t"})
+
+
+async def claim(on: Here, **options: Any) -> Answer:
+    body = {"tokens": PROMPT, "ticket_id": "t", "request_id": "c", "deadline_s": 20}
+    return await on.client.post("/v1/claims", body | options)
+
+
+async def test_blocks_go_out_with_each_commit_and_the_claimer_gets_the_whole_prompt() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as on, here(store=store) as other:
+        await admit(on)
+        opened = await stream(on)
+        assert opened.body == {"request_id": "r", "ticket_id": "t", "streams": True}
+        assert (await stream(on)).body == opened.body
+        async with asyncio.TaskGroup() as group:
+            claimed = group.create_task(claim(other))
+            stats = on.node.service.stats().storage
+            assert stats is not None
+            for blocks in (3, 7):
+                body = {"num_tokens": 16 * blocks}
+                assert (await on.client.post("/v1/requests/r/commit", body)).status == 200
+                await until(lambda n=blocks: stats.flushed_blocks >= n, "blocks in storage")
+            early = await on.client.post("/v1/requests/r/publish", {"ticket_id": "t"})
+            assert (early.status, early.code) == (409, "wrong_state")
+            assert "112 of 133" in early.body["detail"]
+            await on.client.post("/v1/requests/r/commit", {})
+            last = {"ticket_id": "t", "first_tokens": [9]}
+            published = await on.client.post("/v1/requests/r/publish", last)
+        assert published.status == 200
+        assert published.body["num_blocks"] == 9
+        assert published.body["early_blocks"] >= 7
+        assert (await on.client.post("/v1/requests/r/publish", last)).body == published.body
+        assert claimed.result().status == 200
+        assert claimed.result().body["cached_tokens"] == len(PROMPT)
+        assert claimed.result().body["first_tokens"] == [9]
+        assert (await on.client.post("/v1/requests/r/finish", {})).status == 200
+        assert (await other.client.post("/v1/requests/c/finish", {})).status == 200
+        await on.settle()
+        await other.settle()
+
+
+@pytest.mark.parametrize("end", ["finish", "abort", "expire"])
+async def test_who_waits_is_told_when_the_prompt_will_not_come(end: str) -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as on, here(store=store) as other:
+        await admit(on, ttl_s=0.3 if end == "expire" else 60)
+        await stream(on)
+        await on.client.post("/v1/requests/r/commit", {"num_tokens": 32})
+        async with asyncio.TaskGroup() as group:
+            claimed = group.create_task(claim(other))
+            if end == "finish":
+                assert (await on.client.post("/v1/requests/r/finish", {})).status == 200
+            elif end == "abort":
+                assert (await on.client.ask("DELETE", "/v1/requests/r")).status == 200
+        refused = claimed.result()
+        assert (refused.status, refused.body["reason"]) == (502, "producer_failed")
+        await until(lambda: on.node.desk.num_open == 0, "its end")
+        assert on.node.desk.num_expired == (end == "expire")
+        await on.settle()
+
+
+async def test_a_request_that_is_streamed_is_not_preempted() -> None:
+    async with here() as on:
+        await admit(on)
+        await stream(on)
+        refused = await on.client.post("/v1/requests/r/preempt", {})
+        assert (refused.status, refused.code) == (409, "wrong_state")
+        assert (await on.client.post("/v1/requests/r/commit", {})).status == 200
+        assert (await on.client.post("/v1/requests/r/publish", {"ticket_id": "t"})).status == 200
+        assert (await on.client.post("/v1/requests/r/preempt", {})).status == 200
+        assert (await on.client.ask("DELETE", "/v1/requests/r")).status == 200
+        await on.settle()
+
+
+async def test_a_node_that_stops_gives_up_what_is_streamed() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as other:
+        async with here(store=store) as on:
+            await admit(on)
+            await stream(on)
+            await on.client.post("/v1/requests/r/commit", {"num_tokens": 32})
+        refused = await claim(other, deadline_s=5)
+        assert refused.status == 502
+        assert refused.body["reason"] in ("producer_failed", "producer_lost")
