@@ -33,7 +33,7 @@ from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.policies import EvictionKind, make_policy
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.tokens import Tokens
 from tierkv.cache.write_policy import WritePolicy, WriteRule
 from tierkv.sched.planner import plan_room
@@ -60,12 +60,12 @@ class Cache:
         self.hit_blocks = 0
         self.blocks = 0
 
-    def make_room(self, needed: int) -> None:
+    def take(self, needed: int) -> Ids:
+        """Slots, after evicting what must go for them; as Room.take does it."""
         index, pool = self.index, self.pool
         steps = plan_room(index, pool, Tier.DEVICE, needed=needed, on_the_way=0, rule=_RULE)
         freed = [index.drop(Tier.DEVICE, *step.victim) for step in steps]
-        if freed:
-            pool.release(freed[0] if len(freed) == 1 else np.concatenate(freed))
+        return pool.swap(freed, needed) if freed else pool.allocate(needed)
 
     def run(self, tokens: Tokens, *, digests: bool = False) -> None:
         """A request that is admitted, computes all it lacks, and ends."""
@@ -77,8 +77,7 @@ class Cache:
             index.count_hit(lease)
         stop = min(prompt.num_blocks, pool.capacity)
         needed = stop - match.num_blocks
-        self.make_room(needed)
-        slots = pool.allocate(needed)
+        slots = self.take(needed)
         lease, _ = index.insert(Tier.DEVICE, lease, prompt, stop, slots)
         if digests:
             index.digests(lease.node, lease.num_blocks, start=match.num_blocks)
@@ -189,8 +188,9 @@ def measure_long(capacity: int, repeats: int) -> list[Row]:
     freed = []
     for at in range(repeats):
         started = time.thread_time()
-        cache.make_room(cache.pool.num_free + 128)
+        slots = cache.take(cache.pool.num_free + 128)
         freed.append((time.thread_time() - started) * 1e6)
+        cache.pool.release(slots)
         if at % 4 == 3:
             cache.run(_tokens(rng, 512 * 16))
     where = f"in {capacity:,} blocks"

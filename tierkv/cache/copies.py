@@ -142,8 +142,26 @@ class TierCopies:
         self.num_present += 0 if slots is None else num_blocks
         self._settle()
 
+    def drop_ready(self, num_blocks: int) -> Ids:
+        """Truncate a run that is ready throughout; the slots of the blocks that go. With 0 it is
+        absent throughout instead, for who still holds on to a node that has left the tree."""
+        assert self._slots is not None, "ready blocks have slots"
+        had = self._slots[num_blocks:]
+        self.num_present = num_blocks
+        if not num_blocks:
+            self.uniform, self._slots = CopyState.ABSENT, None
+            return had
+        kept = self._slots[:num_blocks]
+        self.num_blocks = num_blocks
+        is_mostly_dead = kept.base is not None and kept.base.size > 2 * num_blocks
+        self._slots = kept.copy() if is_mostly_dead else kept
+        return had
+
     def truncate(self, num_blocks: int) -> None:
         """Drop all blocks from `num_blocks` on. O(1) on average over any number of calls."""
+        if self.uniform is CopyState.ABSENT:
+            self.num_blocks = num_blocks
+            return
         self.num_present = self.present_in(0, num_blocks)
         self.num_blocks = num_blocks
         if self._states is not None:

@@ -155,6 +155,7 @@ class Index(Tree):
             start = start.parent
         node, pos = descend(start, first, prompt, stop)
         adopted = (False,) * (pos - first)
+        is_new = False
         if pos > first:
             reached, adopted = self._fill_in(tier, node, first, pos, slots)
             if reached < pos:
@@ -165,9 +166,11 @@ class Index(Tree):
         if pos < stop:
             # A copy: the caller's array may be a table that goes on changing.
             own = slots[pos - first :].astype(np.int32)
+            below = node
             node = self._grow(tier, node, pos, prompt, stop, own, at.node)
             adopted += (True,) * (stop - pos)
-        return self._moved(at, node, stop), Inserted(node, stop, adopted)
+            is_new = node.parent is below
+        return self._moved(at, node, stop, is_new=is_new), Inserted(node, stop, adopted)
 
     def _fill_in(
         self, tier: Tier, node: Node, first: int, pos: int, slots: Ids
@@ -213,22 +216,18 @@ class Index(Tree):
             self._change(tier, tail, 0, 1, Change.PLACE, slots=np.array([slot], np.int32))
         return Inserted(tail, at.num_blocks + 1, (is_new,))
 
-    def _moved(self, at: Lease, node: Node, num_blocks: int) -> Lease:
-        """A lease of the path to `node` in place of `at`."""
+    def _moved(self, at: Lease, node: Node, num_blocks: int, *, is_new: bool = False) -> Lease:
+        """A lease of the path to `node` in place of `at`. is_new: a child made for this."""
         if node is at.node and num_blocks == node.end:  # grown in place, or not at all
             self._end(at)
             self._tick += 1
             node.last_used = self._tick
             self.num_held_leases += 1
             return Lease(node, num_blocks)
-        if node.parent is at.node and node.end == num_blocks and not node.holders:
-            # The new child takes over: its parent's holder is now the child instead of the lease.
+        if is_new and node.parent is at.node:
+            # The new child took over: its parent's holder is now the child instead of the lease.
             self._end(at)
-            node.holders = 1
-            self._count_unheld(node, -1)
-            self._tick += 1
-            node.last_used = self._tick
-            at.node.last_used = max(at.node.last_used, self._tick)
+            at.node.last_used = max(at.node.last_used, node.last_used)
             self.num_held_leases += 1
             return Lease(node, num_blocks)
         lease = self.hold(node, num_blocks)
@@ -277,21 +276,20 @@ class Index(Tree):
         copies, other = node.copies[tier], node.copies[1 - tier]
         self.order[tier].policy.evicted(node)
         if (
-            not node.children
-            and j == node.num_blocks
-            and copies.uniform is CopyState.READY
+            copies.uniform is CopyState.READY
+            and not node.children
             and not other.num_present
+            and j == node.num_blocks
         ):
             # The common case, a leaf's last blocks on their last tier: no state is needed between.
-            before = copies.num_present
-            had = copies.slots[i:].copy()
+            self._count_gone(tier, node, j - i)
             if i:
-                node.truncate(i)
-                self._recount(tier, node, before)
-            else:
-                self._change(tier, node, 0, j, Change.EVICT)
-                self.prune(self._unlink(node))
-            return had
+                return node.drop_ready(tier, i)
+            parent = self._unlink(node)
+            parent.present_children[tier] -= 1
+            self._offer(parent)
+            self.prune(parent)
+            return copies.drop_ready(0)
         had = self._change(tier, node, i, j, Change.EVICT)
         self.prune(node)
         return had

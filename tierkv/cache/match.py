@@ -42,7 +42,9 @@ def longest_match(root: Node, prompt: Prompt, max_tokens: int) -> Match:
     """The longest run of `prompt`'s first `max_tokens` tokens."""
     node, pos = descend(root, 0, prompt, max_tokens // prompt.block_size)
     device = loading = 0
-    for part, start, stop in segments(node, 0, pos):
+    if _is_ready(node):
+        device = pos
+    for part, start, stop in segments(node, 0, pos) if device < pos else ():
         copies = part.copies[0]
         if copies.uniform is CopyState.READY and not loading:
             device += stop - start
@@ -53,6 +55,16 @@ def longest_match(root: Node, prompt: Prompt, max_tokens: int) -> Match:
             loading += copies.present_in(start + ready, stop)
     partial = _partial(node, pos, prompt, max_tokens)
     return Match(node, pos, device, loading, pos - device - loading, partial)
+
+
+def _is_ready(node: Node) -> bool:
+    """Whether the whole path is on the device, as it is mostly."""
+    part = node
+    while part.parent is not None:
+        if part.copies[0].uniform is not CopyState.READY:
+            return False
+        part = part.parent
+    return True
 
 
 def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]:

@@ -151,6 +151,18 @@ class Node:
         """Forget blocks from `num_blocks` on. The tokens behind them stay in memory until they
         are the bigger part, so that a long run can go piece by piece without being copied at
         every step."""
+        self._cut(num_blocks)
+        for copies in self.copies:
+            copies.truncate(num_blocks)
+
+    def drop_ready(self, tier: Tier, num_blocks: int) -> Ids:
+        """`truncate` a run that is ready throughout on `tier` and nowhere else; the slots that
+        the blocks had which go."""
+        self._cut(num_blocks)
+        self.copies[1 - tier].num_blocks = num_blocks
+        return self.copies[tier].drop_ready(num_blocks)
+
+    def _cut(self, num_blocks: int) -> None:
         self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
         if len(self._packed) > 2 * self.token_bytes:
             self._packed = self._packed[: self.token_bytes]
@@ -158,11 +170,10 @@ class Node:
         self.end = self.start + num_blocks
         if self.extras:
             self.extras = {b: e for b, e in self.extras.items() if b < self.end}
-        self.digests = self.digests[: num_blocks * DIGEST_BYTES]
+        if self.digests:
+            self.digests = self.digests[: num_blocks * DIGEST_BYTES]
         if self._stored is not None:
             self._stored = self._stored[:num_blocks].copy()
-        for copies in self.copies:
-            copies.truncate(num_blocks)
 
     def behead(self, uid: int, at: int) -> Node:
         """Cut the run in two: a new node for the first `at` blocks, while this one keeps the

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tierkv.errors import OutOfBlocksError, OwnershipError
 
 Ids = npt.NDArray[np.int32]
+_INT32 = np.dtype(np.int32)
 _TAKEN = -1  # in `_place`: the id is not on the stack of free ones
 _TAKEN_BYTES = _TAKEN.to_bytes(4, "little", signed=True)
 
@@ -69,12 +70,12 @@ class BlockPool:
         count = len(ids)
         if not count:
             return
-        given = ids if isinstance(ids, np.ndarray) and ids.dtype == np.int32 else self._narrow(ids)
+        given = ids if isinstance(ids, np.ndarray) and ids.dtype is _INT32 else self._narrow(ids)
         # As intp: an index of another type costs five times as much (NumPy 2, 950 ids). As
         # unsigned before that, so that a negative id is a huge one and not counted from the end.
         where = given.view(np.uint32).astype(np.intp)
         try:
-            places = self._place.take(where)
+            places = self._place[where]
         except IndexError:
             raise self._outside() from None
         if places.tobytes() != _TAKEN_BYTES * count:
@@ -85,11 +86,29 @@ class BlockPool:
             raise OwnershipError(f"{self.tier}: an id was released twice in one call")
         chosen = self._count_up[start:stop]
         self._place[where] = chosen
-        if self._place.take(where).tobytes() != chosen.tobytes():
+        if self._place[where].tobytes() != chosen.tobytes():
             self._place[where] = _TAKEN
             raise OwnershipError(f"{self.tier}: an id was released twice in one call")
         self._free[start:stop] = given
         self._num_free = stop
+
+    def swap(self, given: Sequence[Ids], count: int) -> Ids:
+        """Take `count` ids, of which `given`, taken until now and each there once, go from one
+        owner to the next without a stop on the stack. Raises OwnershipError, with nothing changed,
+        if one of them is not taken, OutOfBlocksError, with `given` released, if all are too few.
+        """
+        ids = given[0] if len(given) == 1 else np.concatenate(given)
+        more = count - len(ids)
+        if more < 0 or more > self._num_free or ids.dtype is not _INT32:
+            self.release(ids)
+            return self.allocate(count)
+        try:
+            places = self._place[ids.view(np.uint32).astype(np.intp)]
+        except IndexError:
+            raise self._outside() from None
+        if places.tobytes() != _TAKEN_BYTES * len(ids):
+            raise OwnershipError(f"{self.tier}: a block was given that is free")
+        return np.concatenate([ids, self.allocate(more)]) if more else ids
 
     def _narrow(self, ids: Ids | Sequence[int]) -> Ids:
         given = np.asarray(ids, np.int64)

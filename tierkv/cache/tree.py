@@ -175,19 +175,28 @@ class Tree:
         tokens: bytes,
         copies: tuple[TierCopies, TierCopies],
         extras: dict[int, bytes] | None,
+        *,
+        is_held: bool = False,
     ) -> Node:
+        """is_held: the lease that ends at the parent is to end here instead."""
         node = Node(self._next_uid, parent, parent.space, tokens, copies)
         self._next_uid += 1
         self._tick += 1
         node.last_used = self._tick
         node.extras = extras
         self._link(parent, node)
-        for tier in Tier:
-            if present := copies[tier].num_present:
-                parent.present_children[tier] += 1
-                node.space.used[tier] += present
-        self._count_unheld(node, +1)
-        self._offer(node)
+        used, children = node.space.used, parent.present_children
+        if device := copies[0].num_present:
+            children[0] += 1
+            used[0] += device
+        if host := copies[1].num_present:
+            children[1] += 1
+            used[1] += host
+        if is_held:
+            node.holders = 1
+        else:
+            self._count_unheld(node, +1)
+            self._offer(node)
         return node
 
     def _grow(  # noqa: PLR0913, PLR0917 - a place, and what comes there
@@ -215,7 +224,7 @@ class Tree:
         ready = TierCopies(stop - pos, CopyState.READY, slots)
         absent = TierCopies(stop - pos)
         copies = (ready, absent) if tier is Tier.DEVICE else (absent, ready)
-        return self._new_node(node, tokens, copies, extras)
+        return self._new_node(node, tokens, copies, extras, is_held=node is held)
 
     def _grows_in_place(self, node: Node, num_blocks: int, held: Node) -> bool:
         """Only if nobody but the caller holds it: a lease of others would protect what is added,
@@ -284,6 +293,13 @@ class Tree:
         if after > before:
             self._offer(node)
 
+    def _count_gone(self, tier: Tier, node: Node, num_blocks: int) -> None:
+        """So many copies of an unheld node are no more."""
+        node.space.used[tier] -= num_blocks
+        self.order[tier].num_unheld -= num_blocks
+        if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
+            own[tier].num_unheld -= num_blocks
+
     # Shrinking
 
     def prune(self, node: Node) -> None:
@@ -308,11 +324,11 @@ class Tree:
             parent.order = []
         else:
             del parent.order[bisect.bisect_left(parent.order, key)]
-        for tier in Tier:
-            self.order[tier].forget(node)
+        self.order[0].forget(node)
+        self.order[1].forget(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
-            for tier in Tier:
-                own[tier].forget(node)
+            own[0].forget(node)
+            own[1].forget(node)
         return parent
 
     def _trim(self, node: Node) -> None:

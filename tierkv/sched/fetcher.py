@@ -57,6 +57,7 @@ class _Progress:
     first_token: int = 0
     first_problem: GetOutcome | None = None
     claimed: list[bytes] = field(default_factory=list)
+    was_given_up: bool = False
     expected_bytes: float = 0.0
     began: float = 0.0
     queued_before: float = 0.0
@@ -146,6 +147,7 @@ class Fetcher:
         match = self._index.match(prompt)
         progress = _Progress(self._index.hold(match.node, match.num_blocks))
         progress.first_token = match.num_blocks * self._index.block_size
+        give_up_at = asyncio.get_running_loop().time() + deadline_s
         try:
             async with asyncio.timeout(deadline_s) as scope:
                 patience = Patience(
@@ -155,6 +157,8 @@ class Fetcher:
                     await self._fetch(prompt, progress, patience)
         except TimeoutError:
             progress.ends(Fate.LATE, "storage took too long")
+            # Before its deadline: the estimate was meant to end it.
+            progress.was_given_up = asyncio.get_running_loop().time() < give_up_at
         except StoreUnavailableError as error:
             progress.ends(Fate.FAILED, str(error))
         except BaseException:
@@ -213,7 +217,8 @@ class Fetcher:
             event = Event(fate, "storage", now, problem.reason)
             self._tiers.history.record(prompt, progress.lease.num_blocks, event)
         if problem.status is not GetStatus.MISS:
-            log.warning("fetch ended early: %s", problem.reason)
+            level = logging.DEBUG if progress.was_given_up else logging.WARNING
+            log.log(level, "fetch ended early: %s", problem.reason)
 
     async def _fetch(self, prompt: Prompt, progress: _Progress, patience: Patience) -> None:
         keys = await self._wait_for_others(prompt, progress, patience)

@@ -126,6 +126,8 @@ def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> boo
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
     node: Node = part.node
+    if part.stop == node.num_blocks and not node.children:
+        return False
     if part.stop < node.num_blocks and (node.uid, part.stop) not in forgotten:
         return True
     return any((child.uid, 0) not in forgotten for child in node.children.values())

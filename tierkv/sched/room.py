@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Unpack
 
-import numpy as np
-
 from tierkv.cache.index import runs_of
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
@@ -80,10 +78,15 @@ class Room(TierBooks, ABC):
                 on_the_way=self._on_the_way[tier],
                 rule=self.rules[tier],
             )
-            if not steps or not self._make_room(tier, steps):
+            if steps and not any(step.must_copy for step in steps):
+                freed = [self._drop(tier, *step.victim) for step in steps]
+                slots = pool.swap(freed, count)
                 break
-        slots = pool.allocate(count)
-        self._keep_free(tier)
+            if not steps or not self._make_room(tier, steps):
+                slots = pool.allocate(count)
+                break
+        if self._watermarks[tier].low:
+            self._keep_free(tier)
         return slots
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int) -> None:
@@ -146,17 +149,22 @@ class Room(TierBooks, ABC):
         return pool.num_free - before
 
     def _evict(self, tier: Tier, node: Node, start: int, stop: int) -> None:
+        self.pools[tier].release(self._drop(tier, node, start, stop))
+
+    def _drop(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
+        """Evict these blocks; the slots that are nobody's now."""
         self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
-        other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
-        lost = node.copies[other].states[start:stop] == CopyState.ABSENT
-        self.stats.forgotten_blocks += int(np.count_nonzero(lost))
+        kept = node.copies[1 - tier].present_in(start, stop)
+        self.stats.forgotten_blocks += stop - start - kept
         if tier is Tier.DEVICE:
             self.stats.evicted_device_blocks += stop - start
         else:
             self.stats.evicted_host_blocks += stop - start
         first = node.start
-        self.events.tell(Happening.EVICTED, tier.name.lower(), node, first + start, first + stop)
-        self.pools[tier].release(self.index.drop(tier, node, start, stop))
+        if self.events.has_listeners:
+            name = tier.name.lower()
+            self.events.tell(Happening.EVICTED, name, node, first + start, first + stop)
+        return self.index.drop(tier, node, start, stop)
 
     def forget(self, node: Node, start: int) -> None:
         """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
