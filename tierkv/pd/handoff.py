@@ -165,8 +165,8 @@ class Handoff:
     def _show(self, request: Request, start: int, stop: int) -> None:
         """Have the host keep these blocks too, if it has room, where a claimer can read them."""
         if self.direct.shows_blocks:
-            lease = request.lease
-            end = min(stop, lease.num_blocks, request.spec.prompt.num_blocks)
+            lease, room = request.lease, self._tiers.available(Tier.HOST)
+            end = min(stop, lease.num_blocks, request.spec.prompt.num_blocks, start + room)
             self._tiers.save(lease.node, end, first=start)
 
     async def _count_present(self, keys: Sequence[StoredKey], stored_blocks: int) -> int:

@@ -57,7 +57,7 @@ class Claimer:
                     ask = Ask(ticket_id=self._ticket_id, first=first, stop=stop)
                     answer = await self._exchange(ask)
             except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
-                log.info("the producer of a ticket cannot be asked: %s", error or "it is silent")
+                log.info("the producer of a ticket cannot be asked: %r", error)
                 peer.is_given_up = True
                 self._hang_up()
                 return

@@ -59,6 +59,7 @@ class Direct:
         self._machine = ""
         self._engine: TransferEngine | None = None
         self._server: DirectServer | None = None
+        self._num_claims = 0
         self.offers = Offers(storage, slots, stats)
 
     @property
@@ -72,9 +73,9 @@ class Direct:
         return 0 if self._server is None else self._server.num_leases
 
     def findings(self) -> list[str]:
-        """What is left over although nothing runs."""
-        left = self.offers.num_offers
-        return [f"nothing runs, but {left} blocks are offered by other nodes"] if left else []
+        """What is left over although nobody claims."""
+        left = 0 if self._num_claims else self.offers.num_offers
+        return [f"nobody claims, but {left} blocks are offered by other nodes"] if left else []
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -165,7 +166,9 @@ class Direct:
     def claimer(self, ticket_id: str) -> Iterator[Claimer]:
         """For one claim; at its end the producer lets go of what it held for it."""
         claimer = Claimer(ticket_id, self._tiers, self.offers, machine=self._machine)
+        self._num_claims += 1
         try:
             yield claimer
         finally:
+            self._num_claims -= 1
             claimer.close()

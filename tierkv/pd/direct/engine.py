@@ -92,7 +92,7 @@ class TransferEngine:
             self._landing = np.empty(0, np.uint8)
             raise TransferError(f"Mooncake's engine could not read from {peer} ({status})")
         for start, piece in zip(starts, pieces, strict=True):
-            _memory(piece.ours, piece.num_bytes)[:] = landing[start : start + piece.num_bytes]
+            ctypes.memmove(piece.ours, base + start, piece.num_bytes)
 
     def close(self) -> None:
         """Nobody reads what was shown after this."""
@@ -100,8 +100,3 @@ class TransferEngine:
             for address in self._shown:
                 self._engine.unregister_memory(address)
             self._engine = None
-
-
-def _memory(address: int, num_bytes: int) -> Bytes1D:
-    buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
-    return np.frombuffer(buffer, np.uint8)

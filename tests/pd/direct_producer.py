@@ -1,0 +1,106 @@
+"""A prefill node as a process of its own: carries out each line of stdin, answers with one line.
+
+    python -m tests.pd.direct_producer URL FIELDS
+
+FIELDS: of HandoffSettings and, under "cache", of CacheSettings, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from tests.world import World, world
+from tierkv.clock import SystemClock
+from tierkv.pd.settings import HandoffSettings
+from tierkv.storage.factory import StoreSettings, open_store
+
+
+class Producer:
+    """The process, as a test sees it. Its calls block."""
+
+    def __init__(self, url: str, fields: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "tests.pd.direct_producer", url, json.dumps(fields)]
+        self.popen = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._answer()
+
+    def publish(self, count: int, ticket: str) -> None:
+        """A prompt of tokens 0 to `count`."""
+        self._ask(do="publish", count=count, ticket=ticket)
+
+    def state(self) -> dict[str, Any]:
+        """leases, findings, shown."""
+        return self._ask(do="state")
+
+    def _ask(self, **work: object) -> dict[str, Any]:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(json.dumps(work) + "\n")
+        self.popen.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the producer died with {self.popen.wait(10)}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait(10)
+
+
+@contextmanager
+def producer(url: str, **fields: Any) -> Iterator[Producer]:
+    running = Producer(url, fields)
+    try:
+        yield running
+    finally:
+        running.kill()
+        for pipe in (running.popen.stdin, running.popen.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+async def _publish(node: World, count: int, ticket: str) -> None:
+    tokens = list(range(count))
+    request = await node.admit(tokens)
+    await node.prefill(request, tokens)
+    await node.service.publish(request, ticket, [42])
+    node.service.end(request)
+    await node.settle()
+
+
+async def _main(url: str, fields: dict[str, Any]) -> None:
+    cache = {"device_blocks": 64, "host_blocks": 64} | fields.pop("cache", {})
+    handoff = msgspec.convert(fields, HandoffSettings)
+    store = open_store(url, StoreSettings(), SystemClock())
+    async with world(store=store, handoff=handoff, **cache) as node:
+        print(json.dumps({}), flush=True)  # noqa: T201 - it is its answer
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            work = json.loads(line)
+            answer: dict[str, Any] = {}
+            if work["do"] == "publish":
+                await _publish(node, work["count"], work["ticket"])
+            else:
+                assert node.service.handoff is not None
+                answer = {
+                    "leases": node.service.handoff.direct.num_leases,
+                    "findings": node.service.verify(),
+                    "shown": node.service.stats().handoff.shown_blocks,
+                }
+            print(json.dumps(answer), flush=True)  # noqa: T201 - it is its answer
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], json.loads(sys.argv[2])))

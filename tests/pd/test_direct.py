@@ -1,0 +1,303 @@
+"""What may be read of a node's host tier, by whom and for how long, and what is done with bytes
+that are not what was promised."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.latch import finish, until
+from tests.world import World, background_tasks, fingerprint, world
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.direct.address import Answer, Ask, Channel, DirectAddress, this_machine
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+from tierkv.storage.codec_keyed import SealedCodec
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.transfer.storage_io_tier import StorageOptions
+
+COUNT, BLOCKS = 42, 10  # in blocks of 4, and a tail
+TOKENS = list(range(COUNT))
+SETTINGS: dict[str, Any] = {"lookup_deadline_s": 20, "claim_deadline_s": 20}
+
+
+@asynccontextmanager
+async def pair(**fields: Any) -> AsyncIterator[tuple[World, World]]:
+    """A prefill node that has published TOKENS under "t", and a decode node. fields: of the
+    former's HandoffSettings."""
+    store = MemoryStore(MemorySettings(), SystemClock())
+    there, here = HandoffSettings(**(SETTINGS | fields)), HandoffSettings(**SETTINGS)
+    async with (
+        world(store=store, handoff=there, device_blocks=64, host_blocks=64) as prefill,
+        world(store=store, handoff=here, device_blocks=64, host_blocks=64) as decode,
+    ):
+        await publish(prefill)
+        yield prefill, decode
+
+
+async def publish(node: World, ticket: str = "t") -> None:
+    request = await node.admit(TOKENS)
+    await node.prefill(request, TOKENS)
+    await finish(node.service.publish(request, ticket, [42]))
+    node.service.end(request)
+    await node.settle()
+
+
+async def claim(node: World, ticket: str = "t") -> None:
+    request, _ = await finish(
+        node.service.claim("claim", ticket, node.prompt(TOKENS), max_new_tokens=1)
+    )
+    await finish(request.gate.all_layers(20))
+    assert request.cached_tokens == COUNT
+    node.check_kv(request, TOKENS, COUNT)
+    node.service.end(request)
+    await node.settle()
+
+
+async def address_of(node: World, ticket: str = "t") -> DirectAddress:
+    assert node.service.handoff is not None
+    found = await finish(node.service.handoff.tickets.read(ticket))
+    assert found is not None
+    assert found.direct is not None
+    return found.direct
+
+
+def leases(node: World) -> int:
+    assert node.service.handoff is not None
+    return node.service.handoff.direct.num_leases
+
+
+@asynccontextmanager
+async def connected(address: DirectAddress) -> AsyncIterator[Channel]:
+    channel = Channel(*await asyncio.open_connection(address.host, address.port))
+    try:
+        await finish(channel.be_greeted())
+        yield channel
+    finally:
+        channel.close()
+
+
+async def ask(
+    channel: Channel, address: DirectAddress, first: int = 0, stop: int = BLOCKS
+) -> Answer:
+    await channel.send_ask(Ask(ticket_id="t", first=first, stop=stop), address.secret)
+    return await finish(channel.answer(address.secret))
+
+
+async def is_hung_up_on(channel: Channel, address: DirectAddress) -> None:
+    with pytest.raises((EOFError, OSError)):
+        await finish(channel.answer(address.secret))
+
+
+async def test_what_is_told_is_held_until_the_connection_ends() -> None:
+    async with pair() as (prefill, _):
+        address = await address_of(prefill)
+        async with connected(address) as channel:
+            answer = await ask(channel, address)
+            assert answer.blocks == tuple(range(BLOCKS))
+            assert leases(prefill) == 1
+            assert prefill.service.verify() == []
+            assert prefill.service.reset() > 0  # held: not forgotten
+            assert (await ask(channel, address, first=3, stop=5)).blocks == (3, 4)
+            assert leases(prefill) == 1  # the last question's only
+        await until(lambda: leases(prefill) == 0, "an end of what was held")
+        assert prefill.service.reset() == 0
+        await prefill.settle()
+
+
+async def test_only_a_holder_of_the_ticket_is_told_anything() -> None:
+    async with pair() as (prefill, _):
+        await publish(prefill, "other")
+        address = await address_of(prefill)
+        other = await address_of(prefill, "other")
+        assert address.secret != other.secret
+        for secret, ticket in ((bytes(16), "t"), (other.secret, "t"), (address.secret, "x")):
+            wrong = msgspec.structs.replace(address, secret=secret)
+            async with connected(wrong) as channel:
+                await channel.send_ask(Ask(ticket_id=ticket, first=0, stop=1), secret)
+                await is_hung_up_on(channel, wrong)
+        assert leases(prefill) == 0
+
+
+async def test_a_question_that_is_played_again_is_not_answered() -> None:
+    async with pair() as (prefill, _):
+        address = await address_of(prefill)
+        sent: list[bytes] = []
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        recorder = _Recorder(writer, sent.append)
+        channel = Channel(reader, recorder)  # type: ignore[arg-type]
+        await finish(channel.be_greeted())
+        await ask(channel, address)
+        writer.write(sent[0])
+        await is_hung_up_on(channel, address)
+        writer.close()
+        async with connected(address):  # the same on another connection
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            again = Channel(reader, writer)
+            await finish(again.be_greeted())
+            writer.write(sent[0])
+            await is_hung_up_on(again, address)
+            writer.close()
+
+
+class _Recorder:
+    def __init__(self, writer: asyncio.StreamWriter, heard: Callable[[bytes], None]) -> None:
+        self._writer, self._heard = writer, heard
+
+    def write(self, data: bytes) -> None:
+        self._heard(data)
+        self._writer.write(data)
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 400])
+async def test_noise_holds_nothing_and_harms_nobody(noise: bytes) -> None:
+    async with pair() as (prefill, decode):
+        address = await address_of(prefill)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(noise)
+        if noise:
+            await finish(reader.read())  # the greeting, and the end
+        writer.close()
+        await claim(decode)
+        assert decode.service.stats().handoff.memory_blocks == BLOCKS
+
+
+async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
+    async with pair() as (prefill, decode):
+        address = await address_of(prefill)
+        assert decode.service.handoff is not None
+        direct = decode.service.handoff.direct
+        with direct.claimer("t") as near:
+            near.learn(address)
+            await finish(near.ask(decode.prompt(TOKENS)))
+            async with connected(address) as channel:
+                answer = await ask(channel, address)
+                before = ctypes.string_at(answer.addresses[4], 8)
+                ctypes.memset(answer.addresses[4], before[0] ^ 0xFF, 1)
+                fetched = await finish(
+                    decode.service.fetcher.fetch(decode.prompt(TOKENS), deadline_s=20)
+                )
+                assert fetched.first_problem is None
+                fetched.release()
+                ctypes.memmove(answer.addresses[4], before, 8)
+        stats = decode.service.stats().handoff
+        assert (stats.memory_blocks, stats.damaged_direct_blocks) == (BLOCKS - 1, 1)
+        assert decode.storage_stats.fetched_blocks == 2  # that one, and the tail
+        assert decode.storage_stats.damaged_blocks == 0  # what is stored is as it was
+        await claim(decode)
+
+
+async def test_a_ticket_that_was_claimed_opens_nothing_any_more() -> None:
+    async with pair() as (prefill, decode):
+        address = await address_of(prefill)
+        assert prefill.service.handoff is not None
+        await claim(decode)
+        ledger = prefill.service.handoff.ledger
+        await until(lambda: ledger.num_holds == 0, "the acknowledgement")
+        async with connected(address) as channel:
+            assert (await ask(channel, address)).blocks == ()
+        assert leases(prefill) == 0
+
+
+async def test_blocks_that_are_gone_from_the_host_are_not_told() -> None:
+    async with pair() as (prefill, decode):
+        address = await address_of(prefill)
+        prefill.service.reset()
+        async with connected(address) as channel:
+            assert (await ask(channel, address)).blocks == ()
+        await claim(decode)
+        assert decode.storage_stats.fetched_blocks == BLOCKS + 1
+
+
+async def test_a_question_for_what_does_not_exist_is_answered_with_nothing() -> None:
+    async with pair() as (prefill, _):
+        address = await address_of(prefill)
+        async with connected(address) as channel:
+            for first, stop in ((BLOCKS, BLOCKS + 5), (-1, 5), (5, 5), (0, 1 << 40)):
+                assert (await ask(channel, address, first=first, stop=stop)).blocks == ()
+            assert len((await ask(channel, address, stop=99)).blocks) == BLOCKS
+
+
+async def test_a_node_that_ends_hangs_up_on_its_claimers() -> None:
+    before = background_tasks()
+    async with pair() as (prefill, _):
+        address = await address_of(prefill)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        channel = Channel(reader, writer)
+        await finish(channel.be_greeted())
+        await ask(channel, address)
+    await is_hung_up_on(channel, address)  # and its books were in order
+    writer.close()
+    await until(lambda: background_tasks() == before, "the end of every task")
+    with pytest.raises(OSError, match="refused"):
+        await asyncio.open_connection(address.host, address.port)
+
+
+async def test_by_itself_a_node_listens_for_this_machine_only_and_only_once_it_publishes() -> None:
+    async with pair() as (prefill, _):
+        address = await address_of(prefill)
+        assert (address.host, address.engine) == ("127.0.0.1", "")
+        assert address.machine == await asyncio.to_thread(this_machine)
+
+
+async def test_blocks_that_storage_may_not_see_are_not_shown() -> None:
+    """Whoever reads the store reads the ticket too."""
+    store = MemoryStore(MemorySettings(), SystemClock())
+    service = Service(
+        CpuDevice(),
+        fingerprint(),
+        CacheSettings(block_size=4, device_blocks=64, host_blocks=64),
+        HandoffSettings(),
+        store,
+        storage=StorageOptions(codecs=lambda _: SealedCodec(bytes(32))),
+    )
+    async with service.running():
+        assert service.handoff is not None
+        node = World(service, latch=None)  # type: ignore[arg-type]
+        await publish(node)
+        ticket = await finish(service.handoff.tickets.read("t"))
+        assert ticket is not None
+        assert ticket.direct is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"direct": DirectPath.NETWORK}, "direct_host"),
+        ({"direct_host": "0.0.0.0"}, "others can reach"),
+        ({"direct_host": "prefill.example"}, "IP address"),
+        ({"direct_port": 70_000}, "direct_port"),
+        ({"direct_lease_s": 0.0}, "direct_lease_s"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        HandoffSettings(**fields)
+
+
+async def test_a_port_that_is_taken_only_costs_the_direct_path() -> None:
+    taken = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    async with taken, pair(direct_port=port) as (prefill, decode):
+        assert prefill.service.handoff is not None
+        ticket = await finish(prefill.service.handoff.tickets.read("t"))
+        assert ticket is not None
+        assert ticket.direct is None
+        await claim(decode)
+
+
+def test_an_answer_says_as_much_of_each_block() -> None:
+    with pytest.raises(ValueError, match="per block"):
+        Answer(blocks=(1, 2), addresses=(1,), headers=(b"",))

@@ -1,0 +1,268 @@
+"""Between processes that share a Redis, blocks come straight from the producer's host tier, and
+from Redis whatever happens to the producer."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from tests.e2e.exact import text, truth
+from tests.e2e.test_processes import cluster
+from tests.latch import finish
+from tests.pd.direct_producer import Producer, producer
+from tests.redis_server import RedisServer, redis_server
+from tests.world import World, world
+from tierkv.clock import SystemClock
+from tierkv.pd.direct.address import DirectAddress
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.refmodel.text import decode as decode_text
+from tierkv.storage.factory import StoreSettings, open_store
+
+COUNT = 83  # 20 blocks of 4 and a tail
+BLOCKS = 20
+MEMORY = {"direct": "memory"}
+NETWORK = {"direct": "network", "direct_host": "127.0.0.1"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
+def url(server: RedisServer) -> str:
+    server.execute("FLUSHALL")
+    return server.url
+
+
+def needs_engine() -> None:
+    pytest.importorskip("mooncake.engine", reason="Mooncake's package cannot be loaded")
+
+
+@asynccontextmanager
+async def claimer(url: str, **fields: Any) -> AsyncIterator[World]:
+    store = open_store(url, StoreSettings(), SystemClock())
+    settings = HandoffSettings(**({"lookup_deadline_s": 20, "claim_deadline_s": 20} | fields))
+    async with world(store=store, handoff=settings, device_blocks=64, host_blocks=64) as node:
+        yield node
+
+
+async def claim(node: World, ticket: str = "t", count: int = COUNT) -> None:
+    """All of it, every byte as the producer computed it; nothing is left afterwards."""
+    prompt = list(range(count))
+    request, found = await finish(
+        node.service.claim("claim", ticket, node.prompt(prompt), max_new_tokens=1)
+    )
+    await finish(request.gate.all_layers(20))
+    assert found is not None
+    assert request.cached_tokens == count
+    node.check_kv(request, prompt, count)
+    node.service.end(request)
+    await node.settle()
+
+
+async def no_leases(running: Producer) -> None:
+    async with asyncio.timeout(10):
+        while (await asyncio.to_thread(running.state))["leases"]:  # noqa: ASYNC110 - a process
+            await asyncio.sleep(0.01)
+    assert (await asyncio.to_thread(running.state))["findings"] == []
+
+
+def counts(node: World) -> tuple[int, int, int]:
+    """Blocks from memory, over the network, and from storage."""
+    handoff = node.service.stats().handoff
+    return handoff.memory_blocks, handoff.network_blocks, node.storage_stats.fetched_blocks
+
+
+async def test_blocks_come_from_the_producers_memory_and_only_the_tail_from_storage(
+    url: str,
+) -> None:
+    async with claimer(url) as node:
+        with producer(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            assert counts(node) == (BLOCKS, 0, 1)
+            assert other.state()["shown"] == BLOCKS
+            await no_leases(other)
+
+
+async def test_blocks_come_over_the_network_through_the_transfer_engine(url: str) -> None:
+    needs_engine()
+    async with claimer(url, direct=DirectPath.NETWORK, direct_host="127.0.0.1") as node:
+        with producer(url, **NETWORK) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            assert counts(node) == (0, BLOCKS, 1)
+            await no_leases(other)
+
+
+async def test_blocks_that_the_producers_host_tier_has_no_room_for_come_from_storage(
+    url: str,
+) -> None:
+    async with claimer(url) as node:
+        with producer(url, cache={"host_blocks": 7}) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            memory, network, stored = counts(node)
+            assert 0 < memory <= 7
+            assert (network, stored) == (0, BLOCKS + 1 - memory)
+            await no_leases(other)
+
+
+@pytest.mark.parametrize("way", [MEMORY, NETWORK], ids=["memory", "network"])
+async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_loss(
+    url: str, way: dict[str, Any]
+) -> None:
+    if way is NETWORK:
+        needs_engine()
+    fields = way | {"direct": DirectPath(way["direct"])}
+    async with claimer(url, **fields) as node:
+        with producer(url, **way) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            handoff = node.service.handoff
+            assert handoff is not None
+            ticket = await handoff.tickets.read("t")
+            assert ticket is not None
+            with handoff.direct.claimer("t") as near:
+                near.learn(ticket.direct)
+                await near.ask(node.prompt(range(COUNT)))
+                assert handoff.direct.offers.num_offers == BLOCKS
+                other.kill()
+                await claim(node)
+            assert handoff.direct.offers.num_offers == 0
+        assert counts(node) == (0, 0, BLOCKS + 1)
+        assert node.service.stats().handoff.failed_direct_reads == 1
+
+
+async def test_a_producer_that_is_gone_is_no_loss(url: str) -> None:
+    async with claimer(url) as node:
+        with producer(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+        await claim(node)
+        assert counts(node) == (0, 0, BLOCKS + 1)
+
+
+@pytest.mark.parametrize("who", ["producer", "claimer"])
+async def test_a_node_that_may_not_is_handed_over_to_through_storage(url: str, who: str) -> None:
+    async with claimer(url, **({"direct": DirectPath.OFF} if who == "claimer" else {})) as node:
+        with producer(url, **({"direct": "off"} if who == "producer" else {})) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            assert counts(node) == (0, 0, BLOCKS + 1)
+            assert other.state()["shown"] == 0
+
+
+async def test_without_the_transfer_library_blocks_come_from_storage(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)  # as if it were not installed
+    async with claimer(url, direct=DirectPath.NETWORK, direct_host="127.0.0.1") as node:
+        assert "no direct hand-off over the network" in caplog.text
+        with producer(url, **MEMORY) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            assert counts(node) == (0, 0, BLOCKS + 1)
+
+
+_METRIC = 'tierkv_direct_blocks_total{path="memory"}'
+_ASKS_AND_HANGS = """
+import asyncio, sys, msgspec
+from tierkv.pd.direct.address import Ask, Channel, DirectAddress
+async def main():
+    address = msgspec.json.decode(sys.argv[1], type=DirectAddress)
+    channel = Channel(*await asyncio.open_connection(address.host, address.port))
+    await channel.be_greeted()
+    await channel.send_ask(Ask(ticket_id="t", first=0, stop=20), address.secret)
+    print(len((await channel.answer(address.secret)).blocks), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def hanging_claimer(address: DirectAddress) -> subprocess.Popen[str]:
+    script = [sys.executable, "-c", _ASKS_AND_HANGS, msgspec.json.encode(address).decode()]
+    return subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("end", ["killed", "silent"])
+async def test_a_claimer_that_dies_or_hangs_holds_nothing_for_long(url: str, end: str) -> None:
+    async with claimer(url) as node:
+        with producer(url, direct_lease_s=60.0 if end == "killed" else 0.5) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            handoff = node.service.handoff
+            assert handoff is not None
+            ticket = await handoff.tickets.read("t")
+            assert ticket is not None
+            assert ticket.direct is not None
+            popen = await asyncio.to_thread(hanging_claimer, ticket.direct)
+            try:
+                assert popen.stdout is not None
+                assert await asyncio.to_thread(popen.stdout.readline) == f"{BLOCKS}\n"
+                if end == "killed":
+                    state = await asyncio.to_thread(other.state)
+                    assert (state["leases"], state["findings"]) == (1, [])
+                    popen.kill()
+                await no_leases(other)
+            finally:
+                popen.kill()
+                popen.communicate()
+
+
+def connections_to(port: int) -> int:
+    """Of any process here, to that port of this machine."""
+    rows = Path("/proc/self/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+    return sum(row.split()[2].endswith(f":{port:04X}") and row.split()[3] == "01" for row in rows)
+
+
+async def test_hand_offs_leave_no_connection_and_no_thread(url: str) -> None:
+    async with claimer(url) as node:
+        with producer(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)  # what is opened once for all
+            threads = threading.active_count()
+            for number in range(10):
+                node.service.reset()
+                await asyncio.to_thread(other.publish, COUNT, f"t{number}")
+                await claim(node, f"t{number}")
+            assert counts(node)[0] == 11 * BLOCKS
+            await no_leases(other)
+            handoff = node.service.handoff
+            assert handoff is not None
+            ticket = await handoff.tickets.read("t9")
+            assert ticket is not None
+            assert ticket.direct is not None
+            assert await asyncio.to_thread(connections_to, ticket.direct.port) == 0
+            assert threading.active_count() <= threads + 1
+
+
+async def test_tokens_of_the_reference_model_are_exact_over_http_and_direct(
+    url: str, tmp_path: Path
+) -> None:
+    async with cluster(url, tmp_path) as nodes:
+        async with (
+            nodes.node("prefill", "prefill") as there,
+            nodes.node("decode", "decode") as here,
+        ):
+            for seed, length in enumerate((333, 512, 2000)):
+                prompt = text(length, seed=seed)
+                body = {"prompt": decode_text(prompt), "ticket_id": f"direct-{seed}"}
+                await nodes.post(there, "/v1/prefill", body)
+                answer = await nodes.post(here, "/v1/decode", body | {"max_tokens": 8})
+                assert tuple(answer["tokens"]) == truth(prompt, 8).tokens
+            assert await nodes.findings(there) == []
+            assert await nodes.findings(here) == []
+            async with aiohttp.ClientSession() as http, http.get(here.url + "/metrics") as metrics:
+                lines = (await metrics.text()).splitlines()
+            [direct] = [line for line in lines if line.startswith(_METRIC)]
+            assert float(direct.split()[-1]) == 333 // 16 + 512 // 16 + 2000 // 16

@@ -1,0 +1,115 @@
+"""Hints through a Redis Cluster, and through a master that sentinels watch, even after it died."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.latch import finish, until
+from tests.redis_groups import (
+    RedisCluster,
+    SentinelGroup,
+    redis_cluster,
+    sentinel_group,
+    wait_until,
+)
+from tests.storage.test_notify import live, opened
+from tests.world import world
+from tierkv.clock import SystemClock
+from tierkv.pd.settings import HandoffSettings
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.notify import LOOK, Listener, Notifier
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    with redis_cluster(3) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[SentinelGroup]:
+    with sentinel_group() as running:
+        yield running
+
+
+@pytest.fixture(params=["cluster", "sentinel"])
+def url(request: pytest.FixtureRequest) -> str:
+    kind = "cluster" if request.param == "cluster" else "group"
+    found: RedisCluster | SentinelGroup = request.getfixturevalue(kind)
+    return found.url
+
+
+async def next_told(listener: Listener) -> str | None:
+    """What was told, without the words that only say to look."""
+    while True:
+        heard = await finish(listener.next(10))
+        if heard != LOOK:
+            return heard
+
+
+async def test_every_topic_is_heard_whichever_node_its_slot_is_on(url: str) -> None:
+    topics = [f"tierkv:ticket:{number}" for number in range(20)]
+    async with opened(url, url) as [(_, teller), (_, hearer)]:
+        for topic in topics:
+            with hearer.listen(topic) as listener:
+                await live(listener)
+                await teller.tell(topic, "whole")
+                assert await next_told(listener) == "whole"
+
+
+async def test_a_claim_hears_of_its_ticket(url: str) -> None:
+    """Without hints it would look after 5 ms, 10 ms, ...; with them it looks once a second."""
+    settings = HandoffSettings(publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20)
+
+    def store() -> object:
+        return open_store(url, StoreSettings(), SystemClock())
+
+    tokens = list(range(21))
+    async with (
+        world(store=store(), handoff=settings) as prefill,  # type: ignore[arg-type]
+        world(store=store(), handoff=settings) as decode,  # type: ignore[arg-type]
+    ):
+        claim = asyncio.create_task(
+            decode.service.claim("c", "t", decode.prompt(tokens), max_new_tokens=1)
+        )
+        request = await prefill.admit(tokens)
+        await prefill.prefill(request, tokens)
+        await finish(prefill.service.publish(request, "t", [42]))
+        claimed, _ = await finish(claim)
+        await finish(claimed.gate.all_layers(20))
+        decode.check_kv(claimed, tokens, 21)
+        decode.service.end(claimed)
+        prefill.service.end(request)
+        await decode.settle()
+        await prefill.settle()
+
+
+async def _tell_until_heard(teller: Notifier, topic: str, listener: Listener) -> None:
+    while True:
+        await teller.tell(topic, "again")
+        if await listener.next(0.2) == "again":
+            return
+
+
+async def test_hints_come_back_after_a_failover() -> None:
+    topic = "tierkv:ticket:1"
+    context = sentinel_group()
+    group = await asyncio.to_thread(context.__enter__)
+    try:
+        async with opened(group.url, group.url) as [(_, teller), (_, hearer)]:
+            with hearer.listen(topic) as listener:
+                await live(listener)
+                group.master.popen.kill()
+                await until(lambda: not listener.is_live, "a listener that knows it is deaf")
+                await asyncio.to_thread(
+                    wait_until, lambda: group.master_port() == group.replica.port, "a failover"
+                )
+                async with asyncio.timeout(30):
+                    await _tell_until_heard(teller, topic, listener)
+    finally:
+        await asyncio.to_thread(context.__exit__, None, None, None)
