@@ -8,7 +8,8 @@ computes itself, on one clock. Streaming and publish-after-prefill take turns, e
 prompt; the claim waits from the start of the prefill on in both.
 
 The second part moves a prompt of 512 KiB blocks, not computed by any model, by publish and claim,
-and the same bytes by puts and gets of the store alone.
+and the same bytes by puts and gets of the store alone. The third claims such a prompt through
+storage, from the producer's memory, and from its host tier over TCP (Mooncake's transfer engine).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tierkv.cache.layout import layered
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
 from tierkv.refmodel.generation import GenerateRequest
@@ -54,7 +55,14 @@ BULK_BLOCK, BULK_TOKEN_BYTES = 64, 8192  # 512 KiB blocks
 BATCH = 32
 MOST_OF_PUBLISH_AFTER_PREFILL = 0.25
 MOST_OF_RAW = 1.10
-HANDOFF = HandoffSettings(publish_deadline_s=60, claim_deadline_s=120, lookup_deadline_s=10)
+HANDOFF = HandoffSettings(
+    publish_deadline_s=60, claim_deadline_s=120, lookup_deadline_s=10, direct=DirectPath.OFF
+)
+WAYS: dict[str, dict[str, Any]] = {
+    "bulk": {},
+    "memory": {"direct": DirectPath.MEMORY},
+    "network": {"direct": DirectPath.NETWORK, "direct_host": "127.0.0.1"},
+}
 
 
 def now_s() -> float:
@@ -111,7 +119,8 @@ class BulkNode:
         service.end(request)
         while service.tiers.num_tasks:
             await service.tiers.next_change()
-        return {"taken": taken}
+        counts = service.stats().handoff
+        return {"taken": taken, "direct": counts.memory_blocks + counts.network_blocks}
 
     async def _raw(self, work: dict[str, Any]) -> dict[str, float]:
         store = self.service.store
@@ -134,8 +143,8 @@ class BulkNode:
 @asynccontextmanager
 async def node(kind: str, url: str, num_tokens: int) -> AsyncIterator[EngineNode | BulkNode]:
     store = open_store(url, StoreSettings(), SystemClock())
-    handoff = HANDOFF if kind != "plain" else _replace(HANDOFF, streams=False)
-    if kind == "bulk":
+    handoff = _replace(HANDOFF, streams=kind != "plain", **WAYS.get(kind, {}))
+    if kind in WAYS:
         blocks = num_tokens // BULK_BLOCK + 8
         layout = layered(BULK_BLOCK, [("latent", "bfloat16", BULK_TOKEN_BYTES // 8)], 8)
         cache = CacheSettings(block_size=BULK_BLOCK, device_blocks=blocks, host_blocks=blocks)
@@ -153,9 +162,9 @@ async def node(kind: str, url: str, num_tokens: int) -> AsyncIterator[EngineNode
         yield EngineNode(service, engine)
 
 
-def _replace(settings: HandoffSettings, *, streams: bool) -> HandoffSettings:
+def _replace(settings: HandoffSettings, **changes: object) -> HandoffSettings:
     fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
-    return HandoffSettings(**(fields | {"streams": streams}))
+    return HandoffSettings(**(fields | changes))
 
 
 async def serve(kind: str, url: str, num_tokens: int) -> None:
@@ -270,13 +279,37 @@ def beyond_storage(url: str, num_tokens: int, rounds: int) -> list[Row]:
     return [store, row(what, moved, "ms", against=store, most=MOST_OF_RAW)]
 
 
+def by_way(url: str, num_tokens: int, rounds: int) -> list[Row]:
+    taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    pairs = [kind for way in WAYS for kind in (way, way)]
+    blocks = num_tokens // BULK_BLOCK
+    with children(url, num_tokens, *pairs) as nodes:
+        for number in range(rounds + 1):  # the first warms up
+            for at, way in enumerate(WAYS):
+                here, there = nodes[2 * at : 2 * at + 2]
+                work = {"id": f"{way}{number}", "seed": 100 * at + number}
+                here.ask(do="publish", num_tokens=num_tokens, **work)
+                found = there.ask(do="claim", num_tokens=num_tokens, **work)
+                assert found["direct"] == (way != "bulk") * blocks * (number + 1), found
+                if number:
+                    taken[way].append(found["taken"] * 1e3)
+    what = f"claim of {num_tokens} tokens, {blocks * BULK_BLOCK * BULK_TOKEN_BYTES >> 20} MiB"
+    storage = row(f"{what}: through redis", taken["bulk"], "ms")
+    return [
+        storage,
+        row(f"{what}: from memory", taken["memory"], "ms", against=storage),
+        row(f"{what}: over TCP", taken["network"], "ms", against=storage),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="one round of each")
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--part", choices=["all", "direct"], default="all")
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--node", choices=["plain", "stream", "bulk"], help=argparse.SUPPRESS)
+    parser.add_argument("--node", choices=["plain", "stream", *WAYS], help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.node:
@@ -285,11 +318,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds = 1 if options.quick else options.rounds
     rows: list[Row] = []
     with redis_server() as redis:
-        rows += after_prefill(redis.url, "redis", options.tokens, rounds)
-        redis.execute("FLUSHALL")
-        rows += beyond_storage(redis.url, options.tokens, rounds)
-    with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as directory:
-        rows += after_prefill(Path(directory).as_uri(), "files", options.tokens, rounds)
+        if options.part != "direct":
+            rows += after_prefill(redis.url, "redis", options.tokens, rounds)
+            redis.execute("FLUSHALL")
+        if options.part != "direct":
+            rows += beyond_storage(redis.url, options.tokens, rounds)
+            redis.execute("FLUSHALL")
+        rows += by_way(redis.url, options.tokens, rounds)
+    if options.part != "direct":
+        with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as directory:
+            rows += after_prefill(Path(directory).as_uri(), "files", options.tokens, rounds)
     show(rows, as_json=options.json)
 
 

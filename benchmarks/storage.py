@@ -33,6 +33,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench import Row, row, show
+from benchmarks.storage_lookup import measure_lookup
 from tests.mooncake_server import mooncake_server
 from tests.redis_groups import redis_cluster
 from tests.redis_server import RedisServer, redis_server
@@ -315,33 +316,6 @@ async def measure_redis(scale: Scale) -> list[Row]:
     return rows
 
 
-async def lookups(url: str, what: str, rounds: int) -> list[Row]:
-    names = [f"v:0123456789abcdef:{i:064x}:0of1" for i in range(1_000)]
-    rows = []
-    store = open_store(url, patient(2), SystemClock())
-    async with store.running():
-        for present in (1_000, 617):
-            await store.delete(names)
-            await store.put([PutItem(name, (b"x",)) for name in names[:present]])
-            times = []
-            for _ in range(rounds * 50):
-                started = time.perf_counter()
-                assert await store.exists(names) == present
-                times.append((time.perf_counter() - started) * 1e3)
-            rows.append(row(f"lookup of 1,000, {present} there, {what}", times, "ms"))
-            p99 = float(np.percentile(times, 99))
-            rows.append(row(f"  the same, p99, {what}", [p99], "ms"))
-    return rows
-
-
-async def measure_lookup(scale: Scale) -> list[Row]:
-    with redis_server() as server:
-        rows = await lookups(server.url, "1 server", scale.rounds)
-    with redis_cluster(3) as cluster:
-        rows += await lookups(cluster.url, "3 masters", scale.rounds)
-    return rows
-
-
 async def measure_cluster(scale: Scale) -> list[Row]:
     rows: list[Row] = []
     job = Job(2 << 20, scale.work_bytes >> 21, 2)
@@ -493,7 +467,7 @@ async def measure_mooncake(scale: Scale) -> list[Row]:
 
 PARTS: dict[str, Callable[[Scale], Awaitable[list[Row]]]] = {
     "redis": measure_redis,
-    "lookup": measure_lookup,
+    "lookup": lambda scale: measure_lookup(scale.rounds),
     "cluster": measure_cluster,
     "file": measure_file,
     "mooncake": measure_mooncake,

@@ -55,6 +55,7 @@ from tierkv.sched.ranked import RankedDevice
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.stored import stored_beyond
 from tierkv.sched.tenants import Tenants
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.waiting import Limits
@@ -582,11 +583,10 @@ class Service:
         match = self.index.match(prompt)
         size = self.settings.block_size
         stored: int | None = 0
-        if self.tiers.storage is not None:
-            keys = self.tiers.prompt_keys(prompt)[match.num_blocks :]
+        storage = self.tiers.storage
+        if storage is not None:
             try:
-                present = await self.tiers.storage.count_present(keys)
-                stored = sum(key.num_tokens for key in keys[:present])
+                _, stored = await stored_beyond(self.tiers, storage, prompt, match)
             except StoreUnavailableError:
                 stored = None
         return Lookup(
@@ -612,10 +612,9 @@ class Service:
         stored: int | None = None
         storage, match = self.tiers.storage, self.index.match(prompt)
         if storage is not None:
-            keys = self.tiers.prompt_keys(prompt)[match.num_blocks :]
             with suppress(StoreUnavailableError, TimeoutError):
                 async with asyncio.timeout(deadline_s):
-                    stored = await storage.count_present(keys)
+                    stored, _ = await stored_beyond(self.tiers, storage, prompt, match)
         return self._explain(prompt, names_fields=names_fields, stored=stored)
 
     def _explain(self, prompt: Prompt, *, names_fields: bool, stored: int | None) -> Explanation:

@@ -30,6 +30,7 @@ from tests.storage.values import (
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
+from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     Buffer,
     GetItem,
@@ -185,6 +186,16 @@ async def test_parts_are_written_and_read_in_order_wherever_the_cuts_are(store: 
     [got] = await store.get_into([item])
     assert got.status is GetStatus.HIT
     assert b"".join(buffers) == content
+
+
+async def test_of_many_names_it_is_told_for_each_whether_it_has_a_value(store: Store) -> None:
+    names = [f"t:f:{index:04}:0" for index in range(1_100)]
+    there = {names[at] for at in (0, 1, 7, 500, 1_023, 1_024, 1_099)}
+    await store.put([PutItem(name, (b"x",)) for name in sorted(there)])
+    assert await present(store, names) == [name in there for name in names]
+    assert await present(store, []) == []
+    with pytest.raises(BadRequestError):
+        await present(store, ["t:f:1:0", "no name"])
 
 
 async def test_values_of_thousands_of_parts_come_back_whole(store: Store) -> None:

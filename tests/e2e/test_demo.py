@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from tierkv.cli import main
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -43,9 +46,9 @@ def running_below(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("storage", [[], ["--storage", "redis"]])
-def test_all_scenes_are_identical_to_a_single_node(storage: list[str], tmp_path: Path) -> None:
-    done = demo("--json", "--max-tokens", "12", *storage, cwd=tmp_path)
+@pytest.mark.parametrize("options", [[], ["--storage", "redis", "--prompt", "a b c " * 101]])
+def test_all_scenes_are_identical_to_a_single_node(options: list[str], tmp_path: Path) -> None:
+    done = demo("--json", "--max-tokens", "12", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     scenes = json.loads(done.stdout)
     assert [scene["is_identical"] for scene in scenes] == [True] * 5
@@ -59,7 +62,7 @@ def test_all_scenes_are_identical_to_a_single_node(storage: list[str], tmp_path:
     assert stored["storage"] == prompt_tokens - 1
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17])
+@pytest.mark.parametrize("length", [1, 16])  # all of it a tail; no tail
 def test_short_prompts_work(length: int) -> None:
     done = demo("--json", "--max-tokens", "3", "--prompt", "x" * length)
     assert done.returncode == 0, done.stderr
@@ -83,16 +86,18 @@ def test_wrong_input_gets_one_clear_sentence(tmp_path: Path) -> None:
         (["--prompt", "x", "--storage", "gopher://x"], "accepted"),
         (["--prompt", "x", "--storage", "memory://"], "not shared"),
     ):
-        done = demo(*options)
-        assert done.returncode == 1, (options, done)
+        done = CliRunner().invoke(main, ["demo", *options], prog_name="tierkv")
+        assert done.exit_code == 1, (options, done)
         assert words in done.stderr
         assert done.stderr.startswith("error: ")
         assert len(done.stderr.strip().splitlines()) == 1
         assert "Traceback" not in done.stdout + done.stderr
-    assert demo("--prompt", "x", "--prompt-file", "y").returncode == 2
+    both = ["--prompt", "x", "--prompt-file", "y"]
+    assert CliRunner().invoke(main, ["demo", *both]).exit_code == 2
+    assert demo(*both).returncode == 2  # as a process, too
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 async def test_nothing_is_left_running_when_the_demo_is_stopped(
     how: signal.Signals, tmp_path: Path
 ) -> None:
@@ -103,12 +108,13 @@ async def test_nothing_is_left_running_when_the_demo_is_stopped(
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert process.stdout is not None
-    while b"identical to a single node" not in await process.stdout.readline():
-        pass  # until all three nodes are up and have worked
+    while b"identical to a single node" not in (line := await process.stdout.readline()):
+        assert line, "it ended before all three nodes were up and had worked"
     assert len(running_below(tmp_path)) == 4  # the demo and its nodes
     process.send_signal(how)
     await process.communicate()
     assert process.returncode != 0
+    assert how is signal.SIGKILL or not await asyncio.to_thread(os.listdir, tmp_path)
     deadline = time.monotonic() + 30
     while left := running_below(tmp_path):  # killed outright, its nodes drain by themselves
         assert time.monotonic() < deadline, left

@@ -15,6 +15,7 @@ from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.refmodel.sampling import Sampling
+from tierkv.sched.estimate import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
 
@@ -103,7 +104,11 @@ async def test_one_prompt_spread_over_all_three_tiers(tmp_path: Path) -> None:
     expected = truth(prompt, NEW)
     async with exact_node(file_store(tmp_path)) as other:
         await other.engine.prefill(other.job(prompt, 1), "ticket")
-    async with exact_node(file_store(tmp_path), device_blocks=60) as node:
+    async with exact_node(
+        file_store(tmp_path),
+        device_blocks=60,
+        fetch_policy=FetchPolicy.WAIT_COMPLETE,  # where it is, not whether it is worth it
+    ) as node:
         half = prompt[: 20 * BLOCK_SIZE]
         await node.generate(half, 1)
         await node.generate(text(50 * BLOCK_SIZE, seed=9), 1)

@@ -198,7 +198,10 @@ async def test_processes_of_different_sizes_hand_over_exactly(
     first: int, second: int, storage: str, tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession())
+        # A connection for each request: while `truth` computes, this loop stands still, and a node
+        # closes what has been idle for 10 s; a POST over what was kept would find it closed.
+        connector = aiohttp.TCPConnector(force_close=True)
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         p, d = [
             await stack.enter_async_context(
                 node(role, role=role, config=config(tmp_path, n), storage=storage, folder=tmp_path)

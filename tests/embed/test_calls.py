@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.embed.engine import BLOCK, done, engine, until
@@ -228,3 +230,42 @@ def test_block_tables_are_snapshots_that_cannot_be_written() -> None:
         with pytest.raises(ValueError, match="read-only"):
             found.block_table[0] = 1
         here.cache.end("one").wait(PATIENCE_S)
+
+
+def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_given_and_stops_nothing() -> None:
+    with engine() as here:
+        cache: Any = here.cache
+        cache.admit("one", PROMPT, max_new_tokens=4).wait(PATIENCE_S)
+        wrong: list[Callable[[], Call[Any]]] = [
+            lambda: cache.admit("two", PROMPT, max_new_tokens=None),
+            lambda: cache.admit("two", PROMPT, max_new_tokens=1.5),
+            lambda: cache.admit("two", PROMPT, max_new_tokens=-1),
+            lambda: cache.admit("two", PROMPT, max_new_tokens=1, priority="high"),
+            lambda: cache.admit("two", PROMPT, max_new_tokens=1, until="loaded"),
+            lambda: cache.admit(["two"], PROMPT, max_new_tokens=1),
+            lambda: cache.admit("two", None, max_new_tokens=1),
+            lambda: cache.admit("two", "text", max_new_tokens=1),
+            lambda: cache.lookup(12),
+            lambda: cache.claim("two", 5, PROMPT, max_new_tokens=1),
+            lambda: cache.claim("two", "t", PROMPT, max_new_tokens=1, policy="whole"),
+            lambda: cache.claim("two", "t", PROMPT, max_new_tokens=1, deadline_s="soon"),
+            lambda: cache.claim("two", "t", PROMPT, max_new_tokens=1, deadline_s=float("nan")),
+            lambda: cache.commit("one", PROMPT, after=None),
+            lambda: cache.commit("one", PROMPT, after=[1]),
+            lambda: cache.extend("one", "more"),
+            lambda: cache.extend("one", -3),
+            lambda: cache.recover(None),
+            lambda: cache.preempt("one", after=7),
+            lambda: cache.resume("one", max_new_tokens=None),
+            lambda: cache.publish("one", "ticket", 7),
+            lambda: cache.publish("one", "ticket", ["seven"]),
+            lambda: cache.end("one", after=object()),
+            lambda: cache.abort({}),
+        ]
+        for ask in wrong:
+            with pytest.raises(BadRequestError):
+                ask()
+        assert here.cache.num_open_calls == 0
+        here.cache.end("one").wait(PATIENCE_S)
+        here.run("two", PROMPT, np.int64(1))
+        assert here.findings() == []

@@ -68,6 +68,8 @@ class ScriptedNode:
         self.gate = asyncio.Event()
         self.gate.set()
         self.tickets: dict[str, asyncio.Event] = {}
+        self.lingers = False  # after its last event, without ending the answer
+        self.peers: set[object] = set()  # connections that work came over
         self.url = ""
 
     def paths(self) -> list[str]:
@@ -96,10 +98,14 @@ class ScriptedNode:
     async def _work(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.calls.append((request.path, body, request.headers.copy()))
+        assert request.transport is not None
+        self.peers.add(request.transport.get_extra_info("peername"))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             response = await self._answer(request, body)
+            if self.lingers:
+                await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -262,7 +268,7 @@ async def stage(
                 health=health or HealthSection(probe_interval_s=0.05, eject_s=0.05),
             )
         )
-        url = await stack.enter_async_context(listening(gateway, _listener()))
+        url = await stack.enter_async_context(listening(gateway, listener()))
         await stack.enter_async_context(gateway.running())
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
@@ -274,16 +280,17 @@ async def stage(
 async def _serve(app: web.Application) -> AsyncIterator[str]:
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    listener = _listener()
+    opened = listener()
     try:
-        await web.SockSite(runner, listener).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        await web.SockSite(runner, opened).start()
+        yield f"http://127.0.0.1:{opened.getsockname()[1]}"
     finally:
         await runner.cleanup()
 
 
-def _listener() -> socket.socket:
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    return listener
+def listener() -> socket.socket:
+    """On a free port."""
+    opened = socket.socket()
+    opened.bind(("127.0.0.1", 0))
+    opened.listen(128)
+    return opened

@@ -97,12 +97,13 @@ async def test_a_wrong_request_is_refused_with_the_field_that_is_wrong(
 
 
 async def test_what_is_no_json_or_no_route_is_answered_in_the_same_shape() -> None:
-    async with stage() as on:
-        for method, path, data, status in (
-            ("POST", "/v1/completions", b"{", 400),
-            ("POST", "/v1/completions", b"\xff", 400),
-            ("GET", "/v1/completions", None, 405),
-            ("GET", "/nowhere", None, 404),
+    async with stage(max_body_bytes=1000) as on:
+        for method, path, data, status, words in (
+            ("POST", "/v1/completions", b"{", 400, "cannot be read"),
+            ("POST", "/v1/completions", b"\xff", 400, "cannot be read"),
+            ("POST", "/v1/completions", b'"' + b"x" * 2000 + b'"', 413, "1000 bytes"),
+            ("GET", "/v1/completions", None, 405, "POST"),
+            ("GET", "/nowhere", None, 404, "/nowhere"),
         ):
             async with on.caller.session.request(
                 method,
@@ -112,7 +113,7 @@ async def test_what_is_no_json_or_no_route_is_answered_in_the_same_shape() -> No
             ) as response:
                 answer = await response.json(content_type=None)
                 assert (response.status, answer["status"]) == (status, status)
-                assert answer["error"]["message"]
+                assert words in answer["error"]["message"]
 
 
 async def test_the_request_id_of_the_caller_is_the_nodes_too() -> None:

@@ -192,7 +192,8 @@ def test_work_is_counted_while_it_runs_and_no_longer() -> None:
 def test_nodes_are_named_by_urls_in_a_list_or_one_text() -> None:
     expected = ("http://a:1", "https://b")
     assert urls_of("http://a:1/, https://b") == urls_of(("http://a:1", "https://b/")) == expected
-    for wrong in ("a:1", "ftp://a", "http://user:password@a"):
+    assert urls_of("unix:/run/a.sock") == ("unix:/run/a.sock",)
+    for wrong in ("a:1", "ftp://a", "http://user:password@a", "unix:relative"):
         with pytest.raises(ConfigError, match="not the URL"):
             urls_of(wrong)
 

@@ -163,6 +163,27 @@ async def test_reads_behind_stuck_ones_are_given_up_though_they_were_never_begun
     assert stuck.result()[0] is GetStatus.FAILED
 
 
+async def test_writes_behind_stuck_ones_are_given_up_when_the_store_is_left_alone(
+    make: Make,
+) -> None:
+    pair = await make(
+        write_batches=1, write_timeout_s=0.05, failures_to_open=1, probe_interval_s=100.0
+    )
+    pair.faulty.hold_firmly()
+    async with asyncio.TaskGroup() as group:
+        stuck = group.create_task(put_one(pair.store, NAMES[0], BLOCK))
+        await pair.faulty.until_held(1)
+        waiting = group.create_task(put_one(pair.store, NAMES[1], BLOCK))
+        await until(waiting.done, "an answer")
+        assert pair.state is BreakerState.OPEN
+        assert waiting.result() is PutStatus.FAILED
+        assert await put_one(pair.store, NAMES[2], BLOCK) is PutStatus.FAILED
+        assert not stuck.done()
+        assert pair.store.snapshot().waiting_write_bytes == 0
+        pair.faulty.release()
+    assert stuck.result() is PutStatus.FAILED
+
+
 async def test_a_read_whose_turn_comes_when_the_breaker_is_open_is_refused(make: Make) -> None:
     pair = await make(max_reads=1, timeout_s=0.5, failures_to_open=1, probe_interval_s=100.0)
     pair.faulty.hold()

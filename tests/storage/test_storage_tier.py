@@ -383,5 +383,5 @@ async def test_of_two_stores_attached_at_once_for_a_tenant_one_is_used_and_the_o
             return False
 
         async with asyncio.timeout(10):
-            while not await is_closed():
+            while not await is_closed():  # noqa: ASYNC110 - it is left by a task of the place
                 await asyncio.sleep(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import product
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from tierkv.errors import LayoutError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuHostSlots
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetStatus, PutStatus
+from tierkv.storage.presence import present
+from tierkv.storage.protocol import GetStatus, PutStatus, Store
 from tierkv.transfer.storage_io import StorageIO
 from tierkv.transfer.storage_io_slices import Slice, Slices
 
@@ -90,9 +92,12 @@ class Node:
 
 @asynccontextmanager
 async def nodes(
-    scheme: ShardScheme, *sizes: int, peers: Sequence[int] = SIZES
+    scheme: ShardScheme,
+    *sizes: int,
+    peers: Sequence[int] = SIZES,
+    kind: type[FaultyStore] = FaultyStore,
 ) -> AsyncIterator[list[Node]]:
-    store = FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+    store = kind(MemoryStore(MemorySettings(), SystemClock()))
     made = [Node(store, scheme, size, peers) for size in sizes]
     async with store.running(), made[0].io.running(), made[-1].io.running():
         yield made
@@ -236,7 +241,7 @@ async def test_a_store_that_fails_while_other_sizes_are_looked_for_is_unavailabl
         await writes.io.flush(keys, ids(0))
         asked = reads.store.num_operations
         assert await reads.io.count_present(keys) == 1
-        assert reads.store.num_operations - asked == 4  # its own size, two others, and the rest
+        assert reads.store.num_operations - asked == 3  # its own size, the others, and the rest
         reads.store.fail_next(1)
         with pytest.raises(StoreUnavailableError):
             await reads.io.count_present(keys)
@@ -258,3 +263,63 @@ def test_sizes_that_cannot_split_the_heads_are_not_looked_for() -> None:
     assert slices.peer_sizes == (2, 3, 6, 12)
     with pytest.raises(LayoutError):
         Slices(Names("tierkv", "f" * 16), parts * 2, scheme)
+
+
+class LosesPeers(FaultyStore):
+    """Answers for this node's own size, and not when asked for others'."""
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        await super().present(names)
+        raise StoreUnavailableError("the store has just died")
+
+
+async def test_a_store_that_dies_between_the_sizes_is_a_miss_and_no_worse() -> None:
+    async with nodes(SCHEMES["four heads"], 1, 1, kind=LosesPeers) as (_, reads):
+        keys = reads.keys(2 * BLOCK)
+        with pytest.raises(StoreUnavailableError):
+            await reads.io.count_present(keys)
+        outcomes = await reads.io.fetch(keys, ids(1, 2))
+        assert {outcome.status for outcome in outcomes} == {GetStatus.MISS}
+
+
+async def test_a_miss_costs_one_exchange_for_all_sizes_of_peers_together() -> None:
+    async with nodes(SCHEMES["four heads"], 1, 1) as (_, reads):
+        keys = reads.keys(6 * BLOCK)
+        assert await reads.io.count_present(keys) == 0
+        assert reads.store.num_operations == 2
+        await reads.io.fetch(keys, ids(*range(6)))
+        assert reads.store.num_operations == 4
+
+
+async def test_slices_that_are_missed_in_a_fetch_are_found_in_one_exchange_and_one_read() -> None:
+    async with nodes(SCHEMES["four heads"], 4, 1) as (writes, reads):
+        keys = writes.keys(3 * BLOCK)
+        written = blocks(writes.scheme.whole, 3)
+        for slot, whole in enumerate(written):
+            writes.fill(slot, whole)
+        await writes.io.flush([keys[0], keys[2]], ids(0, 2))
+        asked = reads.store.num_operations
+        got = await reads.io.fetch(keys, ids(5, 6, 7))
+        assert [outcome.status for outcome in got] == [
+            GetStatus.HIT, GetStatus.MISS, GetStatus.HIT,
+        ]  # fmt: skip
+        assert reads.store.num_operations - asked == 3
+        reads.check(5, written[0])
+        reads.check(7, written[2])
+
+
+class Deaf:
+    """A store that tells of one name at a time, as one of somebody else's may."""
+
+    def __init__(self, inner: FaultyStore) -> None:
+        self.exists = inner.exists
+
+
+async def test_a_store_that_cannot_tell_of_many_is_asked_of_each() -> None:
+    async with nodes(SCHEMES["four heads"], 1, 1) as (node, _):
+        await put_one(node.store, "t:f:2:0", b"x")
+        deaf = cast("Store", Deaf(node.store))
+        assert await present(deaf, ["t:f:1:0", "t:f:2:0", "t:f:3:0"]) == [False, True, False]
+        node.store.fail_next(3)
+        with pytest.raises(StoreUnavailableError):
+            await present(deaf, ["t:f:1:0", "t:f:2:0", "t:f:3:0"])

@@ -13,6 +13,8 @@ from tierkv.api.types_requests import (
     PublishBody,
     RequestAnswer,
     ResumeBody,
+    StreamAnswer,
+    StreamBody,
 )
 from tierkv.client import routes
 from tierkv.client.calls import Calls, Question, named
@@ -21,6 +23,7 @@ from tierkv.sched.explain import Explanation
 _ALL = CommitBody()
 _AS_IT_IS = ResumeBody()
 _PLAIN = PublishBody()
+_PLAIN_STREAM = StreamBody()
 
 
 class RequestCalls(Calls):
@@ -56,6 +59,11 @@ class RequestCalls(Calls):
 
     async def resume(self, name: str, body: ResumeBody = _AS_IT_IS) -> RequestAnswer:
         return await self._call(routes.RESUME, Question(name, body))
+
+    async def stream(self, name: str, body: StreamBody = _PLAIN_STREAM) -> StreamAnswer:
+        """Store the prompt while it is computed: each `commit` lets more of it out, and `publish`
+        under the same ticket completes it."""
+        return await self._call(routes.STREAM, Question(name, body))
 
     async def publish(self, name: str, body: PublishBody = _PLAIN) -> PublishAnswer:
         """Leave a ticket for a decode node. The prompt must be committed."""

@@ -58,6 +58,7 @@ PREEMPT = Call("POST", "/v1/requests/{id}/preempt", types_requests.RequestAnswer
 RESUME = Call("POST", "/v1/requests/{id}/resume", types_requests.RequestAnswer, Repeat.NEVER)
 FINISH = Call("POST", "/v1/requests/{id}/finish", types_requests.EndAnswer)
 PUBLISH = Call("POST", "/v1/requests/{id}/publish", types_requests.PublishAnswer)
+STREAM = Call("POST", "/v1/requests/{id}/stream", types_requests.StreamAnswer)
 CLAIM = Call("POST", "/v1/claims", types_requests.ClaimAnswer)
 
 # The cache

@@ -158,6 +158,7 @@ class Client:
     extend = _waiting(AsyncClient.extend)
     preempt = _waiting(AsyncClient.preempt)
     resume = _waiting(AsyncClient.resume)
+    stream = _waiting(AsyncClient.stream)
     publish = _waiting(AsyncClient.publish)
     finish = _waiting(AsyncClient.finish)
     abort = _waiting(AsyncClient.abort)

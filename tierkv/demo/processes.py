@@ -9,11 +9,14 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tierkv.errors import TierKVError
+
+A = TypeVar("A")
 
 _PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 60.0
@@ -108,11 +111,25 @@ async def _listening(
             async with asyncio.timeout(_START_TIMEOUT_S):
                 line = (await process.stdout.readline()).decode()
         except TimeoutError as error:
-            raise DemoError(f"the {what} did not start: {last_words(log)}") from error
+            words = await asyncio.to_thread(last_words, log)
+            raise DemoError(
+                f"the {what} did not start within {_START_TIMEOUT_S:g} s: {words}"
+            ) from error
         url = next((word for word in line.split() if word.startswith("http://")), None)
         if url is None:
-            raise DemoError(f"the {what} did not start: {last_words(log)}")
+            words = await asyncio.to_thread(last_words, log)
+            raise DemoError(f"the {what} did not start: {words}")
         yield NodeProcess(url.rstrip("/"), process)
+
+
+async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
+    """Their results; processes start side by side. The first DemoError stops the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(start) for start in starts]
+    except* DemoError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]
 
 
 def last_words(log: Path) -> str:

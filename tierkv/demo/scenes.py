@@ -12,7 +12,7 @@ from uuid import uuid4
 import aiohttp
 
 from tierkv.demo.fleet import Fleet
-from tierkv.demo.processes import DemoError, NodeProcess, gateway, node, stop
+from tierkv.demo.processes import DemoError, NodeProcess, gateway, node, stop, together
 
 Answer = dict[str, Any]
 _CALL_TIMEOUT_S = 300.0
@@ -52,12 +52,12 @@ class Nodes:
         async with AsyncExitStack() as stack:
             timeout = aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)
             self.http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-            self.prefill = await stack.enter_async_context(self._node("prefill", "prefill"))
-            self.single = await stack.enter_async_context(
-                self._node("single", "both", storage="memory://")
-            )
             stack.push_async_callback(self._stop_decode)
-            await self.start_decode()
+            self.prefill, self.single, self.decode = await together(
+                stack.enter_async_context(self._node("prefill", "prefill")),
+                stack.enter_async_context(self._node("single", "both", storage="memory://")),
+                self._start_decode(),
+            )
             yield
 
     def _node(
@@ -71,10 +71,8 @@ class Nodes:
             folder=self._folder,
         )
 
-    async def start_decode(self) -> None:
-        self.decode: NodeProcess = await self._decode_life.enter_async_context(
-            self._node("decode", "decode")
-        )
+    async def _start_decode(self) -> NodeProcess:
+        return await self._decode_life.enter_async_context(self._node("decode", "decode"))
 
     async def restart_decode(self) -> None:
         status = await stop(self.decode.process)
@@ -82,7 +80,7 @@ class Nodes:
             raise DemoError(f"the decode node ended with status {status} on SIGTERM, not 0")
         await self._stop_decode()
         self._decode_life = AsyncExitStack()
-        await self.start_decode()
+        self.decode = await self._start_decode()
 
     async def _stop_decode(self) -> None:
         await self._decode_life.aclose()
@@ -90,15 +88,18 @@ class Nodes:
     @asynccontextmanager
     async def fleet(self) -> AsyncIterator[Fleet]:
         """All nodes behind a gateway."""
-        async with (
-            self._node("prefill-2", "prefill") as prefill,
-            self._node("decode-2", "decode") as decode,
-            gateway(
-                self._folder,
-                prefill=[self.prefill.url, prefill.url],
-                decode=[self.decode.url, decode.url],
-            ) as front,
-        ):
+        async with AsyncExitStack() as stack:
+            prefill, decode = await together(
+                stack.enter_async_context(self._node("prefill-2", "prefill")),
+                stack.enter_async_context(self._node("decode-2", "decode")),
+            )
+            front = await stack.enter_async_context(
+                gateway(
+                    self._folder,
+                    prefill=[self.prefill.url, prefill.url],
+                    decode=[self.decode.url, decode.url],
+                )
+            )
             yield Fleet(front, {node.url: node for node in (self.decode, decode)}, self.http)
             await self.check_books(prefill, decode)
 

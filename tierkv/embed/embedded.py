@@ -9,6 +9,15 @@ from typing import Any, Self, TypeVar
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import Tokens, pack
 from tierkv.embed.admitted import Admitted, Until
+from tierkv.embed.arguments import (
+    check_choice,
+    check_count,
+    check_deadline,
+    check_integer,
+    check_text,
+    events,
+    integers,
+)
 from tierkv.embed.exchange import Call
 from tierkv.embed.requests import Requests
 from tierkv.embed.settings import EmbedSettings
@@ -30,7 +39,8 @@ class Embedded:
     Every method but `open`, `close` and `wait` returns within some tens of microseconds, from any
     thread: a `Call`, which is READY, REFUSED or to be asked again. Calls about one request run in
     the order in which they were made. Look at a call, or collect those that have finished with
-    `poll`, once per step.
+    `poll`, once per step. An argument of the wrong kind raises BadRequestError in the caller's
+    thread, and nothing has happened.
 
     tokens: packed bytes (int32 little-endian) cost nothing here; a list of ints is packed by the
         caller's thread, 8 ns a token; a Prompt brings its media and its space.
@@ -110,6 +120,10 @@ class Embedded:
         waits, in fair order. Blocks that do not load are named in the result, which has all the
         others: nothing need be asked again for them. A call that is refused or cancelled leaves
         nothing behind."""
+        check_text(request_id=request_id)
+        check_count(max_new_tokens=max_new_tokens)
+        check_integer(priority=priority)
+        check_choice(Until, until=until)
         prompt = _frozen(tokens)
 
         async def work() -> Admitted:
@@ -117,7 +131,7 @@ class Embedded:
                 request_id,
                 self._prompt(prompt),
                 max_new_tokens,
-                uses_cache=uses_cache,
+                uses_cache=bool(uses_cache),
                 priority=priority,
             )
             return await self._requests.admit(spec, until)
@@ -136,6 +150,10 @@ class Embedded:
     ) -> Call[Admitted]:
         """Wait for a published prompt and get all its tokens; see Service.claim. With
         ClaimPolicy.RECOMPUTE `cached_tokens` may be fewer."""
+        check_text(request_id=request_id, ticket_id=ticket_id)
+        check_count(max_new_tokens=max_new_tokens)
+        check_choice(ClaimPolicy, policy=policy)
+        check_deadline(deadline_s)
         prompt = _frozen(tokens)
 
         async def work() -> Admitted:
@@ -148,14 +166,17 @@ class Embedded:
         """KV of `tokens`, from the prompt's first on, is in the block table, or will be when
         `after` is done. Refused with TransferError if a load that it builds on failed (with
         Until.ADMITTED): `recover` the request then."""
-        packed = _packed(tokens)
+        check_text(request_id=request_id)
+        packed, done = _packed(tokens), events(after)
         return self._submit(
-            "commit", request_id, lambda: self._requests.commit(request_id, packed, after)
+            "commit", request_id, lambda: self._requests.commit(request_id, packed, done)
         )
 
     def extend(self, request_id: str, num_tokens: int) -> Call[Admitted]:
         """Room for `num_tokens` more than are committed; the result has the longer block table.
         Refused with OutOfBlocksError if this request is the one to be preempted."""
+        check_text(request_id=request_id)
+        check_count(num_tokens=num_tokens)
         return self._submit(
             "extend", request_id, lambda: self._requests.extend(request_id, num_tokens)
         )
@@ -165,18 +186,22 @@ class Embedded:
         intact on the device are filled; what must be computed is named. For Until.ADMITTED; with
         Until.LOADED this has been done when the admission is READY. What was not committed is lost.
         If it is refused, `abort` the request."""
+        check_text(request_id=request_id)
         return self._submit("recover", request_id, lambda: self._requests.recover(request_id))
 
     def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
         """Give the blocks back for a while; what was committed stays cached if it can."""
-        return self._submit(
-            "preempt", request_id, lambda: self._requests.preempt(request_id, after)
-        )
+        check_text(request_id=request_id)
+        done = events(after)
+        return self._submit("preempt", request_id, lambda: self._requests.preempt(request_id, done))
 
     def resume(
         self, request_id: str, *, max_new_tokens: int, until: Until = Until.LOADED
     ) -> Call[Admitted]:
         """Wait for blocks again, with all that is still cached of the committed tokens."""
+        check_text(request_id=request_id)
+        check_count(max_new_tokens=max_new_tokens)
+        check_choice(Until, until=until)
         return self._submit(
             "resume", request_id, lambda: self._requests.resume(request_id, max_new_tokens, until)
         )
@@ -190,21 +215,26 @@ class Embedded:
         after: Sequence[Event] = (),
     ) -> Call[Published]:
         """Store the committed prompt and a ticket for it. An `end` may follow at once: it waits."""
-        first = tuple(first_tokens)
+        check_text(request_id=request_id, ticket_id=ticket_id)
+        first, done = integers("first_tokens", first_tokens), events(after)
         return self._submit(
             "publish",
             request_id,
-            lambda: self._requests.publish(request_id, ticket_id, first, after),
+            lambda: self._requests.publish(request_id, ticket_id, first, done),
         )
 
     def end(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
         """Give the blocks back, after what was asked before. What was committed stays cached."""
-        return self._submit("end", request_id, lambda: self._requests.end(request_id, after))
+        check_text(request_id=request_id)
+        done = events(after)
+        return self._submit("end", request_id, lambda: self._requests.end(request_id, done))
 
     def abort(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[bool]:
         """End the request whatever it is doing: its calls under way are refused with AbortedError.
         The result says whether there was such a request."""
-        return self._submit("abort", request_id, lambda: self._requests.abort(request_id, after))
+        check_text(request_id=request_id)
+        done = events(after)
+        return self._submit("abort", request_id, lambda: self._requests.abort(request_id, done))
 
     # The rest
 

@@ -63,12 +63,24 @@ def failure_of(request: web.Request, error: Exception) -> Failure:
     if isinstance(error, web.HTTPException):
         code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
         name = code.get(error.status, f"http_{error.status}")
-        return _failure(request, error.status, name, error.reason, error.reason)
+        return _failure(request, error.status, name, error.reason, _sentence(request, error))
     for kind, status, name in _CALLERS_ERRORS:
         if isinstance(error, kind):
             return _failure(request, status, name, InvalidRequestError.title, str(error))
     said = "Something unexpected happened; the log of the gateway has the details."
     return _failure(request, 500, GatewayError.code, GatewayError.title, said)
+
+
+def _sentence(request: web.Request, error: web.HTTPException) -> str:
+    """What is wrong, and what would be right."""
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return f"the body has more than {request.client_max_size} bytes, the most that is taken"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return f"{request.path} does not take {request.method}, only {allowed}"
+    if isinstance(error, web.HTTPNotFound):
+        return f"there is no {request.path[:_MOST_ID]} here; prompts go to POST /v1/completions"
+    return error.reason
 
 
 def log_if_unexpected(request: web.Request, error: Exception) -> None:

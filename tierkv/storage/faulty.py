@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.notify import Notifier, notifier_of
+from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -107,6 +108,10 @@ class FaultyStore:
     async def exists(self, names: Sequence[str]) -> int:
         await self._pass()
         return await self._inner.exists(names)
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        await self._pass()
+        return await present(self._inner, names)
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         try:

@@ -144,6 +144,11 @@ class FileStore:
         files = self._opened()
         return await self._threads.run(lambda: files.count_leading(names))
 
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        files = self._opened()
+        return await self._threads.run(lambda: files.present(names))
+
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         if self._files is None:
             return [GetOutcome(GetStatus.FAILED, f"{self.url} is closed")] * len(items)

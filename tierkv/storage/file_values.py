@@ -163,6 +163,13 @@ class ValueFiles:
             raise StoreUnavailableError(_reason("the directory", error)) from error
         return len(names)
 
+    def present(self, names: Sequence[str]) -> list[bool]:
+        """Raises StoreUnavailableError."""
+        try:
+            return [self._is_live(self._path(name)) for name in names]
+        except OSError as error:
+            raise StoreUnavailableError(_reason("the directory", error)) from error
+
     def page(self, prefix: str, limit: int, cursor: str | None) -> ListPage:
         """Values in the order of their paths; the cursor is the path of the page's last one."""
         after = () if cursor is None else tuple(cursor.split("/"))

@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.notify import Notifier, notifier_of
+from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -90,6 +91,18 @@ class LayeredStore:
             found += near + far
             if far == 0:
                 break
+        return found
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        found = [False] * len(names)
+        with suppress(StoreUnavailableError):
+            found = await present(self._near, names)
+        left = [at for at, is_near in enumerate(found) if not is_near]
+        if left:
+            answers = await present(self._far, [names[at] for at in left])
+            for at, is_far in zip(left, answers, strict=True):
+                found[at] = is_far
         return found
 
     async def _near_exists(self, names: Sequence[str]) -> int:

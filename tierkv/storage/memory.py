@@ -91,6 +91,11 @@ class MemoryStore:
                 return found
         return len(names)
 
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        self._check_open()
+        return [self._live(name) is not None for name in names]
+
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         outcomes = []
         for item in items:

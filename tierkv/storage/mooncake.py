@@ -14,13 +14,14 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.buffers import copy_into, flat
+from tierkv.storage.mooncake_client import Client, Config, Package
 from tierkv.storage.protocol import (
     Buffer,
     Capabilities,
@@ -48,68 +49,6 @@ _NO_SPACE = -200
 _NOT_FOUND = -704
 
 Item = TypeVar("Item", GetItem, PutItem)
-
-
-class _Config(Protocol):
-    replica_num: int
-    soft_pin_action: object
-
-
-class _Client(Protocol):
-    """What is used of `mooncake.store.MooncakeDistributedStore`. Every call blocks."""
-
-    def setup(  # noqa: PLR0913, PLR0917 - theirs
-        self,
-        local_hostname: str,
-        metadata_server: str,
-        global_segment_size: int,
-        local_buffer_size: int,
-        protocol: str,
-        rdma_devices: str,
-        master_server_addr: str,
-    ) -> int: ...
-
-    def close(self) -> int: ...
-
-    def health_check(self) -> int: ...
-
-    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
-
-    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
-
-    def batch_get_into_multi_buffers(
-        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
-    ) -> list[int]: ...
-
-    def batch_put_from_multi_buffers(
-        self,
-        keys: list[str],
-        all_buffer_ptrs: list[list[int]],
-        all_sizes: list[list[int]],
-        config: _Config,
-    ) -> list[int]: ...
-
-    def upsert(self, key: str, value: bytes, config: _Config) -> int: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def get_size(self, key: str) -> int: ...
-
-    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...  # noqa: FBT001
-
-
-class _Package(Protocol):
-    def MooncakeDistributedStore(self) -> _Client: ...  # noqa: N802
-
-    def ReplicateConfig(self) -> _Config: ...  # noqa: N802
-
-    @property
-    def SoftPinAction(self) -> _SoftPin: ...  # noqa: N802
-
-
-class _SoftPin(Protocol):
-    @property
-    def ENABLE(self) -> object: ...  # noqa: N802
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +88,8 @@ class MooncakeStore:
         self._master = f"{self._address[0]}:{self._address[1]}"
         self._settings = settings
         self._threads = WorkerThreads(self.url, settings.num_threads)
-        self._package: _Package | None = None
-        self._client: _Client | None = None
+        self._package: Package | None = None
+        self._client: Client | None = None
 
     @property
     def url(self) -> str:
@@ -188,16 +127,22 @@ class MooncakeStore:
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
+        there = await self._look(names)
+        return there.index(False) if False in there else len(names)
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        return await self._look(names)
+
+    async def _look(self, names: Sequence[str]) -> list[bool]:
         client = self._opened()
         if not names:
-            return 0
-        there = await self._threads.run(lambda: client.batch_is_exist(list(names)))
-        for found, status in enumerate(there):
+            return []
+        statuses = await self._threads.run(lambda: client.batch_is_exist(list(names)))
+        for status in statuses:
             if status < 0 and status != _NOT_FOUND:
                 raise StoreUnavailableError(f"{self.url} does not answer ({status})")
-            if status != 1:
-                return found
-        return len(names)
+        return [status == 1 for status in statuses]
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         client = self._client
@@ -234,11 +179,7 @@ class MooncakeStore:
         """Values live for as long as they are used; returns how many there are."""
         check_names(names)
         check_ttl(ttl_s)
-        client = self._opened()
-        if not names:
-            return 0
-        there = await self._threads.run(lambda: client.batch_is_exist(list(names)))
-        return there.count(1)
+        return sum(await self._look(names))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """Raises StoreUnavailableError: Mooncake does not tell."""
@@ -251,15 +192,15 @@ class MooncakeStore:
         check_prefix(prefix)
         raise StoreUnavailableError(f"{self.url} cannot list its values")
 
-    def _opened(self) -> _Client:
+    def _opened(self) -> Client:
         if self._client is None:
             raise StoreUnavailableError(f"{self.url} is closed")
         return self._client
 
-    def _connect(self) -> _Client:
+    def _connect(self) -> Client:
         os.environ.setdefault("GLOG_minloglevel", "2")  # it logs each miss otherwise
         try:
-            package = cast("_Package", importlib.import_module("mooncake.store"))
+            package = cast("Package", importlib.import_module("mooncake.store"))
         except ImportError as error:
             raise StoreUnavailableError(
                 f"Mooncake's package cannot be loaded ({error}): install tierkv[mooncake] and, on "
@@ -284,7 +225,7 @@ class MooncakeStore:
             raise StoreUnavailableError(f"{self.url} cannot be reached ({status})")
         return client
 
-    def _get(self, client: _Client, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
+    def _get(self, client: Client, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
         landings = [_few(flat(item.into), item.num_bytes) for item in items]
         statuses = client.batch_get_into_multi_buffers(
             [item.name for item in items],
@@ -299,7 +240,7 @@ class MooncakeStore:
             for item, status in zip(items, statuses, strict=True)
         ]
 
-    def _get_outcome(self, client: _Client, item: GetItem, status: int) -> GetOutcome:
+    def _get_outcome(self, client: Client, item: GetItem, status: int) -> GetOutcome:
         if status == _NOT_FOUND:
             return GetOutcome(GetStatus.MISS)
         if status == item.num_bytes and status > 0:
@@ -314,7 +255,7 @@ class MooncakeStore:
             )
         return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {status}")
 
-    def _get_small(self, client: _Client, name: str, max_bytes: int) -> bytes | None:
+    def _get_small(self, client: Client, name: str, max_bytes: int) -> bytes | None:
         num_bytes = client.get_size(name)
         if num_bytes == _NOT_FOUND:
             return None
@@ -329,7 +270,7 @@ class MooncakeStore:
             raise StoreUnavailableError(f"{self.url} has lost {name} while it was being read")
         return content
 
-    def _put(self, client: _Client, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
+    def _put(self, client: Client, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
         outcomes: list[PutOutcome | None] = [None] * len(items)
         there = client.batch_is_exist([item.name for item in items])
         fresh: list[int] = []
@@ -363,7 +304,7 @@ class MooncakeStore:
                 outcomes[index] = _put_outcome(items[index], status)
         return [outcome for outcome in outcomes if outcome is not None]
 
-    def _config(self, *, is_pinned: bool) -> _Config:
+    def _config(self, *, is_pinned: bool) -> Config:
         assert self._package is not None, "set before the client"
         config = self._package.ReplicateConfig()
         config.replica_num = self._settings.replicas

@@ -48,6 +48,7 @@ from tierkv.storage.redis_node import (
     Lane,
     RedisNode,
     RedisSettings,
+    cut,
     expect,
     understood,
 )
@@ -114,6 +115,11 @@ class RedisStore:
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
         return await self._opened().count_leading(names)
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        router = self._opened()
+        return [one for part in cut(names, NAMES_PER_COMMAND) for one in await router.present(part)]
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         calls = [[Call(item.name, make) for make in get_requests(item)] for item in items]

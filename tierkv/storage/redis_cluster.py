@@ -105,14 +105,14 @@ class ClusterRouter:
     async def count_leading(self, names: Sequence[str]) -> int:
         found = 0
         for part in cut(names, 4 * NAMES_PER_COMMAND):
-            present = await self._present(part)
+            present = await self.present(part)
             leading = present.index(False) if False in present else len(part)
             found += leading
             if leading < len(part):
                 break
         return found
 
-    async def _present(self, names: Sequence[str]) -> list[bool]:
+    async def present(self, names: Sequence[str]) -> list[bool]:
         """Whether each name has a value: one pipelined request per node, in parallel.
 
         A variadic EXISTS would need all its names in one slot.

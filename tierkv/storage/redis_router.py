@@ -11,7 +11,7 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_bulk import pipeline
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Lane, RedisNode, cut, expect, understood
 from tierkv.storage.redis_wire import Failure, Request
-from tierkv.storage.resp import Reply, pack
+from tierkv.storage.resp import Reply, pack, pack_each
 
 # Names are counted in so many parts at once: a gap among 1,000 is found in three exchanges, whose
 # names are 1,110 together. Halving takes ten exchanges and 2,000 names.
@@ -40,6 +40,9 @@ class Router(Protocol):
     async def count_leading(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, have a value. Raises StoreUnavailableError."""
 
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        """Whether each name has a value. Raises StoreUnavailableError."""
+
 
 class OneNode:
     """`Router` where all values are on one server."""
@@ -65,6 +68,15 @@ class OneNode:
             if leading < len(part):
                 break
         return found
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        if not names:
+            return []
+        request = pipeline(pack_each("EXISTS", names), len(names))
+        [outcome] = await self._node.lanes[Lane.QUESTION].ask([request])
+        if isinstance(outcome, Failure):
+            raise StoreUnavailableError(outcome.reason)
+        return [expect(int, understood(reply, ("EXISTS",))) == 1 for reply in outcome]
 
     async def _count_leading(self, names: Sequence[str]) -> int:
         """Counts per part, in one exchange; then the same within the first part with a gap."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError, TierKVError
 from tierkv.storage.notify import LOOK, Listener, Notifier, notifier_of
+from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -127,8 +128,13 @@ class SwitchStore:
         await self._ask(lambda store: store.ping())
 
     async def exists(self, names: Sequence[str]) -> int:
-        check_names(names)
+        if self._current is None:  # the store checks them; again, 1,000 names take 0.3 ms
+            check_names(names)
         return await self._ask(lambda store: store.exists(names))
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        return await self._ask(lambda store: present(store, names))
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         if self._current is None:

@@ -59,7 +59,8 @@ class WorkerThreads:
         """`work(item)` for each item, spread over the threads; results in the items' order.
 
         A cancel lets each thread finish the item it has in hand, starts no other, and is raised
-        when the last one has ended; behind threads that are stuck with others' work, at once. What `work` raises is raised here, after the rest is done.
+        when the last one has ended; at once, behind threads that are stuck with others' work.
+        What `work` raises is raised here, after the rest is done.
         """
         self.check_open()
         assert self._pool is not None, "checked in the line above"

@@ -56,8 +56,7 @@ class WriteQueue:
                 yield
             finally:
                 self._is_open = False
-                for key in list(self._waiting):
-                    self._settle(key, PutOutcome(PutStatus.FAILED, f"{self._owner} is closed"))
+                self.give_up(f"{self._owner} is closed")
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As `Store.put`. A cancel withdraws what is not being written yet, waits for the rest."""
@@ -78,6 +77,11 @@ class WriteQueue:
 
         await outlast({write.outcome for write in writes}, on_cancel=withdraw)  # type: ignore[misc]
         return [write.outcome.result() for write in writes]
+
+    def give_up(self, reason: str) -> None:
+        """Fail all that waits, such as behind writes that are stuck."""
+        for key in list(self._waiting):
+            self._settle(key, PutOutcome(PutStatus.FAILED, reason))
 
     def _drop_the_least(self) -> None:
         if self.waiting_bytes <= self._max_bytes:

@@ -8,34 +8,29 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
-import numpy as np
-
 from tierkv.cache.keys import Names, StoredKey
-from tierkv.cache.layout import Bytes1D, Layout
-from tierkv.cache.shards import Shard
-from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.cache.layout import Layout
+from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
 from tierkv.storage.codec import Codec, PlainCodec
+from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
-    GetItem,
     GetOutcome,
     GetStatus,
-    PutItem,
     PutOutcome,
     PutStatus,
     Store,
 )
 from tierkv.storage.threads import WorkerThreads
-from tierkv.tasks import task_group
-from tierkv.transfer.storage_io_slices import Slice, Slices
+from tierkv.transfer.storage_io_slices import Slices
 from tierkv.transfer.storage_io_touch import Toucher
+from tierkv.transfer.storage_io_values import Values
 from tierkv.transfer.tails import TailLists
 
 _MAX_FOUND = 65_536
 _WAITED_FOR = 1e9  # the worth of a block that somebody waits for
-_NOT_ASKED = GetOutcome(GetStatus.FAILED, "not asked for yet")
-_WORST_GET = (GetStatus.FAILED, GetStatus.DAMAGED, GetStatus.MISS)
-_WORST_PUT = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED)
+# A block is new if one of its slices is.
+_WORST_FIRST = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED, PutStatus.EXISTED)
 
 
 @dataclass(slots=True)
@@ -50,18 +45,6 @@ class StorageStats:
     damaged_blocks: int = 0
     failed_reads: int = 0
     failed_writes: int = 0
-
-
-@dataclass(slots=True)
-class _Read:
-    """One value on its way into a slot, or into a buffer from which slots are assembled."""
-
-    at: int  # which of the keys
-    shard: Shard
-    item: GetItem
-    header: bytearray
-    payload: Bytes1D
-    outcome: GetOutcome = _NOT_ASKED
 
 
 class StorageIO:
@@ -93,8 +76,8 @@ class StorageIO:
         self.slices = slices or Slices.whole(names, layout, host)
         self.stats = StorageStats()
         self._deadline_s = deadline_s
-        self._block_ttl_s = block_ttl_s
         self._codecs = codecs or (lambda _: _PLAIN)
+        self._values = Values(self.slices, self._codec, block_ttl_s)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> size of who stored it
         self.tails = TailLists(
             store, names, layout, self._codecs, deadline_s=deadline_s, ttl_s=block_ttl_s
@@ -136,25 +119,25 @@ class StorageIO:
             at += found
             if at == len(keys) or not self.slices.peer_sizes:
                 return at
-            other = await self._size_of(keys[at], size)
+            [other] = await self._sizes_of([keys[at]], size)
             if other is None:
                 return at
             size = other
 
-    async def _size_of(self, key: StoredKey, tried: int) -> int | None:
-        """Of how many ranks a node has stored this block, one of `tried` aside."""
+    async def _sizes_of(self, keys: Sequence[StoredKey], tried: int) -> list[int | None]:
+        """Of how many ranks the node was that has stored each block, one of `tried` aside; None if
+        none has. One exchange for all."""
         sizes = [n for n in (self.slices.size, *self.slices.peer_sizes) if n != tried]
-        if not sizes:
-            return None
-        counts: dict[int, int] = {}
-
-        async def ask(size: int) -> None:
-            counts[size] = await self.store.exists(self.slices.names_of(key, size))
-
-        async with task_group() as group:
-            for size in sizes:
-                group.create_task(ask(size))
-        return next((size for size in sizes if counts[size] == size), None)
+        if not sizes or not keys:
+            return [None] * len(keys)
+        of_key = [{size: self.slices.names_of(key, size) for size in sizes} for key in keys]
+        names = [name for of_size in of_key for some in of_size.values() for name in some]
+        answers = await present(self.store, names)
+        there = {name for name, is_there in zip(names, answers, strict=True) if is_there}
+        return [
+            next((size for size, some in of_size.items() if there.issuperset(some)), None)
+            for of_size in of_key
+        ]
 
     def _note_found(self, keys: Sequence[StoredKey], size: int) -> None:
         for key in keys:
@@ -177,13 +160,7 @@ class StorageIO:
         """
         sizes = [self._found.get(key.digest, self.slices.size) for key in keys]
         blocks = await self._fetch(keys, slot_ids, sizes)
-        for at, key in enumerate(keys):
-            # Found by another way than `count_present`, a block can be of any size.
-            if blocks[at].status is GetStatus.MISS and key.digest not in self._found:
-                with suppress(StoreUnavailableError):
-                    if other := await self._size_of(key, self.slices.size):
-                        again = await self._fetch([key], slot_ids[at : at + 1], [other])
-                        blocks[at] = again[0]
+        await self._fetch_missed(keys, slot_ids, blocks)
         for key, outcome in zip(keys, blocks, strict=True):
             if outcome.status is not GetStatus.HIT:
                 self._found.pop(key.digest, None)  # whoever stored it, look again
@@ -193,19 +170,33 @@ class StorageIO:
                 self.stats.failed_reads += 1
         return blocks
 
+    async def _fetch_missed(
+        self, keys: Sequence[StoredKey], slot_ids: Ids, blocks: list[GetOutcome]
+    ) -> None:
+        """Found by another way than `count_present`, a block can be of any size."""
+        missed = [
+            at
+            for at, key in enumerate(keys)
+            if blocks[at].status is GetStatus.MISS and key.digest not in self._found
+        ]
+        with suppress(StoreUnavailableError):
+            sizes = await self._sizes_of([keys[at] for at in missed], self.slices.size)
+            found = {at: size for at, size in zip(missed, sizes, strict=True) if size is not None}
+            if found:
+                slots = slot_ids[list(found)]
+                again = await self._fetch([keys[at] for at in found], slots, [*found.values()])
+                for at, outcome in zip(found, again, strict=True):
+                    blocks[at] = outcome
+
     async def _fetch(
         self, keys: Sequence[StoredKey], slot_ids: Ids, sizes: Sequence[int]
     ) -> list[GetOutcome]:
         """sizes: of how many ranks the node was that stored each of them."""
-        reads = [
-            self._read(at, key, shard, int(slot))
-            for at, (key, slot, size) in enumerate(zip(keys, slot_ids, sizes, strict=True))
-            for shard in self.slices.sources(size)
-        ]
+        reads = self._values.reads(keys, slot_ids, sizes)
         outcomes = await self.store.get_into([read.item for read in reads])
         for read, outcome in zip(reads, outcomes, strict=True):
             read.outcome = outcome
-        blocks = await self._checkers.run(lambda: self._check(keys, slot_ids, sizes, reads))
+        blocks = await self._checkers.run(lambda: self._values.check(keys, slot_ids, sizes, reads))
         damaged = [r.item.name for r in reads if r.outcome.status is GetStatus.DAMAGED]
         if damaged:
             with suppress(StoreUnavailableError):  # then it will be found damaged again
@@ -215,47 +206,6 @@ class StorageIO:
         self.stats.fetched_bytes += sum(len(read.payload) for read in hits)
         if self._toucher is not None:
             self._toucher.used(read.item.name for read in hits)
-        return blocks
-
-    def _read(self, at: int, key: StoredKey, shard: Shard, slot: int) -> _Read:
-        if shard.size == self.slices.size:
-            payload = self.slices.parts[shard.rank].payload(slot, key.num_tokens)
-        else:
-            payload = np.empty(self.slices.layout(shard).stored_bytes(key.num_tokens), np.uint8)
-        header = bytearray(self._codec(key).header_bytes)
-        name = self.slices.names_of(key, shard.size)[shard.rank]
-        return _Read(at, shard, GetItem(name, (memoryview(header), payload.data)), header, payload)
-
-    def _check(
-        self,
-        keys: Sequence[StoredKey],
-        slot_ids: Ids,
-        sizes: Sequence[int],
-        reads: Sequence[_Read],
-    ) -> list[GetOutcome]:
-        """What became of each block, which is in its slot if that is HIT."""
-        of_block: list[list[_Read]] = [[] for _ in keys]
-        for read in reads:
-            of_block[read.at].append(read)
-            key = keys[read.at]
-            if read.outcome.status is GetStatus.HIT:
-                identity = self.slices.identity(key, read.shard)
-                try:
-                    self._codec(key).decode(read.header, read.payload.data, identity)
-                except StoreCorruptError as error:
-                    read.outcome = GetOutcome(GetStatus.DAMAGED, str(error))
-        blocks = []
-        for key, slot, size, parts in zip(keys, slot_ids, sizes, of_block, strict=True):
-            blocks.append(_worst_get([read.outcome for read in parts]))
-            if blocks[-1].status is not GetStatus.HIT:
-                continue
-            if size != self.slices.size:
-                payloads = {read.shard: read.payload for read in parts}
-                self.slices.assemble(int(slot), payloads, key.num_tokens)
-            if key.is_tail:
-                for part in self.slices.parts:
-                    payload = part.payload(int(slot), key.num_tokens).copy()
-                    part.layout.paste_tail(payload, part.host.array[slot], key.num_tokens)
         return blocks
 
     # Flush
@@ -277,7 +227,7 @@ class StorageIO:
             dropped. None: somebody waits for them.
         """
         values = [_WAITED_FOR] * len(keys) if worth is None else worth
-        items = await self._checkers.run(lambda: self._encode(keys, slot_ids, values))
+        items = await self._checkers.run(lambda: self._values.encode(keys, slot_ids, values))
         outcomes = await self.store.put(items)
         if self._toucher is not None:
             answered = zip(items, outcomes, strict=True)
@@ -302,22 +252,6 @@ class StorageIO:
             await self.tails.note([key for key, block in pairs if block.status in stored])
         return blocks
 
-    def _encode(
-        self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
-    ) -> list[PutItem]:
-        return [
-            self._item(key, part, int(slot), value)
-            for key, slot, value in zip(keys, slot_ids, worth, strict=True)
-            for part in self.slices.parts
-        ]
-
-    def _item(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem:
-        payload = part.layout.cut_tail(part.host.array[slot], key.num_tokens)
-        identity = self.slices.identity(key, part.shard)
-        value = self._codec(key).encode(np.ascontiguousarray(payload).data, identity)
-        name = self.slices.names_of(key, part.shard.size)[part.shard.rank]
-        return PutItem(name, value, ttl_s=self._block_ttl_s, worth=worth)
-
     def _codec(self, key: StoredKey) -> Codec:
         return self._codecs(key.space or self.names.fingerprint)
 
@@ -325,17 +259,5 @@ class StorageIO:
 _PLAIN = PlainCodec()
 
 
-def _worst_get(outcomes: Sequence[GetOutcome]) -> GetOutcome:
-    for status in _WORST_GET:
-        for outcome in outcomes:
-            if outcome.status is status:
-                return outcome
-    return outcomes[0]
-
-
 def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
-    for status in _WORST_PUT:
-        for outcome in outcomes:
-            if outcome.status is status:
-                return outcome
-    return outcomes[0]
+    return min(outcomes, key=lambda outcome: _WORST_FIRST.index(outcome.status))

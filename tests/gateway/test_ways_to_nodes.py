@@ -1,0 +1,100 @@
+"""How a gateway reaches real nodes: TLS of an own authority, mutual TLS, Unix sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.api.guarded import Authority, callers_in, guarded
+from tests.e2e.exact import text, truth
+from tests.gateway.scripted import Asked, Caller, listener, stage
+from tierkv.api.auth_file import RoleName
+from tierkv.api.settings import TlsSection
+from tierkv.gateway.gateway import Gateway
+from tierkv.gateway.server import listening
+from tierkv.gateway.settings import GatewaySection, GatewaySettings, HealthSection, LimitsSection
+from tierkv.refmodel.text import decode as decode_text
+
+PROMPT = text(100)
+BODY = {"prompt": decode_text(PROMPT), "max_tokens": 8}
+
+
+@asynccontextmanager
+async def in_front_of(url: str, **section: Any) -> AsyncIterator[Caller]:
+    """Who calls a gateway that has one node."""
+    settings = GatewaySettings(
+        gateway=GatewaySection(both=(url,), **section),
+        limits=LimitsSection(max_attempts=2),
+        health=HealthSection(probe_interval_s=0.05, eject_s=0.05),
+    )
+    gateway = await asyncio.to_thread(Gateway, settings)  # it reads certificates
+    async with (
+        listening(gateway, listener()) as where,
+        gateway.running(),
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+    ):
+        yield Caller(where, session)
+
+
+def is_right(asked: Asked) -> bool:
+    return asked.is_whole and asked.text == decode_text(truth(PROMPT, 8).tokens)
+
+
+async def test_a_node_whose_authority_is_named_is_reached_and_no_other(tmp_path: Path) -> None:
+    ours, other = Authority(tmp_path), Authority(tmp_path, "other")
+    tls = TlsSection(cert=str(ours.issue("node")))
+    async with guarded(None, tls=tls) as on:
+        async with in_front_of(on.url, node_ca=str(ours.path)) as caller:
+            assert is_right(await caller.ask(BODY))
+        for section in ({"node_ca": str(other.path)}, {}):
+            async with in_front_of(on.url, **section) as caller:
+                asked = await caller.ask(BODY)
+                assert (asked.status, asked.body["code"]) == (503, "no_nodes")
+                assert "certificate" in asked.body["detail"]
+
+
+async def test_a_node_that_asks_for_a_certificate_gets_the_gateways(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    node, mine = authority.issue("node"), authority.issue("gateway")
+    callers = await asyncio.to_thread(callers_in, tmp_path)
+    await callers.certificate("CN:gateway", RoleName.WRITE)
+    tls = TlsSection(cert=str(node), client_ca=str(authority.path))
+    ca = str(authority.path)
+    async with guarded(callers, tls=tls) as on:
+        async with in_front_of(on.url, node_ca=ca, node_cert=str(mine)) as caller:
+            assert is_right(await caller.ask(BODY))
+        async with in_front_of(on.url, node_ca=ca) as caller:
+            assert (await caller.ask(BODY)).status == 503
+
+
+async def test_a_node_is_reached_over_its_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    async with guarded(None, unix_socket=path) as on:
+        async with in_front_of(f"unix:{path}") as caller:
+            assert is_right(await caller.ask(BODY))
+            assert is_right(await caller.ask(BODY | {"stream": True}))
+        await on.node.service.scheduler.until_idle()
+
+
+async def test_connections_to_nodes_are_used_again() -> None:
+    async with stage(prefill=0, decode=0, both=1) as on:
+        for number in range(20):
+            assert (await on.caller.ask({"prompt": f"prompt {number}"})).is_whole
+        # One more may have been made for a probe that came while a prompt was under way.
+        assert len(on.both[0].peers) <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_node_that_never_ends_its_answer_does_not_hold_the_caller_up(
+    stream: bool,
+) -> None:
+    async with stage(prefill=0, decode=0, both=1) as on:
+        on.both[0].lingers = True
+        async with asyncio.timeout(5):
+            assert (await on.caller.ask({"prompt": "hello", "stream": stream})).is_whole

@@ -1,0 +1,244 @@
+"""Questions to a store that may fail: each has its turn, its deadline, and is judged.
+
+question -> breaker -> at most max_reads at a time -> deadline -> store
+                ^------------------- judged -------------------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from tierkv.clock import Clock
+from tierkv.errors import StoreUnavailableError, TierKVError
+from tierkv.storage.breaker import Breaker, BreakerSnapshot
+from tierkv.storage.protocol import Store
+from tierkv.storage.resilience_settings import ResilienceSettings
+from tierkv.tasks import background, task_group
+
+_log = logging.getLogger(__name__)
+_MAX_TOKENS = 10.0
+_MAX_JITTER_S = 0.02
+# A failure that took longer was a deadline, and a second one is not what the caller waits for.
+_RETRY_WITHIN_S = 0.1
+# After its deadline an operation is cancelled; one that has not ended so long after is stuck.
+_STUCK_S = 0.05
+
+T = TypeVar("T")
+
+
+class Guard:
+    """Of one store: whether it may be asked, for how long, and what its failures come to."""
+
+    def __init__(self, store: Store, settings: ResilienceSettings, clock: Clock) -> None:
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._breaker = Breaker(settings.failures_to_open, clock)
+        self._opened = asyncio.Event()
+        self._reading = asyncio.Semaphore(settings.max_reads)
+        self._num_waiting_reads = 0
+        self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0
+        self._random = random.Random()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._when_back: MutableSequence[Callable[[], None]] = []
+        self._when_open: MutableSequence[Callable[[str], None]] = []
+        self.num_retries = self.num_refused = 0
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the store is asked at all."""
+        return self._breaker.is_closed
+
+    def breaker(self) -> BreakerSnapshot:
+        return self._breaker.snapshot()
+
+    def when_back(self, call: Callable[[], None]) -> None:
+        self._when_back.append(call)
+
+    def when_open(self, call: Callable[[str], None]) -> None:
+        """Call `call` with the reason when the store is left alone from then on."""
+        self._when_open.append(call)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Within that of the store: asks it, while it is left alone, whether it is back."""
+        async with (
+            task_group() as tasks,
+            background({"tierkv-store-probe": self._keep_probing()}),
+        ):
+            self._tasks = tasks
+            try:
+                yield
+            finally:
+                self._tasks = None
+
+    # Asking
+
+    async def retried(self, ask: Callable[[], Awaitable[T]]) -> T:
+        started = self._clock.monotonic()
+        try:
+            return await self.asked(ask)
+        except StoreUnavailableError:
+            if not self.may_retry(started):
+                raise
+        await self.pause()
+        return await self.asked(ask)
+
+    async def asked(
+        self, ask: Callable[[], Awaitable[T]], *, num_bytes: int = 0, lends_buffers: bool = False
+    ) -> T:
+        """One try of one read. lends_buffers: the caller's, which have to come back, so that one
+        that is stuck is waited for; and its result is still to be judged."""
+        self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
+        self.check()
+        deadline_s = self.deadline_s(num_bytes, self._settings.timeout_s)
+        await self._until_its_turn(deadline_s)
+        try:
+            if lends_buffers:
+                return await self.within(ask, deadline_s)
+            answer = await self.within(lambda: self._abandonable(ask), deadline_s)
+        finally:
+            self._reading.release()
+        self._breaker.succeed()
+        return answer
+
+    async def within(self, ask: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+        """What `ask` returns, cancelled after `deadline_s`, which is a failure of the store even if
+        the cancel has no effect. Raises StoreUnavailableError."""
+        loop = asyncio.get_running_loop()
+        late = f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
+        stuck = loop.call_later(deadline_s + _STUCK_S, self.fail, late)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await ask()
+        except TimeoutError as error:
+            if stuck.when() > loop.time():
+                self.fail(late)
+            raise StoreUnavailableError(late) from error
+        except StoreUnavailableError as error:
+            self.fail(str(error))
+            raise
+        finally:
+            stuck.cancel()
+
+    async def _abandonable(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What `ask` returns. A cancel is raised at once, even if `ask` does not end then: a thread
+        in a system call on a disk that hangs cannot be cancelled."""
+        if self._tasks is None:
+            raise StoreUnavailableError(f"{self.url} is closed")
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        task = self._tasks.create_task(_settle(ask, outcome), name="tierkv-store-question")
+        try:
+            return await outcome
+        finally:
+            task.cancel()
+
+    async def _until_its_turn(self, deadline_s: float) -> None:
+        """Take one of `max_reads` places. Raises StoreUnavailableError if too many wait for one,
+        none is free within `deadline_s`, or the breaker is open by then."""
+        if self._num_waiting_reads >= self._settings.max_waiting_reads:
+            raise self._refused(
+                f"{self.url} has {self._num_waiting_reads} operations waiting for it"
+            )
+        self._num_waiting_reads += 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._reading.acquire()
+        except TimeoutError as error:
+            # Those that have the places are stuck, or slow; they are judged, this one is not.
+            text = f"{self.url} had no turn for this within {deadline_s * 1000:.0f} ms"
+            raise self._refused(text) from error
+        finally:
+            self._num_waiting_reads -= 1
+        try:
+            self.check()
+        except StoreUnavailableError:
+            self._reading.release()
+            raise
+
+    # Trying again
+
+    def may_retry(self, started: float) -> bool:
+        """Whether the first try failed at once, and the budget, which every operation adds to, has
+        a retry left. Takes it."""
+        was_quick = self._clock.monotonic() - started <= _RETRY_WITHIN_S
+        if not was_quick or self._tokens < 1 or not self._breaker.is_closed:
+            return False
+        self._tokens -= 1
+        self.num_retries += 1
+        return True
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self._random.uniform(0, _MAX_JITTER_S))
+
+    # Judging
+
+    def deadline_s(self, num_bytes: int, timeout_s: float) -> float:
+        return timeout_s + num_bytes / self._settings.slowest_bytes_per_s
+
+    def check(self) -> None:
+        if not self._breaker.is_closed:
+            raise self._refused(
+                f"{self.url} is left alone, since it failed: {self._breaker.reason}"
+            )
+
+    def _refused(self, reason: str) -> StoreUnavailableError:
+        self.num_refused += 1
+        return StoreUnavailableError(reason)
+
+    def judge(self, failures: Sequence[str], num_items: int) -> None:
+        """A batch that failed whole is a failure; one answered whole a success."""
+        if failures and len(failures) == num_items:
+            self.fail(failures[0])
+        elif not failures:
+            self._breaker.succeed()
+
+    def fail(self, reason: str) -> None:
+        if self._breaker.fail(reason):
+            _log.warning("%s is left alone from now on: %s", self.url, reason)
+            self._opened.set()
+            for call in self._when_open:
+                call(reason)
+
+    async def _keep_probing(self) -> None:
+        while True:
+            await self._opened.wait()
+            await asyncio.sleep(self._settings.probe_interval_s)
+            self._breaker.begin_probe()
+            failure = await self._probe()
+            self._breaker.end_probe(failure)
+            if failure is None:
+                self._opened.clear()
+                _log.warning("%s answers again", self.url)
+                for call in self._when_back:
+                    call()
+
+    async def _probe(self) -> str | None:
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                await self._abandonable(self._store.ping)
+        except TimeoutError:
+            return f"{self.url} did not answer a probe"
+        except StoreUnavailableError as error:
+            return str(error)
+        return None
+
+
+async def _settle(ask: Callable[[], Awaitable[T]], outcome: asyncio.Future[T]) -> None:
+    try:
+        answer = await ask()
+    except TierKVError as error:
+        if not outcome.done():
+            outcome.set_exception(error)
+    else:
+        if not outcome.done():
+            outcome.set_result(answer)

@@ -1,0 +1,67 @@
+"""What tierkv uses of Mooncake's Python package, which brings no types. Every call blocks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Config(Protocol):
+    replica_num: int
+    soft_pin_action: object
+
+
+class Client(Protocol):
+    """`mooncake.store.MooncakeDistributedStore`."""
+
+    def setup(  # noqa: PLR0913, PLR0917 - theirs
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        global_segment_size: int,
+        local_buffer_size: int,
+        protocol: str,
+        rdma_devices: str,
+        master_server_addr: str,
+    ) -> int: ...
+
+    def close(self) -> int: ...
+
+    def health_check(self) -> int: ...
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
+    ) -> list[int]: ...
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        config: Config,
+    ) -> list[int]: ...
+
+    def upsert(self, key: str, value: bytes, config: Config) -> int: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def get_size(self, key: str) -> int: ...
+
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...  # noqa: FBT001
+
+
+class Package(Protocol):
+    def MooncakeDistributedStore(self) -> Client: ...  # noqa: N802
+
+    def ReplicateConfig(self) -> Config: ...  # noqa: N802
+
+    @property
+    def SoftPinAction(self) -> SoftPin: ...  # noqa: N802
+
+
+class SoftPin(Protocol):
+    @property
+    def ENABLE(self) -> object: ...  # noqa: N802
