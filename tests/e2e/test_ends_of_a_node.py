@@ -34,7 +34,10 @@ storage_write = "write_through"
 fetch_policy = "wait_complete"
 """
 
-TRIALS = [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+TRIALS = [
+    pytest.param(3, marks=pytest.mark.timeout(180)),
+    pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+]
 
 
 @cache
@@ -102,7 +105,6 @@ class Lives:
         assert 200 not in seen[len(seen) - 1 - len(told) :], "it was ready again"
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("trials", TRIALS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_a_node_that_ends_while_blocks_move_leaves_nothing_wrong_behind(
