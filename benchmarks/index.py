@@ -2,7 +2,8 @@
 
 Per block: match, allocate, commit and finish under eviction, planner included, against one
 `hashlib.sha256(previous digest + block)` call in the same run, which is what any cache that keys
-blocks by digest pays at the least. Each figure is printed beside its target.
+blocks by digest pays at the least. Each figure is printed beside its target. Rows *service* are
+what an engine calls, admit, commit and end, on the event loop (see index_service).
 
     python benchmarks/index.py [--quick] [--json] [--trace FILE] [--policies]
 
@@ -28,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.bench import Row, row, show
+from benchmarks.index_service import run_service
 from benchmarks.workload import Pieces, synthetic_requests, trace_requests
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
@@ -67,6 +69,13 @@ class Cache:
         freed = [index.drop(Tier.DEVICE, *step.victim) for step in steps]
         return pool.swap(freed, needed) if freed else pool.allocate(needed)
 
+    def evict(self, count: int) -> None:
+        index, pool = self.index, self.pool
+        needed = pool.num_free + count
+        steps = plan_room(index, pool, Tier.DEVICE, needed=needed, on_the_way=0, rule=_RULE)
+        freed = [index.drop(Tier.DEVICE, *step.victim) for step in steps]
+        pool.release(freed[0] if len(freed) == 1 else np.concatenate(freed))
+
     def run(self, tokens: Tokens, *, digests: bool = False) -> None:
         """A request that is admitted, computes all it lacks, and ends."""
         index, pool = self.index, self.pool
@@ -97,6 +106,23 @@ def run_trace(requests: Sequence[Sequence[int]], pieces: Pieces, cache: Cache, f
         cache.run(tokens, digests="digests" in form)
         total += time.thread_time() - started
     return total / cache.blocks
+
+
+def measure_service(requests: Sequence[Sequence[int]], repeats: int) -> list[Row]:
+    """Beside the index: all that an engine calls, Service.admit, commit and end."""
+    pieces, costs, whole = Pieces(), list[float](), list[float]()
+    hashes = []
+    sample = b"".join(pieces.prompts(requests[:100]))
+    for _ in range(repeats):
+        hashes.append(run_sha256(sample, 16) * 1e6)
+        a_block, a_request = run_service(requests, pieces, 16, 50_000)
+        costs.append(a_block * 1e6)
+        whole.append(a_request * 1e6)
+    sha = row("sha256 of a block of 16 tokens", hashes, "us")
+    return [
+        row("a block of 16, 50,000 cached, service", costs, "us", against=sha),
+        row("the same, a whole request", whole, "us"),
+    ]
 
 
 def run_sha256(packed: bytes, block_size: int) -> float:
@@ -188,9 +214,8 @@ def measure_long(capacity: int, repeats: int) -> list[Row]:
     freed = []
     for at in range(repeats):
         started = time.thread_time()
-        slots = cache.take(cache.pool.num_free + 128)
+        cache.evict(128)
         freed.append((time.thread_time() - started) * 1e6)
-        cache.pool.release(slots)
         if at % 4 == 3:
             cache.run(_tokens(rng, 512 * 16))
     where = f"in {capacity:,} blocks"
@@ -294,6 +319,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for block_size in (16, 64):
         rows += measure_trace(requests, repeats, block_size)
+    rows += measure_service(requests[:3000], repeats)
     rows += measure_long(100_000 if args.quick else 1_000_000, 200 if args.quick else 1000)
     rows += measure_flat(3 if args.quick else 10)
     rows += measure_memory(requests[:1000])

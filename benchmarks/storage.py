@@ -59,7 +59,7 @@ class Scale:
     work_bytes: int
 
 
-QUICK = Scale((512 << 10, 2 << 20), (1, 2), 3, 64 << 20)
+QUICK = Scale((512 << 10, 2 << 20), (1, 2), 3, 32 << 20)
 FULL = Scale((64 << 10, 512 << 10, 2 << 20, 8 << 20), (1, 2, 4, 8), 5, WORK_BYTES)
 
 

@@ -91,7 +91,7 @@ async def _timed(
     ask: Callable[[], Awaitable[int]], expected: int, label: str, rounds: int
 ) -> list[Row]:
     times = []
-    for _ in range(rounds * 50):
+    for _ in range(rounds * 30):
         started = time.perf_counter()
         found = await ask()
         times.append((time.perf_counter() - started) * 1e3)

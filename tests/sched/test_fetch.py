@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -200,8 +200,10 @@ class StuckReads(MemoryStore):
         self._inner = inner
         self.left = asyncio.Event()
 
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._inner.running()
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None, None]:
+        async with self._inner.running():
+            yield
 
     async def exists(self, names: Sequence[str]) -> int:
         return await self._inner.exists(names)

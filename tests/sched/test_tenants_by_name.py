@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.latch import finish, turns
+from tests.latch import finish, turns, until
 from tests.world import GQA, World, fingerprint, world
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
@@ -193,3 +193,39 @@ async def test_an_operator_is_told_the_field_that_differs_and_a_tenant_is_not() 
         )
         told = here.service.explain(prompt, names_fields=True)
         assert told.detail == "revision (here '1', there '2')"
+
+
+async def test_a_quota_lowered_below_what_one_waits_for_refuses_it() -> None:
+    async with world(device_blocks=16) as here:
+        tenant = here.service.space_of_tenant("acme")
+        running = await here.admit(list(range(40)))
+        async with asyncio.TaskGroup() as group:
+            waits = group.create_task(refused(here, tenant))
+            await until(lambda: here.service.scheduler.num_waiting == 1)
+            here.service.set_quota(tenant, (8, None))
+            here.service.end(running)
+            message = await finish(waits)
+        assert "quota" in message
+        await here.settle()
+
+
+async def test_a_limit_lowered_below_what_one_waits_for_refuses_it() -> None:
+    async with world(device_blocks=16) as here:
+        tenant = here.service.space_of_tenant("acme")
+        running = await here.admit(list(range(40)))
+        async with asyncio.TaskGroup() as group:
+            waits = group.create_task(refused(here, tenant))
+            await until(lambda: here.service.scheduler.num_waiting == 1)
+            here.service.set_limits(tenant, Limits(blocks=8))
+            message = await finish(waits)
+        assert "limit" in message
+        here.service.end(running)
+        await here.settle()
+
+
+async def refused(here: World, tenant: str) -> str:
+    """Why a request of ten blocks is."""
+    prompt = Prompt.of(list(range(40)), GQA.block_size, space=tenant)
+    with pytest.raises(RequestTooLargeError) as told:
+        await here.service.admit("big", prompt, max_new_tokens=0)
+    return str(told.value)

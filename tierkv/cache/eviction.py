@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.policies import EvictionPolicy, Lru
+from tierkv.cache.states import CopyState
 
 SOFT_PIN = 1 << 62  # added to a rank: softly pinned runs go when nothing else is left
 
@@ -88,22 +89,25 @@ class EvictionOrder:
 
         Fewer if there are fewer. A parent is listed after all its children are, wholly.
         """
-        first = self._first([])
-        if first is not None and 0 < count <= first[2].copies[self.tier].num_present:
-            leaf = first[2]  # the common case: one leaf is enough
-            runs = leaf.copies[self.tier].ready_runs(count)
-            return [Victim(leaf, start, stop) for start, stop in runs]
         chosen: list[Victim] = []
         taken: list[Entry] = []
         virtual: list[Entry] = []  # parents whose last child is chosen already
         gone_children: dict[int, int] = {}
         while count > 0 and (entry := self._first(virtual)) is not None:
             node = entry[2]
-            present = node.copies[self.tier].num_present
-            for start, stop in node.copies[self.tier].ready_runs(count):
+            copies = node.copies[self.tier]
+            present = copies.num_present
+            if copies.uniform is CopyState.READY:  # as nearly all are
+                stop = copies.num_blocks
+                start = stop - count if count < stop else 0
                 chosen.append(Victim(node, start, stop))
                 count -= stop - start
-                present -= stop - start
+                present = start
+            else:
+                for start, stop in copies.ready_runs(count):
+                    chosen.append(Victim(node, start, stop))
+                    count -= stop - start
+                    present -= stop - start
             if present and count <= 0:
                 break  # a part of it goes: it stays the first
             if virtual and virtual[0] is entry:

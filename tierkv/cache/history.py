@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Tier
@@ -20,8 +20,7 @@ class Fate(Enum):
     FAILED = "the transfer failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """at: seconds on the caller's clock. tier: its name, "storage" included."""
 
     fate: Fate
@@ -30,6 +29,7 @@ class Event:
     detail: str = ""
 
 
+_NAMES = tuple(tier.name.lower() for tier in Tier)
 _Key = tuple[str, int, int]  # fingerprint, block, hash of its tokens: enough below a match
 
 
@@ -50,7 +50,7 @@ class History:
         tokens = node.packed[first * width : (first + 1) * width]
         block = node.start + first
         key = (node.space.name, block, hash((node.extra(block), tokens)))
-        self._keep(key, Event(Fate.EVICTED, tier.name.lower(), at))
+        self._keep(key, Event(Fate.EVICTED, _NAMES[tier], at))
 
     def record(self, prompt: Prompt, block: int, event: Event) -> None:
         self._keep(self._key(prompt, block), event)

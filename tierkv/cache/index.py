@@ -53,8 +53,10 @@ class Index(Tree):
 
     def slots(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
         """Slots of blocks [start, stop) on the path to `node`."""
+        if start >= stop:
+            return np.zeros(0, np.int32)
         parts = [n.copies[tier].slots[i:j] for n, i, j in segments(node, start, stop)]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return np.concatenate(parts)
 
     def states(self, tier: Tier, node: Node, start: int, stop: int) -> list[CopyState]:
         return [

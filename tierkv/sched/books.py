@@ -17,6 +17,7 @@ from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.cache.write_policy import WriteRule
+from tierkv.errors import ShuttingDownError
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.pins import Pins
 from tierkv.tasks import task_group
@@ -93,10 +94,15 @@ class TierBooks:
             listener()
 
     def start(self, work: Coroutine[None, None, None], name: str) -> None:
-        """Run `work` in a task that this object owns and waits for."""
+        """Run `work` in a task that this object owns and waits for. Raises ShuttingDownError once
+        something has failed that stops the service."""
         assert self._tasks is not None, "the tiers are running"
+        try:
+            task = self._tasks.create_task(work, name=name)
+        except RuntimeError:  # the group takes no more tasks: one failed, or its body did
+            work.close()
+            raise ShuttingDownError("this node has failed and is shutting down") from None
         self.num_tasks += 1
-        task = self._tasks.create_task(work, name=name)
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, _: asyncio.Task[None]) -> None:

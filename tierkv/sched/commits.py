@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Tier
 from tierkv.errors import TransferError
@@ -67,9 +69,11 @@ class Commits:
         )
         node = request.lease.node
         self._tiers.events.tell(Happening.STORED, "device", node, first, request.lease.num_blocks)
-        for at, adopted in enumerate(inserted.adopted, start=first):
-            if adopted:
-                request.is_private[at] = False
+        adopted = inserted.adopted
+        if False in adopted:
+            request.is_private[first : first + len(adopted)] &= ~np.array(adopted, np.bool_)
+        else:
+            request.is_private[first : first + len(adopted)] = False
         if request.claim is not None:
             self._computing.advance(request.claim, request.lease.node, request.lease.num_blocks)
         self._tiers.write_down(request.lease.node, request.lease.num_blocks)

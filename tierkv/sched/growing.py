@@ -53,8 +53,9 @@ class Growing:
             while (slots := self._try_extend(request, count)) is None:
                 await self._tiers.next_change()
                 request.check_wanted()
+                self._check(request, len(request.block_table) + count, count)
             request.block_table = np.concatenate([request.block_table, slots])
-            request.is_private += [True] * count
+            request.is_private = np.concatenate([request.is_private, np.ones(count, np.bool_)])
             self._running.grown(request, count)
         finally:
             self.extending.remove(request)

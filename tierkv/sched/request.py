@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
+from tierkv.cache.copies import Mask
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node
@@ -97,7 +96,7 @@ class Request:
     spec: RequestSpec
     prompt: Prompt
     block_table: Ids
-    is_private: list[bool]
+    is_private: Mask
     lease: Lease
     cached_tokens: int
     matched: Matched
@@ -116,7 +115,7 @@ class Request:
         return self.spec.request_id
 
     def private_slots(self) -> Ids:
-        return self.block_table[np.flatnonzero(self.is_private)]
+        return self.block_table[self.is_private.nonzero()[0]]
 
     def check_tokens(self, tokens: bytes) -> None:
         """Raise BadRequestError unless `tokens`, packed, can be a commit of this request, and

@@ -69,7 +69,8 @@ class Room(TierBooks, ABC):
         if space is not None:
             self._stay_within_quota(tier, space, count + reserved)
         pool = self.pools[tier]
-        while True:
+        slots: Ids | None = None
+        while slots is None:
             steps = plan_room(
                 self.index,
                 pool,
@@ -79,12 +80,9 @@ class Room(TierBooks, ABC):
                 rule=self.rules[tier],
             )
             if steps and not any(step.must_copy for step in steps):
-                freed = [self._drop(tier, *step.victim) for step in steps]
-                slots = pool.swap(freed, count)
-                break
-            if not steps or not self._make_room(tier, steps):
+                slots = pool.swap([self._drop(tier, *step.victim) for step in steps], count)
+            elif not steps or not self._make_room(tier, steps):
                 slots = pool.allocate(count)
-                break
         if self._watermarks[tier].low:
             self._keep_free(tier)
         return slots

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tierkv.sched.loads import Load
 from tierkv.sched.request import Request
 
@@ -30,7 +32,9 @@ class Running:
 
     def private_blocks(self, space: str) -> int:
         """Device blocks of a tenant's requests that the index does not count."""
-        return sum(sum(one.is_private) for one in self if one.spec.prompt.space == space)
+        return sum(
+            int(np.count_nonzero(one.is_private)) for one in self if one.spec.prompt.space == space
+        )
 
     def of_tenant(self, space: str) -> tuple[int, int]:
         """How many requests of a tenant run, and how many blocks they have together."""

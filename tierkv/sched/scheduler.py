@@ -105,7 +105,7 @@ class Scheduler:
     def limit(self, tenant: str, limits: Limits) -> None:
         """What `tenant`, a fingerprint's short name, may have running from now on."""
         self._limits[tenant] = limits
-        self._pump()
+        self.tiers.capacity_changed()  # those that run and want more may have it, too
 
     def forget_tenant(self, tenant: str) -> None:
         """A tenant without requests is no more: its limits and its place in the turns go."""
@@ -157,6 +157,10 @@ class Scheduler:
         is_waiting = self._waiting.find(spec.request_id) is not None
         if is_waiting or spec.request_id in self._running.by_id:
             raise DuplicateRequestError(f"request {spec.request_id!r} is already running")
+        self._check_fits(spec)
+
+    def _check_fits(self, spec: RequestSpec) -> None:
+        """Raise RequestTooLargeError if no waiting would admit it; limits change while it waits."""
         check_size(self.index, self.tiers.pools[Tier.DEVICE], spec)
         quota = self.index.root_of(spec.prompt).space.quota[Tier.DEVICE]
         if quota is not None and spec.num_blocks > quota:
@@ -224,8 +228,8 @@ class Scheduler:
 
     def _admit_waiting(self, most: int) -> int:
         """Give up to `most` turns; how many there were, fewer if there is nothing more to do."""
-        for waiting in self._waiting.whose_wait_is_over():
-            self._note_wait(waiting)
+        for one in self._waiting.whose_wait_is_over():
+            self._note_wait(one)
         for num_turns in range(most):
             if self._growing.extending or self._is_paused:
                 return num_turns
@@ -233,6 +237,7 @@ class Scheduler:
             if waiting is None:
                 return num_turns
             try:
+                self._check_fits(waiting.spec)
                 plan = plan_admission(self.index, self.tiers.pools[Tier.DEVICE], waiting.spec)
                 if self._parks(waiting, plan):
                     continue
@@ -263,8 +268,9 @@ class Scheduler:
     def _may_go(self, waiting: Waiting) -> bool:
         spec = waiting.spec
         requests, blocks = self._running.of_tenant(spec.prompt.space)
-        is_allowed = self._limits_of(spec).allow(requests + 1, blocks + spec.num_blocks)
-        return is_allowed or waiting.outcome.done()
+        limits = self._limits_of(spec)
+        is_allowed = limits.allow(requests + 1, blocks + spec.num_blocks)
+        return is_allowed or waiting.outcome.done() or not limits.allow(1, spec.num_blocks)
 
     def _note_wait(self, waiting: Waiting) -> None:
         """Its wait for blocks that another request computed is over: back in line."""

@@ -85,8 +85,10 @@ class Starting:
         spec, match, index = waiting.spec, plan.match, self._index
         loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
         first_load = match.num_blocks - plan.num_loads
-        arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
-        loads = self._loads.of(arriving)
+        loads = []
+        if match.device_blocks < first_load:
+            arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
+            loads = self._loads.of(arriving)
         for joined in loads:
             joined.num_users += 1
         if len(loading):
@@ -97,16 +99,17 @@ class Starting:
             movements.append(self._copy_partial(source, match.partial.block, private[:1]))
 
         self._index.count_hit(lease)
-        table = np.concatenate(
-            [self._index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks), private]
-        )
+        cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
+        table = np.concatenate([cached, private])
+        is_private = np.ones(len(table), np.bool_)
+        is_private[: match.num_blocks] = False
         fetched_tokens = waiting.fetched.tokens if waiting.fetched else range(0)
         matched = _matched(match, fetched_tokens, self._index.block_size, source)
         request = Request(
             spec=spec,
             prompt=spec.prompt,
             block_table=table,
-            is_private=[False] * match.num_blocks + [True] * len(private),
+            is_private=is_private,
             lease=lease,
             cached_tokens=matched.total_tokens,
             matched=matched,

@@ -11,7 +11,7 @@ from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.match import segments
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.states import CopyState
-from tierkv.errors import OutOfBlocksError
+from tierkv.errors import OutOfBlocksError, ShuttingDownError
 from tierkv.sched.books import Parts, TierStats
 from tierkv.sched.budget import ByteBudget
 from tierkv.sched.room import Watermarks
@@ -89,10 +89,14 @@ class Tiers(WriteBack):
 
     def _start_down(self, node: Node, first: int, stop: int, *, to_storage: bool) -> None:
         lease = self.index.hold_as_is(node)
+        work = self._write_down(lease, first, stop, to_storage=to_storage)
+        try:
+            self.start(work, "tierkv-write-down")
+        except ShuttingDownError:  # who ends a request on a node that has failed hears nothing
+            self.index.release(lease)
+            return
         if not to_storage:
             self._to_host[node] = max(self._to_host.get(node, 0), stop)
-        work = self._write_down(lease, first, stop, to_storage=to_storage)
-        self.start(work, "tierkv-write-down")
 
     async def _write_down(self, lease: Lease, first: int, stop: int, *, to_storage: bool) -> None:
         index, node = self.index, lease.node

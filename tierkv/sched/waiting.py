@@ -213,8 +213,8 @@ class WaitingLine:
         for claim, heap in list(self._aside.items()):
             while heap and (claim.is_over or heap[0][0] <= claim.first):
                 waiting = self._line.get(heapq.heappop(heap)[1])
-                is_here = waiting is not None and waiting.wait is not None
-                if is_here and waiting.wait.claim is claim:
+                wait = waiting.wait if waiting is not None else None
+                if waiting is not None and wait is not None and wait.claim is claim:
                     found.append(waiting)
             if not heap:
                 del self._aside[claim]
