@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.latch import finish, until
+from tests.latch import finish, turns, until
 from tests.world import World, background_tasks, fingerprint, world
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError
@@ -196,6 +196,25 @@ async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
         assert (stats.memory_blocks, stats.damaged_direct_blocks) == (BLOCKS - 1, 1)
         assert decode.storage_stats.fetched_blocks == 2  # that one, and the tail
         assert decode.storage_stats.damaged_blocks == 0  # what is stored is as it was
+        await claim(decode)
+
+
+async def test_a_question_that_was_cancelled_anywhere_can_be_asked_again() -> None:
+    async with pair() as (prefill, decode):
+        address = await address_of(prefill)
+        assert decode.service.handoff is not None
+        direct = decode.service.handoff.direct
+        prompt = decode.prompt(TOKENS)
+        for num_turns in range(30):
+            with direct.claimer("t") as near:
+                near.learn(address)
+                asking = asyncio.create_task(near.ask(prompt))
+                await turns(num_turns)
+                asking.cancel()
+                await asyncio.wait([asking])
+                await finish(near.ask(prompt))
+                assert direct.offers.num_offers == BLOCKS
+        await until(lambda: leases(prefill) == 0, "an end of what was held")
         await claim(decode)
 
 

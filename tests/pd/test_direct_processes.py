@@ -4,6 +4,7 @@ from Redis whatever happens to the producer."""
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import msgspec
 import pytest
 
 from tests.e2e.exact import text, truth
-from tests.e2e.test_processes import cluster
+from tests.e2e.test_processes import pair
 from tests.latch import finish
 from tests.pd.direct_producer import Producer, producer
 from tests.redis_server import RedisServer, redis_server
@@ -153,6 +154,17 @@ async def test_a_producer_that_is_gone_is_no_loss(url: str) -> None:
         assert counts(node) == (0, 0, BLOCKS + 1)
 
 
+async def test_a_producer_that_hangs_costs_a_second(url: str) -> None:
+    async with claimer(url) as node:
+        with producer(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            other.popen.send_signal(signal.SIGSTOP)
+            started = asyncio.get_running_loop().time()
+            await claim(node)
+            assert asyncio.get_running_loop().time() - started < 5  # with room for a slow machine
+            assert counts(node) == (0, 0, BLOCKS + 1)
+
+
 @pytest.mark.parametrize("who", ["producer", "claimer"])
 async def test_a_node_that_may_not_is_handed_over_to_through_storage(url: str, who: str) -> None:
     async with claimer(url, **({"direct": DirectPath.OFF} if who == "claimer" else {})) as node:
@@ -249,20 +261,16 @@ async def test_hand_offs_leave_no_connection_and_no_thread(url: str) -> None:
 async def test_tokens_of_the_reference_model_are_exact_over_http_and_direct(
     url: str, tmp_path: Path
 ) -> None:
-    async with cluster(url, tmp_path) as nodes:
-        async with (
-            nodes.node("prefill", "prefill") as there,
-            nodes.node("decode", "decode") as here,
-        ):
-            for seed, length in enumerate((333, 512, 2000)):
-                prompt = text(length, seed=seed)
-                body = {"prompt": decode_text(prompt), "ticket_id": f"direct-{seed}"}
-                await nodes.post(there, "/v1/prefill", body)
-                answer = await nodes.post(here, "/v1/decode", body | {"max_tokens": 8})
-                assert tuple(answer["tokens"]) == truth(prompt, 8).tokens
-            assert await nodes.findings(there) == []
-            assert await nodes.findings(here) == []
-            async with aiohttp.ClientSession() as http, http.get(here.url + "/metrics") as metrics:
-                lines = (await metrics.text()).splitlines()
-            [direct] = [line for line in lines if line.startswith(_METRIC)]
-            assert float(direct.split()[-1]) == 333 // 16 + 512 // 16 + 2000 // 16
+    async with pair(url, tmp_path) as (nodes, there, here):
+        for seed, length in enumerate((333, 512, 2000)):
+            prompt = text(length, seed=seed)
+            body = {"prompt": decode_text(prompt), "ticket_id": f"direct-{seed}"}
+            await nodes.post(there, "/v1/prefill", body)
+            answer = await nodes.post(here, "/v1/decode", body | {"max_tokens": 8})
+            assert tuple(answer["tokens"]) == truth(prompt, 8).tokens
+        assert await nodes.findings(there) == []
+        assert await nodes.findings(here) == []
+        async with aiohttp.ClientSession() as http, http.get(here.url + "/metrics") as metrics:
+            lines = (await metrics.text()).splitlines()
+        [direct] = [line for line in lines if line.startswith(_METRIC)]
+        assert float(direct.split()[-1]) == 333 // 16 + 512 // 16 + 2000 // 16

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.exact import text, truth
 from tests.e2e.test_processes import Cluster, cluster
 from tests.redis_server import RedisServer, redis_server
-from tierkv.demo.processes import NodeProcess
+from tierkv.demo.processes import DemoError, NodeProcess
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import decode as decode_text
 
@@ -35,15 +35,19 @@ _REASONS = {
 class Mortal:
     """A node that can be killed and started again."""
 
-    def __init__(self, nodes: Cluster, role: str) -> None:
-        self._nodes, self._role = nodes, role
+    def __init__(self, nodes: Cluster, role: str, folder: Path) -> None:
+        self._nodes, self._role, self._folder = nodes, role, folder
         self._life = AsyncExitStack()
         self.process: NodeProcess
         self.num_deaths = 0
 
     async def start(self) -> None:
         name = f"{self._role}-{self.num_deaths}"
-        self.process = await self._life.enter_async_context(self._nodes.node(name, self._role))
+        try:
+            self.process = await self._life.enter_async_context(self._nodes.node(name, self._role))
+        except DemoError as error:
+            said = await asyncio.to_thread((self._folder / f"{name}.log").read_text)
+            raise AssertionError(f"{error}\n{said[-4000:]}") from error
 
     async def die(self) -> None:
         self.process.process.kill()
@@ -77,7 +81,7 @@ async def mortals(folder: Path) -> AsyncIterator[tuple[Cluster, Mortal, Mortal, 
         redis = MortalRedis(server)
         try:
             async with cluster(server.url, folder) as nodes:
-                prefill, decode = Mortal(nodes, "prefill"), Mortal(nodes, "decode")
+                prefill, decode = Mortal(nodes, "prefill", folder), Mortal(nodes, "decode", folder)
                 await prefill.start()
                 await decode.start()
                 try:

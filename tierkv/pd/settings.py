@@ -31,8 +31,9 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     producer_lease_s: how long a node that says nothing more is believed to go on with its prefills.
     streams: blocks go out while the prompt is still being computed.
     direct: whether blocks go straight from one node's host tier to another's, too.
-    direct_host: the address of this machine at which other machines reach it for that, and without
-        a question who they are; "" for this machine only. direct_port: 0 takes a free one.
+    direct_host: the address at which other machines reach this one for that; "" for this machine
+        only. Naming it starts Mooncake's transfer engine, which listens on every address and asks
+        nobody who they are. direct_port: where questions are asked; 0 takes a free one.
     direct_lease_s: how long blocks are held for a claimer that asks for nothing more.
     """
 

@@ -31,7 +31,6 @@ class Claimer:
         self._peer: Peer | None = None
         self._channel: Channel | None = None
         self._mine: list[tuple[bytes, Offer]] = []
-        self._asking = asyncio.Lock()
 
     def learn(self, address: DirectAddress | None) -> None:
         """From a ticket, or an open one; another address means another producer."""
@@ -45,34 +44,37 @@ class Claimer:
             self._peer = Peer(None, address.engine)
 
     async def ask(self, prompt: Prompt) -> None:
-        """Let the fetcher know where the blocks of `prompt` are that this node has not."""
+        """Let the fetcher know where the blocks of `prompt` are that this node has not. One call
+        at a time."""
         first, stop = self._tiers.index.match(prompt).num_blocks, prompt.num_blocks
         stop = min(stop, first + MAX_BLOCKS)
         peer = self._peer
         if peer is None or peer.is_given_up or first >= stop:
             return
-        async with self._asking:  # of one claim, that waits or has its ticket: one at a time
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    ask = Ask(ticket_id=self._ticket_id, first=first, stop=stop)
-                    answer = await self._exchange(ask)
-            except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
-                log.info("the producer of a ticket cannot be asked: %r", error)
-                peer.is_given_up = True
-                self._hang_up()
-                return
-            if self._peer is peer:
-                self._note(answer, peer, [key.digest for key in self._tiers.prompt_keys(prompt)])
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                ask = Ask(ticket_id=self._ticket_id, first=first, stop=stop)
+                answer = await self._exchange(ask)
+        except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
+            log.info("the producer of a ticket cannot be asked: %r", error)
+            peer.is_given_up = True
+            return
+        if self._peer is peer:
+            self._note(answer, peer, [key.digest for key in self._tiers.prompt_keys(prompt)])
 
     async def _exchange(self, ask: Ask) -> Answer:
         address = self._address
         assert address is not None, "there is a peer"
-        if self._channel is None:
-            channel = Channel(*await asyncio.open_connection(address.host, address.port))
-            self._channel = channel
-            await channel.be_greeted()
-        await self._channel.send_ask(ask, address.secret)
-        return await self._channel.answer(address.secret)
+        try:
+            if self._channel is None:
+                channel = Channel(*await asyncio.open_connection(address.host, address.port))
+                self._channel = channel
+                await channel.be_greeted()
+            await self._channel.send_ask(ask, address.secret)
+            return await self._channel.answer(address.secret)
+        except BaseException:
+            self._hang_up()  # cancelled or not: the next answer would be that of this question
+            raise
 
     def _note(self, answer: Answer, peer: Peer, digests: Sequence[bytes]) -> None:
         self._forget()

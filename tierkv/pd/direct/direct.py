@@ -112,15 +112,16 @@ class Direct:
     async def _start_engine(self, host: str) -> None:
         try:
             async with asyncio.timeout(_ENGINE_START_S):
-                self._engine = await asyncio.to_thread(self._opened_engine, host)
+                self._engine = await asyncio.to_thread(TransferEngine, host)
         except (ConfigError, TimeoutError) as error:
             log.warning("no direct hand-off over the network: %s", error)
+            return
         self.offers.engine = self._engine
-
-    def _opened_engine(self, host: str) -> TransferEngine:
-        engine = TransferEngine(host)
-        engine.show(self._slots.array)
-        return engine
+        log.warning(
+            "the transfer engine (%s) listens on every address of this machine: once this node "
+            "publishes, whoever reaches it can read and write the host tier",
+            self._engine.name,
+        )
 
     def _count_shown(self, num_blocks: int) -> None:
         self._stats.shown_blocks += num_blocks
@@ -138,6 +139,8 @@ class Direct:
         is_new = not server.is_offered(ticket_id)
         try:
             address = server.offer(ticket_id, prompt)
+            if self._engine is not None:
+                self._engine.show(self._slots.array)
         except ConfigError as error:
             log.warning("no direct hand-off: %s", error)
             return None

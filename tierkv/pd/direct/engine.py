@@ -1,7 +1,8 @@
 """Reads another machine's memory with Mooncake's transfer engine, over TCP.
 
-It needs no process on the other side to do anything, listens on ports of its own, and asks nobody
-who reads or writes what was registered: for networks that only the operator uses.
+It needs no process on the other side to do anything, listens on two ports of its own, on every
+address of the machine, and asks nobody who reads or writes what was registered: for networks that
+only the operator uses.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ class TransferEngine:
 
         Raises ConfigError if the library is not there or does not start."""
         os.environ.setdefault("GLOG_minloglevel", "3")
-        os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
         try:
             package = cast("_Package", importlib.import_module("mooncake.engine"))
         except ImportError as error:
@@ -65,9 +65,11 @@ class TransferEngine:
         self._shown: list[int] = []
 
     def show(self, memory: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-        """Let other nodes read `memory` until `close`. Raises ConfigError."""
+        """Let other nodes read `memory` until `close`; once is enough. Raises ConfigError."""
         assert self._engine is not None, "it is not closed"
         address = int(memory.ctypes.data)
+        if address in self._shown:
+            return
         if status := self._engine.register_memory(address, memory.nbytes):
             raise ConfigError(f"Mooncake's engine cannot show the host tier ({status})")
         self._shown.append(address)
