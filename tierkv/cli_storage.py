@@ -9,14 +9,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import unquote, urlsplit
 
 import click
 
 from tierkv.clock import SystemClock
-from tierkv.errors import TierKVError
+from tierkv.errors import ConfigError, TierKVError
 from tierkv.storage import maintenance
 from tierkv.storage.codec_keyed import parse_key
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.file import FileStore
+from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, check_prefix, check_ttl
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.redis_socket import TlsFiles
@@ -42,10 +45,21 @@ def _with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
 
     async def run() -> T:
         store = open_store(url, settings, SystemClock())
+        _refuse_what_is_not_there(store)
         async with store.running():
             return await work(store)
 
     return asyncio.run(run())
+
+
+def _refuse_what_is_not_there(store: Store) -> None:
+    """Looking makes nothing: a node that opens a store makes its directory. Raises ConfigError."""
+    if isinstance(store, MemoryStore):
+        raise ConfigError("memory:// is inside one node; ask that: `tierkv stats`")
+    if isinstance(store, FileStore):
+        path = Path(unquote(urlsplit(store.url).path))
+        if not path.is_dir():
+            raise ConfigError(f"there is no store at {store.url}: {path} is no directory")
 
 
 def _checked(prefix: str) -> str:

@@ -338,6 +338,10 @@ class Service:
         """Of a name from `open_fingerprint`, or the service's own for ""."""
         return self._fingerprints[space]
 
+    def roots(self) -> dict[str, bytes]:
+        """The digest that the first block of every prompt has for its parent, by space."""
+        return {space: one.root() for space, one in self._fingerprints.items()}
+
     def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
         """Keep what is cached of `prompt` for a while; how many blocks. See Pins."""
         return self.tiers.pins.pin(name, prompt, ttl_s, is_soft=is_soft)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import struct
 from pathlib import Path
 from typing import Any, Self
 
@@ -270,6 +272,22 @@ async def test_events_come_in_order_and_go_on_where_a_client_left() -> None:
         async with Events(on, "1-1") as events:  # of a node that there was before this one
             await cache(on.client, 32, first=900)
             assert (await events.next())["event"] == "lost"
+
+
+async def test_a_router_knows_from_events_and_roots_what_a_node_has_of_its_prompt() -> None:
+    async with here() as on, Events(on) as events:
+        await listening(on)
+        on.node.space("acme")
+        roots = (await on.client.get("/v1/config")).body["roots"]
+        assert set(roots) == {"", on.node.space("acme")}
+        assert len(set(roots.values())) == 2
+        await cache(on.client, 32)
+        told = json.loads((await events.next())["data"])
+        digest, expected = bytes.fromhex(roots[told["space"]]), []
+        for block in (range(16), range(16, 32)):
+            digest = hashlib.sha256(digest + struct.pack("<16i", *block)).digest()
+            expected.append(digest.hex())
+        assert told["digests"] == expected
 
 
 async def test_a_draining_node_ends_the_stream() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 
@@ -29,10 +30,11 @@ not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "502", "503"]
 
 
 @pytest.mark.parametrize(
-    "num_examples", [2, pytest.param(500, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    ("num_examples", "least_cases"),
+    [(2, 500), pytest.param(500, 20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 async def test_no_client_that_follows_the_document_makes_the_node_fail(
-    num_examples: int, tmp_path: Path
+    num_examples: int, least_cases: int, tmp_path: Path
 ) -> None:
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG)
@@ -52,6 +54,9 @@ async def test_no_client_that_follows_the_document_makes_the_node_fail(
         )
         out, _ = await child.communicate()
         assert child.returncode == 0, out.decode()[-6000:]
+        found = re.search(r"(\d+) generated, (\d+) passed", out.decode())
+        assert found, out.decode()[-2000:]
+        assert int(found[1]) == int(found[2]) >= least_cases
         assert (await node.client.get("/v1/verify")).body == {"findings": []}
         assert "Traceback" not in node.log_text()
         node.terminate()

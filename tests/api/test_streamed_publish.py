@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.api.nodes import Answer, Here, here
 from tests.latch import until
 from tierkv.clock import SystemClock
+from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]
@@ -97,10 +99,12 @@ async def test_a_request_that_is_streamed_is_not_preempted() -> None:
         await on.settle()
 
 
-async def test_a_node_that_stops_gives_up_what_is_streamed() -> None:
-    store = MemoryStore(MemorySettings(), SystemClock())
-    async with here(store=store) as other:
-        async with here(store=store) as on:
+async def test_a_node_that_stops_gives_up_what_is_streamed(tmp_path: Path) -> None:
+    def store() -> FileStore:
+        return FileStore(tmp_path / "store", FileSettings(), SystemClock())
+
+    async with here(store=store()) as other:
+        async with here(store=store()) as on:
             await admit(on)
             await stream(on)
             await on.client.post("/v1/requests/r/commit", {"num_tokens": 32})

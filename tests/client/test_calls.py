@@ -247,8 +247,23 @@ async def test_what_changes_nothing_is_asked_again(first: Answering) -> None:
 async def test_what_may_have_been_done_is_not_asked_again(first: Answering) -> None:
     async with scripted(first) as on, AsyncClient(on.url, retries=FAST) as client:
         with pytest.raises((RemoteError, BrokenOffError)):
-            await client.generate(GenerateBody(prompt="a"))
+            await client.preempt("a")
         assert len(on.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "first", [problem(503, "out_of_blocks"), problem(429, "quota"), breaks_off]
+)
+async def test_work_is_named_and_so_asked_for_again_without_being_done_twice(
+    first: Answering,
+) -> None:
+    async with scripted(first, first, first, first) as on:
+        async with AsyncClient(on.url, retries=FAST) as client:
+            with pytest.raises((RemoteError, BrokenOffError)):
+                await client.generate(GenerateBody(prompt="a"))
+        assert len(on.asked) > 1
+        assert len({body for _, _, body in on.asked}) == 1  # under one id
+        assert b"request_id" in on.asked[0][2]
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 500, 502])

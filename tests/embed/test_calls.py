@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -267,5 +267,5 @@ def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_given_and_stops_no
                 ask()
         assert here.cache.num_open_calls == 0
         here.cache.end("one").wait(PATIENCE_S)
-        here.run("two", PROMPT, np.int64(1))
+        here.run("two", PROMPT, cast("int", np.int64(1)))
         assert here.findings() == []

@@ -293,6 +293,22 @@ async def test_a_prompt_that_cannot_be_handed_over_is_one_nodes_work(reason: str
         assert at_all(on.decode, "generate") == 1
 
 
+@STREAMED
+async def test_nodes_of_different_models_never_make_one_answer_together(stream: bool) -> None:
+    async with stage() as on:
+        for node in on.decode:
+            node.refusal = (502, {"code": "handoff_failed", "reason": "incompatible"})
+            node.gate.clear()
+        task = asyncio.create_task(answered(on, stream=stream))
+        await until(lambda: any(node.finished for node in on.prefill), "the first token")
+        for node in on.decode:
+            node.gate.set()
+        await task
+        # The other decode node is fresh and has the least to do, but would speak for itself.
+        assert at_all(on.decode, "generate") == 0
+        assert sorted(len(node.calls) for node in on.prefill) == [0, 2]
+
+
 async def test_what_no_node_can_do_is_the_callers_error_and_tried_once() -> None:
     async with stage() as on:
         for node in (*on.prefill, *on.decode):

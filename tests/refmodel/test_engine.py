@@ -231,6 +231,9 @@ async def test_what_the_model_cannot_take_is_refused_before_anything_is_held() -
                 await engine.generate(GenerateRequest("request", pack(tokens), max_tokens))
         with pytest.raises(BadRequestError):
             GenerateRequest("request", pack([1]), 0)
+        for packed in (b"123", b"\xff\xff\xff\xff"):  # no whole token, a negative one
+            with pytest.raises(BadRequestError):
+                GenerateRequest("request", packed, 1)
         with pytest.raises(RequestTooLargeError):
             await on.node.generate(text(25 * BLOCK_SIZE), 1)
         await on.node.generate(text(24 * BLOCK_SIZE), 1)  # the last token needs no room

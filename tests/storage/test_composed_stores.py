@@ -75,6 +75,18 @@ async def test_a_prompt_that_is_partly_near_is_found_whole() -> None:
         assert await store.exists(NAMES) == 12
 
 
+async def test_a_near_copy_of_the_wrong_length_is_replaced_by_what_came_from_afar() -> None:
+    near, far = memory(), memory()
+    store = LayeredStore(near, far, LayeredSettings())
+    async with store.running():
+        assert await put_one(near, NAMES[0], b"cut") is PutStatus.STORED
+        assert await put_one(far, NAMES[0], b"whole") is PutStatus.STORED
+        assert await get_one(store, NAMES[0], 5) == (GetStatus.HIT, b"whole")
+        async with asyncio.timeout(10):
+            while await get_one(near, NAMES[0], 5) != (GetStatus.HIT, b"whole"):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
 async def test_copies_beyond_the_limit_are_not_made() -> None:
     near, far = memory(), memory()
     store = LayeredStore(near, far, LayeredSettings(max_fill_bytes=1_000))

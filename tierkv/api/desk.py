@@ -85,6 +85,10 @@ class Desk:
 
         return await self._once.do(key, content, first)
 
+    def has(self, key: Key) -> bool:
+        """Whether `find` finds it."""
+        return key in self._held or self._once.find(key) is not None
+
     def find(self, key: Key) -> Held:
         """The request of this key, open or ended lately; its lease is renewed. Raises
         UnknownIdError."""

@@ -147,8 +147,11 @@ class Node:
 
     def request_name(self, request_id: str, prompt: Prompt) -> str:
         """What the scheduler calls a request: tenants may use the same ids."""
-        if prompt.space:
-            return f"{prompt.space}/{request_id}"
+        return self.name_in(prompt.space, request_id)
+
+    def name_in(self, space: str, request_id: str) -> str:
+        if space:
+            return f"{space}/{request_id}"
         if _TENANTS_REQUEST.match(request_id):
             raise BadRequestError("a request's id does not begin like those of tenants")
         return request_id

@@ -166,7 +166,10 @@ class NodeRoutes(Routes):
         return bodies.answer(request, self._listings.page(index, page.cursor, limit=page.limit))
 
     async def config(self, request: web.Request) -> web.Response:
-        return bodies.answer(request, ConfigAnswer(masked(self._node.settings)))
+        self._node.check_started()
+        roots = self._node.service.roots()
+        told = {space: digest.hex() for space, digest in roots.items()}
+        return bodies.answer(request, ConfigAnswer(masked(self._node.settings), told))
 
     async def tiers(self, request: web.Request) -> web.Response:
         self._node.check_started()

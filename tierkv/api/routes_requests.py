@@ -12,6 +12,7 @@ from aiohttp import web
 from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.held import Held
+from tierkv.api.refusals import UnknownIdError
 from tierkv.api.route import Disconnect, Route
 from tierkv.api.routes_base import Routes, principal_of
 from tierkv.api.types import MatchedTokens, PromptBody
@@ -55,7 +56,8 @@ class RequestRoutes(Routes):
                 path=_PATH,
                 handler=self.abort,
                 access=Access.WRITE,
-                summary="Give a request's blocks back, and what it publishes up.",
+                summary="Give a request's blocks back, and what it publishes up; or its place in "
+                "the line, or what this node generates for it.",
                 answer=EndAnswer,
                 on_disconnect=Disconnect.DETACH,
             ),
@@ -149,9 +151,18 @@ class RequestRoutes(Routes):
         return bodies.answer(request, _end_answer(held))
 
     async def abort(self, request: web.Request) -> web.Response:
-        async with self._node.call():
+        node = self._node
+        async with node.call():
+            tenant, request_id = self._key(request)
+            bodies.name_request(request, request_id)
+            if not node.desk.has((tenant, request_id)):
+                # It waits for its blocks, or the engine of this node computes it; that is told.
+                if not node.service.abort(node.name_in(node.space(tenant), request_id)):
+                    raise UnknownIdError(f"there is no request {request_id!r}")
+                ended = EndAnswer(request_id=request_id, state=State.ABORTED, computed_tokens=0)
+                return bodies.answer(request, ended)
             held = self._held(request)
-            await self._node.desk.end(held, State.ABORTED)
+            await node.desk.end(held, State.ABORTED)
         return bodies.answer(request, _end_answer(held))
 
 

@@ -147,6 +147,11 @@ class BlocksAnswer(msgspec.Struct, frozen=True):
 
 
 class ConfigAnswer(msgspec.Struct, frozen=True):
-    """settings: by table; secrets are masked."""
+    """settings: by table; secrets are masked.
+
+    roots: by space, what the first block of a prompt has for its parent, in hexadecimal: with it
+    whoever reads events knows the digests of a prompt's blocks. "" is the node's own space.
+    """
 
     settings: dict[str, dict[str, Any]]
+    roots: dict[str, str]

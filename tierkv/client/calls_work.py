@@ -17,7 +17,7 @@ from tierkv.api.types import (
     PrefillBody,
 )
 from tierkv.client import routes
-from tierkv.client.calls import Calls, Question
+from tierkv.client.calls import Calls, Question, named
 from tierkv.client.streams import Stream
 from tierkv.sched.explain import Explanation
 
@@ -28,17 +28,17 @@ class WorkCalls(Calls):
     async def generate(
         self, body: GenerateBody, *, timeout_s: float | None = None
     ) -> GenerateAnswer:
-        body = replace(body, stream=False)
+        body = named(replace(body, stream=False))
         return await self._call(routes.GENERATE, Question(body=body), timeout_s=timeout_s)
 
     async def prefill(self, body: PrefillBody, *, timeout_s: float | None = None) -> PrefillAnswer:
         """Compute and publish a prompt. Raises HandoffError if it cannot be published."""
-        body = replace(body, stream=False)
+        body = named(replace(body, stream=False))
         return await self._call(routes.PREFILL, Question(body=body), timeout_s=timeout_s)
 
     async def decode(self, body: DecodeBody, *, timeout_s: float | None = None) -> DecodeAnswer:
         """Claim a published prompt and go on. Raises HandoffError if it cannot be claimed."""
-        body = replace(body, stream=False)
+        body = named(replace(body, stream=False))
         return await self._call(routes.DECODE, Question(body=body), timeout_s=timeout_s)
 
     async def lookup(self, body: LookupBody) -> LookupAnswer:

@@ -40,10 +40,10 @@ STATS = Call("GET", "/v1/stats", Stats)
 VERIFY = Call("GET", "/v1/verify", types.VerifyAnswer)
 OPENAPI = Call("GET", "/openapi.json", bytes)
 
-# The reference model
-GENERATE = Call("POST", "/v1/generate", types.GenerateAnswer, Repeat.NEVER)
-PREFILL = Call("POST", "/v1/prefill", types.PrefillAnswer, Repeat.NEVER)
-DECODE = Call("POST", "/v1/decode", types.DecodeAnswer, Repeat.NEVER)
+# The reference model; named by the client like requests, so that a node does the work once
+GENERATE = Call("POST", "/v1/generate", types.GenerateAnswer)
+PREFILL = Call("POST", "/v1/prefill", types.PrefillAnswer)
+DECODE = Call("POST", "/v1/decode", types.DecodeAnswer)
 LOOKUP = Call("POST", "/v1/lookup", types.LookupAnswer)
 EXPLAIN = Call("POST", "/v1/explain", Explanation)
 

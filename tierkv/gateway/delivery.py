@@ -60,6 +60,8 @@ class Delivery:
         self.tokens: list[int] = []
         self.cached_tokens: int | None = None  # of the prompt, when a node first told
         self.is_claimed = False  # a decode node has begun to answer
+        self.speakers: set[BackendNode] = set()  # whose tokens these are
+        self.is_divided = False  # a node cannot use another's KV: may be of another model
         self._failed: set[BackendNode] = set()
         self.num_attempts = 0
         self._num_calls = 0
@@ -112,6 +114,7 @@ class Delivery:
         if new:
             if not self.tokens:
                 self.backend.metrics.observe_first_token(self.now() - self._started)
+            self.speakers.add(node)
             self.tokens += new[: self.job.max_tokens - len(self.tokens)]
             self._changed.set()
         return offset + len(tokens)

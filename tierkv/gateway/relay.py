@@ -22,10 +22,12 @@ from tierkv.gateway.failures import (
 from tierkv.gateway.handover import hand_over
 from tierkv.gateway.nodes import BackendNode
 from tierkv.gateway.routing import Held, choose_prefill
+from tierkv.pd.ticket import ClaimProblem
 
 # A decode node that holds all but so many tokens of a prompt computes them itself, as in the next
 # turn of a conversation: about what a hand-off costs in calls and storage (reference model, CPU).
 _FEW_TOKENS = 64
+_INCOMPATIBLE = ClaimProblem.INCOMPATIBLE.value
 
 
 async def run(delivery: Delivery) -> None:
@@ -37,8 +39,9 @@ async def run(delivery: Delivery) -> None:
             while not delivery.is_done:
                 try:
                     await _attempt(delivery, can_hand_off=can_hand_off)
-                except HandoffRefusedError:
+                except HandoffRefusedError as error:
                     can_hand_off = False  # what one node has to do alone
+                    delivery.is_divided |= error.reason == _INCOMPATIBLE
                 except AttemptError:
                     await delivery.pause()
     except TimeoutError as error:
@@ -50,12 +53,14 @@ async def run(delivery: Delivery) -> None:
 
 
 async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
-    nodes, job = delivery.backend.nodes, delivery.job
-    everybody = delivery.usable(nodes.all)
+    job = delivery.job
+    who = _who_may_go_on(delivery)
+    everybody = delivery.usable(who)
     if not everybody:
         delivery.spend(AttemptError("no node answers, or all of them are draining"))
         raise AttemptError("no node is left")
-    prefilling, decoding = delivery.fresh(nodes.prefilling()), delivery.fresh(nodes.decoding())
+    prefilling = delivery.fresh([node for node in who if node.role.prefills])
+    decoding = delivery.fresh([node for node in who if node.role.decodes])
     held = await delivery.backend.who_holds(job, everybody)
     alone: BackendNode | None
     if delivery.tokens:
@@ -70,6 +75,15 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
         await hand_over(delivery, held)
     else:
         await _generate(delivery, alone, held)
+
+
+def _who_may_go_on(delivery: Delivery) -> list[BackendNode]:
+    """All nodes; but where nodes turned out to be of different models, only who began: another
+    one's tokens would make an answer that no node gives."""
+    everybody = delivery.backend.nodes.all
+    if delivery.is_divided and delivery.speakers:
+        return [node for node in everybody if node in delivery.speakers]
+    return everybody
 
 
 def _can_do_alone(

@@ -34,7 +34,8 @@ class GenerateRequest:
         than the last time if cached tokens did not load and the run begins again. It must not
         block or raise, and must not keep the list.
     space: whose cache it uses, as `Service.space_of_tenant` names it; "" for the service's own.
-    Raises BadRequestError if the model has no such tokens, or none are to be generated.
+    Raises BadRequestError if these are no tokens, the model has none such, or none are to be
+    generated.
     """
 
     request_id: str
@@ -48,7 +49,7 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise BadRequestError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if self.tokens and int(unpack(self.tokens).max()) >= VOCAB_SIZE:
+        if self.tokens and int(unpack(pack(self.tokens)).max()) >= VOCAB_SIZE:
             raise BadRequestError(f"a token must be in 0..{VOCAB_SIZE - 1}: the model reads bytes")
 
 

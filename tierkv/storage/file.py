@@ -179,12 +179,12 @@ class FileStore:
         check_prefix(prefix)
         check_limit(limit)
         files = self._opened()
-        return await self._threads.run(lambda: files.page(prefix, limit, cursor))
+        return await self._threads.run(lambda: files.listing.page(prefix, limit, cursor))
 
     async def usage(self, prefix: str) -> Usage:
         check_prefix(prefix)
         files = self._opened()
-        return await self._threads.run(lambda: files.usage(prefix))
+        return await self._threads.run(lambda: files.listing.usage(prefix))
 
     async def sweep(self) -> int:
         """Remove expired values now; returns how many. Raises StoreUnavailableError."""

@@ -18,14 +18,14 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 from tierkv.clock import Clock
-from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.buffers import read_fully, write_fully
 from tierkv.storage.file_direct import MIN_BYTES, DirectWriter
-from tierkv.storage.file_paths import name_of, relative_path, walk
+from tierkv.storage.file_listing import NEVER_NS, Listing, sentence
+from tierkv.storage.file_paths import relative_path, walk
 from tierkv.storage.file_room import USE_GRAIN_S, Room
 from tierkv.storage.file_scratch import Scratch, locked_directory
 from tierkv.storage.protocol import (
@@ -33,16 +33,12 @@ from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
     GetStatus,
-    ListPage,
     PutItem,
     PutOutcome,
     PutStatus,
-    StoredValue,
-    Usage,
 )
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_NEVER_NS = 0
 
 
 class ValueFiles:
@@ -66,6 +62,7 @@ class ValueFiles:
         self._scratch = scratch
         self._room = room
         self._clock = clock
+        self.listing = Listing(root, clock)
         self._syncs = syncs
         self._direct = direct
 
@@ -83,7 +80,7 @@ class ValueFiles:
                 if not read_fully(fd, item.into):
                     return GetOutcome(GetStatus.DAMAGED, f"{item.name} was cut while being read")
         except OSError as error:
-            return GetOutcome(GetStatus.FAILED, _reason(item.name, error))
+            return GetOutcome(GetStatus.FAILED, sentence(item.name, error))
         return GetOutcome(GetStatus.HIT)
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
@@ -102,7 +99,7 @@ class ValueFiles:
                     raise StoreCorruptError(f"{name} was cut while being read")
                 return bytes(content)
         except OSError as error:
-            raise StoreUnavailableError(_reason(name, error)) from error
+            raise StoreUnavailableError(sentence(name, error)) from error
 
     def put(self, item: PutItem) -> PutOutcome:
         path = self._path(item.name)
@@ -123,7 +120,7 @@ class ValueFiles:
                     os.unlink(temporary)
         except OSError as error:
             status = PutStatus.FULL if error.errno in _NO_ROOM else PutStatus.FAILED
-            return PutOutcome(status, _reason(item.name, error))
+            return PutOutcome(status, sentence(item.name, error))
 
     def delete(self, name: str) -> bool:
         """Whether there was a value. Raises StoreUnavailableError."""
@@ -134,9 +131,9 @@ class ValueFiles:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            raise StoreUnavailableError(_reason(name, error)) from error
+            raise StoreUnavailableError(sentence(name, error)) from error
         self._room.added(-status.st_size)
-        return not self._is_expired(status)
+        return not self.listing.is_expired(status)
 
     def touch(self, name: str, ttl_s: float) -> bool:
         """Whether there was a value, which now lives for `ttl_s`. Raises StoreUnavailableError."""
@@ -151,7 +148,7 @@ class ValueFiles:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            raise StoreUnavailableError(_reason(name, error)) from error
+            raise StoreUnavailableError(sentence(name, error)) from error
         return True
 
     def count_leading(self, names: Sequence[str]) -> int:
@@ -160,7 +157,7 @@ class ValueFiles:
                 if not self._is_live(self._path(name)):
                     return found
         except OSError as error:
-            raise StoreUnavailableError(_reason("the directory", error)) from error
+            raise StoreUnavailableError(sentence("the directory", error)) from error
         return len(names)
 
     def present(self, names: Sequence[str]) -> list[bool]:
@@ -168,23 +165,7 @@ class ValueFiles:
         try:
             return [self._is_live(self._path(name)) for name in names]
         except OSError as error:
-            raise StoreUnavailableError(_reason("the directory", error)) from error
-
-    def page(self, prefix: str, limit: int, cursor: str | None) -> ListPage:
-        """Values in the order of their paths; the cursor is the path of the page's last one."""
-        after = () if cursor is None else tuple(cursor.split("/"))
-        if after and name_of(after) is None:
-            raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
-        values = tuple(islice(self._listing(prefix, after), limit))
-        is_last = len(values) < limit
-        return ListPage(values, None if is_last else "/".join(relative_path(values[-1].name)))
-
-    def usage(self, prefix: str) -> Usage:
-        num_values = num_bytes = 0
-        for value in self._listing(prefix, ()):
-            num_values += 1
-            num_bytes += value.num_bytes
-        return Usage(num_values, num_bytes)
+            raise StoreUnavailableError(sentence("the directory", error)) from error
 
     def sweep(self, stop: threading.Event) -> int:
         """Remove expired values until done or told to stop; returns how many. Raises OSError."""
@@ -194,19 +175,9 @@ class ValueFiles:
             if stop.is_set():
                 break
             with contextlib.suppress(FileNotFoundError):
-                if self._is_expired(entry.stat(follow_symlinks=False)):
+                if self.listing.is_expired(entry.stat(follow_symlinks=False)):
                     removed += self._remove_expired(entry.path)
         return removed
-
-    def _listing(self, prefix: str, after: tuple[str, ...]) -> Iterator[StoredValue]:
-        try:
-            for name, entry in walk(self._root, prefix, after=after):
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and not self._is_expired(status):
-                        yield StoredValue(name, status.st_size, _expires_at(status))
-        except OSError as error:
-            raise StoreUnavailableError(_reason("the directory", error)) from error
 
     def _path(self, name: str) -> str:
         # Text, not a Path: exists() takes 6 us a name instead of 11.
@@ -226,7 +197,7 @@ class ValueFiles:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file")
-            if self._is_expired(status):
+            if self.listing.is_expired(status):
                 self._remove_expired(path)
                 yield None
             else:
@@ -240,11 +211,7 @@ class ValueFiles:
             status = os.stat(path, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return not self._is_expired(status)
-
-    def _is_expired(self, status: os.stat_result) -> bool:
-        expires_at = _expires_at(status)
-        return expires_at is not None and expires_at <= self._clock.wall()
+        return not self.listing.is_expired(status)
 
     def _mark_used(self, path: str, status: os.stat_result) -> None:
         """Note for the eviction when the value was last used, to the minute."""
@@ -258,7 +225,7 @@ class ValueFiles:
 
     def _remove_expired(self, path: str) -> bool:
         with locked_directory(_parent(path)), contextlib.suppress(FileNotFoundError):
-            if self._is_expired(os.stat(path, follow_symlinks=False)):
+            if self.listing.is_expired(os.stat(path, follow_symlinks=False)):
                 os.unlink(path)
                 return True
         return False
@@ -273,7 +240,7 @@ class ValueFiles:
         fd = os.open(temporary, flags, 0o600)
         try:
             write_fully(fd, rest)
-            expires_ns = _NEVER_NS
+            expires_ns = NEVER_NS
             if item.ttl_s is not None:
                 expires_ns = math.ceil((self._clock.wall() + item.ttl_s) * 1e9)
             os.utime(fd, ns=(int(self._clock.wall() * 1e9), expires_ns))
@@ -307,11 +274,3 @@ def _unlink(path: str) -> bool:
 
 def _parent(path: str) -> str:
     return path.rpartition("/")[0]
-
-
-def _expires_at(status: os.stat_result) -> float | None:
-    return None if status.st_mtime_ns == _NEVER_NS else status.st_mtime
-
-
-def _reason(subject: str, error: OSError) -> str:
-    return f"{subject}: {error.strerror or error}"

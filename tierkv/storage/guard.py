@@ -53,11 +53,6 @@ class Guard:
     def url(self) -> str:
         return self._store.url
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the store is asked at all."""
-        return self._breaker.is_closed
-
     def breaker(self) -> BreakerSnapshot:
         return self._breaker.snapshot()
 

@@ -118,9 +118,9 @@ class LayeredStore:
         if left:
             far = await self._far.get_into([items[i] for i in left])
             for i, outcome in zip(left, far, strict=True):
-                outcomes[i] = outcome
+                near, outcomes[i] = outcomes[i], outcome
                 if outcome.status is GetStatus.HIT:
-                    self._fill(items[i])
+                    self._fill(items[i], replaces=near.status is GetStatus.DAMAGED)
                     await asyncio.sleep(0)  # 2 MiB are copied in 0.5 ms; others have their turn
         return outcomes
 
@@ -155,13 +155,17 @@ class LayeredStore:
     async def usage(self, prefix: str) -> Usage:
         return await self._far.usage(prefix)
 
-    def _fill(self, item: GetItem) -> None:
-        """Copy a value that has come, for the near store: its buffers are soon another's."""
+    def _fill(self, item: GetItem, *, replaces: bool) -> None:
+        """Copy a value that has come, for the near store: its buffers are soon another's.
+
+        replaces: what is there under this name is damaged.
+        """
         if self._fill_bytes + item.num_bytes > self._settings.max_fill_bytes:
             self.num_fills_dropped += 1
             return
         content = b"".join(item.into)
-        self._fills.append(PutItem(item.name, (content,), ttl_s=self._settings.near_ttl_s))
+        ttl_s = self._settings.near_ttl_s
+        self._fills.append(PutItem(item.name, (content,), ttl_s, keep_existing=not replaces))
         self._fill_bytes += len(content)
         self._came.set()
 

@@ -33,6 +33,7 @@ _IN_CLOEXEC, _IN_NONBLOCK = os.O_CLOEXEC, os.O_NONBLOCK
 _BUFFER_BYTES = 64 * 1024
 _LEFT_BEHIND_S = 60.0
 _TRY_AGAIN_S = 5.0
+_TELL_S = 0.3
 
 
 class FileNotifier:
@@ -52,8 +53,10 @@ class FileNotifier:
 
     async def tell(self, topic: str, message: str = LOOK) -> None:
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
-        with suppress(OSError):  # a hint that is lost costs its reader a look
-            await asyncio.to_thread(_flash, path)
+        # A hint that is lost, or is stuck with the disk, costs its reader a look.
+        with suppress(OSError):
+            async with asyncio.timeout(_TELL_S):
+                await asyncio.to_thread(_flash, path)
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         return self._topics.listening(topic, is_live=self._is_watching)

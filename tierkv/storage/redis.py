@@ -30,15 +30,7 @@ from tierkv.storage.protocol import (
     check_prefix,
     check_ttl,
 )
-from tierkv.storage.redis_bulk import (
-    FixedAddress,
-    Login,
-    get_outcome,
-    get_requests,
-    put_outcome,
-    put_request,
-    question,
-)
+from tierkv.storage.redis_bulk import FixedAddress, Login
 from tierkv.storage.redis_cluster import ClusterRouter
 from tierkv.storage.redis_connection import connection_factory
 from tierkv.storage.redis_lanes import RedisConnection
@@ -51,6 +43,13 @@ from tierkv.storage.redis_node import (
     cut,
     expect,
     understood,
+)
+from tierkv.storage.redis_requests import (
+    get_outcome,
+    get_requests,
+    put_outcome,
+    put_request,
+    question,
 )
 from tierkv.storage.redis_router import Call, OneNode, Router
 from tierkv.storage.redis_sentinel import SentinelLocator

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis_bulk import FixedAddress, finished, pipeline
+from tierkv.storage.redis_bulk import FixedAddress, finished
 from tierkv.storage.redis_connection import ask_once, connection_factory
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Access, Lane, RedisNode, cut, expect
 from tierkv.storage.redis_node import understood as checked
+from tierkv.storage.redis_requests import pipeline
 from tierkv.storage.redis_router import Call
 from tierkv.storage.redis_slots import masters, parse_slots, redirection, slot_of
 from tierkv.storage.redis_socket import Address

@@ -15,10 +15,11 @@ from redis.exceptions import ResponseError
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import StoredValue, is_name
-from tierkv.storage.redis_bulk import BulkLanes, Dialer, Locator, Login, question
+from tierkv.storage.redis_bulk import BulkLanes, Dialer, Locator, Login
 from tierkv.storage.redis_connection import connection_factory
 from tierkv.storage.redis_lanes import Command, RedisLanes
 from tierkv.storage.redis_lanes import Reply as ControlReply
+from tierkv.storage.redis_requests import question
 from tierkv.storage.redis_socket import TlsFiles
 from tierkv.storage.redis_wire import Failure, Pace, WireStats
 from tierkv.storage.resp import Refused, Reply

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis_bulk import pipeline
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Lane, RedisNode, cut, expect, understood
+from tierkv.storage.redis_requests import pipeline
 from tierkv.storage.redis_wire import Failure, Request
 from tierkv.storage.resp import Reply, pack, pack_each
 

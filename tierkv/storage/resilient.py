@@ -102,8 +102,7 @@ class ResilientStore:
         await self._guard.asked(self.inner.ping)
 
     async def exists(self, names: Sequence[str]) -> int:
-        if not self._guard.is_closed:  # the store checks them; again, 1,000 names take 0.3 ms
-            check_names(names)
+        check_names(names)
         known = self._missing.first(names)
         if known == 0 and names:
             return 0

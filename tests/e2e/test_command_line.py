@@ -1,0 +1,63 @@
+"""Commands as people type them: what cannot work is one sentence that says what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tierkv.cli import main
+
+
+def told(*arguments: str) -> Result:
+    """What a command says that fails as expected."""
+    found = CliRunner().invoke(main, arguments, prog_name="tierkv")
+    assert found.exit_code == 1, found.output
+    assert found.stdout == ""
+    assert found.stderr.startswith("error: ")
+    assert len(found.stderr.strip().splitlines()) == 1
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="has CuPy")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_cannot_be_used_is_one_sentence_with_a_way_out(device: str) -> None:
+    words = told("serve", "--device", device, "--port", "0", "--storage", "memory://").stderr
+    assert "needs CuPy" in words
+    assert "pip install" in words
+    assert "tierkv doctor" in words
+
+
+def test_a_device_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    words = told("serve", "--device", "tpu", "--port", "0", "--storage", "memory://").stderr
+    assert "'tpu'" in words
+    assert "cpu, cuda, cuda:N" in words
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "stat", "verify"])
+def test_looking_into_a_directory_that_is_not_there_does_not_make_it(
+    command: str, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing store"
+    assert "is no directory" in told("storage", command, missing.as_uri()).stderr
+    assert not missing.exists()
+
+
+def test_a_store_inside_a_node_cannot_be_looked_into_from_outside() -> None:
+    assert "inside one node" in told("storage", "ls", "memory://").stderr
+
+
+def test_every_command_explains_itself() -> None:
+    names = [line.split()[0] for line in help_of() if line.startswith("  ") and line.split()]
+    commands = names[names.index("demo") :]
+    assert {"demo", "gateway", "serve", "storage", "token"} <= set(commands)
+    for name in ("demo", "doctor", "gateway", "generate", "lookup", "serve", "stats", "storage"):
+        assert any("--help" in line for line in help_of(name))
+
+
+def help_of(*command: str) -> list[str]:
+    found = CliRunner().invoke(main, [*command, "--help"], prog_name="tierkv")
+    assert found.exit_code == 0, found.output
+    return found.stdout.splitlines()
