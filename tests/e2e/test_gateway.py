@@ -279,8 +279,9 @@ async def test_with_all_nodes_gone_callers_are_told_and_with_them_back_served(
         await on.kill(name)
     answer = await on.complete(100, 1)
     assert (answer.status, answer.code) == (503, "no_nodes")
-    for name in NAMES:
-        await on.restart(name)
+    async with asyncio.TaskGroup() as tasks:
+        for name in NAMES:
+            tasks.create_task(on.restart(name))
     await on.all_ready()
     assert (await on.complete(100, 1)).text == expected(100, 1, 0.0)
 

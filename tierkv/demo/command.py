@@ -16,9 +16,11 @@ import click
 import msgspec
 import uvloop
 
+from tierkv.clock import SystemClock
 from tierkv.demo.processes import DemoError, private_redis
 from tierkv.demo.scenes import Nodes, Play, Scene
 from tierkv.errors import ConfigError
+from tierkv.storage.factory import StoreSettings, open_store
 
 _BLOCK_SIZE = 16
 _ROOM_FOR_TURNS = 512  # tokens: answers and the follow-up question
@@ -71,6 +73,9 @@ def demo(
         raise ConfigError(
             f"--storage {storage} is not shared by processes: give a directory or a Redis server"
         )
+
+    if storage not in (None, "redis"):
+        open_store(storage, StoreSettings(), SystemClock())  # touches nothing; is it a URL at all?
 
     def say(line: str) -> None:
         if not as_json:
