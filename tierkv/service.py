@@ -645,9 +645,7 @@ class Service:
         return self.tiers.events
 
     def stats(self) -> Stats:
-        return observe.stats(
-            self.scheduler, self.mover, self.tiers.storage, self._all_handoffs
-        )
+        return observe.stats(self.scheduler, self.mover, self.tiers.storage, self._all_handoffs)
 
     def verify(self) -> list[str]:
         """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.latch import until
 from tierkv.clock import SystemClock
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.transfer.storage_io import StorageStats
 
 Json = dict[str, Any]
 PROMPT = list(range(8 * 16 + 5))
@@ -25,6 +27,10 @@ async def admit(on: Here, **options: Any) -> None:
 
 async def stream(on: Here) -> Answer:
     return await on.client.post("/v1/requests/r/stream", {"ticket_id": "t"})
+
+
+def stored(stats: StorageStats, blocks: int) -> Callable[[], bool]:
+    return lambda: stats.flushed_blocks >= blocks
 
 
 async def claim(on: Here, **options: Any) -> Answer:
@@ -46,7 +52,7 @@ async def test_blocks_go_out_with_each_commit_and_the_claimer_gets_the_whole_pro
             for blocks in (3, 7):
                 body = {"num_tokens": 16 * blocks}
                 assert (await on.client.post("/v1/requests/r/commit", body)).status == 200
-                await until(lambda n=blocks: stats.flushed_blocks >= n, "blocks in storage")
+                await until(stored(stats, blocks), "blocks in storage")
             early = await on.client.post("/v1/requests/r/publish", {"ticket_id": "t"})
             assert (early.status, early.code) == (409, "wrong_state")
             assert "112 of 133" in early.body["detail"]

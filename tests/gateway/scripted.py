@@ -46,7 +46,8 @@ class ScriptedNode:
 
     breaks_after: closes the connection after so many tokens of a stream, counted in `breaks_left`
     times. refusal: status and problem of every work call. held: work waits while it is set.
-    near: tokens it claims to hold of any prompt.
+    near: tokens it claims to hold of any prompt. model: what it says that it computes, None for a
+    node that does not say.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class ScriptedNode:
         self.is_ready = True
         self.is_frozen = False  # as a machine that is gone: probes get no answer
         self.near = 0
+        self.model: str | None = None
         self.lies_from: int | None = None
         self.dies_unpublished = False  # after its first token, before its ticket
         self.stalls_after: int | None = None
@@ -78,6 +80,7 @@ class ScriptedNode:
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/version", self._version)
         app.router.add_post("/v1/lookup", self._lookup)
         for path in ("prefill", "decode", "generate"):
             app.router.add_post(f"/v1/{path}", self._work)
@@ -87,6 +90,11 @@ class ScriptedNode:
         if self.is_frozen:
             await asyncio.Event().wait()
         return web.json_response({}, status=200 if self.is_ready else 503)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        if self.model is None:
+            raise web.HTTPNotFound
+        return web.json_response({"fingerprint": {"model": self.model}})
 
     async def _lookup(self, request: web.Request) -> web.Response:
         if self.raw is not None:

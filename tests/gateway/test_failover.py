@@ -9,6 +9,7 @@ import pytest
 
 from tests.gateway.scripted import ScriptedNode, Stage, answer_to, stage, text_of
 from tests.latch import until
+from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.settings import DeadlineSection, HealthSection, LimitsSection
 
 PROMPT = "a prompt of some length, " * 8
@@ -307,6 +308,26 @@ async def test_nodes_of_different_models_never_make_one_answer_together(stream: 
         # The other decode node is fresh and has the least to do, but would speak for itself.
         assert at_all(on.decode, "generate") == 0
         assert sorted(len(node.calls) for node in on.prefill) == [0, 2]
+
+
+async def test_a_node_that_says_it_is_of_another_model_gets_no_work_until_it_comes_back() -> None:
+    async with stage(prefill=1, decode=2) as on:
+        for node, model in ((on.prefill[0], "a"), (on.decode[0], "b"), (on.decode[1], "a")):
+            node.model = model
+        stranger = on.decode[0].url
+        await until(lambda: on.gateway.states()[stranger] is NodeState.OTHER_MODEL)
+        for _ in range(4):
+            await answered(on, stream=True)
+        assert (len(on.decode[0].calls), len(on.decode[1].calls)) == (0, 4)
+        # It is taken away, and another one started in its place.
+        on.decode[0].is_frozen = True
+        on.decode[0].model = "a"
+        await until(lambda: on.gateway.backend.nodes.all[1].num_failures > 0)
+        on.decode[0].is_frozen = False
+        await until(lambda: on.gateway.states()[stranger] is NodeState.READY)
+        for _ in range(4):
+            await answered(on, stream=True)
+        assert len(on.decode[0].calls) > 0
 
 
 async def test_what_no_node_can_do_is_the_callers_error_and_tried_once() -> None:

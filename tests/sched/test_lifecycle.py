@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.world import world
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
+from tierkv.sched import books
 
 NONE = WritePolicy.NONE
 
@@ -145,3 +147,20 @@ async def test_pins_left_at_the_end_do_not_count_as_leaks() -> None:
         await here.run(tokens(8))
         here.service.pin("kept", here.prompt(tokens(8)), 1000.0)
         assert here.service.verify() == []
+
+
+async def test_closing_waits_for_a_store_that_uses_the_slots_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(books, "_PATIENCE_S", 0.01)
+    async with AsyncExitStack() as stack:
+        here = await stack.enter_async_context(world(with_store=True, fetch_deadline_s=0.02))
+        here.the_store.hold_firmly()
+        here.service.end(await here.admit(list(range(8))))
+        assert here.service.tiers.num_tasks
+        here.service.drain()
+        release = asyncio.get_running_loop().call_later(0.1, here.the_store.release)
+        here.the_store.release = lambda: None  # type: ignore[method-assign] # leaving calls it
+        await stack.aclose()
+        assert release.when() <= asyncio.get_running_loop().time()
+    assert "closing waits for 1 tasks" in caplog.text

@@ -17,6 +17,7 @@ from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutOutcome, PutStatus
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.storage.turns import Turns
 
 NAMES = [f"t:f:{index:03}:0" for index in range(50)]
 BLOCK = bytes(1_000)
@@ -149,18 +150,52 @@ async def test_questions_to_a_store_that_is_stuck_are_given_up_and_reads_open_th
 async def test_reads_behind_stuck_ones_are_given_up_though_they_were_never_begun(
     make: Make,
 ) -> None:
-    pair = await make(max_reads=1, timeout_s=0.1, failures_to_open=100)
+    pair = await make(max_reads=1, timeout_s=0.1, failures_to_open=1, probe_interval_s=100.0)
     pair.faulty.hold_firmly()
     async with asyncio.TaskGroup() as group:
         stuck = group.create_task(get_one(pair.store, NAMES[0], 10))
         await pair.faulty.until_held(1)
-        async with asyncio.timeout(5):
-            assert (await get_one(pair.store, NAMES[1], 10))[0] is GetStatus.FAILED
-            with pytest.raises(StoreUnavailableError, match="turn"):
-                await pair.store.exists(NAMES)
+        async with asyncio.timeout(5), asyncio.TaskGroup() as waiting:
+            read = waiting.create_task(get_one(pair.store, NAMES[1], 10))
+            question = waiting.create_task(failed(pair))
+        assert read.result()[0] is GetStatus.FAILED
+        assert "left alone" in question.result()
         assert pair.store.snapshot().num_refused == 2
         pair.faulty.release()
     assert stuck.result()[0] is GetStatus.FAILED
+
+
+async def test_reads_that_wait_for_a_store_that_answers_have_their_turn_in_order(
+    make: Make,
+) -> None:
+    pair = await make(max_reads=1, timeout_s=0.2)
+    pair.faulty.delay_s = 0.02
+    ended: list[int] = []
+
+    async def ask(number: int) -> None:
+        await pair.store.exists([NAMES[number]])
+        ended.append(number)
+
+    async with asyncio.TaskGroup() as group:  # 0.6 s together, three times what one may take
+        asking = [group.create_task(ask(number)) for number in range(30)]
+        await until(lambda: len(ended) > 0, "the first answer")
+        asking[7].cancel()
+    assert ended == [*range(7), *range(8, 30)]
+    assert pair.state is BreakerState.CLOSED
+
+
+async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next() -> None:
+    turns = Turns(1)
+    await turns.take()
+    first, second = (asyncio.ensure_future(turns.take()) for _ in range(2))
+    await asyncio.sleep(0)
+    assert turns.num_waiting == 2
+    turns.give_back()
+    first.cancel()
+    await second
+    assert first.cancelled()
+    turns.give_back()
+    await turns.take()
 
 
 async def test_writes_behind_stuck_ones_are_given_up_when_the_store_is_left_alone(

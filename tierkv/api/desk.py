@@ -203,6 +203,8 @@ class Desk:
         if isinstance(outcome, TierKVError):
             if held.publishes.get(ticket_id) is task:
                 del held.publishes[ticket_id]  # the next call tries again
+            if isinstance(outcome, OwnershipError):  # it is not computed, or has ended meanwhile
+                raise WrongStateError(str(outcome)) from outcome
             raise outcome
         return outcome
 

@@ -88,7 +88,7 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (TooManyError, 429, "too_many", "There are too many of these"),
     (WrongStateError, 409, "wrong_state", "This cannot be done now"),
     (RequestAbortedError, 409, "aborted", "The request was ended by another call"),
-    (DuplicateRequestError, 409, "duplicate_request", "This id is another request's"),
+    (DuplicateRequestError, 409, "duplicate_request", "This id is in use"),
     (RequestTooLargeError, 422, "request_too_large", "The request needs more than there is"),
     (BadRequestError, 400, "bad_request", "The request can never succeed"),
     (ShuttingDownError, 503, "shutting_down", "This node takes no more work"),

@@ -42,7 +42,9 @@ class Routes:
 
     def _name(self, request: web.Request, given: str | None) -> str:
         """The request's id: of the body, of Idempotency-Key, of X-Request-Id, or a new one."""
-        return bodies.name_request(request, given or request.headers.get(IDEMPOTENCY_HEADER))
+        if given is None:
+            given = request.headers.get(IDEMPOTENCY_HEADER)
+        return bodies.name_request(request, given)
 
     def _key(self, request: web.Request) -> Key:
         """Of what the path names, which belongs to the caller's tenant."""

@@ -14,7 +14,7 @@ import msgspec
 from tierkv.api.bodies import REQUEST_ID_HEADER
 from tierkv.api.streaming import EVENT_STREAM
 from tierkv.client.errors import CallError, DeadlineError, NotANodeError
-from tierkv.client.http import Http
+from tierkv.client.http import Http, Reply
 from tierkv.client.sse import ServerEvent
 from tierkv.client.streams import Events
 from tierkv.errors import ConfigError, TierKVError
@@ -54,6 +54,10 @@ class _LookupAnswer(msgspec.Struct):
     storage_tokens: int | None
 
 
+class _VersionAnswer(msgspec.Struct):
+    fingerprint: dict[str, str]
+
+
 class NodeCalls:
     """Use it inside `running()`. Making it reads the certificates for the nodes, if there are any.
 
@@ -86,15 +90,27 @@ class NodeCalls:
 
     async def is_ready(self, node: BackendNode) -> bool:
         """Whether its probe is answered with 200. Raises AttemptError if it is not answered."""
+        return (await self._probe(node, "/readyz")).status == HTTPStatus.OK
+
+    async def _probe(self, node: BackendNode, path: str) -> Reply:
         try:
             async with asyncio.timeout(self._health.probe_timeout_s):
-                reply = await self._pools[node].ask("GET", "/readyz", None, self._headers(None))
+                return await self._pools[node].ask("GET", path, None, self._headers(None))
         except TimeoutError as error:
             limit_s = self._health.probe_timeout_s
             raise AttemptError(f"{node.url} did not answer its probe in {limit_s:g} s") from error
         except TierKVError as error:
             raise AttemptError(str(error)) from error
-        return reply.status == HTTPStatus.OK
+
+    async def fingerprint(self, node: BackendNode) -> dict[str, str] | None:
+        """What the node computes; None if it does not say. Raises AttemptError as `is_ready`."""
+        reply = await self._probe(node, "/version")
+        if reply.status != HTTPStatus.OK:
+            return None
+        try:
+            return msgspec.json.decode(reply.raw, type=_VersionAnswer).fingerprint
+        except msgspec.MsgspecError:
+            return None
 
     async def lookup(self, node: BackendNode, job: Job) -> Held:
         """What the node has of the prompt. Raises AttemptError; nobody is blamed for it."""

@@ -17,10 +17,13 @@ async def keep_probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) 
     """Runs until it is cancelled."""
     async with asyncio.TaskGroup() as tasks:
         for node in nodes.all:
-            tasks.create_task(_probe(node, calls, settings), name=f"tierkv-probe-{node.url}")
+            probing = _probe(node, nodes, calls, settings)
+            tasks.create_task(probing, name=f"tierkv-probe-{node.url}")
 
 
-async def _probe(node: BackendNode, calls: NodeCalls, settings: HealthSection) -> None:
+async def _probe(
+    node: BackendNode, nodes: Nodes, calls: NodeCalls, settings: HealthSection
+) -> None:
     now = asyncio.get_running_loop().time
     before: NodeState | None = None
     unanswered = 0
@@ -28,6 +31,8 @@ async def _probe(node: BackendNode, calls: NodeCalls, settings: HealthSection) -
         try:
             if await calls.is_ready(node):
                 node.says_ready()
+                if node.fingerprint is None:
+                    await _ask_what_it_computes(node, nodes, calls)
             else:
                 node.says_unready()
             unanswered = 0
@@ -41,3 +46,12 @@ async def _probe(node: BackendNode, calls: NodeCalls, settings: HealthSection) -
             log.info("node %s (%s) is %s", node.url, node.role.value, state.value)
             before = state
         await asyncio.sleep(settings.probe_interval_s)
+
+
+async def _ask_what_it_computes(node: BackendNode, nodes: Nodes, calls: NodeCalls) -> None:
+    """A node of another model must not go on with an answer that one of ours has begun."""
+    fingerprint = await calls.fingerprint(node)
+    if fingerprint is None:
+        return
+    if differing := nodes.compare(node, fingerprint):
+        log.error("node %s gets no work: it differs in %s", node.url, ", ".join(differing))

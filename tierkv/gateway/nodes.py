@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
 
 from tierkv.api.settings import Role
+from tierkv.cache.fingerprint import differences
 from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 
@@ -20,6 +21,7 @@ class NodeState(Enum):
     READY = "ready"
     UNREADY = "unready"  # its probe says that it takes no work: it starts or drains
     EJECTED = "ejected"  # it failed, and gets no work for a while
+    OTHER_MODEL = "other_model"  # its answers are not those of the other nodes
 
 
 class BackendNode:
@@ -37,12 +39,16 @@ class BackendNode:
         self.rate = _FIRST_RATE
         self.num_failures = 0  # in a row
         self.lives = 0  # how often it came back after a failure; what it held before may be gone
+        self.fingerprint: dict[str, str] | None = None  # what it computes, as it says itself
+        self.is_other_model = False
         self._settings = settings
         self._ejected_until = 0.0
         self._is_ready = True
         self._waits: dict[asyncio.Timeout, float] = {}  # with the time when each began
 
     def state(self, now: float) -> NodeState:
+        if self.is_other_model:
+            return NodeState.OTHER_MODEL
         if now < self._ejected_until:
             return NodeState.EJECTED
         return NodeState.READY if self._is_ready else NodeState.UNREADY
@@ -64,6 +70,7 @@ class BackendNode:
         """A probe was answered well."""
         if self.num_failures:
             self.lives += 1
+            self.fingerprint = None  # it may have come back as another
         self._is_ready = True
         self._ejected_until = 0.0
         self.num_failures = 0
@@ -123,6 +130,17 @@ class Nodes:
         urls = [node.url for node in self.all]
         if len(set(urls)) < len(urls):
             raise ConfigError("the same node is given twice; for one that does both, give --both")
+
+    def compare(self, node: BackendNode, fingerprint: dict[str, str]) -> tuple[str, ...]:
+        """Note what `node` computes. A node gets no work as long as most others, of those that have
+        said it, compute something else; at a draw the first in the list is right. Returns the
+        fields in which `node` differs."""
+        node.fingerprint = fingerprint
+        known = [one.fingerprint for one in self.all if one.fingerprint is not None]
+        most = max(known, key=known.count)  # the first of several
+        for one in self.all:
+            one.is_other_model = one.fingerprint is not None and one.fingerprint != most
+        return differences(most, fingerprint)
 
     def prefilling(self) -> list[BackendNode]:
         return [node for node in self.all if node.role.prefills]

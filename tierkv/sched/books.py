@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from tierkv.sched.pins import Pins
 from tierkv.tasks import task_group
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO
+
+log = logging.getLogger("tierkv.tiers")
+_PATIENCE_S = 5.0  # how often closing says what it still waits for
 
 
 @dataclass(slots=True)
@@ -75,9 +79,21 @@ class TierBooks:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving waits for every copy under way."""
+        """Leaving waits for every copy under way, however long a store or device takes to leave
+        the slots: their memory goes next. It says what it waits for."""
         async with task_group() as self._tasks:
             yield
+            while self.num_tasks:
+                try:
+                    async with asyncio.timeout(_PATIENCE_S):
+                        await self.next_change()
+                except TimeoutError:
+                    log.error(
+                        "closing waits for %d tasks; stores and copies still use %d device and "
+                        "%d host slots outside the index",
+                        self.num_tasks,
+                        *(len(self.lent_slots(tier)) for tier in Tier),
+                    )
 
     async def next_change(self) -> None:
         """Return after the next time slots may have become available."""

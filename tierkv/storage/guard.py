@@ -18,6 +18,7 @@ from tierkv.errors import StoreUnavailableError, TierKVError
 from tierkv.storage.breaker import Breaker, BreakerSnapshot
 from tierkv.storage.protocol import Store
 from tierkv.storage.resilience_settings import ResilienceSettings
+from tierkv.storage.turns import Turns
 from tierkv.tasks import background, task_group
 
 _log = logging.getLogger(__name__)
@@ -40,8 +41,7 @@ class Guard:
         self._clock = clock
         self._breaker = Breaker(settings.failures_to_open, clock)
         self._opened = asyncio.Event()
-        self._reading = asyncio.Semaphore(settings.max_reads)
-        self._num_waiting_reads = 0
+        self._turns = Turns(settings.max_reads)
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0
         self._random = random.Random()
         self._tasks: asyncio.TaskGroup | None = None
@@ -96,13 +96,13 @@ class Guard:
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self.check()
         deadline_s = self.deadline_s(num_bytes, self._settings.timeout_s)
-        await self._until_its_turn(deadline_s)
+        await self._until_its_turn()
         try:
             if lends_buffers:
                 return await self.within(ask, deadline_s)
             answer = await self.within(lambda: self._abandonable(ask), deadline_s)
         finally:
-            self._reading.release()
+            self._turns.give_back()
         self._breaker.succeed()
         return answer
 
@@ -137,27 +137,16 @@ class Guard:
         finally:
             task.cancel()
 
-    async def _until_its_turn(self, deadline_s: float) -> None:
-        """Take one of `max_reads` places. Raises StoreUnavailableError if too many wait for one,
-        none is free within `deadline_s`, or the breaker is open by then."""
-        if self._num_waiting_reads >= self._settings.max_waiting_reads:
-            raise self._refused(
-                f"{self.url} has {self._num_waiting_reads} operations waiting for it"
-            )
-        self._num_waiting_reads += 1
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._reading.acquire()
-        except TimeoutError as error:
-            # Those that have the places are stuck, or slow; they are judged, this one is not.
-            text = f"{self.url} had no turn for this within {deadline_s * 1000:.0f} ms"
-            raise self._refused(text) from error
-        finally:
-            self._num_waiting_reads -= 1
+    async def _until_its_turn(self) -> None:
+        """Take one of `max_reads` places. Raises StoreUnavailableError if too many wait for one, or
+        the store is left alone meanwhile: those who have the places may be stuck."""
+        if self._turns.num_waiting >= self._settings.max_waiting_reads:
+            raise self._refused(f"{self.url} has {self._turns.num_waiting} operations waiting")
+        await self._turns.take()
         try:
             self.check()
         except StoreUnavailableError:
-            self._reading.release()
+            self._turns.give_back()
             raise
 
     # Trying again
@@ -182,9 +171,13 @@ class Guard:
 
     def check(self) -> None:
         if not self._breaker.is_closed:
-            raise self._refused(
-                f"{self.url} is left alone, since it failed: {self._breaker.reason}"
-            )
+            self.num_refused += 1
+            raise self._left_alone()
+
+    def _left_alone(self) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"{self.url} is left alone, since it failed: {self._breaker.reason}"
+        )
 
     def _refused(self, reason: str) -> StoreUnavailableError:
         self.num_refused += 1
@@ -201,6 +194,7 @@ class Guard:
         if self._breaker.fail(reason):
             _log.warning("%s is left alone from now on: %s", self.url, reason)
             self._opened.set()
+            self.num_refused += self._turns.send_away(self._left_alone())
             for call in self._when_open:
                 call(reason)
 
