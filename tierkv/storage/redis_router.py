@@ -11,7 +11,7 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Lane, RedisNode, cut, expect, understood
 from tierkv.storage.redis_requests import pipeline
 from tierkv.storage.redis_wire import Failure, Request
-from tierkv.storage.resp import Reply, pack, pack_each
+from tierkv.storage.resp import Reply, pack_all, pack_each
 
 # Names are counted in so many parts at once: a gap among 1,000 is found in three exchanges, whose
 # names are 1,110 together. Halving takes ten exchanges and 2,000 names.
@@ -95,7 +95,7 @@ class OneNode:
 
     async def _counts(self, parts: Sequence[Sequence[str]]) -> list[int]:
         """How many names of each part have a value."""
-        wire = b"".join(pack("EXISTS", *part) for part in parts)
+        wire = b"".join([pack_all("EXISTS", part) for part in parts])
         [outcome] = await self._node.lanes[Lane.QUESTION].ask([pipeline(wire, len(parts))])
         if isinstance(outcome, Failure):
             raise StoreUnavailableError(outcome.reason)

@@ -19,6 +19,7 @@ from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     Capabilities,
+    CheckedNames,
     GetItem,
     GetOutcome,
     GetStatus,
@@ -102,11 +103,11 @@ class ResilientStore:
         await self._guard.asked(self.inner.ping)
 
     async def exists(self, names: Sequence[str]) -> int:
-        check_names(names)
-        known = self._missing.first(names)
+        checked = check_names(names)
+        known = self._missing.first(checked)
         if known == 0 and names:
             return 0
-        asked = names[:known]
+        asked = checked if known == len(checked) else CheckedNames(checked[:known])
         found = await self._guard.retried(lambda: self.inner.exists(asked))
         if found < len(asked):
             self._missing.note(asked[found])

@@ -78,6 +78,12 @@ def pack(*arguments: Argument) -> bytes:
     return b"".join(packed)
 
 
+def pack_all(verb: str, names: Sequence[str]) -> bytes:
+    """One command about all `names`, which are ASCII."""
+    head = f"*{1 + len(names)}\r\n${len(verb)}\r\n{verb}\r\n"
+    return (head + "".join([f"${len(name)}\r\n{name}\r\n" for name in names])).encode("ascii")
+
+
 def pack_each(verb: str, names: Sequence[str]) -> bytes:
     """`verb name` for each name, which is ASCII. 0.3 us a name; `pack` takes 0.7 to 1.4."""
     head = f"*2\r\n${len(verb)}\r\n{verb}\r\n$"

@@ -20,6 +20,7 @@ from tierkv.storage.protocol import (
     PutOutcome,
     PutStatus,
     Store,
+    check_names,
 )
 from tierkv.storage.threads import WorkerThreads
 from tierkv.transfer.storage_io_slices import Slices
@@ -113,8 +114,10 @@ class StorageIO:
     async def _count_present(self, keys: Sequence[StoredKey]) -> int:
         at, size = 0, self.slices.size
         while True:
-            names = [name for key in keys[at:] for name in self.slices.names_of(key, size)]
+            names = check_names(self.slices.names_of_all(keys[at:], size))
             found = await self.store.exists(names) // size
+            if self._toucher is not None:
+                self._toucher.used(names[: found * size])
             self._note_found(keys[at : at + found], size)
             at += found
             if at == len(keys) or not self.slices.peer_sizes:
@@ -141,8 +144,6 @@ class StorageIO:
 
     def _note_found(self, keys: Sequence[StoredKey], size: int) -> None:
         for key in keys:
-            if self._toucher is not None:
-                self._toucher.used(self.slices.names_of(key, size))
             if size == self.slices.size:
                 self._found.pop(key.digest, None)
                 continue

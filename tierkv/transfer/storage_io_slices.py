@@ -77,6 +77,13 @@ class Slices:
         """The names of a block's values as a node of `size` ranks stores it."""
         return [names.name(key) for names in self._names[size]]
 
+    def names_of_all(self, keys: Sequence[StoredKey], size: int) -> list[str]:
+        """`names_of` for each key, one after the other."""
+        per_rank = [names.all(keys) for names in self._names[size]]
+        if size == 1:
+            return per_rank[0]
+        return [name for of_key in zip(*per_rank, strict=True) for name in of_key]
+
     def sources(self, size: int) -> tuple[Shard, ...]:
         """The slices of `size` ranks that together hold all that this node holds."""
         if size == self.size:
