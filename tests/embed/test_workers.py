@@ -79,6 +79,11 @@ class Cluster:
         self.cache.end(name).wait(PATIENCE_S)
         return found
 
+    def is_all_on_the_host(self) -> bool:
+        """Whether PROMPT and ALL are, so that nothing need be copied to make room for either."""
+        num_blocks = sum(-(-len(tokens) // BLOCK) for tokens in (PROMPT, ALL))
+        return self.cache.stats().wait(PATIENCE_S).tiers.offloaded_blocks == num_blocks
+
 
 def _kv(rank: int, tokens: Sequence[int]) -> list[np.ndarray]:
     """Another KV on every rank."""
@@ -200,6 +205,7 @@ def test_a_worker_killed_in_the_middle_of_a_load_fails_that_request(tmp_path: Pa
     with cluster(tmp_path / "node") as here:
         here.run("first", PROMPT)
         here.run("second", ALL)
+        until(here.is_all_on_the_host, "the copies that make room")
         victim = here.processes[0]
         victim.send_signal(signal.SIGSTOP)
         loading = here.cache.admit("third", PROMPT, max_new_tokens=0)
@@ -215,6 +221,7 @@ def test_a_worker_that_is_silent_and_owes_something_is_given_up(tmp_path: Path) 
     with cluster(tmp_path / "node", dead_s=2.5) as here:
         here.run("first", PROMPT)
         here.run("second", ALL)
+        until(here.is_all_on_the_host, "the copies that make room")
         victim = here.processes[0]
         victim.send_signal(signal.SIGSTOP)
         try:

@@ -245,9 +245,10 @@ class Desk:
     def abort_all(self) -> None:
         """Publishes are given up; each request ends as soon as its own have."""
         for held in list(self._held.values()):
+            streaming = {held.publishes[name] for name in held.streams}
             held.fail_streams("the node was stopped")
             tasks: set[Publishing] = held.busy_publishes()
-            for task in tasks:
+            for task in tasks - streaming:  # those end by themselves, when they have said so
                 task.cancel()
             if tasks:
                 assert self._tasks is not None, "the desk is running"

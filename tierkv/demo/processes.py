@@ -127,8 +127,13 @@ async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(start) for start in starts]
-    except* DemoError as errors:
-        raise errors.exceptions[0] from None
+    except (
+        ExceptionGroup
+    ) as errors:  # what is raised inside except* would come out in a group again
+        expected, rest = errors.split(DemoError)
+        if expected is None or rest is not None:
+            raise
+        raise expected.exceptions[0] from None
     return [task.result() for task in running]
 
 
