@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, ClassVar
 import click
 
 from tierkv import __version__
+from tierkv.cli_options import address, insecure_and_log_level, who_may_call
 from tierkv.errors import ConfigError, TierKVError
 
 if TYPE_CHECKING:
@@ -93,12 +94,7 @@ def main() -> None:
     help="Settings, as TOML with the tables node, auth, tls, cache, handoff, storage, model and "
     "engine. Everything has a default.",
 )
-@click.option("--host", help="The address to listen on.  [default: 127.0.0.1]")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    help="The port to listen on; 0 takes a free one.  [default: 8100]",
-)
+@address(8100)
 @click.option(
     "--device",
     help="Where the device tier is: cuda is an NVIDIA GPU (cuda:1 the second), cpu plays one in "
@@ -112,36 +108,12 @@ def main() -> None:
     "~/.cache/tierkv/store if that is not set]",
 )
 @click.option("--name", help="What this node is called in logs and tickets.")
-@click.option(
-    "--auth",
-    "auth_file",
-    metavar="FILE",
-    help="Who may call, as `tierkv token` writes it. Without it nobody is asked who they are.",
-)
-@click.option("--tls-cert", metavar="FILE", help="Serve TLS with this certificate (PEM).")
-@click.option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file.")
-@click.option(
-    "--client-ca",
-    metavar="FILE",
-    help="Clients must bring a certificate that one of these signed (mutual TLS).",
-)
+@who_may_call
 @click.option(
     "--unix-socket", metavar="PATH", help="Listen on this socket too; only its owner may connect."
 )
 @click.option("--no-tcp", is_flag=True, help="Listen on the Unix socket only.")
-@click.option(
-    "--insecure",
-    is_flag=True,
-    help="Listen on an address that other machines can reach, although no caller is asked who it "
-    "is. For a private network only.",
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="How much goes to the log, on stderr.",
-)
+@insecure_and_log_level
 def serve(
     log_level: str,
     *,

@@ -10,13 +10,14 @@ import click
 from msgspec.structs import replace
 
 from tierkv.api.logs import log_to_stderr
+from tierkv.cli_options import address, insecure_and_log_level, who_may_call
 from tierkv.config import load
 from tierkv.gateway.server import run
 from tierkv.gateway.settings import GatewaySettings
 
 _NAMES = {  # of options that are called otherwise than their setting
     "insecure": ("gateway", "allow_insecure_bind"),
-    "auth": ("auth", "file"),
+    "auth_file": ("auth", "file"),
     "tls_cert": ("tls", "cert"),
     "tls_key": ("tls", "key"),
     "client_ca": ("tls", "client_ca"),
@@ -39,24 +40,8 @@ _NAMES = {  # of options that are called otherwise than their setting
     help="Settings, as TOML with the tables gateway, auth, tls, limits, deadlines and "
     "health. Everything but the nodes has a default.",
 )
-@click.option("--host", help="The address to listen on.  [default: 127.0.0.1]")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    help="The port to listen on; 0 takes a free one.  [default: 8000]",
-)
-@click.option(
-    "--auth",
-    metavar="FILE",
-    help="Who may call, as `tierkv token` writes it. Without it nobody is asked who they are.",
-)
-@click.option("--tls-cert", metavar="FILE", help="Serve TLS with this certificate (PEM).")
-@click.option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file.")
-@click.option(
-    "--client-ca",
-    metavar="FILE",
-    help="Clients must bring a certificate that one of these signed (mutual TLS).",
-)
+@address(8000)
+@who_may_call
 @click.option(
     "--node-ca",
     metavar="FILE",
@@ -74,19 +59,7 @@ _NAMES = {  # of options that are called otherwise than their setting
     help="Hand each caller's own Authorization header on to the nodes, which then decide who it "
     "is and whose blocks it works with.",
 )
-@click.option(
-    "--insecure",
-    is_flag=True,
-    help="Listen on an address that other machines can reach, although no caller is asked who it "
-    "is. For a private network only.",
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    show_default=True,
-    help="How much goes to the log, on stderr.",
-)
+@insecure_and_log_level
 def gateway(
     log_level: str,
     *,
