@@ -313,3 +313,14 @@ def test_blocks_of_two_fingerprints_or_shards_never_share_a_name() -> None:
         Names("other", "00").name(key),
     }
     assert len(names) == 4
+
+
+def test_many_names_are_those_of_each_key_whatever_the_mix_of_spaces_and_tails() -> None:
+    names = Names("tierkv", "00aa", "1of2")
+    keys = [
+        StoredKey(bytes([at]) * 32, 3 if at % 3 == 0 else SIZE, is_tail=at % 3 == 0, space=space)
+        for at, space in enumerate(["", "", "11bb", "11bb", "", "22cc", "22cc"])
+    ]
+    assert names.all([]) == []
+    for first in range(len(keys)):
+        assert names.all(keys[first:]) == [names.name(key) for key in keys[first:]]

@@ -155,6 +155,14 @@ def test_a_reply_nobody_asked_for_is_refused() -> None:
         Reader().feed(b"+OK\r\n")
 
 
+def test_more_answers_than_questions_are_refused_not_counted() -> None:
+    reader = Reader()
+    for _ in range(3):
+        reader.parser.expect(None)
+    with pytest.raises(NotRedisError, match="nobody asked"):
+        reader.feed(b":1\r\n:0\r\n:1\r\n:1\r\n")
+
+
 def test_requests_are_what_redis_reads() -> None:
     assert pack("GET", "a", 12) == b"*3\r\n$3\r\nGET\r\n$1\r\na\r\n$2\r\n12\r\n"
     pieces = pack_set("k", (b"one", b"", bytearray(b"two")), ["PX", 5, "NX"])

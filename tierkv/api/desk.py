@@ -78,7 +78,7 @@ class Desk:
                 try:
                     with self.called(held), suppress(GateTimeoutError):
                         await request.gate.all_layers(LOADS_S)
-                except BaseException:
+                except BaseException:  # a cancel too: nobody has been told its name yet
                     self._end(held, State.ABORTED)
                     raise
             return held
@@ -142,7 +142,7 @@ class Desk:
             async with self.room(tokens, deadline_s=deadline_s) as held.resuming:
                 try:
                     resumed = await self._service.resume(request, max_new_tokens=max_new_tokens)
-                except BaseException:
+                except BaseException:  # a cancel too: nobody else gives its blocks back
                     if held.request is None and request.state is RequestState.PREEMPTED:
                         self._service.scheduler.abandon(request)
                     raise

@@ -63,7 +63,7 @@ class Once(Generic[T]):
             entry.outcome.set_exception(error)
             entry.outcome.exception()  # seen: it is raised here too
             raise
-        except BaseException:
+        except BaseException:  # the first caller has gone: one of those who wait does it
             self._drop(key)
             entry.outcome.cancel()
             raise

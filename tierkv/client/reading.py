@@ -54,7 +54,7 @@ class _Reading(Generic[T, S]):
         self._task = self._runner.begin(self._read())
         try:
             self._next()  # that it is open
-        except BaseException:
+        except BaseException:  # Ctrl-C too: `__exit__` is not called
             self._task.cancel()
             raise
         return self

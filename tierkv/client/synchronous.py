@@ -118,7 +118,7 @@ class Client:
         future = self.begin(work)
         try:
             return future.result()
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too, see below
             if future.cancelled() and self._is_closed:
                 raise CallError("this client was closed before the answer came") from error
             future.cancel()  # Ctrl-C: nobody waits for it any more

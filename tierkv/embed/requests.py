@@ -228,7 +228,7 @@ class Requests:
             with _listed(held):
                 async with held.turn:
                     yield held
-        except BaseException:
+        except BaseException:  # a cancel too: what it has got would have no owner
             if self._held.get(request_id) is held:
                 del self._held[request_id]
                 if held.request is not None:

@@ -136,7 +136,7 @@ class ServiceThread:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 self._loop = runner.get_loop()
                 runner.run(self._main())
-        except BaseException as error:
+        except BaseException as error:  # the thread's last line: every call is told what ended it
             self._problem = _as_failure(error)
             log.error("the embedded service has failed: %s", self._problem, exc_info=error)
         finally:
@@ -152,7 +152,7 @@ class ServiceThread:
                 self.requests = Requests(service, load_timeout_s=self.settings.load_timeout_s)
                 try:
                     await self._take_calls(service)
-                except BaseException:
+                except BaseException:  # whatever it is, leaving the service must not take for ever
                     asyncio.get_running_loop().call_later(_UNWIND_S, self._fail_slowly)
                     raise
                 for name in self.requests.end_all():
@@ -171,7 +171,7 @@ class ServiceThread:
                 await self._closing.wait()
                 service.drain()  # who waits for blocks would wait in vain
                 await self._finish_calls()
-            except BaseException:
+            except BaseException:  # a cancel is how a failure elsewhere arrives here
                 self._is_failing = True
                 raise
             watcher.cancel()

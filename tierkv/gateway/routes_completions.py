@@ -36,7 +36,7 @@ class CompletionRoutes:
         except (asyncio.CancelledError, ConnectionError):
             metrics.count_request("client_gone")
             raise
-        except Exception as error:
+        except Exception as error:  # counted, and answered by the middleware
             is_ours = failure_of(request, error).status >= HTTPStatus.INTERNAL_SERVER_ERROR
             metrics.count_request("server_error" if is_ours else "client_error")
             raise

@@ -37,7 +37,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
     """num_connections: for reading values; write_connections: for writing them; one more is kept
-        for questions. So neither waits behind another kind. docs/storage.md has the measurements.
+        for questions. So neither waits behind another kind. Measurements: docs/benchmarks.md.
     timeout_s: how long the server may take for one exchange, apart from the time that its bytes
         take at slowest_bytes_per_s.
     connect_timeout_s: how long connecting may take.
