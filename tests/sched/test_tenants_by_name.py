@@ -19,7 +19,7 @@ from tierkv.errors import (
     RequestTooLargeError,
 )
 from tierkv.sched.request import Request
-from tierkv.sched.waiting import Limits
+from tierkv.sched.limits import Limits
 
 NONE = WritePolicy.NONE
 

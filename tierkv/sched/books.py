@@ -19,8 +19,10 @@ from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.cache.write_policy import WriteRule
 from tierkv.errors import ShuttingDownError
+from tierkv.sched.decisions import Decisions
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.pins import Pins
+from tierkv.sched.seldom import Seldom
 from tierkv.tasks import task_group
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO
@@ -67,6 +69,8 @@ class TierBooks:
         self.storage = parts["storage"]
         self.rules = {Tier.DEVICE: parts["host_rule"], Tier.HOST: parts["storage_rule"]}
         self.stats = TierStats()
+        self.decisions = Decisions()
+        self._not_stored = Seldom(log, "block not stored (x%d): %s")
         self.events = CacheEvents(self._digests_of)
         self.num_loads = 0  # on their way to the device: copies down make way for them
         self.history = History()
@@ -74,7 +78,7 @@ class TierBooks:
         self._in_flight_slots: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None  # made for those who wait for it
         self.num_tasks = 0
 
     @asynccontextmanager
@@ -97,6 +101,8 @@ class TierBooks:
 
     async def next_change(self) -> None:
         """Return after the next time slots may have become available."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
         await self._changed.wait()
 
     def on_capacity(self, listener: Callable[[], None]) -> None:
@@ -104,8 +110,9 @@ class TierBooks:
         self._listeners.append(listener)
 
     def capacity_changed(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
         for listener in self._listeners:
             listener()
 

@@ -34,14 +34,9 @@ class Commits:
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
         """See Scheduler.commit."""
         request.check_tokens(tokens)
-        for movement in request.loads:
-            await movement.done()
-        # The movement is done a moment before its bookkeeping; both must be.
-        for load in self._running.loads_of.get(request, ()):
-            await asyncio.shield(load.settled)
-            if load.is_failed:
-                raise TransferError("blocks that this request waited for did not arrive")
-        request.check_tokens(tokens)
+        if request.loads:
+            await self._all_arrived(request)
+            request.check_tokens(tokens)
         known = request.spec.prompt
         request.prompt = Prompt(tokens, self._index.block_size, known.extras, known.space)
         request.computed_tokens = request.prompt.num_tokens
@@ -50,6 +45,16 @@ class Commits:
             self._insert(request, request.prompt)
         else:
             self._tiers.start(self._insert_later(request, request.prompt), "tierkv-commit")
+
+    async def _all_arrived(self, request: Request) -> None:
+        """Return when what it matched is on the device, and the index knows it."""
+        for movement in request.loads:
+            await movement.done()
+        # The movement is done a moment before its bookkeeping; both must be.
+        for load in self._running.loads_of.get(request, ()):
+            await asyncio.shield(load.settled)
+            if load.is_failed:
+                raise TransferError("blocks that this request waited for did not arrive")
 
     async def _insert_later(self, request: Request, prompt: Prompt) -> None:
         await self._written(request, request.written)
@@ -70,10 +75,12 @@ class Commits:
         node = request.lease.node
         self._tiers.events.tell(Happening.STORED, "device", node, first, request.lease.num_blocks)
         adopted = inserted.adopted
-        if False in adopted:
-            request.is_private[first : first + len(adopted)] &= ~np.array(adopted, np.bool_)
-        else:
+        if all(adopted):
             request.is_private[first : first + len(adopted)] = False
+            self._running.cached(request, len(adopted))
+        else:
+            request.is_private[first : first + len(adopted)] &= ~np.array(adopted, np.bool_)
+            self._running.cached(request, adopted.count(True))
         if request.claim is not None:
             self._computing.advance(request.claim, request.lease.node, request.lease.num_blocks)
         self._tiers.write_down(request.lease.node, request.lease.num_blocks)
@@ -120,7 +127,9 @@ class Commits:
         self._index.release(request.lease)
         for load in self._running.loads_of.pop(request, ()):
             self._loads.let_go(load)
-        self._tiers.pools[Tier.DEVICE].release(request.private_slots())
+        private = request.private_slots()
+        self._tiers.pools[Tier.DEVICE].release(private)
+        self._running.freed(request, len(private))
         self._tiers.capacity_changed()
 
     def _keep_tail(self, request: Request) -> Node | None:
@@ -138,6 +147,7 @@ class Commits:
         if inserted.adopted[0]:
             self._tiers.events.tell(Happening.STORED, "device", inserted.node, at, at + 1)
             request.is_private[at] = False
+            self._running.cached(request, 1)
             self._tiers.write_down(inserted.node, inserted.num_blocks)
         return inserted.node
 

@@ -14,6 +14,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
 from tierkv.cache.node import Node
 from tierkv.cache.tokens import TOKEN_BYTES, common_tokens_at
+from tierkv.sched.decisions import Decisions
 from tierkv.sched.estimate import HEDGE, Line
 
 _Key = tuple[str, int, bytes, bytes]  # space, node, extra keys and tokens of the next block
@@ -57,8 +58,14 @@ class Computing:
     prefill: seconds that computing takes, by tokens; as long as it is not known, nobody waits.
     """
 
-    def __init__(self, prefill: Line, on_progress: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        prefill: Line,
+        on_progress: Callable[[], None],
+        decisions: Decisions | None = None,
+    ) -> None:
         self._prefill = prefill
+        self._decisions = decisions or Decisions()
         self._on_progress = on_progress
         self._claims: dict[_Key, list[Claim]] = {}
         self._lost = 0  # waits in a row that came to nothing
@@ -139,11 +146,11 @@ class Computing:
         compute_s = self._prefill.seconds((shared - match.num_blocks) * size)
         expected_s = self._prefill.seconds((shared - claim.begun_at) * size)
         left_s = max(expected_s - (now - claim.begun), 0.0)
-        if left_s > compute_s:
+        if left_s > compute_s or self._skip:
+            self._skip -= left_s <= compute_s  # one of the chances that are passed by
+            self._decisions.recompute_device += 1
             return None
-        if self._skip:
-            self._skip -= 1
-            return None
+        self._decisions.wait_device += 1
         return Wait(claim, shared, left_s + HEDGE * compute_s)
 
     def note_wait(self, *, was_worth_it: bool) -> None:

@@ -4,76 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from tierkv.cache.history import Event, Fate
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt, StoredKey
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import Ids
-from tierkv.cache.space import Space
-from tierkv.errors import OutOfBlocksError, StoreUnavailableError
-from tierkv.sched.estimate import Estimator, FetchPolicy
-from tierkv.sched.events import Happening
+from tierkv.errors import StoreUnavailableError
+from tierkv.sched.estimate import Decision, Estimator, FetchPolicy
+from tierkv.sched.fetch_groups import FetchGroups, Source
+from tierkv.sched.fetched import Fetched, Progress
 from tierkv.sched.patience import Patience
+from tierkv.sched.seldom import Seldom
 from tierkv.sched.shared_tail import SharedTails
 from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.transfer.storage_io import StorageIO
 
+__all__ = ["Fetched", "Fetcher", "Source"]
+
 log = logging.getLogger("tierkv.fetcher")
-
-
-@dataclass(slots=True)
-class Fetched:
-    """What is on the host now because it was asked for.
-
-    tokens: the prompt's tokens that came from storage for this call.
-    first_problem: why it ended before the end of the prompt, None if it did not.
-    It stays on the host until `release`, which the owner calls once the request is admitted, or
-    earlier: then it may be evicted, and the request matches less.
-    """
-
-    tokens: range
-    first_problem: GetOutcome | None
-    _release: Callable[[], None]
-    is_released: bool = False
-
-    def release(self) -> None:
-        """Let it be evicted again. More than once is as good as once."""
-        if not self.is_released:
-            self.is_released = True
-            self._release()
-
-
-@dataclass(slots=True)
-class _Progress:
-    lease: Lease
-    fate: Fate | None = None
-    tail: Lease | None = None
-    num_tokens: int = 0
-    first_token: int = 0
-    first_problem: GetOutcome | None = None
-    claimed: list[bytes] = field(default_factory=list)
-    was_given_up: bool = False
-    expected_bytes: float = 0.0
-    began: float = 0.0
-    queued_before: float = 0.0
-
-    def ends(self, fate: Fate, reason: str) -> None:
-        """It goes no further, for a reason that is not the store's answer."""
-        status = GetStatus.MISS if fate is Fate.NOT_WORTH_IT else GetStatus.FAILED
-        self.first_problem, self.fate = GetOutcome(status, reason), fate
-
-
-class Source(Protocol):
-    """Where blocks beyond the local match come from: see StorageIO, which is one."""
-
-    async def count_present(self, keys: Sequence[StoredKey]) -> int: ...
-
-    async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]: ...
 
 
 class Fetcher:
@@ -94,9 +42,11 @@ class Fetcher:
         self._tiers = tiers
         self._index: Index = tiers.index
         self._source: Source = source or storage
+        self._groups = FetchGroups(tiers, self._source)
         self.num_held = 0  # results that have not been released yet
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
         self._tails = SharedTails(tiers, storage)
+        self._ended_early = Seldom(log, "fetch ended early (x%d): %s")
         self._estimator = estimator or Estimator(
             bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE
         )
@@ -145,7 +95,7 @@ class Fetcher:
         outcome: asyncio.Future[Fetched],
     ) -> None:
         match = self._index.match(prompt)
-        progress = _Progress(self._index.hold(match.node, match.num_blocks))
+        progress = Progress(self._index.hold(match.node, match.num_blocks))
         progress.first_token = match.num_blocks * self._index.block_size
         give_up_at = asyncio.get_running_loop().time() + deadline_s
         try:
@@ -180,7 +130,7 @@ class Fetcher:
             self._index.release(progress.lease)
         outcome.set_result(self._fetched(progress, lease))
 
-    def _go_on(self, prompt: Prompt, progress: _Progress, outcome: asyncio.Future[Fetched]) -> None:
+    def _go_on(self, prompt: Prompt, progress: Progress, outcome: asyncio.Future[Fetched]) -> None:
         """The store has not left the buffers though it was told to: the request goes on with what
         has arrived. The slots stay lent until the store is done with them, and nobody else waits
         for it."""
@@ -192,7 +142,7 @@ class Fetcher:
         end = progress.tail or progress.lease
         outcome.set_result(self._fetched(progress, self._index.hold(end.node, end.num_blocks)))
 
-    def _fetched(self, progress: _Progress, lease: Lease) -> Fetched:
+    def _fetched(self, progress: Progress, lease: Lease) -> Fetched:
         start = progress.first_token
         self.num_held += 1
         return Fetched(
@@ -201,9 +151,14 @@ class Fetcher:
             lambda: self._release(lease),
         )
 
-    def _note(self, prompt: Prompt, progress: _Progress) -> None:
+    def _is_not_worth_it(self, progress: Progress, decision: Decision) -> None:
+        self._tiers.decisions.recompute_storage += 1
+        progress.ends(Fate.NOT_WORTH_IT, decision.reason)
+
+    def _note(self, prompt: Prompt, progress: Progress) -> None:
         """What the fetch came to: for the estimate, for `explain`, and for the log."""
         now = asyncio.get_running_loop().time()
+        self._tiers.decisions.recompute_late += progress.fate is Fate.LATE
         if progress.expected_bytes:
             self._estimator.queued_bytes -= progress.expected_bytes
             moved = progress.num_tokens * self._estimator.bytes_per_token
@@ -217,17 +172,19 @@ class Fetcher:
             event = Event(fate, "storage", now, problem.reason)
             self._tiers.history.record(prompt, progress.lease.num_blocks, event)
         if problem.status is not GetStatus.MISS:
-            level = logging.DEBUG if progress.was_given_up else logging.WARNING
-            log.log(level, "fetch ended early: %s", problem.reason)
+            if progress.was_given_up:
+                log.debug("fetch ended early: %s", problem.reason)
+            else:
+                self._ended_early.warn(problem.reason)
 
-    async def _fetch(self, prompt: Prompt, progress: _Progress, patience: Patience) -> None:
+    async def _fetch(self, prompt: Prompt, progress: Progress, patience: Patience) -> None:
         keys = await self._wait_for_others(prompt, progress, patience)
         if not keys:
             return
         missing = sum(key.num_tokens for key in keys)
         question = self._estimator.decide_question(missing, patience.policy)
         if not question.fetches:
-            progress.ends(Fate.NOT_WORTH_IT, question.reason)
+            self._is_not_worth_it(progress, question)
             return
         loop = asyncio.get_running_loop()
         for key in keys:
@@ -240,26 +197,27 @@ class Fetcher:
         tokens = sum(key.num_tokens for key in keys[:present])
         decision = self._estimator.decide(tokens, patience.policy)
         if present and not decision.fetches:
-            progress.ends(Fate.NOT_WORTH_IT, decision.reason)
+            self._is_not_worth_it(progress, decision)
             return
+        self._tiers.decisions.fetch_storage += present > 0
         self._expect(progress, tokens)
         patience.until(None if patience.policy is FetchPolicy.DEADLINE else decision.give_up_s)
         at = 0
         while at < present:
             group = keys[at : min(at + GROUP_BLOCKS, present)]
-            slots = await self._take(len(group), self._index.root_of(prompt).space)
+            slots = await self._groups.take(len(group), self._index.root_of(prompt).space)
             if slots is None:
                 progress.first_problem = GetOutcome(GetStatus.MISS, "the host tier has no room")
                 return
             group = group[: len(slots)]
-            if not await self._fetch_group(prompt, progress, group, slots):
+            if not await self._groups.fetch(prompt, progress, group, slots):
                 return
             patience.arrived()
             at += len(group)
         if present < len(keys):
             await self._fetch_shared_tail(prompt, progress)
 
-    async def _fetch_shared_tail(self, prompt: Prompt, progress: _Progress) -> None:
+    async def _fetch_shared_tail(self, prompt: Prompt, progress: Progress) -> None:
         """Bring a tail that another prompt left where this one goes on, if storage has one."""
         found = await self._tails.find(prompt, progress.lease, missing=progress.claimed)
         if found is None:
@@ -273,7 +231,7 @@ class Fetcher:
             return
         self._in_flight[digest] = asyncio.get_running_loop().create_future()
         progress.claimed.append(digest)
-        slots = await self._take(1, self._index.root_of(prompt).space)
+        slots = await self._groups.take(1, self._index.root_of(prompt).space)
         if slots is None:
             return
         progress.tail = await self._tails.fetch(prompt, progress.lease, found, slots)
@@ -289,27 +247,15 @@ class Fetcher:
             self._estimator.note_answer(in_time=in_time)
         return present
 
-    def _expect(self, progress: _Progress, tokens: int) -> None:
+    def _expect(self, progress: Progress, tokens: int) -> None:
         """From now on others queue behind this fetch."""
         progress.began = asyncio.get_running_loop().time()
         progress.queued_before = self._estimator.queued_bytes
         progress.expected_bytes = tokens * self._estimator.bytes_per_token
         self._estimator.queued_bytes += progress.expected_bytes
 
-    async def _take(self, count: int, space: Space) -> Ids | None:
-        """1 to `count` host slots, after copies that make room for them; None if none will."""
-        tiers = self._tiers
-        while True:
-            try:
-                wanted = min(count, max(tiers.available(Tier.HOST), 1))
-                return tiers.take(Tier.HOST, wanted, space)
-            except OutOfBlocksError:
-                if not tiers.is_making_room(Tier.HOST):
-                    return None
-            await tiers.next_change()
-
     async def _wait_for_others(
-        self, prompt: Prompt, progress: _Progress, patience: Patience
+        self, prompt: Prompt, progress: Progress, patience: Patience
     ) -> list[StoredKey]:
         """The keys beyond the local match, once none of them is being fetched by another call."""
         while True:
@@ -330,50 +276,13 @@ class Fetcher:
             tokens = sum(key.num_tokens for key in keys)
             decision = self._estimator.decide(tokens, patience.policy)
             if not decision.fetches:
-                progress.ends(Fate.NOT_WORTH_IT, decision.reason)
+                self._is_not_worth_it(progress, decision)
                 return []
+            self._tiers.decisions.wait_storage += 1
             patience.until(decision.give_up_s)
             await asyncio.shield(busy)
 
-    async def _fetch_group(
-        self, prompt: Prompt, progress: _Progress, keys: list[StoredKey], slots: Ids
-    ) -> bool:
-        """Fetch one group into `slots`; whether all of it arrived."""
-        tiers, index = self._tiers, self._index
-        tiers.lend(Tier.HOST, slots)
-        arrived = 0
-        kept = [False] * len(slots)
-        try:
-            outcomes = await self._source.fetch(keys, slots)
-            for result in outcomes:
-                if result.status is not GetStatus.HIT:
-                    progress.first_problem = result
-                    break
-                arrived += 1
-            first = progress.lease.num_blocks
-            blocks = sum(not key.is_tail for key in keys[:arrived])
-            if blocks:
-                progress.lease, inserted = index.insert(
-                    Tier.HOST, progress.lease, prompt, first + blocks, slots[:blocks]
-                )
-                kept[:blocks] = inserted.adopted
-                node = progress.lease.node
-                tiers.events.tell(Happening.STORED, "host", node, first, first + blocks)
-                index.mark_stored(progress.lease.node, first, first + blocks)
-            if arrived > blocks:
-                tail = index.insert_tail(Tier.HOST, progress.lease, prompt, int(slots[blocks]))
-                kept[blocks] = tail.adopted[0]
-                end = tail.num_blocks
-                tiers.events.tell(Happening.STORED, "host", tail.node, end - 1, end)
-                progress.tail = index.hold(tail.node, tail.num_blocks)
-                index.mark_stored(tail.node, tail.num_blocks - 1, tail.num_blocks)
-            progress.num_tokens += sum(key.num_tokens for key in keys[:arrived])
-        finally:
-            tiers.unlend(Tier.HOST, slots)
-            tiers.give(Tier.HOST, slots[[not k for k in kept]])
-        return arrived == len(keys)
-
-    def _finish_claims(self, progress: _Progress) -> None:
+    def _finish_claims(self, progress: Progress) -> None:
         for digest in progress.claimed:
             self._in_flight.pop(digest).set_result(None)
         progress.claimed.clear()

@@ -9,11 +9,11 @@ import numpy as np
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.errors import OutOfBlocksError, RequestTooLargeError
+from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.running import Running
 from tierkv.sched.starting import Starting
 from tierkv.sched.tiers import Tiers
-from tierkv.sched.waiting import Limits
 
 
 class Growing:

@@ -14,12 +14,20 @@ from tierkv.errors import ConfigError, OwnershipError
 from tierkv.sched.tiers import Tiers
 
 
+# Host memory is pinned once, and its address is known to lanes, stores and other nodes.
+_MORE = {
+    Tier.DEVICE: "sleep and wake with as many",
+    Tier.HOST: "start with a larger cache.host_max_blocks",
+}
+
+
 class Lifecycle:
     """slots: how many device and host slots there is memory for."""
 
     def __init__(self, tiers: Tiers, slots: tuple[int, int]) -> None:
         self._tiers = tiers
         self._slots = list(slots)
+        self._changing: set[Tier] = set()  # whose slots are being taken out of use
         self._asleep: Ids | None = None  # the device slots, which nobody gets meanwhile
 
     @property
@@ -46,26 +54,38 @@ class Lifecycle:
 
         Shrinking takes the slots beyond as they come free, evicts what may go from them, device
         blocks after a copy to the host where that has room, and waits for what is held. Cancelling
-        it leaves the capacity as it was. Raises ConfigError, OwnershipError while asleep.
+        it leaves the capacity as it was. Raises ConfigError; OwnershipError while it is asleep, and
+        while another resize or a sleep takes slots of the same tier: each would wait for the other.
         """
-        if self._asleep is not None:
+        if self._asleep is not None and tier is Tier.DEVICE:
             raise OwnershipError("the device sleeps: wake it with the number of blocks to have")
         if not 1 <= capacity <= self._slots[tier]:
-            more = "; for more, sleep and wake with as many" if tier is Tier.DEVICE else ""
             raise ConfigError(
                 f"the {tier.name.lower()} tier has memory for 1 to {self._slots[tier]} blocks, "
-                f"not {capacity}{more}"
+                f"not {capacity}; for more, {_MORE[tier]}"
             )
         tiers, pool = self._tiers, self._tiers.pools[tier]
-        if capacity >= pool.capacity:
-            pool.grow(capacity)
-            tiers.capacity_changed()
-            return
-        with self._retiring(tier) as retired:
-            await self._retire(tier, capacity, retired, keeps_blocks=True)
-        if not len(pool.taken_from(capacity)):
-            pool.shrink(capacity)
+        with self._alone(tier):
+            if capacity >= pool.capacity:
+                pool.grow(capacity)
+            else:
+                with self._retiring(tier) as retired:
+                    await self._retire(tier, capacity, retired, keeps_blocks=True)
+                if not len(pool.taken_from(capacity)):
+                    pool.shrink(capacity)
         tiers.capacity_changed()
+
+    @contextmanager
+    def _alone(self, tier: Tier) -> Iterator[None]:
+        if tier in self._changing:
+            raise OwnershipError(
+                f"the {tier.name.lower()} tier is being resized or emptied: wait for that, or end it"
+            )
+        self._changing.add(tier)
+        try:
+            yield
+        finally:
+            self._changing.remove(tier)
 
     @contextmanager
     def _retiring(self, tier: Tier) -> Iterator[list[Ids]]:
@@ -144,13 +164,14 @@ class Lifecycle:
         if self._asleep is not None:
             raise OwnershipError("the device sleeps already")
         retired: list[Ids] = []
-        try:
-            await self._retire(Tier.DEVICE, 0, retired, keeps_blocks=keeps_blocks)
-            while self._tiers.num_tasks:
-                await self._tiers.next_change()
-        except BaseException:
-            self._give_back(Tier.DEVICE, retired)
-            raise
+        with self._alone(Tier.DEVICE):
+            try:
+                await self._retire(Tier.DEVICE, 0, retired, keeps_blocks=keeps_blocks)
+                while self._tiers.num_tasks:
+                    await self._tiers.next_change()
+            except BaseException:
+                self._give_back(Tier.DEVICE, retired)
+                raise
         for slots in retired:
             self._tiers.unlend(Tier.DEVICE, slots)
         self._asleep = np.concatenate(retired)

@@ -114,6 +114,11 @@ class Request:
     def request_id(self) -> str:
         return self.spec.request_id
 
+    @property
+    def space(self) -> str:
+        """Its tenant's."""
+        return self.spec.prompt.space
+
     def private_slots(self) -> Ids:
         return self.block_table[self.is_private.nonzero()[0]]
 
@@ -121,13 +126,19 @@ class Request:
         """Raise BadRequestError unless `tokens`, packed, can be a commit of this request, and
         what `check_wanted` raises."""
         self.check_wanted()
-        known = self.prompt.tokens[: self.computed_tokens * TOKEN_BYTES]
-        wanted = self.spec.prompt.tokens[: len(tokens)]
         room = len(self.block_table) * self.prompt.block_size
         if len(tokens) % TOKEN_BYTES or len(tokens) // TOKEN_BYTES > room:
             raise BadRequestError(f"a commit has whole tokens, {room} at the most")
-        if not tokens.startswith(known) or not tokens.startswith(wanted):
+        if not self._goes_on(tokens):
             raise BadRequestError("a commit starts with the request's own tokens, none left out")
+
+    def _goes_on(self, tokens: bytes) -> bool:
+        """Whether `tokens` begin with those of the last commit, and as the request does."""
+        wanted = self.spec.prompt.tokens
+        if not self.computed_tokens and tokens is wanted:
+            return True
+        known = self.prompt.tokens[: self.computed_tokens * TOKEN_BYTES]
+        return tokens.startswith(known) and tokens.startswith(wanted[: len(tokens)])
 
     def check_running(self) -> None:
         if self.state is not RequestState.RUNNING:

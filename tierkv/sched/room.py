@@ -152,7 +152,8 @@ class Room(TierBooks, ABC):
     def _drop(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
         """Evict these blocks; the slots that are nobody's now."""
         self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
-        kept = node.copies[1 - tier].present_in(start, stop)
+        other = node.copies[1 - tier]
+        kept = other.present_in(start, stop) if other.num_present else 0
         self.stats.forgotten_blocks += stop - start - kept
         if tier is Tier.DEVICE:
             self.stats.evicted_device_blocks += stop - start

@@ -1,4 +1,4 @@
-"""Admits requests in fair order, and ends them: who comes next, and what stands in the way."""
+"""Requests from their admission, in fair order, to their end."""
 
 from __future__ import annotations
 
@@ -9,30 +9,27 @@ from dataclasses import replace
 from tierkv.cache.node import Tier
 from tierkv.errors import (
     DuplicateRequestError,
-    OutOfBlocksError,
     OwnershipError,
     RequestAbortedError,
-    RequestTooLargeError,
     ShuttingDownError,
-    TierKVError,
 )
 from tierkv.gpu.protocol import Event
+from tierkv.sched.admitting import Admitting
 from tierkv.sched.commits import Commits
 from tierkv.sched.computing import Computing
 from tierkv.sched.estimate import Line
 from tierkv.sched.fetcher import Fetched
 from tierkv.sched.growing import Growing
+from tierkv.sched.limits import Limits, TenantLimits
 from tierkv.sched.loads import Loads
-from tierkv.sched.planner import AdmissionPlan, check_size, plan_admission
+from tierkv.sched.parking import Parking
 from tierkv.sched.request import Request, RequestSpec, RequestState
 from tierkv.sched.running import Running
 from tierkv.sched.starting import SchedulerStats, Starting
 from tierkv.sched.tiers import Tiers
-from tierkv.sched.waiting import Limits, Waiting, WaitingLine
+from tierkv.sched.waiting import Waiting, WaitingLine
 
 __all__ = ["Scheduler", "SchedulerStats"]
-
-_SLICE = 32  # turns in line per turn of the loop: some 10 ms, after which others have theirs
 
 
 class Scheduler:
@@ -55,22 +52,28 @@ class Scheduler:
     ) -> None:
         self.tiers = tiers
         self.index = tiers.index
-        self._limits = dict(limits or {})
-        self._default_limits = default or Limits()
+        self._limits = TenantLimits(tiers.index, tiers.pools[Tier.DEVICE], limits, default)
         self._waiting = WaitingLine()
-        self._is_paused = False
         self._running = Running()
+        self._is_draining = False
         self.loads = Loads(tiers)
-        self.computing = Computing(prefill or Line(), self._pump)
+        self.computing = Computing(prefill or Line(), self._pump, tiers.decisions)
         self._starting = Starting(tiers, self._running, self.loads, self.computing)
         self._commits = Commits(tiers, self._running, self.loads, self.computing)
-        self._growing = Growing(tiers, self._running, self._starting, self._limits_of)
-        self._is_draining = False
-        self._is_pumping = False
-        self._pumps_again = False
-        self._next_pump: asyncio.Handle | None = None  # for the rest of the line
-        self._stuck: Waiting | None = None  # the first in line, for whom there was no room
+        self._growing = Growing(tiers, self._running, self._starting, self._limits.of)
+        self._admitting = Admitting(
+            tiers,
+            self._waiting,
+            self._running,
+            starting=self._starting,
+            growing=self._growing,
+            limits=self._limits,
+            parking=Parking(self._waiting, self.computing, self.stats, self._pump),
+        )
         tiers.on_capacity(self._pump)
+
+    def _pump(self) -> None:
+        self._admitting.pump()
 
     @property
     def stats(self) -> SchedulerStats:
@@ -104,30 +107,28 @@ class Scheduler:
 
     def limit(self, tenant: str, limits: Limits) -> None:
         """What `tenant`, a fingerprint's short name, may have running from now on."""
-        self._limits[tenant] = limits
+        self._limits.set(tenant, limits)
         self.tiers.capacity_changed()  # those that run and want more may have it, too
 
     def forget_tenant(self, tenant: str) -> None:
         """A tenant without requests is no more: its limits and its place in the turns go."""
-        self._limits.pop(tenant, None)
+        self._limits.forget(tenant)
         self._waiting.forget(tenant)
 
     def is_used_by(self, tenant: str) -> bool:
         """Whether requests of this tenant run, wait or end."""
-        return self._waiting.has_tenant(tenant) or any(
-            one.spec.prompt.space == tenant for one in self._running
-        )
+        return self._waiting.has_tenant(tenant) or self._running.has_tenant(tenant)
 
     @property
     def is_paused(self) -> bool:
-        return self._is_paused
+        return self._admitting.is_paused
 
     def pause(self) -> None:
         """Admit nobody until `unpause`; requests may come and wait, those running go on."""
-        self._is_paused = True
+        self._admitting.is_paused = True
 
     def unpause(self) -> None:
-        self._is_paused = False
+        self._admitting.is_paused = False
         self._pump()
 
     def findings(self) -> list[str]:
@@ -157,23 +158,7 @@ class Scheduler:
         is_waiting = self._waiting.find(spec.request_id) is not None
         if is_waiting or spec.request_id in self._running.by_id:
             raise DuplicateRequestError(f"request {spec.request_id!r} is already running")
-        self._check_fits(spec)
-
-    def _check_fits(self, spec: RequestSpec) -> None:
-        """Raise RequestTooLargeError if no waiting would admit it; limits change while it waits."""
-        check_size(self.index, self.tiers.pools[Tier.DEVICE], spec)
-        quota = self.index.root_of(spec.prompt).space.quota[Tier.DEVICE]
-        if quota is not None and spec.num_blocks > quota:
-            raise RequestTooLargeError(
-                f"the request needs {spec.num_blocks} blocks, its tenant's quota is {quota}"
-            )
-        limits = self._limits_of(spec)
-        if not limits.allow(1, spec.num_blocks) or (
-            limits.request_blocks is not None and spec.num_blocks > limits.request_blocks
-        ):
-            raise RequestTooLargeError(
-                f"the request needs {spec.num_blocks} blocks, more than its tenant's limit"
-            )
+        self._limits.check(spec)
 
     async def admit(self, spec: RequestSpec, fetched: Fetched | None = None) -> Request:
         """Wait for the request's turn and blocks; then its loads are on the way.
@@ -187,10 +172,8 @@ class Scheduler:
         waiting = Waiting(spec, fetched, outcome)
         try:
             self.check(spec)
-            self._waiting.join(waiting)
-            if not self._is_stuck_still():
-                self._pump()
-            return await outcome
+            request = self._admitting.admit_or_join(waiting)
+            return await outcome if request is None else request
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.leave(waiting)
@@ -200,134 +183,6 @@ class Scheduler:
             raise
         finally:
             waiting.let_go()
-
-    def _pump(self) -> None:
-        if self._is_pumping:
-            self._pumps_again = True  # called from within, by what the loop below lets go
-            return
-        self._is_pumping = self._pumps_again = True
-        self._stuck = None
-        try:
-            num_turns = 0
-            while self._pumps_again and num_turns < _SLICE:
-                self._pumps_again = False
-                num_turns += self._admit_waiting(_SLICE - num_turns)
-        finally:
-            self._is_pumping = False
-        if num_turns >= _SLICE and self._next_pump is None:
-            self._next_pump = asyncio.get_running_loop().call_soon(self._pump_again)
-
-    def _pump_again(self) -> None:
-        self._next_pump = None
-        self._pump()
-
-    def _is_stuck_still(self) -> bool:
-        """Whether the first in line is who it was when there was no room, of which there is no
-        more now."""
-        return self._stuck is not None and self._is_busy and self._next() is self._stuck
-
-    def _admit_waiting(self, most: int) -> int:
-        """Give up to `most` turns; how many there were, fewer if there is nothing more to do."""
-        for one in self._waiting.whose_wait_is_over():
-            self._note_wait(one)
-        for num_turns in range(most):
-            if self._growing.extending or self._is_paused:
-                return num_turns
-            waiting = self._next()
-            if waiting is None:
-                return num_turns
-            try:
-                self._check_fits(waiting.spec)
-                plan = plan_admission(self.index, self.tiers.pools[Tier.DEVICE], waiting.spec)
-                if self._parks(waiting, plan):
-                    continue
-                request = self._starting.try_start(waiting, plan)
-            except OutOfBlocksError:
-                if self._is_busy:
-                    self._stuck = waiting
-                    return num_turns
-                if not self._unblock(waiting):
-                    return num_turns
-                continue
-            except TierKVError as error:
-                self._waiting.leave(waiting)
-                waiting.outcome.set_exception(error)
-                continue
-            self._waiting.admitted(waiting, waiting.spec.num_blocks)
-            waiting.outcome.set_result(request)
-        return most
-
-    def _next(self) -> Waiting | None:
-        """The first in line whose tenant may have one more running."""
-        while (waiting := self._waiting.next(self._may_go)) is not None:
-            if not waiting.outcome.done():
-                return waiting
-            self._waiting.leave(waiting)  # cancelled; its task has not run yet
-        return None
-
-    def _may_go(self, waiting: Waiting) -> bool:
-        spec = waiting.spec
-        requests, blocks = self._running.of_tenant(spec.prompt.space)
-        limits = self._limits_of(spec)
-        is_allowed = limits.allow(requests + 1, blocks + spec.num_blocks)
-        return is_allowed or waiting.outcome.done() or not limits.allow(1, spec.num_blocks)
-
-    def _note_wait(self, waiting: Waiting) -> None:
-        """Its wait for blocks that another request computed is over: back in line."""
-        wait = self._waiting.come_back(waiting)
-        assert wait is not None, "it stood aside"
-        was_worth_it = wait.claim.first >= wait.stop
-        self.stats.lost_waits += not was_worth_it
-        self.computing.note_wait(was_worth_it=was_worth_it)
-
-    def _parks(self, waiting: Waiting, plan: AdmissionPlan) -> bool:
-        """Whether it waits for blocks that a running request computes."""
-        spec = waiting.spec
-        if not spec.uses_cache or not self.computing.num_claims:
-            return False
-        now = asyncio.get_running_loop().time()
-        if waiting.give_up_at is not None and now >= waiting.give_up_at:
-            return False
-        stop = spec.max_cached_tokens // self.index.block_size
-        wait = self.computing.worth_a_wait(plan.match, spec.prompt, stop, now)
-        if wait is None:
-            return False
-        self.stats.shared_waits += waiting.give_up_at is None
-        self._waiting.stand_aside(waiting, wait, now, lambda: self._wait_is_up(waiting))
-        return True
-
-    def _wait_is_up(self, waiting: Waiting) -> None:
-        wait = self._waiting.come_back(waiting)
-        assert wait is not None, "the timer ends with the wait"
-        waiting.give_up_at = 0.0  # no more of this: it computes
-        self.stats.lost_waits += 1
-        self.computing.note_wait(was_worth_it=False)
-        self._pump()
-
-    def _limits_of(self, spec: RequestSpec) -> Limits:
-        return self._limits.get(spec.prompt.space, self._default_limits)
-
-    @property
-    def _is_busy(self) -> bool:
-        """Whether something is under way whose end makes room."""
-        return bool(self._running.by_id or self.tiers.num_tasks)
-
-    def _unblock(self, first: Waiting) -> bool:
-        """Whether something was let go so that the first in line may fit now.
-
-        Called when nothing runs. Then only what waiting requests hold stands in the way: what
-        they had fetched, the last in line lets go first; and then the block of which the first
-        would have copied a part.
-        """
-        waiting = self._waiting.last_holding()
-        if waiting is not None and waiting.fetched is not None:
-            fetched, waiting.fetched = waiting.fetched, None
-            fetched.release()
-            return True
-        if first.uses_partial:
-            first.uses_partial = False
-            return True
-        return False
 
     def abort(self, request_id: str) -> bool:
         """Nobody wants this request any more; whether there was one.

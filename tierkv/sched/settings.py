@@ -9,13 +9,16 @@ from tierkv.cache.space import Quota, check_quota
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError
 from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.limits import Limits
 from tierkv.sched.tiers import Watermarks
-from tierkv.sched.waiting import Limits
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and rules of the tiers.
 
+    host_max_blocks: up to how many blocks the host tier may grow while it runs; memory for them is
+        taken at the start (on a machine without a GPU, what is not used costs nothing). 0 is
+        host_blocks.
     host_write: when a block is copied to the host; storage_write: when it is stored.
     background_copy_bytes: copies down by rule that may be on their way at once.
     fetch_deadline_s: how long a request waits for storage before it computes instead.
@@ -32,6 +35,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     block_size: int = 16
     device_blocks: int = 2048
     host_blocks: int = 4096
+    host_max_blocks: int = 0
     host_write: WritePolicy = WritePolicy.SELECTIVE
     host_after_hits: int = 2
     storage_write: WritePolicy = WritePolicy.NONE
@@ -53,6 +57,11 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device_high_watermark: float = 0.0
     host_low_watermark: float = 0.0
     host_high_watermark: float = 0.0
+
+    @property
+    def host_slots(self) -> int:
+        """Slots that the host tier may ever have."""
+        return self.host_max_blocks or self.host_blocks
 
     def watermarks(self) -> tuple[Watermarks, Watermarks]:
         return (
@@ -90,5 +99,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"cache.{name} must be at least {least}")
+        if self.host_slots < self.host_blocks:
+            raise ConfigError("cache.host_max_blocks must be at least cache.host_blocks, or 0")
         if self.fetch_deadline_s <= 0:
             raise ConfigError("cache.fetch_deadline_s must be more than 0")

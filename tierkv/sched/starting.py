@@ -85,6 +85,11 @@ class Starting:
         spec, match, index = waiting.spec, plan.match, self._index
         loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
         first_load = match.num_blocks - plan.num_loads
+        movements = []
+        if source is not None:
+            # Ahead of the loads: lanes run in order, and layer 0's gate waits for this block too.
+            assert match.partial is not None, "a source is of a partial match"
+            movements.append(self._copy_partial(source, match.partial.block, private[:1]))
         loads = []
         if match.device_blocks < first_load:
             arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
@@ -92,17 +97,17 @@ class Starting:
         for joined in loads:
             joined.num_users += 1
         if len(loading):
+            self._tiers.decisions.load_host += 1
             loads.append(self._loads.start(lease, first_load, match.num_blocks, loading))
-        movements = [load.movement for load in loads]
-        if source is not None:
-            assert match.partial is not None, "a source is of a partial match"
-            movements.append(self._copy_partial(source, match.partial.block, private[:1]))
+        movements += [load.movement for load in loads]
 
         self._index.count_hit(lease)
-        cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
-        table = np.concatenate([cached, private])
-        is_private = np.ones(len(table), np.bool_)
-        is_private[: match.num_blocks] = False
+        table = private.copy()  # of its own: the pool may hand on a view of another array
+        if match.num_blocks:
+            cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
+            table = np.concatenate([cached, private])
+        is_private = np.zeros(len(table), np.bool_)
+        is_private[match.num_blocks :] = True
         fetched_tokens = waiting.fetched.tokens if waiting.fetched else range(0)
         matched = _matched(match, fetched_tokens, self._index.block_size, source)
         request = Request(
@@ -116,7 +121,7 @@ class Starting:
             gate=self._tiers.mover.gate([movement.submission for movement in movements]),
             loads=tuple(movements),
         )
-        self._running.add(request)
+        self._running.add(request, plan.num_private)
         self._running.loads_of[request] = loads
         if spec.uses_cache:
             now = asyncio.get_running_loop().time()

@@ -40,6 +40,14 @@ class Tenants:
         self._eviction = eviction
         self._by_tenant: OrderedDict[str, str] = OrderedDict()  # last asked for last
 
+    def known_space_of(self, tenant: str) -> str | None:
+        """As `space_of`, but opens nothing: None if the tenant has no space now."""
+        own = self._fingerprints[DEFAULT]
+        if tenant == own.tenant:
+            return DEFAULT
+        short = replace(own, tenant=tenant).short
+        return short if short in self._fingerprints else None
+
     def space_of(self, tenant: str) -> str:
         """The space of a tenant's prompts, opened on first use. When there are too many, the one
         that was not asked for longest and is not in use is closed, its blocks forgotten. Raises

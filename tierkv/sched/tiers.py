@@ -43,7 +43,9 @@ class Tiers(WriteBack):
     def write_down(self, node: Node, num_blocks: int) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
         host_rule, storage_rule = self.rules[Tier.DEVICE], self.rules[Tier.HOST]
-        has_storage = self.storage is not None
+        has_storage = self.storage is not None and storage_rule.writes_early
+        if not has_storage and not host_rule.writes_early:
+            return
         room: int | None = None
         for part, i, j in segments(node, 0, num_blocks):
             wants_host = host_rule.writes_now(part.hits)

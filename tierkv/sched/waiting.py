@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tierkv.errors import ConfigError
 from tierkv.sched.computing import Claim, Wait
 from tierkv.sched.fetcher import Fetched
 from tierkv.sched.request import Request, RequestSpec
@@ -16,29 +15,6 @@ from tierkv.sched.turns import Turns
 
 # Whoever has been passed over so often goes next, whatever the others' priority.
 MAX_PASSED_OVER = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much of one tenant may run at once; None is no limit of its own.
-
-    requests: running ones. blocks: device blocks that they hold together. request_blocks: of each.
-    """
-
-    requests: int | None = None
-    blocks: int | None = None
-    request_blocks: int | None = None
-
-    def __post_init__(self) -> None:
-        for what in (self.requests, self.blocks, self.request_blocks):
-            if what is not None and what < 1:
-                raise ConfigError("a limit of running requests or blocks is at least 1")
-
-    def allow(self, running: int, blocks: int) -> bool:
-        """Whether so many requests with so many blocks are within the limits."""
-        return (self.requests is None or running <= self.requests) and (
-            self.blocks is None or blocks <= self.blocks
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +102,11 @@ class WaitingLine:
     def __contains__(self, waiting: Waiting) -> bool:
         return self._line.get(waiting.number) is waiting
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits, and nothing is left of those that stood aside."""
+        return not self._line and not self._aside
+
     def find(self, request_id: str) -> Waiting | None:
         return self._by_id.get(request_id)
 
@@ -164,10 +145,14 @@ class WaitingLine:
         """A tenant that is no more."""
         self._given.pop(tenant, None)
 
+    def given(self, tenant: str, num_blocks: int) -> None:
+        """A request of `tenant` was admitted with so many blocks."""
+        self._given[tenant] = self._given.get(tenant, 0) + num_blocks
+
     def admitted(self, waiting: Waiting, num_blocks: int) -> None:
         """It leaves with `num_blocks`; those that came before it have been passed over."""
         self.leave(waiting)
-        self._given[waiting.tenant] = self._given.get(waiting.tenant, 0) + num_blocks
+        self.given(waiting.tenant, num_blocks)
         heapq.heappush(self._last_admitted, waiting.number)
         if len(self._last_admitted) > MAX_PASSED_OVER:
             heapq.heappop(self._last_admitted)

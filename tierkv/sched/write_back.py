@@ -107,7 +107,7 @@ class WriteBack(Room):
         fine = (PutStatus.STORED, PutStatus.EXISTED)
         for at, outcome in enumerate(outcomes, start=first):
             if outcome.status not in fine:
-                log.warning("block not stored: %s", outcome.reason)
+                self._not_stored.warn(outcome.reason)
                 self.index.unmark_stored(node, at, at + 1)
             elif outcome.status is PutStatus.STORED:
                 self.events.tell(Happening.STORED, "storage", node, at, at + 1)

@@ -1,0 +1,159 @@
+"""Both pools grow and shrink beside requests, past the size they started with; nobody deadlocks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.world import world
+from tierkv.cache.node import Tier
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import ConfigError, OwnershipError, ShuttingDownError
+
+THROUGH = WritePolicy.WRITE_THROUGH
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return [base + token for token in range(count)]
+
+
+async def test_the_host_grows_beyond_its_start_and_keeps_what_it_has() -> None:
+    async with world(device_blocks=8, host_blocks=4, host_max_blocks=24, host_write=THROUGH) as on:
+        await on.run(tokens(15))
+        await on.service.resize(Tier.HOST, 24)
+        assert on.service.stats().host.capacity == 24
+        for base in (100, 200, 300):  # of which the device keeps no two
+            await on.run(tokens(31, base))
+        for base in (200, 300):
+            matched = await on.run(tokens(31, base))  # every byte is checked
+            assert matched.total_tokens >= 28
+        assert on.service.tiers.pools[Tier.HOST].num_free < 24 - 4, (
+            "slots beyond the start are used"
+        )
+        await on.service.resize(Tier.HOST, 2)
+        assert on.service.stats().host.capacity == 2
+        await on.run(tokens(31, 300))
+        await on.settle()
+
+
+async def test_prompts_are_published_from_beyond_the_largest_host_tier() -> None:
+    async with world(with_store=True, device_blocks=8, host_blocks=4, host_max_blocks=8) as on:
+        await on.service.resize(Tier.HOST, 8)
+        request = await on.admit(tokens(18), name="one")
+        await on.prefill(request, tokens(18))
+        await on.service.publish(request, "ticket", [1])
+        on.service.end(request)
+        await on.run(tokens(31, 100))
+        await on.settle()
+        assert await on.the_store.exists(on.names(tokens(18))) == 5
+
+
+async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> None:
+    async with world(host_blocks=4) as on:
+        with pytest.raises(ConfigError, match=r"1 to 4 blocks, not 5.*cache\.host_max_blocks"):
+            await on.service.resize(Tier.HOST, 5)
+    with pytest.raises(ConfigError, match=r"cache\.host_max_blocks must be at least"):
+        async with world(host_blocks=4, host_max_blocks=3):
+            pass
+
+
+async def test_a_device_size_without_memory_is_refused_and_says_what_to_do() -> None:
+    async with world(device_blocks=4) as on:
+        with pytest.raises(ConfigError, match="1 to 4 blocks, not 5.*sleep and wake"):
+            await on.service.resize(Tier.DEVICE, 5)
+
+
+@pytest.mark.parametrize("second", [2, 6, 8])
+async def test_a_second_resize_does_not_wait_for_slots_that_the_first_holds(second: int) -> None:
+    async with world(device_blocks=8) as on:
+        request = await on.admit(tokens(31))
+        first = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
+        await turns(5)
+        with pytest.raises(OwnershipError, match="being resized"):
+            await finish(on.service.resize(Tier.DEVICE, second))
+        await on.service.resize(Tier.HOST, 30)  # another tier is another matter
+        on.service.end(request)
+        await finish(first)
+        assert on.service.stats().device.capacity == 4
+        await on.service.resize(Tier.DEVICE, second)
+        assert on.service.stats().device.capacity == second
+        await on.settle()
+
+
+async def test_a_sleep_and_a_shrink_do_not_wait_for_each_other() -> None:
+    async with world(device_blocks=8) as on:
+        request = await on.admit(tokens(31))
+        shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
+        await turns(5)
+        with pytest.raises(OwnershipError, match="being resized"):
+            await finish(on.service.sleep())
+        assert not on.service.scheduler.is_paused
+        on.service.end(request)
+        await finish(shrinks)
+
+        request = await on.admit(tokens(15))
+        sleeps = asyncio.ensure_future(on.service.sleep())
+        await turns(5)
+        with pytest.raises(OwnershipError, match="being resized or emptied"):
+            await finish(on.service.resize(Tier.DEVICE, 2))
+        on.service.end(request)
+        await finish(sleeps)
+        await on.service.resize(Tier.HOST, 16)
+        await on.service.wake(8)
+        await on.run(tokens(31))
+        await on.settle()
+
+
+async def test_both_pools_go_up_and_down_beside_requests_and_sleep() -> None:
+    async with world(
+        device_blocks=16, host_blocks=8, host_max_blocks=32, host_write=WritePolicy.WRITE_BACK
+    ) as on:
+        stops = asyncio.Event()
+        done = 0
+
+        async def requests(base: int) -> None:
+            nonlocal done
+            while not stops.is_set():
+                for extra in range(4):
+                    await on_request(tokens(12 + extra, base))
+                    done += 1
+
+        async def on_request(prompt: list[int]) -> None:
+            request = await on.admit(prompt)
+            try:
+                await on.prefill(request, prompt)
+                on.check_kv(request, prompt, len(prompt))
+            finally:
+                on.service.end(request)
+
+        async with asyncio.TaskGroup() as group:
+            for base in (0, 100, 200):
+                group.create_task(requests(base))
+            for host, device in ((32, 5), (3, 16), (20, 9), (8, 16)):
+                await finish(on.service.resize(Tier.HOST, host))
+                await finish(on.service.resize(Tier.DEVICE, device))
+                assert on.service.verify() == []
+                await finish(on.service.sleep())
+                await finish(on.service.wake(16))
+                seen = done
+                await until(lambda seen=seen: done > seen + 4, "requests that go on")  # type: ignore[misc]
+            stops.set()
+        await on.settle()
+
+
+async def test_a_drain_in_the_middle_of_a_shrink_lets_both_end() -> None:
+    async with world(device_blocks=8) as on:
+        request = await on.admit(tokens(31))
+        waiting = asyncio.ensure_future(on.admit(tokens(31, 100)))
+        shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
+        await turns(5)
+        on.service.drain()
+        with pytest.raises(ShuttingDownError):
+            await finish(waiting)
+        await on.prefill(request, tokens(31))
+        on.service.end(request)
+        await finish(shrinks)
+        assert on.service.stats().device.capacity == 4
+        await on.settle()

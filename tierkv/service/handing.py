@@ -1,0 +1,104 @@
+"""The hand-off as the service offers it: with its deadlines, and an error without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierkv.errors import HandoffError
+from tierkv.gpu.protocol import Event
+from tierkv.pd import status
+from tierkv.pd.claims import ClaimPolicy, Claims
+from tierkv.pd.handoff import Handoff, Published
+from tierkv.pd.ledger import TicketView
+from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.status import TicketStatus
+from tierkv.pd.stream import Stream
+from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.sched.request import Request, RequestSpec
+from tierkv.sched.tiers import Tiers
+
+
+class Handing:
+    """Every call that needs the store raises HandoffError without one."""
+
+    def __init__(
+        self, settings: HandoffSettings, tiers: Tiers, handoff: Handoff, claims: Claims
+    ) -> None:
+        self._settings = settings
+        self._tiers = tiers
+        self._handoff = handoff
+        self._claims = claims
+
+    @property
+    def handoff(self) -> Handoff | None:
+        """None without a storage tier to hand over through."""
+        return self._handoff if self._tiers.storage is not None else None
+
+    @property
+    def claims(self) -> Claims | None:
+        return self._claims if self._tiers.storage is not None else None
+
+    def _the_handoff(self) -> Handoff:
+        if self._tiers.storage is None:
+            raise _no_storage()
+        return self._handoff
+
+    async def publish(
+        self,
+        request: Request,
+        ticket_id: str,
+        first_tokens: Sequence[int],
+        *,
+        after: Sequence[Event] = (),
+    ) -> Published:
+        """Store the request's computed prompt, and a ticket for it; see Handoff.publish."""
+        deadline_s = self._settings.publish_deadline_s
+        return await self._the_handoff().publish(
+            request, ticket_id, first_tokens, after=after, deadline_s=deadline_s
+        )
+
+    def stream(self, request: Request, ticket_id: str) -> Stream | None:
+        """Publish the request's prompt while it is computed; None if the settings say otherwise.
+        See Stream."""
+        handoff = self._the_handoff()
+        if not self._settings.streams:
+            return None
+        return Stream(handoff, request, ticket_id, deadline_s=self._settings.publish_deadline_s)
+
+    async def claim(
+        self, spec: RequestSpec, ticket_id: str, policy: ClaimPolicy, deadline_s: float | None
+    ) -> tuple[Request, Ticket | None]:
+        """See Service.claim."""
+        self._the_handoff()
+        if deadline_s is None:
+            deadline_s = self._settings.claim_deadline_s
+        return await self._claims.claim(spec, ticket_id, policy=policy, deadline_s=deadline_s)
+
+    async def ticket_state(self, ticket_id: str) -> TicketStatus:
+        """How a ticket stands, of whatever node it is; without waiting for it."""
+        handoff = self._the_handoff()
+        return await status.look(handoff.tickets, handoff.lease, ticket_id)
+
+    async def forget_ticket(self, ticket_id: str) -> bool:
+        """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""
+        return await self._the_handoff().tickets.forget(ticket_id)
+
+    async def acknowledge(self, ticket_id: str) -> None:
+        """Say that a ticket was claimed, for an engine that did not claim it through `claim`.
+        Raises HandoffError if there is none, and StoreUnavailableError."""
+        tickets = self._the_handoff().tickets
+        ticket = await tickets.read(ticket_id)
+        if ticket is None:
+            raise HandoffError(ClaimProblem.NOT_YET.value, f"there is no ticket {ticket_id[:80]!r}")
+        await tickets.acknowledge(ticket)
+
+    def issued_tickets(self) -> list[TicketView]:
+        """What became of the last tickets of this node, the newest first."""
+        return self._handoff.ledger.views
+
+
+def _no_storage() -> HandoffError:
+    return HandoffError(
+        ClaimProblem.UNAVAILABLE.value,
+        "this node has no storage tier: set storage.url to hand prompts over",
+    )

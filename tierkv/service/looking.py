@@ -1,0 +1,70 @@
+"""What a request would find, without making one: lookup and explain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Prompt
+from tierkv.errors import StoreUnavailableError
+from tierkv.observe import Lookup
+from tierkv.sched.explain import Explanation, Surroundings, explain
+from tierkv.sched.stored import stored_beyond
+from tierkv.service.parts import Parts
+
+
+async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
+    """See Service.lookup."""
+    match = parts.index.match(prompt)
+    size = prompt.block_size
+    stored: int | None = 0
+    storage = parts.tiers.storage
+    if storage is not None:
+        try:
+            _, stored = await stored_beyond(parts.tiers, storage, prompt, match)
+        except StoreUnavailableError:
+            stored = None
+    return Lookup(
+        num_tokens=prompt.num_tokens,
+        device_tokens=(match.device_blocks + match.loading_blocks) * size,
+        host_tokens=match.host_blocks * size,
+        storage_tokens=stored,
+    )
+
+
+async def num_stored_blocks(parts: Parts, prompt: Prompt, deadline_s: float) -> int | None:
+    """How many blocks storage has beyond the local match; None if it does not say so in time."""
+    storage, match = parts.tiers.storage, parts.index.match(prompt)
+    if storage is not None:
+        with suppress(StoreUnavailableError, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                stored, _ = await stored_beyond(parts.tiers, storage, prompt, match)
+                return stored
+    return None
+
+
+def explain_now(
+    parts: Parts,
+    prompt: Prompt,
+    fingerprints: Mapping[str, Fingerprint] | None,
+    stored: int | None = None,
+) -> Explanation:
+    """See Service.explain. fingerprints: those of which the caller may hear. stored: blocks that
+    storage has, if it was asked."""
+    fetcher, computing = parts.fetcher, parts.scheduler.computing
+
+    def is_fetching(asked: Prompt, block: int) -> bool:
+        if not fetcher.num_in_flight:
+            return False
+        keys = parts.tiers.prompt_keys(asked)
+        return block < len(keys) and fetcher.is_fetching(keys[block].digest)
+
+    around = Surroundings(
+        fetching=is_fetching,
+        computing=lambda match, asked: computing.find(match, asked, asked.num_blocks) is not None,
+        fingerprints=fingerprints,
+        stored=stored,
+    )
+    return explain(parts.index, prompt, parts.tiers.history, around)

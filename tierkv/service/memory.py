@@ -1,0 +1,74 @@
+"""The memory of a service: planes on the device, slots on the host; taken and given back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+from tierkv.cache.layout import Layout
+from tierkv.gpu.protocol import Device, HostSlots, Planes
+from tierkv.tasks import outlast
+
+
+class Memory:
+    """planes: another object after each `take_planes`. host: the same all the time."""
+
+    planes: Planes
+    host: HostSlots
+
+    def __init__(self, device: Device, layout: Layout) -> None:
+        self._device = device
+        self._layout = layout
+        self._has_planes = False
+
+    @asynccontextmanager
+    async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
+        """Takes it in a thread: pinning takes 0.1 s and more. A cancel waits for its end, so that
+        what was taken is given back."""
+        with ExitStack() as stack:
+            loop = asyncio.get_running_loop()
+            memory = self._taken(device_blocks, host_slots)
+            opening = loop.run_in_executor(None, stack.enter_context, memory)
+            await outlast({opening}, on_cancel=lambda: None)
+            opening.result()
+            yield
+
+    @contextmanager
+    def _taken(self, device_blocks: int, host_slots: int) -> Iterator[None]:
+        self.planes = self._device.allocate_planes(self._layout, device_blocks)
+        self._has_planes = True
+        try:
+            self.host = self._device.allocate_host(self._layout, host_slots)
+            try:
+                yield
+            finally:
+                self.host.close()
+        finally:
+            if self._has_planes:
+                self.planes.close()
+
+    async def new_planes(self, device_blocks: int) -> Planes:
+        """Planes for so many blocks, which are not in use before `use`. Raises ConfigError if
+        there is no room for them."""
+        allocate = functools.partial(self._device.allocate_planes, self._layout, device_blocks)
+        opening = asyncio.get_running_loop().run_in_executor(None, allocate)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_again)
+            raise
+
+    def use(self, planes: Planes) -> None:
+        self.planes, self._has_planes = planes, True
+
+    def give_planes_back(self) -> None:
+        self._has_planes = False
+        self.planes.close()
+
+
+def _close_again(opening: asyncio.Future[Planes]) -> None:
+    """Memory that came for somebody who has gone."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

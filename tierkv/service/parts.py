@@ -1,0 +1,159 @@
+"""What a running service is made of: tiers, scheduler, hand-off; and the closing of its books."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tierkv import observe
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.index import Index
+from tierkv.cache.pool import BlockPool
+from tierkv.cache.write_policy import WriteRule
+from tierkv.clock import Clock
+from tierkv.errors import InvariantError
+from tierkv.gpu.protocol import Device, HostSlots
+from tierkv.pd.claims import Claims
+from tierkv.pd.direct.direct import Direct
+from tierkv.pd.handoff import Handoff
+from tierkv.pd.lease import ProducerLease
+from tierkv.pd.ledger import Ledger
+from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.staging import Staging
+from tierkv.pd.stats import HandoffStats
+from tierkv.pd.tickets import Tickets
+from tierkv.sched.arriving import Arriving
+from tierkv.sched.estimate import Estimator
+from tierkv.sched.fetcher import Fetcher
+from tierkv.sched.lifecycle import Lifecycle
+from tierkv.sched.scheduler import Scheduler
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.tenants import Tenants
+from tierkv.sched.tiers import Tiers
+from tierkv.transfer.mover import Mover
+from tierkv.transfer.storage_io_tier import StorageTier
+
+
+@dataclass(frozen=True, slots=True)
+class MadeOf:
+    """What a service is given. fingerprint: its own; name: of this node, on its tickets.
+
+    fingerprints: all that are open, by space, its own under "".
+    """
+
+    device: Device
+    fingerprint: Fingerprint
+    settings: CacheSettings
+    handoff: HandoffSettings
+    name: str
+    clock: Clock
+    fingerprints: dict[str, Fingerprint] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fingerprints", {"": self.fingerprint})
+
+
+class Parts:
+    """All of it is plain objects until `running()`."""
+
+    def __init__(
+        self, made_of: MadeOf, mover: Mover, host: HostSlots, storage: StorageTier
+    ) -> None:
+        self.mover = mover
+        self._storage = storage
+        settings, handoff, fingerprint = made_of.settings, made_of.handoff, made_of.fingerprint
+        self.tiers = self._tiers(settings, fingerprint)
+        self.index = self.tiers.index
+        self.estimator = Estimator(
+            bytes_per_token=fingerprint.layout.block_bytes / settings.block_size,
+            policy=settings.fetch_policy,
+            deadline_s=settings.fetch_deadline_s,
+            first_try_s=settings.fetch_deadline_s,
+        )
+        self.scheduler = Scheduler(
+            self.tiers, default=settings.limits(), prefill=self.estimator.prefill
+        )
+        stats = HandoffStats()
+        direct = Direct(
+            self.tiers, storage.io, host, handoff, codecs=storage.options.codecs, stats=stats
+        )
+        self.fetcher = Fetcher(self.tiers, storage.io, self.estimator, source=direct.offers)
+        self.arriving = Arriving()
+        self.tenants = Tenants(
+            self.tiers,
+            made_of.fingerprints,
+            lambda name: self.scheduler.is_used_by(name) or self.arriving.is_used_by(name),
+            on_close=self.scheduler.forget_tenant,
+            max_tenants=settings.max_tenants,
+            quota=settings.quota(),
+            eviction=settings.device_eviction,
+        )
+        self.lifecycle = Lifecycle(self.tiers, (settings.device_blocks, settings.host_slots))
+        self._hand_over(made_of, direct, stats)
+
+    def _tiers(self, settings: CacheSettings, fingerprint: Fingerprint) -> Tiers:
+        root = fingerprint.root()
+        return Tiers(
+            index=Index(settings.block_size, root, settings.policies()),
+            root_digest=root,
+            device_pool=BlockPool("device", settings.device_blocks),
+            host_pool=BlockPool("host", settings.host_blocks),
+            mover=self.mover,
+            storage=self._storage.attached_io,
+            host_rule=WriteRule(settings.host_write, settings.host_after_hits),
+            storage_rule=WriteRule(settings.storage_write, settings.storage_after_hits),
+            background_copy_bytes=settings.background_copy_bytes,
+            block_bytes=fingerprint.layout.block_bytes,
+            watermarks=settings.watermarks(),
+        )
+
+    def _hand_over(self, made_of: MadeOf, direct: Direct, stats: HandoffStats) -> None:
+        settings, storage, clock = made_of.handoff, self._storage.io, made_of.clock
+        lease = ProducerLease(storage, clock, lease_s=settings.producer_lease_s)
+        tickets = Tickets(
+            storage,
+            self.tiers,
+            made_of.fingerprints,
+            clock,
+            ticket_ttl_s=settings.ticket_ttl_s,
+            claimed_ttl_s=settings.claimed_ttl_s,
+            name=made_of.name,
+        )
+        self.handoff = Handoff(
+            self.tiers,
+            storage,
+            Staging(first_slot=made_of.settings.host_slots),
+            tickets,
+            lease=lease,
+            ledger=Ledger(tickets, clock, incarnation=lease.incarnation),
+            direct=direct,
+            stats=stats,
+        )
+        self.claims = Claims(
+            tickets,
+            lease,
+            self.scheduler,
+            self.fetcher,
+            direct=direct,
+            fetch_deadline_s=made_of.settings.fetch_deadline_s,
+            stats=stats,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At the end waits for every task, and recounts: a leak stops here, loudly, as
+        InvariantError."""
+        async with self.handoff.running(), self.tiers.running():
+            yield
+        self.tiers.pins.clear()
+        wrong = self.verify()
+        wrong += [f"request {r.request_id!r} never ended" for r in self.scheduler.running_requests]
+        if wrong:
+            raise InvariantError(tuple(wrong))
+
+    def verify(self) -> list[str]:
+        return observe.verify(self.scheduler, self.mover, self.fetcher, self.handoff)
+
+    def stats(self) -> observe.Stats:
+        return observe.stats(self.scheduler, self.mover, self.tiers.storage, self.handoff)

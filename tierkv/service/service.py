@@ -1,0 +1,320 @@
+"""The cache service: opens device, tiers, storage, scheduler and hand-off; forwards to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Prompt
+from tierkv.clock import Clock, SystemClock
+from tierkv.gpu.protocol import Device, Planes
+from tierkv.observe import Lookup, Stats
+from tierkv.pd.claims import ClaimPolicy, Claims
+from tierkv.pd.handoff import Handoff
+from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.ticket import Ticket
+from tierkv.sched.events import CacheEvents
+from tierkv.sched.explain import Explanation
+from tierkv.sched.limits import Limits
+from tierkv.sched.request import Request, RequestSpec
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import sleeping
+from tierkv.service.handing import Handing
+from tierkv.service.looking import explain_now, look_up, num_stored_blocks
+from tierkv.service.memory import Memory
+from tierkv.service.opening import check, opened
+from tierkv.service.parts import MadeOf, Parts
+from tierkv.storage import maintenance
+from tierkv.storage.protocol import Store
+from tierkv.transfer.storage_io_tier import StorageOptions, StorageTier, StoreState
+
+log = logging.getLogger("tierkv.service")
+
+
+class Service:
+    """One model's cache on one device. Use it inside `running()`, from one event loop."""
+
+    def __init__(  # noqa: PLR0913 - what a service is made of
+        self,
+        device: Device,
+        fingerprint: Fingerprint,
+        settings: CacheSettings,
+        handoff: HandoffSettings,
+        store: Store | None,
+        *,
+        storage: StorageOptions | None = None,
+        name: str = "tierkv",
+        clock: Clock | None = None,
+    ) -> None:
+        made_of = MadeOf(device, fingerprint, settings, handoff, name, clock or SystemClock())
+        self.ranks = check(made_of)
+        self.fingerprint, self.settings, self.device = fingerprint, settings, device
+        self._made_of = made_of
+        self._fingerprints = made_of.fingerprints
+        self._memory = Memory(device, fingerprint.layout)
+        self._storage_tier = StorageTier(store, storage or StorageOptions(), self._storage_changed)
+        self.is_ready = False
+        self.is_draining = False
+
+    # Opening and closing
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Opens store and memory; at the end waits for every copy, checks the books, frees all."""
+        async with opened(self._made_of, self._memory, self._storage_tier) as parts:
+            self._adopt(parts)
+            self.is_ready = True
+            try:
+                yield
+            finally:
+                self.is_ready = False
+                self.drain()
+            await self.scheduler.until_idle()
+        log.info("service %s closed", self._made_of.name)
+
+    def _adopt(self, parts: Parts) -> None:
+        """What was opened, under the names by which others use it."""
+        self._parts = parts
+        self.mover, self.index, self.tiers = parts.mover, parts.index, parts.tiers
+        self.scheduler, self.fetcher = parts.scheduler, parts.fetcher
+        self.estimator, self.tenants = parts.estimator, parts.tenants
+        self._arriving = parts.arriving
+        handing = Handing(self._made_of.handoff, parts.tiers, parts.handoff, parts.claims)
+        self._handing = handing
+        # What needs nothing of the service goes straight to the part that does it, and is
+        # described there.
+        scheduler, tenants, lifecycle = parts.scheduler, parts.tenants, parts.lifecycle
+        self.commit, self.end, self.extend = scheduler.commit, scheduler.end, scheduler.extend
+        self.preempt, self.resume = scheduler.preempt, scheduler.resume
+        self.pause, self.unpause = scheduler.pause, scheduler.unpause
+        self.space_of_tenant, self.close_fingerprint = tenants.space_of, tenants.close
+        self.set_quota, self.quota_of = tenants.set_quota, tenants.quota_of
+        self.reset, self.resize = lifecycle.reset, lifecycle.resize
+        self.publish, self.stream = handing.publish, handing.stream
+        self.ticket_state, self.forget_ticket = handing.ticket_state, handing.forget_ticket
+        self.acknowledge, self.issued_tickets = handing.acknowledge, handing.issued_tickets
+
+    @property
+    def planes(self) -> Planes:
+        """The device's memory; another object after each `wake`."""
+        return self._memory.planes
+
+    def drain(self) -> None:
+        """Take no new requests; `running()` then ends once the running ones have."""
+        self.is_draining = True
+        self.scheduler.drain()
+
+    # Storage
+
+    @property
+    def store(self) -> Store | None:
+        """The store that is attached, for all tenants that have none of their own."""
+        return self._storage_tier.store
+
+    async def attach_storage(self, store: str | Store, *, tenant: str = "") -> None:
+        """Use a store from now on, instead of the one there, if any; see StorageTier.attach.
+
+        tenant: a name from `open_fingerprint`, or the service's own fingerprint's short form: only
+            its blocks go there. Tickets are in the common store always.
+        """
+        await self._storage_tier.attach(store, tenant)
+
+    def detach_storage(self, *, tenant: str = "") -> bool:
+        """Go on without the store; whether there was one. What is under way ends on it, or fails
+        as if the store had gone; requests compute instead."""
+        return self._storage_tier.detach(tenant)
+
+    def storage_state(self) -> tuple[StoreState, ...]:
+        """Each attached store, and how it is doing. One that is degraded only slows a node down."""
+        return self._storage_tier.state()
+
+    def _storage_changed(self) -> None:
+        """Another store is there, or one that may have lost what it had."""
+        if not self.is_ready:
+            return
+        self.tiers.storage = self._storage_tier.attached_io
+        for node in self.index.nodes():
+            self.index.unmark_stored(node, node.start, node.end)
+        self.tiers.capacity_changed()
+
+    # Tenants
+
+    def open_fingerprint(
+        self,
+        fingerprint: Fingerprint,
+        *,
+        quota: tuple[int | None, int | None] = (None, None),
+        limits: Limits | None = None,
+    ) -> str:
+        """Serve another tenant or adapter beside the service's own; it shares nothing with them.
+
+        quota: the most device and host blocks it may have, None for any; over it, it evicts its
+        own. Returns the name that its prompts carry as `space`. Its layout must be the service's.
+        """
+        space = self.tenants.open(fingerprint, quota)
+        if limits is not None:
+            self.scheduler.limit(space, limits)
+        return space
+
+    def set_limits(self, space: str, limits: Limits) -> None:
+        """What a space may have running from now on."""
+        self.index.root_named(space)
+        self.scheduler.limit(space, limits)
+
+    def fingerprint_of(self, space: str) -> Fingerprint:
+        """Of a name from `open_fingerprint`, or the service's own for ""."""
+        return self._fingerprints[space]
+
+    def roots(self) -> dict[str, bytes]:
+        """The digest that the first block of every prompt has for its parent, by space."""
+        return {space: one.root() for space, one in self._fingerprints.items()}
+
+    # Pins, sizes, sleep
+
+    def pin(self, name: str, prompt: Prompt, ttl_s: float, *, is_soft: bool = False) -> int:
+        """Keep what is cached of `prompt` for a while; how many blocks. See Pins."""
+        return self.tiers.pins.pin(name, prompt, ttl_s, is_soft=is_soft)
+
+    def unpin(self, name: str) -> bool:
+        """End a pin before its time; whether there was one."""
+        was_there = self.tiers.pins.unpin(name)
+        self.tiers.capacity_changed()
+        return was_there
+
+    async def free(self, *, clears_storage: bool = False) -> int:
+        """Forget all that nobody holds, as `reset`; with `clears_storage` also every value of this
+        service's fingerprints in the attached store, for all nodes that share it. How many stored
+        values that were. Raises StoreUnavailableError."""
+        self.reset()
+        store = self.store
+        if not clears_storage or store is None:
+            return 0
+        prefix, own = self._made_of.handoff.prefix, self.fingerprint.short
+        removed = 0
+        for short in sorted({space or own for space in self._fingerprints}):
+            removed += await maintenance.remove(store, f"{prefix}:{short}:")
+        return removed
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._parts.lifecycle.is_asleep
+
+    async def sleep(self, *, keeps_blocks: bool = True) -> None:
+        """Give the device's memory back until `wake`. Nobody is admitted meanwhile; it waits for
+        requests that run and for pins.
+
+        keeps_blocks: blocks that are only on the device go to the host first, as far as it has
+        room; the rest, and with False all of them, is forgotten. Cancelling it undoes it. Raises
+        OwnershipError if it sleeps already.
+        """
+        await sleeping.sleep(self._parts, self._memory, keeps_blocks=keeps_blocks)
+
+    async def wake(self, device_blocks: int | None = None) -> None:
+        """Take device memory again, for `device_blocks`, None for as many as before, and admit.
+        `planes` is another object then. Raises ConfigError, still asleep, if there is no room, and
+        OwnershipError if it does not sleep."""
+        await sleeping.wake(self._parts, self._memory, device_blocks)
+
+    # Requests
+
+    async def admit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        uses_cache: bool = True,
+        priority: int = 0,
+    ) -> Request:
+        """Find what is cached of `prompt` on any tier and get its blocks; see Scheduler.admit."""
+        spec = RequestSpec(
+            request_id, prompt, max_new_tokens, uses_cache=uses_cache, priority=priority
+        )
+        if not uses_cache or self.tiers.storage is None:
+            return await self.scheduler.admit(spec)
+        self.scheduler.check(spec)
+        async with self._arriving.arrival(request_id, prompt.space):
+            fetched = await self.fetcher.fetch(
+                prompt,
+                deadline_s=self.settings.fetch_deadline_s,
+                policy=self.settings.fetch_policy,
+            )
+        return await self.scheduler.admit(spec, fetched)
+
+    def abort(self, request_id: str) -> bool:
+        """Nobody wants this request any more; whether there was one. See Scheduler.abort."""
+        return self._arriving.abort(request_id) or self.scheduler.abort(request_id)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine took so long to compute so many prompt tokens. From these the node learns
+        what is worth fetching, or waiting for; without them every fetch has its full deadline, and
+        nobody waits for blocks that another request is computing."""
+        if num_tokens > 0 and seconds > 0:
+            self.estimator.note_prefill(num_tokens, seconds)
+
+    # Hand-off
+
+    async def claim(
+        self,
+        request_id: str,
+        ticket_id: str,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        policy: ClaimPolicy = ClaimPolicy.WHOLE,
+        deadline_s: float | None = None,
+    ) -> tuple[Request, Ticket | None]:
+        """Wait for a published prompt and get its blocks, every token of them on the way.
+
+        With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which
+        the engine computes, and there may be no ticket; with RECOMPUTE_ALL there is neither.
+        Raises HandoffError, its reason a ClaimProblem, and what admit does.
+        """
+        spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
+        return await self._handing.claim(spec, ticket_id, policy, deadline_s)
+
+    @property
+    def handoff(self) -> Handoff | None:
+        """None without a storage tier to hand over through."""
+        return self._handing.handoff
+
+    @property
+    def claims(self) -> Claims | None:
+        return self._handing.claims
+
+    # Looking
+
+    async def lookup(self, prompt: Prompt) -> Lookup:
+        """Where the prompt's tokens are right now. Changes nothing, and promises nothing."""
+        return await look_up(self._parts, prompt)
+
+    def explain(self, prompt: Prompt, *, names_fields: bool = False) -> Explanation:
+        """Which block of `prompt` is where on this node, what is missing first, and why.
+
+        names_fields: say in which fields a fingerprint differs under which it is cached. Only for
+        an operator: it tells one tenant about another.
+        """
+        return explain_now(self._parts, prompt, self._fingerprints if names_fields else None)
+
+    async def explain_with_storage(
+        self, prompt: Prompt, *, deadline_s: float, names_fields: bool = False
+    ) -> Explanation:
+        """`explain`, and what storage has beyond that; without that part if it does not answer
+        within `deadline_s` seconds."""
+        stored = await num_stored_blocks(self._parts, prompt, deadline_s)
+        known = self._fingerprints if names_fields else None
+        return explain_now(self._parts, prompt, known, stored)
+
+    @property
+    def events(self) -> CacheEvents:
+        """What happens to cached blocks, for who subscribes."""
+        return self.tiers.events
+
+    def stats(self) -> Stats:
+        return self._parts.stats()
+
+    def verify(self) -> list[str]:
+        """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
+        return self._parts.verify()
