@@ -14,6 +14,8 @@ class Row:
 
     value: a median, in `unit`. spread: (max - min) / median of the repetitions.
     ratio: value / the value of `against`, None where nothing is compared.
+    least, least_ratio: the same of the fastest repetition each, which other work on the machine
+        disturbed least.
     most: the target: what ratio, or value where there is no ratio, is to be at most.
     """
 
@@ -24,6 +26,8 @@ class Row:
     against: str | None = None
     ratio: float | None = None
     most: float | None = None
+    least: float = 0.0
+    least_ratio: float | None = None
 
     @property
     def is_met(self) -> bool | None:
@@ -41,11 +45,12 @@ def row(
     most: float | None = None,
 ) -> Row:
     """The median of `samples`, compared with another row of the same run and with a target."""
-    median = statistics.median(samples)
-    spread = (max(samples) - min(samples)) / median if median else 0.0
+    median, least = statistics.median(samples), min(samples)
+    spread = (max(samples) - least) / median if median else 0.0
     if against is None:
-        return Row(what, median, unit, spread, most=most)
-    return Row(what, median, unit, spread, against.what, median / against.value, most)
+        return Row(what, median, unit, spread, most=most, least=least)
+    ratio, least_ratio = median / against.value, least / against.least
+    return Row(what, median, unit, spread, against.what, ratio, most, least, least_ratio)
 
 
 def show(rows: Sequence[Row], *, as_json: bool) -> None:
@@ -54,11 +59,14 @@ def show(rows: Sequence[Row], *, as_json: bool) -> None:
         print(json.dumps({"rows": [asdict(one) for one in rows]}))
         return
     width = max(len(one.what) for one in rows)
-    print(f"{'':{width}}  {'median':>10} {'unit':8} {'spread':>7}  target  ratio")
+    print(f"{'':{width}}  {'median':>10} {'least':>10} {'unit':8} {'spread':>7}  target  ratio")
     for one in rows:
-        compared = f"{one.ratio:6.3f} x {one.against}" if one.ratio is not None else ""
+        compared = ""
+        if one.ratio is not None:
+            compared = f"{one.ratio:6.3f} (least {one.least_ratio:.3f}) x {one.against}"
         target = "" if one.most is None else f"{one.most:g}{'' if one.is_met else ' missed'}"
         print(
-            f"{one.what:{width}}  {one.value:10.3f} {one.unit:8} {one.spread:6.0%}  "
+            f"{one.what:{width}}  {one.value:10.3f} {one.least:10.3f} {one.unit:8} "
+            f"{one.spread:6.0%}  "
             f"{target:>6}  {compared}"
         )

@@ -2,8 +2,10 @@
 
 Per block: match, allocate, commit and finish under eviction, planner included, against one
 `hashlib.sha256(previous digest + block)` call in the same run, which is what any cache that keys
-blocks by digest pays at the least. Each figure is printed beside its target. Rows *service* are
-what an engine calls, admit, commit and end, on the event loop (see index_service).
+blocks by digest pays at the least. Each figure is printed beside its target. Rows *to that* are the
+same figures as ratios to the call with the CPU's SHA instructions switched off (see index_sha256).
+Rows *service* are what an engine calls, admit, commit and end, on the event loop (see
+index_service).
 
     python benchmarks/index.py [--quick] [--json] [--trace FILE] [--policies]
 
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import os
 import statistics
 import time
@@ -30,6 +31,7 @@ import numpy as np
 
 from benchmarks.bench import Row, row, show
 from benchmarks.index_service import run_service
+from benchmarks.index_sha256 import seconds_per_digest, without_instructions
 from benchmarks.workload import Pieces, synthetic_requests, trace_requests
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
@@ -114,7 +116,7 @@ def measure_service(requests: Sequence[Sequence[int]], repeats: int) -> list[Row
     hashes = []
     sample = b"".join(pieces.prompts(requests[:100]))
     for _ in range(repeats):
-        hashes.append(run_sha256(sample, 16) * 1e6)
+        hashes.append(seconds_per_digest(sample, 16) * 1e6)
         a_block, a_request = run_service(requests, pieces, 16, 50_000)
         costs.append(a_block * 1e6)
         whole.append(a_request * 1e6)
@@ -125,40 +127,37 @@ def measure_service(requests: Sequence[Sequence[int]], repeats: int) -> list[Row
     ]
 
 
-def run_sha256(packed: bytes, block_size: int) -> float:
-    """Seconds per chained digest."""
-    width = block_size * 4
-    digest = bytes(32)
-    started = time.thread_time()
-    for at in range(0, len(packed), width):
-        digest = hashlib.sha256(digest + packed[at : at + width]).digest()
-    return (time.thread_time() - started) / (len(packed) // width)
-
-
 def measure_trace(requests: Sequence[Sequence[int]], repeats: int, block_size: int) -> list[Row]:
     pieces, rows = Pieces(), []
     sample = b"".join(pieces.prompts(requests[:100]))
     for _ in pieces.prompts(requests):
         pass  # all pieces are made now, not between the requests that are timed
     for capacity in (50_000, 500_000):
-        hashes: list[float] = []
+        hashes, without = list[float](), list[float]()
         costs: dict[str, list[float]] = {form: [] for form in _FORMS}
         share = 0.0
         for _ in range(repeats):  # interleaved, so that all see the same machine
             for form in _FORMS:
-                hashes.append(run_sha256(sample, block_size) * 1e6)
+                hashes.append(seconds_per_digest(sample, block_size) * 1e6)
                 cache = Cache(block_size, capacity)
                 costs[form].append(run_trace(requests, pieces, cache, form) * 1e6)
                 share = cache.hit_blocks / cache.blocks
-        sha = row(f"sha256 of a block of {block_size} tokens", hashes, "us")
+                if (seconds := without_instructions(block_size)) is not None:
+                    without.append(seconds * 1e6)
+        name = f"sha256 of a block of {block_size} tokens"
+        sha = row(name, hashes, "us")
         rows.append(sha)
-        what = f"a block of {block_size}, {capacity:,} cached, {share:.1%} hits"
+        what, most = f"a block of {block_size}, {capacity:,} cached", _MOST[block_size]
         rows += [
-            row(
-                f"{what}, from {form}", costs[form], "us", against=sha, most=_MOST[block_size][form]
-            )
-            for form in _FORMS
+            row(f"{what}, {share:.1%} hits, from {f}", costs[f], "us", against=sha, most=most[f])
+            for f in _FORMS
         ]
+        if without:
+            slow = row(f"{name}, SHA instructions off", without, "us")
+            rows.append(slow)
+            rows += [
+                row(f"{what}, from {f}, to that", costs[f], "us", against=slow) for f in _FORMS
+            ]
     return rows
 
 

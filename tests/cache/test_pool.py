@@ -50,6 +50,33 @@ class PoolMachine(RuleBasedStateMachine):
         with pytest.raises(OwnershipError, match="device"):
             self.pool.release([*ids, stranger])
 
+    @rule(data=st.data(), count=st.integers(0, CAPACITY + 2))
+    def swap(self, data: st.DataObject, count: int) -> None:
+        """Who gives ids and takes others has as many as after a release and an allocation."""
+        rest = st.lists(st.sampled_from(sorted(self.taken)), unique=True)
+        given = data.draw(rest) if self.taken else []
+        cut = data.draw(st.integers(0, len(given)))
+        parts = [np.array(part, np.int32) for part in (given[:cut], given[cut:])]
+        kept = self.taken - set(given)
+        if count > CAPACITY - len(kept):
+            with pytest.raises(OutOfBlocksError):
+                self.pool.swap(parts, count)
+            self.taken = kept
+            return
+        ids = self.pool.swap(parts, count).tolist()
+        assert len(ids) == len(set(ids)) == count
+        assert kept.isdisjoint(ids)
+        self.taken = kept | set(ids)
+
+    @rule(data=st.data(), stranger=st.integers(-3, CAPACITY + 3))
+    def swap_one_that_is_not_taken(self, data: st.DataObject, stranger: int) -> None:
+        if stranger in self.taken:
+            return
+        rest = st.lists(st.sampled_from(sorted(self.taken)), unique=True)
+        ids = [*(data.draw(rest) if self.taken else []), stranger]
+        with pytest.raises(OwnershipError, match="device"):
+            self.pool.swap([np.array(ids, np.int32)], len(ids))
+
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def release_twice_in_one_call(self, data: st.DataObject) -> None:
@@ -81,6 +108,14 @@ def test_a_released_id_cannot_be_released_again() -> None:  # fault 9
     with pytest.raises(OwnershipError, match="is free"):
         pool.release(ids)
     assert pool.findings([]) == []
+
+
+def test_an_id_given_twice_in_an_array_is_refused_and_stays_taken() -> None:
+    pool = BlockPool("device", 4)
+    ids = pool.allocate(3)
+    with pytest.raises(OwnershipError, match="twice"):
+        pool.release(ids[[0, 2, 0]])
+    assert pool.findings(ids.tolist()) == []
 
 
 @pytest.mark.parametrize("stranger", [-1, 4, 10**6])

@@ -14,6 +14,7 @@ from tests.world import World, fingerprint, world
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
+from tierkv.gpu.protocol import Direction
 from tierkv.observe import Lookup
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -223,7 +224,7 @@ class StuckReads(MemoryStore):
 
 async def test_a_stuck_fetch_keeps_its_slots_until_the_store_is_done() -> None:
     store = StuckReads(await filled(tokens(18)))
-    async with world(store=store, host_blocks=8, fetch_deadline_s=0.02) as here:
+    async with world(store=store, host_blocks=8, fetch_deadline_s=0.5) as here:
         request = await here.admit(tokens(18))
         assert len(here.service.tiers.lent_slots(Tier.HOST)) == 5
         assert here.service.stats().host.free == 3
@@ -294,7 +295,7 @@ async def test_lookup_tells_where_the_tokens_are_and_changes_nothing() -> None:
 async def test_a_node_without_storage_looks_at_itself_only() -> None:
     async with world() as here:
         await here.run(tokens(9))
-        assert await here.service.lookup(here.prompt(tokens(9))) == Lookup(9, 8, 0, 0)
+        assert await here.service.lookup(here.prompt(tokens(9))) == Lookup(9, 9, 0, 0)
 
 
 async def test_a_longer_and_a_shorter_prompt_find_the_shared_part_of_a_tail() -> None:
@@ -305,3 +306,23 @@ async def test_a_longer_and_a_shorter_prompt_find_the_shared_part_of_a_tail() ->
         assert (await here.run(tokens(9))).device_tokens == 8
         assert (await finish(here.admit([*tokens(9), 700], name="last"))).cached_tokens == 9
         here.service.end(here.service.scheduler.running_requests[0])
+
+
+async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way() -> None:
+    store = await filled(tokens(16))
+    async with world(store=store, device_blocks=8, host_blocks=4, host_write=THROUGH) as here:
+        here.latch.hold(Direction.OFFLOAD)
+        other = await here.admit(tokens(16, 100))
+        await here.prefill(other, tokens(16, 100))
+        await here.latch.until_held()
+        assert here.service.stats().host.free == 0
+        waits = asyncio.ensure_future(here.admit(tokens(16)))
+        await turns(30)
+        assert not waits.done()
+        here.service.end(other)
+        here.latch.release()
+        request = await finish(waits)
+        assert request.cached_tokens == 15, "the host had room as soon as the copies had ended"
+        await here.prefill(request, tokens(16))
+        here.service.end(request)
+        await here.settle()

@@ -19,6 +19,7 @@ from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Pl
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
+from tierkv.transfer.mover import Movement
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
 
@@ -375,3 +376,89 @@ async def test_a_write_through_copy_waits_for_the_kernels_that_wrote_the_blocks(
         await here.settle()
         await here.run(tokens(128, 5000))  # from the host from now on
         assert (await here.run([*tokens(8), 1])).host_tokens == 8  # checks every byte
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_blocks_are_not_on_the_device_before_those_above_them_are(*, fails: bool) -> None:
+    """Copies of a lane end in order; who hears of the lower one first must not believe it."""
+    async with with_host_copies(tokens(16)) as here:
+        ends: list[asyncio.Future[None]] = []
+
+        class Late(Movement):
+            """Ends, for the scheduler, when the test says so."""
+
+            __slots__ = ("seen",)
+
+            async def done(self) -> None:
+                await asyncio.shield(ends[self.seen])
+                await super().done()
+
+        load = here.service.mover.load
+
+        def loads_late(*args: Any) -> Movement:
+            real = load(*args)
+            late = Late(real.submission, real.num_bytes, real._ended, real._on_end)  # noqa: SLF001
+            object.__setattr__(late, "seen", len(ends))
+            ends.append(asyncio.get_running_loop().create_future())
+            return late
+
+        here.service.mover.load = loads_late  # type: ignore[method-assign]
+        here.latch.fail_next(LOAD, int(fails))
+        first = await here.admit([*tokens(8), 70])
+        second = await here.admit([*tokens(16), 71])
+        prompt = here.prompt(tokens(16))
+        assert len(ends) == 2
+        await until(lambda: here.service.mover.num_in_flight == 0, "the copies")
+        ends[1].set_result(None)
+        await turns(20)
+        match = here.service.index.match(prompt)
+        assert (match.device_blocks, match.loading_blocks) == (0, 4)
+        assert here.service.verify() == []
+        ends[0].set_result(None)
+        if fails:  # the first copy, and with it what hangs below
+            with pytest.raises(TransferError):
+                await finish(here.service.commit(second, pack([*tokens(16), 71])))
+            assert here.service.index.match(prompt).device_blocks == 0
+        else:
+            await here.prefill(second, [*tokens(16), 71])  # checks every byte
+            assert here.service.index.match(prompt).device_blocks == 4
+        here.service.end(first)
+        here.service.end(second)
+        await here.settle()
+
+
+@pytest.mark.parametrize("whole", [0, 8])
+async def test_a_tail_whose_kernels_failed_is_not_cached(whole: int) -> None:
+    async with world(host_write=WritePolicy.WRITE_THROUGH) as here:
+        prompt, event = tokens(whole + 3), ManualEvent()
+        request = await here.admit(prompt)
+        here.compute(request, prompt)
+        if whole:
+            await here.service.commit(request, pack(prompt[:whole]))
+        await here.service.commit(request, pack(prompt), after=[event])
+        here.service.end(request)
+        event.finish(TransferError("the kernel that wrote the tail failed"))
+        await here.settle()
+        found = await here.service.lookup(here.prompt(prompt))
+        assert found.device_tokens + found.host_tokens == whole
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+async def test_blocks_whose_kernels_failed_are_not_cached(*, ends_first: bool) -> None:
+    async with world(host_write=WritePolicy.WRITE_THROUGH) as here:
+        prompt, event = tokens(16), ManualEvent()
+        request = await here.admit(prompt)
+        here.compute(request, prompt)
+        await here.service.commit(request, pack(prompt[:8]))
+        await here.service.commit(request, pack(prompt), after=[event])
+        failure = TransferError("the kernel that wrote them failed")
+        if ends_first:
+            here.service.end(request)
+            event.finish(failure)
+        else:
+            event.finish(failure)
+            await until(lambda: here.service.tiers.num_tasks == 0, "the end of the commit")
+            here.service.end(request)
+        await here.settle()
+        found = await here.service.lookup(here.prompt(prompt))
+        assert found.device_tokens + found.host_tokens == 8

@@ -38,16 +38,21 @@ async def test_the_host_grows_beyond_its_start_and_keeps_what_it_has() -> None:
         await on.settle()
 
 
-async def test_prompts_are_published_from_beyond_the_largest_host_tier() -> None:
-    async with world(with_store=True, device_blocks=8, host_blocks=4, host_max_blocks=8) as on:
+async def test_what_is_published_never_passes_through_slots_of_the_cache() -> None:
+    async with world(
+        with_store=True, device_blocks=8, host_blocks=4, host_max_blocks=8, host_write=THROUGH
+    ) as on:
         await on.service.resize(Tier.HOST, 8)
-        request = await on.admit(tokens(18), name="one")
+        await on.run(tokens(31, 100))  # fills the host
+        request = await on.admit(tokens(18), name="one", uses_cache=False)
         await on.prefill(request, tokens(18))
         await on.service.publish(request, "ticket", [1])
-        on.service.end(request)
-        await on.run(tokens(31, 100))
-        await on.settle()
         assert await on.the_store.exists(on.names(tokens(18))) == 5
+        on.service.end(request)
+        await on.service.resize(Tier.DEVICE, 1)
+        await on.service.resize(Tier.DEVICE, 8)
+        await on.run(tokens(31, 100))  # every byte that comes back from the host is checked
+        await on.settle()
 
 
 async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> None:
@@ -61,7 +66,7 @@ async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> No
 
 async def test_a_device_size_without_memory_is_refused_and_says_what_to_do() -> None:
     async with world(device_blocks=4) as on:
-        with pytest.raises(ConfigError, match="1 to 4 blocks, not 5.*sleep and wake"):
+        with pytest.raises(ConfigError, match=r"1 to 4 blocks, not 5.*sleep and wake"):
             await on.service.resize(Tier.DEVICE, 5)
 
 

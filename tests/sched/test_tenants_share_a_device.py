@@ -14,8 +14,8 @@ from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError, RequestTooLargeError
-from tierkv.sched.request import Request
 from tierkv.sched.limits import Limits
+from tierkv.sched.request import Request
 from tierkv.sched.waiting import MAX_PASSED_OVER
 
 NONE = WritePolicy.NONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,11 @@ def uncounted_tenant(here: World, _: Request) -> Undo:
     return put(running, "_of_tenant", {"": (1, 99)})
 
 
+def uncounted_private_blocks(here: World, _: Request) -> Undo:
+    running = here.service.scheduler._running
+    return put(running, "_private", Counter({"": 99}))
+
+
 def claim_over(here: World, request: Request) -> Undo:
     assert request.claim is not None
     return put(request.claim, "is_over", True)
@@ -134,6 +140,7 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     soft_pin_without_mark: "is soft, but its blocks are not marked",
     running_that_ended: "does not know whose its blocks are",
     uncounted_tenant: "requests and blocks, but",
+    uncounted_private_blocks: "only their requests' own are miscounted",
     claim_over: "is over but still listed",
     claim_lost: "are counted",
     wait_without_end: "waits for blocks without an end",
@@ -170,6 +177,7 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
     ("what", "words"),
     [
         ("num_loads", "loads are counted"),
+        ("num_offloads", "offloads are counted"),
         ("budget", "bytes of copies down are counted"),
         ("in_flight", "blocks are marked as in flight"),
     ],
@@ -178,8 +186,8 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
     async with world(with_store=True) as here:
         await here.run(list(range(8)))
         service = here.service
-        if what == "num_loads":
-            undo = put(service.tiers, "num_loads", 1)
+        if what in ("num_loads", "num_offloads"):
+            undo = put(service.tiers, what, 1)
         elif what == "budget":
             undo = put(service.tiers.background, "bytes_in_flight", 10)
         else:

@@ -64,7 +64,7 @@ def _next(index: Index, listing: _Listing, limit: int) -> list[BlockAnswer]:
     blocks: list[BlockAnswer] = []
     while listing.pending and len(blocks) < limit:
         node = listing.pending[-1]
-        if not _is_there(index, node):
+        if not _is_there(node):
             listing.pending.pop()
             listing.at = 0
             continue
@@ -82,11 +82,9 @@ def _children(node: Node) -> list[Node]:
     return list(node.children.values())
 
 
-def _is_there(index: Index, node: Node) -> bool:
+def _is_there(node: Node) -> bool:
     parent = node.parent
-    return (
-        parent is not None and parent.children.get(node.first_key(index.block_token_bytes)) is node
-    )
+    return parent is not None and parent.children.get(node.key) is node
 
 
 def _told(index: Index, node: Node, start: int, stop: int) -> list[BlockAnswer]:

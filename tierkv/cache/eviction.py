@@ -12,6 +12,7 @@ from tierkv.cache.states import CopyState
 SOFT_PIN = 1 << 62  # added to a rank: softly pinned runs go when nothing else is left
 
 Entry = tuple[int, int, Node]  # rank, a number that no other entry has, the run
+_READY = CopyState.READY
 
 
 class Victim(NamedTuple):
@@ -35,6 +36,7 @@ class EvictionOrder:
         self.num_unheld = 0  # copies in nodes without holders: all of them can be evicted
         self._heap: list[Entry] = []
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
+        self._chosen: list[Entry] = []  # by the last `victims`: mostly gone when asked again
         self._num_pushed = 0
         self._rank = self.policy.rank
         self._spares = self.policy.spares if self.policy.has_second_chances else None
@@ -76,7 +78,7 @@ class EvictionOrder:
         entry = newest[node.uid] = (rank, self._num_pushed, node)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(newest) + 64:  # mostly entries that have gone stale
-            self._heap = list(newest.values())
+            self._heap, self._chosen = list(newest.values()), []
             heapq.heapify(self._heap)
 
     def forget(self, node: Node) -> None:
@@ -89,23 +91,24 @@ class EvictionOrder:
 
         Fewer if there are fewer. A parent is listed after all its children are, wholly.
         """
-        chosen: list[Victim] = []
-        taken: list[Entry] = []
+        victims: list[Victim] = []
+        tier = self.tier
+        chosen = self._requeue_chosen()
         virtual: list[Entry] = []  # parents whose last child is chosen already
         gone_children: dict[int, int] = {}
         while count > 0 and (entry := self._first(virtual)) is not None:
             node = entry[2]
-            copies = node.copies[self.tier]
+            copies = node.copies[tier]
             present = copies.num_present
-            if copies.uniform is CopyState.READY:  # as nearly all are
+            if copies.uniform is _READY:  # as nearly all are
                 stop = copies.num_blocks
                 start = stop - count if count < stop else 0
-                chosen.append(Victim(node, start, stop))
+                victims.append(Victim(node, start, stop))
                 count -= stop - start
                 present = start
             else:
                 for start, stop in copies.ready_runs(count):
-                    chosen.append(Victim(node, start, stop))
+                    victims.append(Victim(node, start, stop))
                     count -= stop - start
                     present -= stop - start
             if present and count <= 0:
@@ -113,36 +116,41 @@ class EvictionOrder:
             if virtual and virtual[0] is entry:
                 heapq.heappop(virtual)
             else:
-                taken.append(heapq.heappop(self._heap))
+                chosen.append(heapq.heappop(self._heap))
             parent = node.parent
-            if present or parent is None or parent.parent is None or count <= 0:
+            if present or count <= 0 or parent is None or parent.parent is None:
                 continue
             gone = gone_children[parent.uid] = gone_children.get(parent.uid, 0) + 1
-            is_next = gone == parent.present_children[self.tier] and parent.holders == 0
-            if is_next and parent.copies[self.tier].num_present:
+            is_next = gone == parent.present_children[tier] and parent.holders == 0
+            if is_next and parent.copies[tier].num_present:
                 if self._spares is not None:
                     self._spares(parent)
                 heapq.heappush(virtual, (self.rank(parent), -parent.uid, parent))
-        for entry in taken:
-            heapq.heappush(self._heap, entry)
-        return chosen
+        return victims
+
+    def _requeue_chosen(self) -> list[Entry]:
+        """Put back what the last question took off the heap and is still there; where the next
+        one is to note what it takes."""
+        for entry in self._chosen:
+            if self._newest.get(entry[2].uid) is entry:
+                heapq.heappush(self._heap, entry)
+        self._chosen = []
+        return self._chosen
 
     def _first(self, virtual: list[Entry]) -> Entry | None:
         """The entry to go next; entries that are no longer true are dropped on the way."""
-        heap, newest = self._heap, self._newest
-        while heap:
-            entry = heap[0]
-            uid = entry[2].uid
-            if newest.get(uid) is not entry:
-                heapq.heappop(heap)
-            elif not self.is_candidate(entry[2]):
-                heapq.heappop(heap)
-                del newest[uid]
-            elif self._spares is not None and self._spares(entry[2]):
-                heapq.heappop(heap)
-                del newest[uid]
-                self._push(entry[2])
-                heap = self._heap
+        while self._heap:
+            entry = self._heap[0]
+            node = entry[2]
+            if self._newest.get(node.uid) is not entry:
+                heapq.heappop(self._heap)
+            elif not self.is_candidate(node):
+                heapq.heappop(self._heap)
+                del self._newest[node.uid]
+            elif self._spares is not None and self._spares(node):
+                heapq.heappop(self._heap)
+                del self._newest[node.uid]
+                self._push(node)
             else:
                 return virtual[0] if virtual and virtual[0] < entry else entry
         return virtual[0] if virtual else None
@@ -153,7 +161,7 @@ class EvictionOrder:
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
             wrong.append(f"{self.tier.name}: {unheld} unheld copies, but {self.num_unheld} counted")
-        queued = {id(entry) for entry in self._heap}
+        queued = {id(entry) for entry in [*self._heap, *self._chosen]}
         for node in nodes:
             if not self.is_candidate(node):
                 continue

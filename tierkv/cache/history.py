@@ -46,9 +46,7 @@ class History:
 
     def evicted(self, node: Node, first: int, tier: Tier, at: float) -> None:
         """Run blocks of `node` from `first` on went from `tier`; before they are dropped."""
-        width = node.token_bytes // node.num_blocks
-        tokens = node.packed[first * width : (first + 1) * width]
-        block = node.start + first
+        tokens, block = node.tokens_of(first, first + 1), node.start + first
         key = (node.space.name, block, hash((node.extra(block), tokens)))
         self._keep(key, Event(Fate.EVICTED, _NAMES[tier], at))
 

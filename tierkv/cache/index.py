@@ -15,11 +15,13 @@ import numpy as np
 from tierkv.cache.copies import TierCopies
 from tierkv.cache.keys import DIGEST_BYTES, Prompt, block_digest, chain_tokens
 from tierkv.cache.match import Match, descend, longest_match, segments
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Node, Tier, child_key
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tree import Tree
 from tierkv.errors import OwnershipError
+
+_READY = CopyState.READY
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +38,14 @@ class Inserted(NamedTuple):
 
     node: Node
     num_blocks: int
-    adopted: tuple[bool, ...]
+    num_given: int
+    refused: tuple[int, ...] = ()  # which of the given slots, in order, stay the caller's
+
+    @property
+    def adopted(self) -> tuple[bool, ...]:
+        """For each of the given slots, whether the index owns it now."""
+        refused = set(self.refused)
+        return tuple(at not in refused for at in range(self.num_given))
 
 
 class Index(Tree):
@@ -84,16 +93,15 @@ class Index(Tree):
 
     def _compute_digests(self, part: Node, parent: bytes, known: int, stop: int) -> list[bytes]:
         """Those of run blocks [known, stop), the first that have none."""
-        width = self.block_token_bytes
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
             more = []
             for i in range(known, stop):
-                tokens = part.packed[i * width : (i + 1) * width]
+                tokens = part.tokens_of(i, i + 1)
                 digest = block_digest(digest, tokens, part.extra(part.start + i))
                 more.append(digest)
         else:
-            more = chain_tokens(digest, part.packed[known * width : stop * width], width)
+            more = chain_tokens(digest, part.tokens_of(known, stop), self.block_token_bytes)
         part.digests += b"".join(more)
         return more
 
@@ -156,45 +164,46 @@ class Index(Tree):
         while start.parent is not None and start.start >= first:
             start = start.parent
         node, pos = descend(start, first, prompt, stop)
-        adopted = (False,) * (pos - first)
+        refused: tuple[int, ...] = ()
         is_new = False
         if pos > first:
-            reached, adopted = self._fill_in(tier, node, first, pos, slots)
+            reached, refused = self._fill_in(tier, node, first, pos, slots)
             if reached < pos:
-                rest = (False,) * (stop - reached)
+                refused += tuple(range(reached - first, stop - first))
                 part = self._covering(node, reached)
                 lease = self._moved(at, part, reached)
-                return lease, Inserted(lease.node, reached, adopted + rest)
+                return lease, Inserted(lease.node, reached, stop - first, refused)
         if pos < stop:
-            # A copy: the caller's array may be a table that goes on changing.
-            own = slots[pos - first :].astype(np.int32)
             below = node
-            node = self._grow(tier, node, pos, prompt, stop, own, at.node)
-            adopted += (True,) * (stop - pos)
+            node = self._grow(tier, node, pos, prompt, stop, slots[pos - first :], at.node)
             is_new = node.parent is below
-        return self._moved(at, node, stop, is_new=is_new), Inserted(node, stop, adopted)
+        lease = self._moved(at, node, stop, is_new=is_new)
+        return lease, Inserted(node, stop, stop - first, refused)
 
     def _fill_in(
         self, tier: Tier, node: Node, first: int, pos: int, slots: Ids
-    ) -> tuple[int, tuple[bool, ...]]:
-        """Place what is absent of blocks [first, pos) of the path; how far, and what was placed.
+    ) -> tuple[int, tuple[int, ...]]:
+        """Place what is absent of blocks [first, pos) of the path; how far, and which of the slots
+        up to there were not needed.
 
         On the device it ends at an incoming block: somebody's load of it may still fail, and the
         device is prefix-closed, so the rest stays private to the caller.
         """
-        adopted = [False] * (pos - first)
+        refused: list[int] = []
         for part, start, end in segments(node, first, pos):
-            copies = part.copies[tier]
-            if copies.uniform is CopyState.READY:
+            copies, above = part.copies[tier], part.start - first
+            if copies.uniform is _READY:
+                refused += range(above + start, above + end)
                 continue
             for i, state in enumerate(copies.states[start:end].tolist(), start=start):
-                at = part.start + i - first
+                at = above + i
                 if state == CopyState.ABSENT:
                     self._change(tier, part, i, i + 1, Change.PLACE, slots=slots[at : at + 1])
-                    adopted[at] = True
                 elif state == CopyState.INCOMING and tier is Tier.DEVICE:
-                    return part.start + i, tuple(adopted[:at])
-        return pos, tuple(adopted)
+                    return part.start + i, tuple(refused)
+                else:
+                    refused.append(at)
+        return pos, tuple(refused)
 
     def _covering(self, node: Node, num_blocks: int) -> Node:
         while node.parent is not None and node.start >= num_blocks:
@@ -206,17 +215,16 @@ class Index(Tree):
         assert at.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
         assert prompt.tail_tokens, "the prompt has no tail"
         node = self._ending_at(at.node, at.num_blocks)
-        extra, tokens = prompt.extra(at.num_blocks), prompt.block(at.num_blocks)
-        tail = node.children.get((extra, tokens))
+        key = child_key(prompt.block(at.num_blocks), prompt.extra(at.num_blocks))
+        tail = node.children.get(key)
         if tail is None:
-            extras = {at.num_blocks: extra} if extra else None
-            tail = self._new_node(node, tokens, (TierCopies(1), TierCopies(1)), extras)
+            tail = self._new_node(node, prompt, (TierCopies(1), TierCopies(1)))
             tail.is_tail = True
             node.last_used = max(node.last_used, tail.last_used)
         is_new = tail.copies[tier].uniform is CopyState.ABSENT
         if is_new:
             self._change(tier, tail, 0, 1, Change.PLACE, slots=np.array([slot], np.int32))
-        return Inserted(tail, at.num_blocks + 1, (is_new,))
+        return Inserted(tail, at.num_blocks + 1, 1, () if is_new else (0,))
 
     def _moved(self, at: Lease, node: Node, num_blocks: int, *, is_new: bool = False) -> Lease:
         """A lease of the path to `node` in place of `at`. is_new: a child made for this."""
@@ -229,7 +237,7 @@ class Index(Tree):
         if is_new and node.parent is at.node:
             # The new child took over: its parent's holder is now the child instead of the lease.
             self._end(at)
-            at.node.last_used = max(at.node.last_used, node.last_used)
+            at.node.last_used = node.last_used  # a tick of its own: the newest
             self.num_held_leases += 1
             return Lease(node, num_blocks)
         lease = self.hold(node, num_blocks)
@@ -278,7 +286,7 @@ class Index(Tree):
         copies, other = node.copies[tier], node.copies[1 - tier]
         self.order[tier].policy.evicted(node)
         if (
-            copies.uniform is CopyState.READY
+            copies.uniform is _READY
             and not node.children
             and not other.num_present
             and j == node.num_blocks

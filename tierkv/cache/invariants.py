@@ -9,7 +9,7 @@ import numpy as np
 
 from tierkv.cache.index import Index
 from tierkv.cache.keys import DIGEST_BYTES
-from tierkv.cache.node import NO_SLOT, Node, Tier
+from tierkv.cache.node import NO_SLOT, Node, Tier, child_key
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.states import CopyState
 
@@ -95,7 +95,8 @@ def _shape_findings(node: Node, block_token_bytes: int) -> list[str]:
         wrong.append(f"has {len(node.tokens)} bytes of tokens")
     if node.start != parent.end:
         wrong.append("does not start where its parent ends")
-    if parent.children.get(node.first_key(block_token_bytes)) is not node:
+    key = child_key(node.tokens[:block_token_bytes], node.extra(node.start))
+    if node.key != key or parent.children.get(key) is not node:
         wrong.append("is not found under its parent by its first block")
     if sorted(node.children) != node.order:
         wrong.append("lists other children in order than it has")
@@ -113,6 +114,9 @@ def _memory_findings(node: Node) -> list[str]:
         wrong.append("remembers more digests than it has blocks")
     if len(node.packed) > 2 * node.token_bytes:
         wrong.append("keeps more tokens in memory that are gone than tokens that are there")
+    above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
+    if not parent.tokens.endswith(above):  # a match compares them together with the run's own
+        wrong.append("keeps other tokens before its own than its parent has")
     if node.holders == 0 and node.last_used > parent.last_used and parent.holders == 0:
         wrong.append("was used after its parent")
     if any(

@@ -61,9 +61,12 @@ def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
     return b"".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """Tokens (packed) and media, cut into blocks of `block_size`: what the index matches.
+
+    A value: nobody changes one. It is not frozen because that takes 0.6 us more to make, and a
+    whole request costs the index 25.
 
     extras: for each block that media overlap, and for the tail, its extra keys.
     space: which fingerprint's cache it belongs to, "" for the service's own.
@@ -104,8 +107,8 @@ class Prompt:
 
     def __post_init__(self) -> None:
         num_tokens = len(self.tokens) // TOKEN_BYTES
-        object.__setattr__(self, "num_tokens", num_tokens)
-        object.__setattr__(self, "num_blocks", num_tokens // self.block_size)
+        self.num_tokens = num_tokens
+        self.num_blocks = num_tokens // self.block_size
 
     @property
     def tail_tokens(self) -> int:
@@ -155,9 +158,14 @@ def chain(root: bytes, prompt: Prompt, start: int = 0, stop: int | None = None) 
 
 def chain_tokens(root: bytes, tokens: bytes, width: int) -> list[bytes]:
     """Digests of consecutive full blocks of `width` bytes each, without extra keys."""
-    sha256, digest = hashlib.sha256, root
-    blocks = struct.iter_unpack(f"{width}s", tokens)  # 7 % faster than slices
-    return [digest := sha256(digest + block).digest() for (block,) in blocks]
+    fresh, digest, digests = hashlib.sha256().copy, root, list[bytes]()
+    # A copy of an empty hash is 5 % faster than a new one, iter_unpack 3 % than slices.
+    for (block,) in struct.iter_unpack(f"{width}s", tokens):
+        state = fresh()
+        state.update(digest + block)
+        digest = state.digest()
+        digests.append(digest)
+    return digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +244,11 @@ class Names:
     def producer(self, incarnation: str) -> str:
         """Where a node that publishes says that it lives."""
         return f"{self.prefix}:producer:{_digest_of(incarnation)}"
+
+
+def tells_of_blocks(name: str) -> bool:
+    """Whether `name` is one of a ticket: who finds it learns that blocks were stored."""
+    return name.split(":")[1:2] in (["ticket"], ["open"])
 
 
 def _digest_of(text: str) -> str:

@@ -14,7 +14,22 @@ from tierkv.cache.space import Space
 
 __all__ = ["NO_SLOT", "Node", "Tier", "TierCopies"]
 
-ChildKey = tuple[bytes, bytes]  # extra keys and tokens of a run's first block
+_NO_TOKEN = b"\xff" * 4  # a negative number: what comes before extra keys can't be tokens
+
+
+def child_key(tokens: bytes, extra: bytes) -> bytes:
+    """How a parent finds a run: the tokens of its first block, behind its extra keys if media
+    overlap it. Different blocks have different keys, and sorted keys have those side by side that
+    share extra keys and most leading tokens."""
+    return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens
+
+
+def fitting(packed: bytes, start: int, stop: int) -> tuple[bytes, int]:
+    """Bytes [start, stop) of `packed`: itself and where they begin in it if hardly anything is
+    beside them, so that nothing need be copied, else a copy of them and 0."""
+    if 8 * len(packed) <= 9 * (stop - start):
+        return packed, start
+    return packed[start:stop], 0
 
 
 class Tier(IntEnum):
@@ -27,6 +42,9 @@ class Tier(IntEnum):
 class Node:
     """Blocks [start, end) of every prompt that runs through here.
 
+    packed: the tokens of the run are `token_bytes` bytes of it, from `packed_at` on. Before them
+        are the last tokens of the path above, behind them perhaps some that are gone.
+    key: how the parent finds it, see `child_key`.
     extras: extra keys by block, where media overlap. is_tail: a partial block; it has no
         children, and its tokens are fewer than a block's.
     holders: leases that end here, and children that have holders. While there is one, no copy in
@@ -39,7 +57,6 @@ class Node:
     """
 
     __slots__ = (
-        "_packed",
         "_stored",
         "children",
         "copies",
@@ -49,9 +66,12 @@ class Node:
         "hits",
         "holders",
         "is_tail",
+        "key",
         "last_used",
         "num_blocks",
         "order",
+        "packed",
+        "packed_at",
         "parent",
         "present_children",
         "soft_pins",
@@ -66,38 +86,38 @@ class Node:
         uid: int,
         parent: Node | None,
         space: Space,
-        packed: bytes,
+        key: bytes,
         copies: tuple[TierCopies, TierCopies],
     ) -> None:
+        """A node with no tokens yet: see `put_tokens`."""
         num_blocks = copies[0].num_blocks
+        start = parent.end if parent is not None else 0
         self.uid = uid
         self.parent = parent
         self.space = space
-        self.start = parent.end if parent is not None else 0
-        self.end: int = self.start + num_blocks
+        self.key = key
+        self.start = start
+        self.end: int = start + num_blocks
         self.num_blocks = num_blocks
         self.is_tail = False
         self.extras: dict[int, bytes] | None = None
         self.copies = copies
-        self.children: dict[ChildKey, Node] = {}
-        self.order: list[ChildKey] = []
+        self.children: dict[bytes, Node] = {}
+        self.order: list[bytes] = []
         self.present_children = [0, 0]
         self.holders = 0
         self.hits = 0
         self.last_used = 0
         self.soft_pins = 0
         self.digests: bytes = b""
-        self._packed = packed
-        self.token_bytes = len(packed)
+        self.packed = b""
+        self.packed_at = 0
+        self.token_bytes = 0
         self._stored: Mask | None = None
 
     def extra(self, block: int) -> bytes:
         """Extra keys of `block`, counted from the prompt's start."""
         return self.extras.get(block, b"") if self.extras else b""
-
-    def first_key(self, block_token_bytes: int) -> ChildKey:
-        """How the parent finds this node: extra keys and tokens of its first block."""
-        return self.extra(self.start), self._packed[:block_token_bytes]
 
     def path(self) -> Iterator[Node]:
         """This node, its parent, and so on, up to but without the root."""
@@ -108,18 +128,18 @@ class Node:
 
     @property
     def tokens(self) -> bytes:
-        """Packed tokens of the run."""
-        packed = self._packed
-        return packed if len(packed) == self.token_bytes else packed[: self.token_bytes]
+        """Packed tokens of the run: a copy, unless `packed` has no others."""
+        return self.packed[self.packed_at : self.packed_at + self.token_bytes]
 
-    @tokens.setter
-    def tokens(self, packed: bytes) -> None:
-        self._packed, self.token_bytes = packed, len(packed)
+    def tokens_of(self, start: int, stop: int) -> bytes:
+        """Packed tokens of run blocks [start, stop)."""
+        width = self.token_bytes // self.num_blocks
+        return self.packed[self.packed_at + start * width : self.packed_at + stop * width]
 
-    @property
-    def packed(self) -> bytes:
-        """`tokens`, and perhaps more behind them: no copy."""
-        return self._packed
+    def put_tokens(self, packed: bytes, start: int, stop: int) -> None:
+        """Let bytes [start, stop) of `packed` be the run's tokens."""
+        self.packed, self.packed_at = fitting(packed, start, stop)
+        self.token_bytes = stop - start
 
     # What Storage has been told of: a belief that saves writes, never a match.
 
@@ -137,9 +157,9 @@ class Node:
 
     # The shape of the run
 
-    def append(self, packed: bytes, num_blocks: int, slots: tuple[Ids | None, Ids | None]) -> None:
-        """Add blocks at the end of the run; ready in `slots` on each tier that has some."""
-        self.tokens = self.tokens + packed
+    def append(self, num_blocks: int, slots: tuple[Ids | None, Ids | None]) -> None:
+        """Add blocks at the end of the run; ready in `slots` on each tier that has some. Their
+        tokens are the caller's business."""
         self.num_blocks += num_blocks
         self.end += num_blocks
         for copies, given in zip(self.copies, slots, strict=True):
@@ -164,8 +184,8 @@ class Node:
 
     def _cut(self, num_blocks: int) -> None:
         self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
-        if len(self._packed) > 2 * self.token_bytes:
-            self._packed = self._packed[: self.token_bytes]
+        if len(self.packed) > 2 * self.token_bytes:
+            self.packed, self.packed_at = self.tokens, 0
         self.num_blocks = num_blocks
         self.end = self.start + num_blocks
         if self.extras:
@@ -180,16 +200,18 @@ class Node:
         rest, its children and its leases. Links to and from parents are the caller's."""
         cut = self.token_bytes // self.num_blocks * at
         device, host = (copies.split(at) for copies in self.copies)
-        packed = self.tokens
-        upper = Node(uid, self.parent, self.space, packed[:cut], (device[0], host[0]))
+        upper = Node(uid, self.parent, self.space, self.key, (device[0], host[0]))
+        upper.packed, upper.token_bytes = self.tokens_of(0, at), cut
         upper.hits, upper.last_used, upper.soft_pins = self.hits, self.last_used, self.soft_pins
         upper.digests, self.digests = (
             self.digests[: at * DIGEST_BYTES],
             self.digests[at * DIGEST_BYTES :],
         )
+        self.key = child_key(self.tokens_of(at, at + 1), self.extra(self.start + at))
+        first = self.packed_at + cut
+        self.put_tokens(self.packed, first, first + self.token_bytes - cut)
         self.start += at
         self.num_blocks -= at
-        self.tokens = packed[cut:]
         self.copies = (device[1], host[1])
         if self.extras:
             upper.extras = {b: e for b, e in self.extras.items() if b < self.start}

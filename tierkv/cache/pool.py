@@ -12,8 +12,7 @@ from tierkv.errors import OutOfBlocksError, OwnershipError
 
 Ids = npt.NDArray[np.int32]
 _INT32 = np.dtype(np.int32)
-_TAKEN = -1  # in `_place`: the id is not on the stack of free ones
-_TAKEN_BYTES = _TAKEN.to_bytes(4, "little", signed=True)
+_FREE_BYTE = b"\0"  # of `_is_taken`
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class BlockPool:
     """Ids 0..capacity-1, each free or taken. Allocation is all or nothing, O(n) in what it gives.
 
     A stack of free ids (the last released is the next given, whose memory is warmest), and for
-    every id its place on that stack, which catches a double release.
+    every id whether it is taken, which catches a double release.
     """
 
     def __init__(self, tier: str, capacity: int) -> None:
@@ -40,8 +39,9 @@ class BlockPool:
         self.tier = tier
         self.capacity = 0
         self._free: Ids = np.zeros(0, np.int32)
-        self._place: Ids = np.zeros(0, np.int32)
-        self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: places, without making them
+        self._is_taken = np.zeros(0, np.bool_)
+        self._mark: Ids = np.zeros(0, np.int32)  # what is told apart by it is written just before
+        self._count_up: Ids = np.zeros(0, np.int32)  # 0, 1, 2 ...: marks, without making them
         self._num_free = 0
         self.grow(capacity)
 
@@ -61,7 +61,7 @@ class BlockPool:
         start = self._num_free - count
         ids = self._free[start : self._num_free][::-1].copy()
         self._num_free = start
-        self._place[ids.astype(np.intp)] = _TAKEN
+        self._is_taken[ids.astype(np.intp)] = True
         return ids
 
     def release(self, ids: Ids | Sequence[int]) -> None:
@@ -71,24 +71,13 @@ class BlockPool:
         if not count:
             return
         given = ids if isinstance(ids, np.ndarray) and ids.dtype is _INT32 else self._narrow(ids)
-        # As intp: an index of another type costs five times as much (NumPy 2, 950 ids). As
-        # unsigned before that, so that a negative id is a huge one and not counted from the end.
-        where = given.view(np.uint32).astype(np.intp)
-        try:
-            places = self._place[where]
-        except IndexError:
-            raise self._outside() from None
-        if places.tobytes() != _TAKEN_BYTES * count:
-            free = int(given[places != _TAKEN][0])
-            raise OwnershipError(f"{self.tier}: block {free} was released but is free")
+        where = self._all_taken(given)
         start, stop = self._num_free, self._num_free + count
-        if stop > self.capacity:
+        marks = self._count_up[:count]
+        self._mark[where] = marks
+        if stop > self.capacity or self._mark[where].tobytes() != marks.tobytes():
             raise OwnershipError(f"{self.tier}: an id was released twice in one call")
-        chosen = self._count_up[start:stop]
-        self._place[where] = chosen
-        if self._place[where].tobytes() != chosen.tobytes():
-            self._place[where] = _TAKEN
-            raise OwnershipError(f"{self.tier}: an id was released twice in one call")
+        self._is_taken[where] = False
         self._free[start:stop] = given
         self._num_free = stop
 
@@ -97,18 +86,27 @@ class BlockPool:
         owner to the next without a stop on the stack. Raises OwnershipError, with nothing changed,
         if one of them is not taken, OutOfBlocksError, with `given` released, if all are too few.
         """
-        ids = given[0] if len(given) == 1 else np.concatenate(given)
+        ids = np.frombuffer(bytearray().join([part.data for part in given]), _INT32)
         more = count - len(ids)
         if more < 0 or more > self._num_free or ids.dtype is not _INT32:
             self.release(ids)
             return self.allocate(count)
+        self._all_taken(ids)
+        return np.concatenate([ids, self.allocate(more)]) if more else ids
+
+    def _all_taken(self, ids: Ids) -> npt.NDArray[np.intp]:
+        """`ids` as indices. Raises OwnershipError if one is out of range or not taken."""
+        # As intp: an index of another type costs five times as much (NumPy 2, 950 ids). As
+        # unsigned before that, so that a negative id is a huge one and not counted from the end.
+        where = ids.view(np.uint32).astype(np.intp)
         try:
-            places = self._place[ids.view(np.uint32).astype(np.intp)]
+            taken = self._is_taken.take(where)
         except IndexError:
             raise self._outside() from None
-        if places.tobytes() != _TAKEN_BYTES * len(ids):
-            raise OwnershipError(f"{self.tier}: a block was given that is free")
-        return np.concatenate([ids, self.allocate(more)]) if more else ids
+        if _FREE_BYTE in taken.tobytes():
+            free = int(ids[~taken][0])
+            raise OwnershipError(f"{self.tier}: block {free} was released but is free")
+        return where
 
     def _narrow(self, ids: Ids | Sequence[int]) -> Ids:
         given = np.asarray(ids, np.int64)
@@ -140,7 +138,7 @@ class BlockPool:
 
     def taken_from(self, first: int) -> Ids:
         """The taken ids from `first` on."""
-        taken = np.flatnonzero(self._place[first:] == _TAKEN)
+        taken = np.flatnonzero(self._is_taken[first:])
         return (taken + first).astype(np.int32)
 
     def take_from(self, first: int) -> Ids:
@@ -151,16 +149,16 @@ class BlockPool:
         rest = free[free < first].copy()
         self._free[: len(rest)] = rest
         self._num_free = len(rest)
-        self._place[rest] = self._count_up[: len(rest)]
-        self._place[given] = _TAKEN
+        self._is_taken[given] = True
         return given
 
     def _reset(self, capacity: int, free: Ids) -> None:
         stack = np.empty(capacity, dtype=np.int32)
         stack[: len(free)] = free
         self._count_up = np.arange(capacity, dtype=np.int32)
-        self._place = np.full(capacity, _TAKEN, dtype=np.int32)
-        self._place[free] = self._count_up[: len(free)]
+        self._mark = np.zeros(capacity, dtype=np.int32)
+        self._is_taken = np.ones(capacity, np.bool_)
+        self._is_taken[free] = False
         self.capacity, self._free, self._num_free = capacity, stack, len(free)
 
     def findings(self, owned: Iterable[int]) -> list[str]:
@@ -173,7 +171,7 @@ class BlockPool:
             for slot in slots[~is_known].tolist()
         )
         counts = np.bincount(slots[is_known], minlength=self.capacity)
-        taken = self._place == _TAKEN
+        taken = self._is_taken
         for mask, what in (
             (counts > 1, "has more than one owner"),
             ((counts > 0) & ~taken, "is owned but counted as free"),
@@ -181,7 +179,7 @@ class BlockPool:
         ):
             wrong.extend(f"{self.tier}: block {block} {what}" for block in np.flatnonzero(mask))
         free = self._free[: self._num_free]
-        if (self._place[free] != self._count_up[: self._num_free]).any():
+        if taken[free].any() or len(np.unique(free)) != len(free):
             wrong.append(f"{self.tier}: the free list disagrees with the taken marks")
         elif int(np.count_nonzero(~taken)) != self._num_free:
             wrong.append(f"{self.tier}: blocks are marked as free that nobody can get")

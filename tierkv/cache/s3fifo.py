@@ -108,5 +108,4 @@ class S3Fifo:
 
 def _ghost(node: Node) -> int:
     """What tells a run that went when it comes back: where it starts, and its first block."""
-    width = node.token_bytes // node.num_blocks
-    return hash((node.space.name, node.start, node.packed[:width]))
+    return hash((node.space.name, node.start, node.key))

@@ -41,8 +41,9 @@ def _pack_sequence(tokens: Sequence[int]) -> bytes:
     """What is beyond int32 raises here, or comes out negative."""
     try:
         if _HAS_FAST_ARRAYS and type(tokens) in {list, tuple}:
-            # 5.5 ns a token; struct.pack takes 7.5, marshal 10, numpy.fromiter 13, array("i", ...)
-            # 16 (2-core x86-64 VM, Python 3.11, 14,000 tokens, minima, 2026-11-21).
+            # 6.0 ns a token of a list not seen before; struct.pack takes 8.1, marshal 10,
+            # numpy.fromiter 12, array("i", ...) 15, numpy.array 16 (2-core x86-64 VM, Python 3.11,
+            # 6,000 to 12,000 tokens, 2026-11-21).
             return array("I", tokens).tobytes()
         return struct.pack(f"<{len(tokens)}i", *tokens)
     except (TypeError, OverflowError, struct.error) as error:
@@ -83,20 +84,21 @@ def common_tokens(left: bytes, right: bytes) -> int:
 
 
 _FIRST_LOOK = 256  # tokens
+_LONGEST_LOOK = 16_384  # a copy of more is memory new from the system every time
 
 
 def common_tokens_at(left: bytes, left_at: int, right: bytes, right_at: int, most: int) -> int:
     """How many tokens, at most `most`, `left` from byte `left_at` on shares with `right` from
-    byte `right_at` on. Copies nothing; looks at little more than what is shared."""
-    done, step = 0, _FIRST_LOOK
+    byte `right_at` on. Looks at little more than what is shared."""
+    done, size = 0, _FIRST_LOOK
     while done < most:
-        size = min(step, most - done)
-        ours = np.frombuffer(left, _INT32, size, left_at + done * TOKEN_BYTES)
-        theirs = np.frombuffer(right, _INT32, size, right_at + done * TOKEN_BYTES)
-        differs = ours != theirs
-        first = int(differs.argmax())
-        if differs[first]:
-            return done + first
+        size = min(size, most - done)
+        at, their_at = left_at + done * TOKEN_BYTES, right_at + done * TOKEN_BYTES
+        # A slice and a comparison of bytes: a fifth of what a small comparison by NumPy takes.
+        if not left.startswith(right[their_at : their_at + size * TOKEN_BYTES], at):
+            ours = np.frombuffer(left, _INT32, size, at)
+            theirs = np.frombuffer(right, _INT32, size, their_at)
+            return done + int((ours != theirs).argmax())
         done += size
-        step *= 8
+        size = min(8 * size, _LONGEST_LOOK)
     return most

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from tierkv.cache.copies import TierCopies
 from tierkv.cache.eviction import EvictionOrder
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Node, Tier, child_key
 from tierkv.cache.policies import EvictionKind, EvictionPolicy, make_policy
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import DEFAULT, Quota, Space
@@ -26,6 +26,7 @@ from tierkv.errors import BadRequestError
 
 # A run that others do not hold grows in place while that copies little; a long one gets a child.
 _SMALL_RUN_BLOCKS = 256
+_READY = CopyState.READY
 
 
 class Tree:
@@ -156,35 +157,40 @@ class Tree:
             own[1].num_unheld += host
 
     def _offer(self, node: Node) -> None:
+        if node.holders:
+            return
         self.order[0].offer(node)
-        self.order[1].offer(node)
+        if node.copies[1].num_present:  # mostly there is none on the host
+            self.order[1].offer(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
             own[0].offer(node)
             own[1].offer(node)
 
     # Growing
 
-    def _link(self, parent: Node, node: Node) -> None:
-        key = node.first_key(self.block_token_bytes)
-        parent.children[key] = node
-        bisect.insort(parent.order, key)
-
     def _new_node(
         self,
         parent: Node,
-        tokens: bytes,
+        prompt: Prompt,
         copies: tuple[TierCopies, TierCopies],
-        extras: dict[int, bytes] | None,
         *,
         is_held: bool = False,
     ) -> Node:
-        """is_held: the lease that ends at the parent is to end here instead."""
-        node = Node(self._next_uid, parent, parent.space, tokens, copies)
+        """A child with the next blocks of `prompt`, as many as have `copies`; if only the tail is
+        left, with it. is_held: the lease that ends at the parent is to end here instead."""
+        tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
+        key = tokens[first * width : (first + 1) * width]
+        if prompt.extras:
+            key = child_key(key, prompt.extra(first))
+        node = Node(self._next_uid, parent, parent.space, key, copies)
+        node.put_tokens(tokens, first * width, min(node.end * width, len(tokens)))
         self._next_uid += 1
         self._tick += 1
         node.last_used = self._tick
-        node.extras = extras
-        self._link(parent, node)
+        if prompt.extras:
+            node.extras = _extras_of(prompt, first, node.end)
+        parent.children[key] = node
+        bisect.insort(parent.order, key)
         used, children = node.space.used, parent.present_children
         if device := copies[0].num_present:
             children[0] += 1
@@ -204,27 +210,23 @@ class Tree:
     ) -> Node:
         """Add blocks [pos, stop), which are not in the tree, ready in `slots`, below `pos` blocks
         of the path to `node`; returns the node they end in. held: where the caller's lease ends."""
-        width = self.block_token_bytes
-        tokens = prompt.tokens[pos * width : stop * width]
-        extras = (
-            {i: e for i, e in prompt.extras.items() if pos <= i < stop and e}
-            if prompt.extras
-            else None
-        )
         if pos < node.end:
             node = self._split(node, pos - node.start)
         elif self._grows_in_place(node, stop - pos, held):
             given = (slots, None) if tier is Tier.DEVICE else (None, slots)
             before = node.copies[tier].num_present
-            node.append(tokens, stop - pos, given)
-            if extras:
-                node.extras = (node.extras or {}) | extras
+            node.append(stop - pos, given)
+            node.put_tokens(
+                prompt.tokens, node.start * self.block_token_bytes, stop * self.block_token_bytes
+            )
+            if prompt.extras:
+                node.extras = _extras_of(prompt, node.start, stop)
             self._recount(tier, node, before)
             return node
-        ready = TierCopies(stop - pos, CopyState.READY, slots)
+        ready = TierCopies(stop - pos, _READY, slots)
         absent = TierCopies(stop - pos)
         copies = (ready, absent) if tier is Tier.DEVICE else (absent, ready)
-        return self._new_node(node, tokens, copies, extras, is_held=node is held)
+        return self._new_node(node, prompt, copies, is_held=node is held)
 
     def _grows_in_place(self, node: Node, num_blocks: int, held: Node) -> bool:
         """Only if nobody but the caller holds it: a lease of others would protect what is added,
@@ -244,14 +246,12 @@ class Tree:
         parent = node.parent
         assert parent is not None, "the root has no run"
         before = [copies.num_present > 0 for copies in node.copies]
-        key = node.first_key(self.block_token_bytes)
         upper = node.behead(self._next_uid, at)
         self._next_uid += 1
         upper.holders = int(node.holders > 0)
-        parent.children[key] = upper
-        lower_key = node.first_key(self.block_token_bytes)
-        upper.children[lower_key] = node
-        upper.order = [lower_key]
+        parent.children[upper.key] = upper
+        upper.children[node.key] = node
+        upper.order = [node.key]
         for tier in Tier:
             upper.present_children[tier] = int(node.copies[tier].num_present > 0)
             # The parent counted this run once; now it has the upper half for a child.
@@ -318,12 +318,8 @@ class Tree:
         """Take a node that has nothing left out of the tree; returns its parent."""
         parent = node.parent
         assert parent is not None, "the root stays"
-        key = node.first_key(self.block_token_bytes)
-        del parent.children[key]
-        if not parent.children:
-            parent.order = []
-        else:
-            del parent.order[bisect.bisect_left(parent.order, key)]
+        del parent.children[node.key]
+        del parent.order[bisect.bisect_left(parent.order, node.key)]
         self.order[0].forget(node)
         self.order[1].forget(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
@@ -338,3 +334,8 @@ class Tree:
         keep = int(resident[-1]) + 1
         if keep < node.num_blocks:
             node.truncate(keep)
+
+
+def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None:
+    """The extra keys of blocks [start, stop), None if there are none."""
+    return {i: e for i, e in prompt.extras.items() if start <= i < stop and e} or None

@@ -31,5 +31,10 @@ class WriteRule:
         return self.policy is WritePolicy.WRITE_THROUGH
 
     @property
+    def writes_early(self) -> bool:
+        """Whether some blocks are copied down before they are evicted."""
+        return self.policy in (WritePolicy.WRITE_THROUGH, WritePolicy.SELECTIVE)
+
+    @property
     def writes_on_eviction(self) -> bool:
         return self.policy is WritePolicy.WRITE_BACK

@@ -73,6 +73,7 @@ class TierBooks:
         self._not_stored = Seldom(log, "block not stored (x%d): %s")
         self.events = CacheEvents(self._digests_of)
         self.num_loads = 0  # on their way to the device: copies down make way for them
+        self.num_offloads = 0  # on their way to the host: they hold its slots until they end
         self.history = History()
         self.pins = Pins(self.index, self.capacity_changed)
         self._in_flight_slots: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}

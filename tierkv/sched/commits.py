@@ -74,13 +74,11 @@ class Commits:
         )
         node = request.lease.node
         self._tiers.events.tell(Happening.STORED, "device", node, first, request.lease.num_blocks)
-        adopted = inserted.adopted
-        if all(adopted):
-            request.is_private[first : first + len(adopted)] = False
-            self._running.cached(request, len(adopted))
+        if inserted.refused:
+            request.is_private[first : prompt.num_blocks] &= ~np.array(inserted.adopted, np.bool_)
         else:
-            request.is_private[first : first + len(adopted)] &= ~np.array(adopted, np.bool_)
-            self._running.cached(request, adopted.count(True))
+            request.is_private[first : prompt.num_blocks] = False
+        self._running.cached(request, len(slots) - len(inserted.refused))
         if request.claim is not None:
             self._computing.advance(request.claim, request.lease.node, request.lease.num_blocks)
         self._tiers.write_down(request.lease.node, request.lease.num_blocks)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+import numpy as np
+
+from tierkv.cache.copies import Mask
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
@@ -12,8 +18,9 @@ from tierkv.cache.space import Space
 from tierkv.errors import OutOfBlocksError
 from tierkv.sched.events import Happening
 from tierkv.sched.fetched import Progress
-from tierkv.sched.tiers import Tiers
+from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
+from tierkv.tasks import task_group
 
 
 class Source(Protocol):
@@ -22,6 +29,22 @@ class Source(Protocol):
     async def count_present(self, keys: Sequence[StoredKey]) -> int: ...
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]: ...
+
+
+_NO_ROOM = GetOutcome(GetStatus.MISS, "the host tier has no room")
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """kept: which of the slots the index has taken. has_ended: the others are free again."""
+
+    keys: Sequence[StoredKey]
+    slots: Ids
+    kept: Mask = field(init=False)
+    has_ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.kept = np.zeros(len(self.slots), np.bool_)
 
 
 class FetchGroups:
@@ -33,51 +56,110 @@ class FetchGroups:
         self._source = source
 
     async def take(self, count: int, space: Space) -> Ids | None:
-        """1 to `count` host slots, after copies that make room for them; None if none will."""
+        """1 to `count` host slots, after copies that make room for them, or that hold the host's
+        slots as long as they are on their way; None if there are none of these either."""
         tiers = self._tiers
         while True:
             try:
                 wanted = min(count, max(tiers.available(Tier.HOST), 1))
                 return tiers.take(Tier.HOST, wanted, space)
             except OutOfBlocksError:
-                if not tiers.is_making_room(Tier.HOST):
+                if not tiers.is_making_room(Tier.HOST) and not tiers.num_offloads:
                     return None
             await tiers.next_change()
 
     async def fetch(
-        self, prompt: Prompt, progress: Progress, keys: list[StoredKey], slots: Ids
+        self,
+        prompt: Prompt,
+        progress: Progress,
+        keys: Sequence[StoredKey],
+        on_arrival: Callable[[], None],
     ) -> bool:
-        """Fetch one group into `slots`; whether all of it arrived."""
-        tiers, index = self._tiers, self._index
-        tiers.lend(Tier.HOST, slots)
-        arrived = 0
-        kept = [False] * len(slots)
-        try:
-            outcomes = await self._source.fetch(keys, slots)
-            for result in outcomes:
-                if result.status is not GetStatus.HIT:
-                    progress.first_problem = result
-                    break
-                arrived += 1
-            first = progress.lease.num_blocks
-            blocks = sum(not key.is_tail for key in keys[:arrived])
-            if blocks:
-                progress.lease, inserted = index.insert(
-                    Tier.HOST, progress.lease, prompt, first + blocks, slots[:blocks]
+        """Fetch `keys`, which follow what `progress` has, in order; whether all of them arrived.
+
+        Two groups are on their way at a time, so that the store does not wait while one is taken
+        in. on_arrival: called with each that was. What is missing is `progress.first_problem`.
+        """
+        space = self._index.root_of(prompt).space
+        before: asyncio.Task[bool] | None = None
+        at = 0
+        async with task_group() as tasks:
+            while at < len(keys):
+                slots = await self.take(min(GROUP_BLOCKS, len(keys) - at), space)
+                if slots is None:
+                    if await _arrived(before):
+                        progress.first_problem = _NO_ROOM
+                    return False
+                group = _Group(keys[at : at + len(slots)], slots)
+                self._tiers.lend(Tier.HOST, slots)
+                coming = tasks.create_task(
+                    self._fetch(prompt, progress, group, before, on_arrival),
+                    name="tierkv-fetch-group",
                 )
-                kept[:blocks] = inserted.adopted
-                node = progress.lease.node
-                tiers.events.tell(Happening.STORED, "host", node, first, first + blocks)
-                index.mark_stored(progress.lease.node, first, first + blocks)
-            if arrived > blocks:
-                tail = index.insert_tail(Tier.HOST, progress.lease, prompt, int(slots[blocks]))
-                kept[blocks] = tail.adopted[0]
-                end = tail.num_blocks
-                tiers.events.tell(Happening.STORED, "host", tail.node, end - 1, end)
-                progress.tail = index.hold(tail.node, tail.num_blocks)
-                index.mark_stored(tail.node, tail.num_blocks - 1, tail.num_blocks)
-            progress.num_tokens += sum(key.num_tokens for key in keys[:arrived])
-        finally:
-            tiers.unlend(Tier.HOST, slots)
-            tiers.give(Tier.HOST, slots[[not k for k in kept]])
-        return arrived == len(keys)
+                # Not at the end of the task: one that is cancelled at once never begins.
+                coming.add_done_callback(partial(self._end, group))
+                if not await _arrived(before):
+                    return False
+                before = coming
+                at += len(slots)
+        return await _arrived(before)
+
+    async def _fetch(
+        self,
+        prompt: Prompt,
+        progress: Progress,
+        group: _Group,
+        before: asyncio.Task[bool] | None,
+        on_arrival: Callable[[], None],
+    ) -> bool:
+        """Fetch one group and put it into the index behind the one `before` it; whether all of it
+        is there."""
+        tiers, index = self._tiers, self._index
+        keys, slots, kept = group.keys, group.slots, group.kept
+        outcomes = await self._source.fetch(keys, slots)
+        if not await _arrived(before):
+            return False
+        arrived = 0
+        for result in outcomes:
+            if result.status is not GetStatus.HIT:
+                progress.first_problem = result
+                break
+            arrived += 1
+        first = progress.lease.num_blocks
+        blocks = sum(not key.is_tail for key in keys[:arrived])
+        if blocks:
+            progress.lease, inserted = index.insert(
+                Tier.HOST, progress.lease, prompt, first + blocks, slots[:blocks]
+            )
+            kept[:blocks] = inserted.adopted
+            node = progress.lease.node
+            tiers.events.tell(Happening.STORED, "host", node, first, first + blocks)
+            index.mark_stored(progress.lease.node, first, first + blocks)
+        if arrived > blocks:
+            tail = index.insert_tail(Tier.HOST, progress.lease, prompt, int(slots[blocks]))
+            kept[blocks] = tail.adopted[0]
+            end = tail.num_blocks
+            tiers.events.tell(Happening.STORED, "host", tail.node, end - 1, end)
+            progress.tail = index.hold(tail.node, tail.num_blocks)
+            index.mark_stored(tail.node, tail.num_blocks - 1, tail.num_blocks)
+        self._end(group)  # with the insertion, or for a turn of the loop two would own the slots
+        progress.num_tokens += sum(key.num_tokens for key in keys[:arrived])
+        if arrived < len(keys):
+            return False
+        on_arrival()
+        return True
+
+    def _end(self, group: _Group, _: asyncio.Task[bool] | None = None) -> None:
+        if group.has_ended:
+            return
+        group.has_ended = True
+        self._tiers.unlend(Tier.HOST, group.slots)
+        self._tiers.give(Tier.HOST, group.slots[~group.kept])
+
+
+async def _arrived(group: asyncio.Task[bool] | None) -> bool:
+    """Whether all of a group is in the index, once that is known; of none before the first: yes."""
+    if group is None:
+        return True
+    await asyncio.wait([group])
+    return not group.cancelled() and group.exception() is None and group.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from tierkv.cache.history import Event, Fate
 from tierkv.cache.index import Index, Lease
@@ -15,7 +16,7 @@ from tierkv.sched.fetched import Fetched, Progress
 from tierkv.sched.patience import Patience
 from tierkv.sched.seldom import Seldom
 from tierkv.sched.shared_tail import SharedTails
-from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
+from tierkv.sched.tiers import Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.transfer.storage_io import StorageIO
 
@@ -65,6 +66,7 @@ class Fetcher:
         *,
         deadline_s: float,
         policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,
+        on_arrival: Callable[[int], None] = lambda _: None,
     ) -> Fetched:
         """Bring what storage has of `prompt` beyond the local match, in order, without a gap.
 
@@ -72,10 +74,13 @@ class Fetcher:
         never raises for it. The result is what has arrived when `deadline_s` seconds are over
         (WAIT_COMPLETE: over without an arrival), or earlier, where it is not worth the wait; also
         if the store is not done with the host slots by then, which stay taken until it is.
-        Cancelling it leaves nothing held.
+        on_arrival: called with how many of the prompt's first blocks are on the host, while more
+        are fetched. Cancelling it leaves nothing held.
         """
         outcome: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
-        self._tiers.start(self._run(prompt, deadline_s, policy, outcome), name="tierkv-fetch")
+        self._tiers.start(
+            self._run(prompt, deadline_s, policy, outcome, on_arrival), name="tierkv-fetch"
+        )
         try:
             return await asyncio.shield(outcome)
         except asyncio.CancelledError:
@@ -93,6 +98,7 @@ class Fetcher:
         deadline_s: float,
         policy: FetchPolicy,
         outcome: asyncio.Future[Fetched],
+        on_arrival: Callable[[int], None],
     ) -> None:
         match = self._index.match(prompt)
         progress = Progress(self._index.hold(match.node, match.num_blocks))
@@ -104,7 +110,7 @@ class Fetcher:
                     scope, deadline_s, policy, lambda: self._go_on(prompt, progress, outcome)
                 )
                 with patience.watching():
-                    await self._fetch(prompt, progress, patience)
+                    await self._fetch(prompt, progress, patience, on_arrival)
         except TimeoutError:
             progress.ends(Fate.LATE, "storage took too long")
             # Before its deadline: the estimate was meant to end it.
@@ -177,7 +183,13 @@ class Fetcher:
             else:
                 self._ended_early.warn(problem.reason)
 
-    async def _fetch(self, prompt: Prompt, progress: Progress, patience: Patience) -> None:
+    async def _fetch(
+        self,
+        prompt: Prompt,
+        progress: Progress,
+        patience: Patience,
+        on_arrival: Callable[[int], None],
+    ) -> None:
         keys = await self._wait_for_others(prompt, progress, patience)
         if not keys:
             return
@@ -202,19 +214,14 @@ class Fetcher:
         self._tiers.decisions.fetch_storage += present > 0
         self._expect(progress, tokens)
         patience.until(None if patience.policy is FetchPolicy.DEADLINE else decision.give_up_s)
-        at = 0
-        while at < present:
-            group = keys[at : min(at + GROUP_BLOCKS, present)]
-            slots = await self._groups.take(len(group), self._index.root_of(prompt).space)
-            if slots is None:
-                progress.first_problem = GetOutcome(GetStatus.MISS, "the host tier has no room")
-                return
-            group = group[: len(slots)]
-            if not await self._groups.fetch(prompt, progress, group, slots):
-                return
+
+        def arrived() -> None:
             patience.arrived()
-            at += len(group)
-        if present < len(keys):
+            if progress.fate is None:  # else the request has gone on without it
+                on_arrival(progress.lease.num_blocks)
+
+        is_whole = await self._groups.fetch(prompt, progress, keys[:present], arrived)
+        if is_whole and present < len(keys):
             await self._fetch_shared_tail(prompt, progress)
 
     async def _fetch_shared_tail(self, prompt: Prompt, progress: Progress) -> None:

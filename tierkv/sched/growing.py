@@ -8,7 +8,7 @@ import numpy as np
 
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
-from tierkv.errors import OutOfBlocksError, RequestTooLargeError
+from tierkv.errors import OutOfBlocksError, OverQuotaError, RequestTooLargeError
 from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.running import Running
@@ -32,6 +32,7 @@ class Growing:
         self._starting = starting
         self._limits_of = limits_of
         self.extending: list[Request] = []
+        self._short_of_quota: set[Request] = set()  # of those, who wait for their own tenant only
 
     async def extend(self, request: Request, num_tokens: int) -> None:
         """Make room in the block table for `num_tokens` beyond the prompt's and the committed ones.
@@ -42,27 +43,49 @@ class Growing:
         the device, its tenant's quota or the limit of one request is too small for it.
         """
         request.check_wanted()
-        size = self._index.block_size
         tokens = request.prompt.num_tokens + num_tokens
-        count = -(-tokens // size) - len(request.block_table)
-        if count <= 0:
+        if not self._missing(request, tokens):
             return
-        self._check(request, len(request.block_table) + count, count)
+        self._check(request, tokens)
         self.extending.append(request)
         try:
-            while (slots := self._try_extend(request, count)) is None:
+            # Another extension of the same request may have brought what this one wants.
+            while count := self._missing(request, tokens):
+                slots = self._try_extend(request, count)
+                if slots is not None:
+                    self._grow(request, slots)
+                    break
                 await self._tiers.next_change()
                 request.check_wanted()
-                self._check(request, len(request.block_table) + count, count)
-            request.block_table = np.concatenate([request.block_table, slots])
-            request.is_private = np.concatenate([request.is_private, np.ones(count, np.bool_)])
-            self._running.grown(request, count)
+                self._check(request, tokens)
         finally:
             self.extending.remove(request)
+            if request not in self.extending:
+                self._short_of_quota.discard(request)
             self._tiers.capacity_changed()
 
-    def _check(self, request: Request, total: int, more: int) -> None:
+    def holds_up(self, space: str) -> bool:
+        """Whether a running request waits for blocks that one of this tenant might take: anybody's,
+        if the device is full, its tenant's, if it is only that one's quota."""
+        return any(
+            request not in self._short_of_quota or request.space == space
+            for request in self.extending
+        )
+
+    def _missing(self, request: Request, tokens: int) -> int:
+        """How many blocks its table lacks for so many tokens."""
+        return max(-(-tokens // self._index.block_size) - len(request.block_table), 0)
+
+    def _grow(self, request: Request, slots: Ids) -> None:
+        private = np.ones(len(slots), np.bool_)
+        request.block_table = np.concatenate([request.block_table, slots])
+        request.is_private = np.concatenate([request.is_private, private])
+        self._running.grown(request, len(slots))
+
+    def _check(self, request: Request, tokens: int) -> None:
         """Raise at once what no waiting would change."""
+        more = self._missing(request, tokens)
+        total = len(request.block_table) + more
         limits = self._limits_of(request.spec)
         space = self._index.root_of(request.prompt).space
         for most, what in (
@@ -81,9 +104,13 @@ class Growing:
     def _try_extend(self, request: Request, count: int) -> Ids | None:
         try:
             return self._starting.take(request.spec, count)
-        except OutOfBlocksError:
+        except OutOfBlocksError as error:
             if self._must_yield(request):
                 raise
+            if isinstance(error, OverQuotaError):
+                self._short_of_quota.add(request)
+            else:
+                self._short_of_quota.discard(request)
             return None
 
     def _must_yield(self, request: Request) -> bool:

@@ -13,7 +13,6 @@ from tierkv.cache.states import CopyState
 from tierkv.errors import ConfigError, OwnershipError
 from tierkv.sched.tiers import Tiers
 
-
 # Host memory is pinned once, and its address is known to lanes, stores and other nodes.
 _MORE = {
     Tier.DEVICE: "sleep and wake with as many",
@@ -79,7 +78,7 @@ class Lifecycle:
     def _alone(self, tier: Tier) -> Iterator[None]:
         if tier in self._changing:
             raise OwnershipError(
-                f"the {tier.name.lower()} tier is being resized or emptied: wait for that, or end it"
+                f"the {tier.name.lower()} tier is being resized or emptied: wait, or end that"
             )
         self._changing.add(tier)
         try:

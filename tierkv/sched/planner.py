@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -56,7 +55,8 @@ def check_size(index: Index, device_pool: BlockPool, spec: RequestSpec) -> None:
         )
 
 
-class Step(NamedTuple):
+@dataclass(slots=True)
+class Step:
     """One victim and what happens to it.
 
     must_copy: its bytes go to the tier below first, because the rule says so or because cached
@@ -91,6 +91,12 @@ def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRul
     steps: list[Step] = []
     forgotten: set[tuple[int, int]] = set()  # (uid, first forgotten block of the run)
     for victim in order.victims(missing):
+        node = victim.node
+        is_a_leafs_end = victim.stop == node.num_blocks and not node.children
+        if is_a_leafs_end and not (writes or node.copies[1 - tier].num_present):
+            forgotten.add((node.uid, victim.start))  # the common case, without a closer look
+            steps.append(Step(victim, must_copy=False))
+            continue
         for part, has_copy_below in _parts(victim, tier):
             if has_copy_below:
                 steps.append(Step(part, must_copy=False))

@@ -14,7 +14,7 @@ from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
 from tierkv.cache.states import CopyState
-from tierkv.errors import ConfigError, OutOfBlocksError
+from tierkv.errors import ConfigError, OverQuotaError
 from tierkv.sched.books import Parts, TierBooks
 from tierkv.sched.events import Happening
 from tierkv.sched.planner import Step, plan_eviction, plan_room
@@ -88,7 +88,7 @@ class Room(TierBooks, ABC):
         return slots
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int) -> None:
-        """Let `space` have `count` more. Raises OutOfBlocksError if what it holds is in the way."""
+        """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way."""
         quota, order = space.quota[tier], self.index.own_order(space, tier)
         if quota is None or order is None:
             return
@@ -97,7 +97,7 @@ class Room(TierBooks, ABC):
             steps = plan_eviction(order, tier, excess, self.rules[tier]) if is_possible else []
             if not steps or not self._make_room(tier, steps):
                 available = max(quota - space.used[tier], 0) + order.num_unheld
-                raise OutOfBlocksError(tier.name.lower(), needed=count, available=available)
+                raise OverQuotaError(tier.name.lower(), needed=count, available=available)
 
     def shrink_to_quota(self, tier: Tier, space: Space) -> None:
         """Evict what `space` has beyond its quota and nobody holds."""

@@ -231,7 +231,8 @@ class Scheduler:
 
     async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
         """Wait for blocks again, as the request of the same id, with all that is still cached of
-        the committed tokens; what is not, the engine computes. Raises what `admit` raises."""
+        the committed tokens; what is not, the engine computes. Raises what `admit` raises, and
+        OwnershipError if it is not preempted, or is abandoned meanwhile."""
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(f"request {request.request_id!r} is not preempted")
         while request in self._running.ending:
@@ -240,7 +241,11 @@ class Scheduler:
             request.spec, prompt=request.prompt, max_new_tokens=max_new_tokens, needs_logits=False
         )
         resumed = await self.admit(spec)
-        self.abandon(request)
+        try:
+            self.abandon(request)
+        except OwnershipError:  # it was abandoned, or ended, while it waited
+            self.end(resumed)
+            raise
         return resumed
 
     def abandon(self, request: Request) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tierkv.cache.keys import Prompt, chain, keys_of
 from tierkv.cache.match import Match
 from tierkv.sched.tiers import Tiers
@@ -24,6 +26,45 @@ async def stored_beyond(
 
     match: of this prompt, from this moment. Raises StoreUnavailableError.
     """
+    end = await _follow(tiers, storage, prompt, match, piece_blocks)
+    return end.num_blocks, end.num_tokens
+
+
+async def tokens_beyond(tiers: Tiers, storage: StorageIO, prompt: Prompt, match: Match) -> int:
+    """How many tokens a fetch would bring: what follows `match` without a gap, and then the first
+    tokens of a tail that another prompt left there; none for what is cached here in part already.
+
+    match: of this prompt, from this moment. Raises StoreUnavailableError.
+    """
+    here = match.partial.num_tokens if match.partial else 0
+    rest = prompt.num_tokens - match.num_blocks * prompt.block_size
+    if here >= rest:
+        return 0
+    end = await _follow(tiers, storage, prompt, match, PIECE_BLOCKS)
+    if not end.missing:
+        return end.num_tokens
+    block = match.num_blocks + end.num_blocks
+    wanted, extra = prompt.block(block), prompt.extra(block)
+    tail = await storage.tails.best(end.parent, wanted, extra, prompt.space, missing=end.missing)
+    shared = tail.num_shared if tail is not None else 0
+    if not end.num_blocks and shared <= here:
+        return 0
+    return end.num_tokens + shared
+
+
+class _End(NamedTuple):
+    """Where storage's answer ends. parent: the digest of the last block before it. missing: digests
+    of what was asked for from there on, () if nothing is missing."""
+
+    num_blocks: int
+    num_tokens: int
+    parent: bytes
+    missing: tuple[bytes, ...]
+
+
+async def _follow(
+    tiers: Tiers, storage: StorageIO, prompt: Prompt, match: Match, piece_blocks: int
+) -> _End:
     known = tiers.index.digests(match.node, match.num_blocks)
     parent = known[-1] if known else match.node.space.root_digest
     start, num_blocks, num_tokens = match.num_blocks, 0, 0
@@ -36,6 +77,7 @@ async def stored_beyond(
         found = await storage.count_present(keys) if keys else 0
         num_blocks += found
         num_tokens += sum(key.num_tokens for key in keys[:found])
+        parent = digests[found - 1] if 0 < found <= len(digests) else parent
         if found < len(keys) or stop == prompt.num_blocks:
-            return num_blocks, num_tokens
-        parent, start = digests[-1], stop
+            return _End(num_blocks, num_tokens, parent, tuple(one.digest for one in keys[found:]))
+        start = stop

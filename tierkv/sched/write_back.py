@@ -76,13 +76,17 @@ class WriteBack(Room):
         """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""
         index = self.index
         index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
+        self.num_offloads += 1
         return self.mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
 
     async def _end_offload(self, node: Node, first: int, stop: int, movement: Movement) -> bool:
         """Wait for the copy and note its result; whether the blocks have a host copy now."""
         index = self.index
         try:
-            await movement.done()
+            try:
+                await movement.done()
+            finally:
+                self.num_offloads -= 1
         except TransferError as error:
             log.warning("offload of %d blocks failed: %s", stop - first, error)
             self.stats.failed_transfers += 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from tierkv.cache.keys import Prompt
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Event
 from tierkv.pd import status
@@ -50,20 +51,29 @@ class Handing:
         first_tokens: Sequence[int],
         *,
         after: Sequence[Event] = (),
+        sampling: Mapping[str, str] | None = None,
     ) -> Published:
         """Store the request's computed prompt, and a ticket for it; see Handoff.publish."""
         deadline_s = self._settings.publish_deadline_s
         return await self._the_handoff().publish(
-            request, ticket_id, first_tokens, after=after, deadline_s=deadline_s
+            request,
+            ticket_id,
+            first_tokens,
+            after=after,
+            sampling=sampling,
+            deadline_s=deadline_s,
         )
 
-    def stream(self, request: Request, ticket_id: str) -> Stream | None:
+    def stream(
+        self, request: Request, ticket_id: str, *, sampling: Mapping[str, str] | None = None
+    ) -> Stream | None:
         """Publish the request's prompt while it is computed; None if the settings say otherwise.
         See Stream."""
         handoff = self._the_handoff()
         if not self._settings.streams:
             return None
-        return Stream(handoff, request, ticket_id, deadline_s=self._settings.publish_deadline_s)
+        deadline_s = self._settings.publish_deadline_s
+        return Stream(handoff, request, ticket_id, sampling=sampling, deadline_s=deadline_s)
 
     async def claim(
         self, spec: RequestSpec, ticket_id: str, policy: ClaimPolicy, deadline_s: float | None
@@ -78,6 +88,11 @@ class Handing:
         """How a ticket stands, of whatever node it is; without waiting for it."""
         handoff = self._the_handoff()
         return await status.look(handoff.tickets, handoff.lease, ticket_id)
+
+    async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
+        """See Tickets.check_free."""
+        handoff = self._the_handoff()
+        await handoff.tickets.check_free(ticket_id, prompt, handoff.lease)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
         """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""

@@ -8,30 +8,35 @@ from contextlib import suppress
 
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.cache.states import CopyState
 from tierkv.errors import StoreUnavailableError
 from tierkv.observe import Lookup
 from tierkv.sched.explain import Explanation, Surroundings, explain
-from tierkv.sched.stored import stored_beyond
+from tierkv.sched.stored import stored_beyond, tokens_beyond
 from tierkv.service.parts import Parts
 
 
 async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
     """See Service.lookup."""
-    match = parts.index.match(prompt)
-    size = prompt.block_size
-    stored: int | None = 0
-    storage = parts.tiers.storage
+    match, size = parts.index.match(prompt), prompt.block_size
+    storage, stored = parts.tiers.storage, 0
+    is_known = True
     if storage is not None:
         try:
-            _, stored = await stored_beyond(parts.tiers, storage, prompt, match)
+            stored = await tokens_beyond(parts.tiers, storage, prompt, match)
         except StoreUnavailableError:
-            stored = None
-    return Lookup(
-        num_tokens=prompt.num_tokens,
-        device_tokens=(match.device_blocks + match.loading_blocks) * size,
-        host_tokens=match.host_blocks * size,
-        storage_tokens=stored,
-    )
+            is_known = False
+    device = (match.device_blocks + match.loading_blocks) * size
+    host = match.host_blocks * size
+    partial = match.partial
+    if partial is not None and not stored:  # else storage has more of that block
+        [state] = parts.index.states(Tier.DEVICE, partial.node, partial.block, partial.block + 1)
+        if state is CopyState.READY:
+            device += partial.num_tokens
+        else:
+            host += partial.num_tokens
+    return Lookup(prompt.num_tokens, device, host, stored if is_known else None)
 
 
 async def num_stored_blocks(parts: Parts, prompt: Prompt, deadline_s: float) -> int | None:

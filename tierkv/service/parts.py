@@ -20,6 +20,7 @@ from tierkv.pd.handoff import Handoff
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ledger import Ledger
 from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.small import SmallValues
 from tierkv.pd.staging import Staging
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.tickets import Tickets
@@ -110,9 +111,11 @@ class Parts:
 
     def _hand_over(self, made_of: MadeOf, direct: Direct, stats: HandoffStats) -> None:
         settings, storage, clock = made_of.handoff, self._storage.io, made_of.clock
-        lease = ProducerLease(storage, clock, lease_s=settings.producer_lease_s)
+        values = SmallValues(storage.store, self._storage.options.small)
+        lease = ProducerLease(storage, values, clock, lease_s=settings.producer_lease_s)
         tickets = Tickets(
             storage,
+            values,
             self.tiers,
             made_of.fingerprints,
             clock,
@@ -148,6 +151,8 @@ class Parts:
             yield
         self.tiers.pins.clear()
         wrong = self.verify()
+        if self.fetcher.num_held:
+            wrong.append(f"{self.fetcher.num_held} fetched prompts were never released")
         wrong += [f"request {r.request_id!r} never ended" for r in self.scheduler.running_requests]
         if wrong:
             raise InvariantError(tuple(wrong))

@@ -95,6 +95,7 @@ class Service:
         self.publish, self.stream = handing.publish, handing.stream
         self.ticket_state, self.forget_ticket = handing.ticket_state, handing.forget_ticket
         self.acknowledge, self.issued_tickets = handing.acknowledge, handing.issued_tickets
+        self.check_ticket_is_free = handing.check_ticket_is_free
 
     @property
     def planes(self) -> Planes:

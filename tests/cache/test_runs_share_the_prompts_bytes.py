@@ -1,0 +1,143 @@
+"""A run refers to the bytes of the prompt it came with where that wastes little, else copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierkv.cache import invariants
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Node, Tier, child_key, fitting
+from tierkv.cache.pool import BlockPool
+from tierkv.cache.tokens import common_tokens, common_tokens_at, pack
+
+SIZE = 4
+CAPACITY = 200
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.index = Index(SIZE)
+        self.pool = BlockPool("device", CAPACITY)
+
+    def run(self, tokens: list[int]) -> Node:
+        """Where a prompt ends that was computed and is held no more."""
+        prompt = Prompt.of(tokens, SIZE)
+        match = self.index.match(prompt)
+        lease = self.index.hold(match.node, match.num_blocks)
+        slots = self.pool.allocate(prompt.num_blocks - match.num_blocks)
+        lease, inserted = self.index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+        self.index.release(lease)
+        return inserted.node
+
+    def evict(self, count: int) -> None:
+        for victim in self.index.order[Tier.DEVICE].victims(count):
+            self.pool.release(self.index.drop(Tier.DEVICE, *victim))
+
+    def findings(self) -> list[str]:
+        nobody: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        pools = {Tier.DEVICE: self.pool, Tier.HOST: BlockPool("host", 0)}
+        return invariants.findings(self.index, pools, nobody)
+
+    def check(self) -> None:
+        assert self.findings() == []
+
+
+def numbered(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+def test_a_prompt_that_shares_little_is_not_copied() -> None:
+    cache = Cache()
+    shared = numbered(2 * SIZE)
+    cache.run(shared)
+    cache.run(shared + numbered(SIZE, 5000))  # so that what follows branches off
+    tokens = pack(shared + numbered(40 * SIZE, 1000))
+    prompt = Prompt(tokens, SIZE)
+    match = cache.index.match(prompt)
+    lease = cache.index.hold(match.node, match.num_blocks)
+    lease, inserted = cache.index.insert(
+        Tier.DEVICE, lease, prompt, prompt.num_blocks, cache.pool.allocate(40)
+    )
+    assert inserted.node.packed is tokens
+    assert inserted.node.tokens == tokens[2 * SIZE * 4 :]
+    cache.index.release(lease)
+    cache.check()
+    inserted.node.packed = b"\7" * 2 * SIZE * 4 + tokens[2 * SIZE * 4 :]
+    (wrong,) = cache.findings()
+    assert "other tokens before its own" in wrong
+
+
+def test_a_prompt_that_shares_most_leaves_nothing_of_itself_in_memory() -> None:
+    cache = Cache()
+    shared = numbered(40 * SIZE)
+    cache.run(shared)
+    cache.run(shared + numbered(SIZE, 5000))  # so that what follows branches off
+    node = cache.run(shared + numbered(2 * SIZE, 1000))
+    assert len(node.packed) == 2 * SIZE * 4
+    cache.check()
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=8), st.data())
+def test_matches_are_right_whatever_was_split_grown_and_cut(
+    shapes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Prompts that share `at` blocks with a base prompt and then go their own way; in between
+    some blocks are evicted. What matches is what the nodes' own tokens say."""
+    cache, base = Cache(), numbered(30 * SIZE)
+    prompts = [base]
+    cache.run(base)
+    for number, (at, more) in enumerate(shapes, start=1):
+        prompts.append(base[: at * SIZE] + numbered(more * SIZE, 1000 * number))
+        cache.evict(max(len(prompts[-1]) // SIZE - cache.pool.num_free, 0))
+        cache.run(prompts[-1])
+        cache.evict(data.draw(st.integers(0, 9)))
+        cache.check()
+    for tokens in prompts:
+        packed = pack(tokens)
+        match = cache.index.match(Prompt(packed, SIZE))
+        path = b"".join(node.tokens for node in reversed(list(match.node.path())))
+        assert path[: match.num_blocks * SIZE * 4] == packed[: match.num_blocks * SIZE * 4]
+        slots = cache.index.slots(Tier.DEVICE, match.node, 0, match.num_blocks)
+        assert len(set(slots.tolist())) == match.num_blocks
+
+
+@given(st.binary(max_size=200), st.data())
+def test_fitting_bytes_are_the_same_bytes_and_waste_an_eighth_at_most(
+    packed: bytes, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, len(packed)))
+    stop = data.draw(st.integers(start, len(packed)))
+    kept, at = fitting(packed, start, stop)
+    assert kept[at : at + stop - start] == packed[start:stop]
+    assert len(kept) * 8 <= (stop - start) * 9
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    st.sampled_from([b"", b"\0", b"\0\0", b"\1" * 4, pack([0, 1])]),
+    st.sampled_from([b"", b"\0", b"\0\0", b"\1" * 4, pack([0, 1])]),
+)
+def test_different_blocks_have_different_keys(
+    left: list[int], right: list[int], extra: bytes, other: bytes
+) -> None:
+    is_same = (left, extra) == (right, other)
+    assert (child_key(pack(left), extra) == child_key(pack(right), other)) == is_same
+
+
+@pytest.mark.parametrize("shared", [0, 1, 256, 257, 2304, 18_687, 18_688, 40_000])
+def test_common_tokens_are_counted_beyond_every_window(shared: int) -> None:
+    left = np.arange(40_000, dtype=np.int32)
+    right = left.copy()
+    right[shared:] += 1
+    packed, other = left.tobytes(), b"\7" * 8 + right.tobytes()
+    assert common_tokens_at(packed, 0, other, 8, 40_000) == shared
+    if shared > 3:
+        assert common_tokens_at(packed, 12, other, 20, 39_997) == shared - 3
+        assert common_tokens_at(packed, 0, other, 8, 3) == 3
+    assert common_tokens(packed, other[8:]) == shared

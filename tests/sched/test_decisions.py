@@ -1,0 +1,90 @@
+"""What is decided for blocks a request lacks is counted, once for each, by decision and tier."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+
+from tests.latch import finish, turns, until
+from tests.sched.test_fetch import filled, tokens
+from tests.world import World, world
+from tierkv.cache.node import Tier
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+
+
+def decided(on: World) -> dict[str, int]:
+    """Those that are not 0."""
+    counts: dict[str, int] = asdict(on.service.stats().decisions)
+    return {name: count for name, count in counts.items() if count}
+
+
+async def test_nothing_is_decided_where_nothing_is_cached_or_all_is_there() -> None:
+    async with world() as on:
+        await on.run(tokens(18))
+        await on.run(tokens(18))
+        assert decided(on) == {}
+
+
+async def test_a_load_from_the_host() -> None:
+    async with world(device_blocks=8, host_write=WritePolicy.WRITE_THROUGH) as on:
+        await on.run(tokens(16))
+        await on.service.resize(Tier.DEVICE, 1)
+        await on.service.resize(Tier.DEVICE, 8)
+        await on.run(tokens(16))
+        assert decided(on) == {"load_host": 1}
+
+
+async def test_a_fetch_and_one_that_waits_for_it() -> None:
+    async with world(store=await filled(tokens(18))) as on:
+        on.the_store.hold()
+        both = [asyncio.ensure_future(on.admit(tokens(18))) for _ in range(2)]
+        await finish(on.the_store.until_held(1))
+        await turns(5)
+        on.the_store.release()
+        for one in both:
+            on.service.end(await finish(one))
+        await on.settle()
+        assert decided(on) == {"fetch_storage": 1, "wait_storage": 1, "load_host": 1}
+
+
+async def test_computing_what_storage_would_bring_more_slowly_or_too_late() -> None:
+    async with world(store=await filled(tokens(18))) as on:
+        on.service.note_prefill(1000, 10.0)
+        on.service.estimator.note_fetch(1.0, 1e6)
+        await on.run(tokens(18))
+        assert decided(on) == {"recompute_storage": 1}
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.05) as on:
+        on.the_store.hold()
+        request = await on.admit(tokens(18))
+        on.the_store.release()
+        on.service.end(request)
+        await on.settle()
+        assert decided(on) == {"recompute_late": 1}
+
+
+async def test_waiting_for_one_that_computes() -> None:
+    async with world() as on:
+        on.service.note_prefill(1000, 1000.0)
+        owner = await on.admit(tokens(16))
+        waits = asyncio.ensure_future(on.admit([*tokens(16), 99]))
+        await until(lambda: on.service.stats().requests.shared_waits == 1, "a wait")
+        assert decided(on) == {"wait_device": 1}
+        await on.prefill(owner, tokens(16))
+        on.service.end(await finish(waits))
+        on.service.end(owner)
+        await on.settle()
+
+
+async def test_computing_although_another_one_does_since_that_one_is_behind() -> None:
+    async with world() as on:
+        on.service.note_prefill(1000, 1000.0)  # 32 s for the owner's, and hardly one is over
+        owner = await on.admit(tokens(32))
+        on.compute(owner, tokens(16))
+        await on.service.commit(owner, pack(tokens(16)))
+        request = await on.admit([*tokens(32), 99])  # of which 16 tokens are left
+        assert request.cached_tokens == 16
+        assert decided(on) == {"recompute_device": 1}
+        on.service.end(request)
+        on.service.end(owner)
+        await on.settle()

@@ -1,0 +1,105 @@
+"""A lookup says what an admission finds: whole blocks, tails, and shared beginnings, by tier."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.latch import finish
+from tests.world import World, world
+from tierkv.cache.node import Tier
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.observe import Lookup
+from tierkv.sched.request import Matched, RequestSpec
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+THROUGH = WritePolicy.WRITE_THROUGH
+SHAPES = [1, 3, 4, 5, 8, 10, 11, 12, 15]  # blocks of 4
+
+
+async def filled(*prompts: list[int]) -> MemoryStore:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with world(store=store, host_write=THROUGH, storage_write=THROUGH) as other:
+        for prompt in prompts:
+            await other.run(prompt)
+    return store
+
+
+async def found(on: World, prompt: list[int]) -> Matched:
+    """What a request finds that computes nothing: a lookup counts the last token, too."""
+    service, asked = on.service, on.prompt(prompt)
+    fetched = None
+    if service.tiers.storage is not None:
+        fetched = await finish(service.fetcher.fetch(asked, deadline_s=5.0))
+    spec = RequestSpec("found", asked, 0, needs_logits=False)
+    request = await finish(service.scheduler.admit(spec, fetched))
+    await request.gate.all_layers(20.0)
+    on.check_kv(request, prompt, request.cached_tokens)
+    service.end(request)
+    await on.settle()
+    return request.matched
+
+
+def said(lookup: Lookup) -> Matched:
+    assert lookup.storage_tokens is not None
+    return Matched(lookup.device_tokens, lookup.host_tokens, lookup.storage_tokens)
+
+
+def asking(length: int, shared: int) -> list[int]:
+    """A prompt of `length` tokens, of which the first `shared` are 0, 1, 2, ..."""
+    return [token if token < shared else 900 + token for token in range(length)]
+
+
+@pytest.mark.parametrize("cached", SHAPES)
+async def test_on_the_device(cached: int) -> None:
+    async with world() as on:
+        for length in SHAPES:
+            for shared in (0, length - 1, length):
+                on.service.reset()
+                await on.run(list(range(cached)))
+                prompt = asking(length, shared)
+                lookup = await on.service.lookup(on.prompt(prompt))
+                assert said(lookup) == await found(on, prompt)
+                assert lookup.device_tokens == min(cached, shared)
+
+
+@pytest.mark.parametrize("cached", SHAPES)
+async def test_on_the_host(cached: int) -> None:
+    async with world(host_write=THROUGH) as on:
+        await on.run(list(range(cached)))
+        for node in list(on.service.index.nodes()):
+            if not node.children:
+                on.service.tiers.evict_below(Tier.DEVICE, node, 0)
+        for shared in (0, cached - 1, cached):
+            prompt = asking(cached + 2, shared)
+            lookup = await on.service.lookup(on.prompt(prompt))
+            assert lookup.device_tokens + lookup.host_tokens == shared
+            assert said(lookup) == await found(on, prompt)
+
+
+@pytest.mark.parametrize("stored", SHAPES)
+async def test_in_storage(stored: int) -> None:
+    store = await filled(list(range(stored)))
+    for length in SHAPES:
+        for shared in {length - 1, length, min(stored, length)}:
+            prompt = asking(length, shared)
+            async with world(store=store) as on:
+                lookup = await on.service.lookup(on.prompt(prompt))
+                assert said(lookup) == await found(on, prompt), f"{length} tokens, {shared} shared"
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_of_what_is_cached_here_and_what_is_stored(seed: int) -> None:
+    rng = random.Random(seed)
+    stored = [asking(rng.randrange(1, 22), rng.randrange(20)) for _ in range(3)]
+    near = [asking(rng.randrange(1, 22), rng.randrange(20)) for _ in range(2)]
+    store = await filled(*stored)
+    for _ in range(6):
+        prompt = asking(rng.randrange(1, 24), rng.randrange(24))
+        async with world(store=store, host_write=THROUGH) as on:
+            for one in near:
+                await on.run(one)
+            lookup = await on.service.lookup(on.prompt(prompt))
+            assert said(lookup) == await found(on, prompt)

@@ -1,0 +1,272 @@
+"""What happens when somebody leaves, twice asks, or breaks in the middle of something."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.sched.test_fetch import filled
+from tests.world import World, world
+from tierkv.cache.node import Tier
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import (
+    DuplicateRequestError,
+    OwnershipError,
+    RequestAbortedError,
+    ShuttingDownError,
+    TransferError,
+)
+from tierkv.gpu.protocol import Direction
+from tierkv.sched.request import Request, RequestState
+
+NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return [base + token for token in range(count)]
+
+
+async def preempted(on: World, prompt: list[int]) -> Request:
+    request = await on.admit(prompt, name="moves")
+    await on.prefill(request, prompt)
+    on.service.preempt(request)
+    return request
+
+
+# Preempt and resume
+
+
+async def test_one_that_is_abandoned_while_it_comes_back_leaves_nothing_running() -> None:
+    async with world(device_blocks=4, host_write=NONE) as on:
+        request = await preempted(on, tokens(8))
+        other = await on.admit(tokens(16, 100))
+        comes_back = asyncio.ensure_future(on.service.resume(request, max_new_tokens=0))
+        await turns(5)
+        on.service.scheduler.abandon(request)
+        on.service.end(other)
+        with pytest.raises(OwnershipError):
+            await finish(comes_back)
+        assert on.service.stats().running_requests == 0
+        await on.settle()
+
+
+async def test_of_two_that_bring_one_back_one_is_refused() -> None:
+    async with world(host_write=NONE) as on:
+        request = await preempted(on, tokens(8))
+        results = await asyncio.gather(
+            on.service.resume(request, max_new_tokens=0),
+            on.service.resume(request, max_new_tokens=0),
+            return_exceptions=True,
+        )
+        back = [one for one in results if isinstance(one, Request)]
+        refused = [
+            one for one in results if isinstance(one, DuplicateRequestError | OwnershipError)
+        ]
+        assert (len(back), len(refused)) == (1, 1)
+        on.service.end(back[0])
+        await on.settle()
+
+
+async def test_a_return_that_is_aborted_can_be_tried_again() -> None:
+    async with world(device_blocks=4) as on:
+        request = await preempted(on, tokens(8))
+        other = await on.admit(tokens(16, 100))
+        comes_back = asyncio.ensure_future(on.service.resume(request, max_new_tokens=0))
+        await turns(5)
+        assert on.service.abort("moves")
+        with pytest.raises(RequestAbortedError):
+            await finish(comes_back)
+        assert request.state is RequestState.PREEMPTED
+        on.service.end(other)
+        back = await finish(on.service.resume(request, max_new_tokens=0))
+        await back.gate.all_layers(20.0)
+        on.check_kv(back, tokens(8), back.cached_tokens)
+        assert back.cached_tokens == 8
+        on.service.end(back)
+        await on.settle()
+
+
+async def test_one_preempted_while_it_loads_comes_back_with_every_byte() -> None:
+    async with world(device_blocks=8, host_write=THROUGH) as on:
+        await on.run(tokens(16))
+        await on.service.resize(Tier.DEVICE, 1)
+        await on.service.resize(Tier.DEVICE, 8)
+        on.latch.hold(Direction.LOAD)
+        request = await on.admit(tokens(16))
+        await on.latch.until_held()
+        on.service.preempt(request)
+        comes_back = asyncio.ensure_future(on.service.resume(request, max_new_tokens=0))
+        await turns(10)
+        assert not comes_back.done(), "its blocks are being written still"
+        on.latch.release()
+        back = await finish(comes_back)
+        await on.prefill(back, tokens(16))
+        on.service.end(back)
+        await on.settle()
+
+
+async def test_a_drain_refuses_one_that_comes_back() -> None:
+    async with world() as on:
+        request = await preempted(on, tokens(8))
+        on.service.drain()
+        with pytest.raises(ShuttingDownError):
+            await finish(on.service.resume(request, max_new_tokens=0))
+        on.service.scheduler.abandon(request)
+        await on.settle()
+
+
+# Extend
+
+
+async def test_two_extensions_to_the_same_length_take_the_blocks_once() -> None:
+    async with world(device_blocks=8, host_write=NONE) as on:
+        request = await on.admit(tokens(8))
+        other = await on.admit(tokens(20, 100))
+        both = asyncio.gather(
+            on.service.extend(request, 8), on.service.extend(request, 8), return_exceptions=True
+        )
+        await turns(5)
+        on.service.end(other)
+        assert list(await finish(both)) == [None, None]
+        assert len(request.block_table) == 4
+        on.service.end(request)
+        await on.settle()
+
+
+@pytest.mark.parametrize("how", ["end", "preempt"])
+async def test_one_that_goes_while_it_waits_to_grow_hears_of_it(how: str) -> None:
+    async with world(device_blocks=4, host_write=NONE) as on:
+        request, other = await on.admit(tokens(8)), await on.admit(tokens(8, 100))
+        grows = asyncio.ensure_future(on.service.extend(request, 8))
+        await turns(5)
+        if how == "end":
+            on.service.end(request)
+        else:
+            on.service.preempt(request)
+        with pytest.raises(OwnershipError):
+            await finish(grows)
+        if how == "preempt":
+            on.service.scheduler.abandon(request)
+        on.service.end(other)
+        await on.settle()
+        assert on.service.tiers.available(Tier.DEVICE) == 4
+
+
+# Cancelled
+
+
+async def test_one_cancelled_in_the_moment_in_which_it_is_admitted_does_not_run() -> None:
+    async with world(device_blocks=4, host_write=NONE) as on:
+        other = await on.admit(tokens(16))
+        waits = asyncio.ensure_future(
+            on.service.admit("waits", on.prompt(tokens(16, 100)), max_new_tokens=0)
+        )
+        await turns(5)
+        on.service.end(other)
+        assert on.service.stats().running_requests == 1, "it is admitted, and does not know yet"
+        waits.cancel()
+        await asyncio.wait([waits])
+        assert waits.cancelled()
+        assert on.service.stats().running_requests == 0
+        assert on.service.tiers.available(Tier.DEVICE) == 4
+        await on.settle()
+
+
+# Stores and ranks
+
+
+async def test_a_store_detached_in_the_middle_of_a_fetch_costs_only_what_it_had() -> None:
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=10.0) as on:
+        on.the_store.hold()
+        waits = asyncio.ensure_future(on.admit(tokens(18), name="waits"))
+        await finish(on.the_store.until_held(1))
+        assert on.service.detach_storage()
+        on.the_store.release()
+        request = await finish(waits)
+        await on.prefill(request, tokens(18))
+        on.service.end(request)
+        await on.settle()
+        later = await on.admit(tokens(18, 100))
+        on.service.end(later)
+        await on.settle()
+
+
+async def test_a_store_that_hangs_and_is_detached_lets_the_request_compute() -> None:
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.2) as on:
+        on.the_store.hold()
+        waits = asyncio.ensure_future(on.admit(tokens(18), name="waits"))
+        await finish(on.the_store.until_held(1))
+        on.service.detach_storage()
+        request = await finish(waits)
+        assert request.cached_tokens == 0
+        await on.prefill(request, tokens(18))
+        on.service.end(request)
+        on.the_store.release()
+        await on.settle()
+
+
+async def test_a_flush_under_way_when_the_store_is_detached_leaves_no_belief() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as on:
+        on.the_store.hold_writes()
+        request = await on.admit(tokens(16))
+        await on.prefill(request, tokens(16))
+        on.service.end(request)
+        await finish(on.the_store.until_held(1))
+        on.service.detach_storage()
+        on.the_store.release()
+        await on.settle()
+        found = await on.service.lookup(on.prompt(tokens(16)))
+        assert (found.device_tokens, found.storage_tokens) == (16, 0)
+
+
+async def test_a_cancel_of_the_only_waiter_in_the_middle_of_a_fetch_frees_the_host() -> None:
+    async with world(store=await filled(tokens(18)), host_blocks=8) as on:
+        on.the_store.hold()
+        waits = asyncio.ensure_future(on.admit(tokens(18)))
+        await finish(on.the_store.until_held(1))
+        waits.cancel()
+        await asyncio.wait([waits])
+        on.the_store.release()
+        await until(lambda: on.service.tiers.num_tasks == 0, "the end of the fetch")
+        assert on.service.fetcher.num_held == 0
+        assert on.service.tiers.available(Tier.HOST) == 8
+        await on.settle()
+
+
+async def test_a_request_whose_fetch_is_aborted_does_not_take_it_from_another() -> None:
+    async with world(store=await filled(tokens(18))) as on:
+        on.the_store.hold()
+        first = asyncio.ensure_future(on.admit(tokens(18), name="first"))
+        await finish(on.the_store.until_held(1))
+        second = asyncio.ensure_future(on.admit(tokens(18), name="second"))
+        await turns(5)
+        assert on.service.abort("first")
+        with pytest.raises(RequestAbortedError):
+            await finish(first)
+        on.the_store.release()
+        request = await finish(second)
+        assert request.cached_tokens == 17
+        await on.prefill(request, tokens(18))
+        on.service.end(request)
+        await on.settle()
+
+
+async def test_one_whose_commit_waits_for_a_failed_load_ends_without_a_trace() -> None:
+    async with world(device_blocks=8, host_write=THROUGH) as on:
+        await on.run(tokens(16))
+        await on.service.resize(Tier.DEVICE, 1)
+        await on.service.resize(Tier.DEVICE, 8)
+        on.latch.hold(Direction.LOAD)
+        request = await on.admit([*tokens(16), 99])
+        on.latch.fail_next(Direction.LOAD, 1)
+        commits = asyncio.ensure_future(on.service.commit(request, request.spec.prompt.tokens))
+        await turns(5)
+        on.latch.release()
+        with pytest.raises(TransferError):
+            await finish(commits)
+        on.service.end(request)
+        await on.settle()
+        matched = await on.run(tokens(16))  # every byte is checked
+        assert matched.host_tokens == 11  # the end of what failed to load
