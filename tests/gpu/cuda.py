@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -14,6 +18,7 @@ from tierkv.cache.layout import Layout
 from tierkv.gpu.protocol import Planes
 
 Bytes2D = npt.NDArray[np.uint8]
+ROOT = Path(__file__).parents[2]
 
 _HOLD = r"""
 // Spins until the word in mapped host memory is no longer 0: holds its stream for as long.
@@ -51,13 +56,17 @@ class StreamLatch:
 
 @contextmanager
 def held(cupy: ModuleType, stream: object) -> Iterator[StreamLatch]:
-    """A latch that holds `stream` now, and never longer than the body."""
+    """A latch that holds `stream` now, and never longer than the body. Nothing is collected
+    meanwhile: to free GPU memory, of an earlier test say, waits for every kernel, this one too."""
     latch = StreamLatch(cupy)
+    gc.collect()
+    gc.disable()
     latch.hold(stream)
     try:
         yield latch
     finally:
         latch.release()
+        gc.enable()
 
 
 def write_plane(cupy: ModuleType, planes: Planes, index: int, rows: Bytes2D) -> None:
@@ -82,3 +91,17 @@ def write_blocks(cupy: ModuleType, planes: Planes, blocks: Bytes2D) -> None:
     layout: Layout = planes.layout
     for index, (plane, start) in enumerate(zip(layout.planes, layout.offsets, strict=True)):
         write_plane(cupy, planes, index, blocks[:, start : start + plane.block_bytes])
+
+
+def run_python(script: str, *arguments: str) -> str:
+    """What it prints, in a process of its own; an error of it is one of the test."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

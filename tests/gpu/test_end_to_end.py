@@ -48,14 +48,16 @@ class GpuNode:
         self._count = 0
 
     @asynccontextmanager
-    async def running(self, store: Store | None = None) -> AsyncIterator[GpuNode]:
+    async def running(
+        self, store: Store | None = None, *, device_blocks: int = 64
+    ) -> AsyncIterator[GpuNode]:
         device = CudaDevice()
         self.service = Service(
             device,
             Fingerprint("exact", self.model.layout),
             CacheSettings(
                 block_size=BLOCK_SIZE,
-                device_blocks=64,
+                device_blocks=device_blocks,
                 host_blocks=512,
                 host_write=WritePolicy.WRITE_BACK,
             ),
@@ -155,6 +157,26 @@ async def test_cold_warm_and_host_hits_agree_with_a_node_without_cache(
         assert hit.tokens == tokens
         if length > BLOCK_SIZE:
             assert hit.matched.host_tokens > 0
+        assert same_bytes(await node.cached(prompt), kv)
+
+
+async def test_blocks_outlive_a_sleep_in_which_the_gpus_memory_is_given_back(
+    node: GpuNode,
+) -> None:
+    prompt = text(250)
+    tokens, kv = node.truth(prompt)
+    async with node.running(device_blocks=4096):
+        await node.generate(prompt)
+        device = node.service.device
+        assert isinstance(device, CudaDevice)
+        awake, _ = device.gpu.memory_info()
+        await node.service.sleep()
+        asleep, _ = device.gpu.memory_info()
+        assert asleep > awake
+        await node.service.wake()
+        hit = await node.generate(prompt)
+        assert hit.tokens == tokens
+        assert hit.matched.host_tokens == len(prompt) - 1
         assert same_bytes(await node.cached(prompt), kv)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.gpu.cuda import blocks_of, cupy_or_skip, held, write_blocks
+from tests.gpu.cuda import blocks_of, cupy_or_skip, held, run_python, write_blocks
 from tests.layouts import LAYOUTS
 from tierkv.errors import GateTimeoutError
 from tierkv.gpu.protocol import BlockCopy, Direction
@@ -27,25 +25,11 @@ pytestmark = pytest.mark.gpu
 
 LAYOUT = LAYOUTS["fp8"]
 WAIT_S = 20.0
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def cupy() -> ModuleType:
     return cupy_or_skip()
-
-
-def run_python(script: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -109,6 +93,37 @@ def test_everything_is_freed_at_close_also_after_a_refused_copy(cupy: ModuleType
     for _ in range(20):
         once()
     assert CudaDevice().gpu.memory_info()[0] == free
+
+
+@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
+def test_a_lane_gives_its_staging_back_when_it_closes_and_not_some_time_later(
+    cupy: ModuleType, direction: Direction
+) -> None:
+    device = CudaDevice()
+    planes, host = device.allocate_planes(LAYOUT, 4096), device.allocate_host(LAYOUT, 4096)
+    every = np.arange(4096, dtype=np.int32)
+    free: list[int] = []
+
+    def once() -> None:
+        lane = device.open_lane(direction, planes, host)
+        lane.submit(BlockCopy(direction, every, every))[-1].block_until_done(WAIT_S)
+        free.append(device.gpu.memory_info()[0])
+        lane.close()
+        free.append(device.gpu.memory_info()[0])
+
+    once()  # CUDA keeps what it took for the kernels
+    gc.collect()
+    gc.disable()  # which would find what is held in a circle
+    try:
+        once()
+    finally:
+        gc.enable()
+    _, before, during, after = free
+    assert during < before
+    assert after == before
+    host.close()
+    planes.close()
+    device.close()
 
 
 def test_an_event_behind_a_held_stream_times_out_and_comes_later(cupy: ModuleType) -> None:

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.gpu.cuda import cupy_or_skip
+from tests.gpu.cuda import cupy_or_skip, run_python
 from tests.layouts import LAYOUTS
 from tierkv.cache.layout import attention_layout
 from tierkv.errors import LayoutError
@@ -75,3 +75,42 @@ def test_a_tensor_of_another_gpu_is_refused(cupy: ModuleType) -> None:
     with pytest.raises(LayoutError, match="GPU 0"):
         device.adopt_planes(layout, tensors)
     device.close()
+
+
+_SECOND_ONLY = r"""
+import asyncio
+import numpy as np
+from tests.layouts import LAYOUTS
+from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.driver import load_driver
+from tierkv.transfer.mover import Mover
+
+device = CudaDevice(1)
+planes, host = device.allocate_planes(LAYOUTS["gqa"], 64), device.allocate_host(LAYOUTS["gqa"], 64)
+host.array[:] = 5
+ids = np.arange(32, dtype=np.int32)
+
+async def move():
+    mover = Mover(device, planes, host)
+    async with mover.running():
+        load = mover.load(ids, ids)
+        gate = mover.gate([load.submission])
+        await asyncio.to_thread(gate.wait_on, device.compute_stream, 0, 20.0)
+        await load.done()
+        await mover.offload(ids + 32, ids).done()
+        await mover.copy_within(ids[:4], ids[:4] + 32).done()
+
+asyncio.run(move())
+with device.computing():
+    assert int(planes.arrays[0].max()) == 5
+assert load_driver().has_context(1)
+assert not load_driver().has_context(0), "the first GPU got a context, of 0.5 GB"
+host.close()
+planes.close()
+device.close()
+print("only there")
+"""
+
+
+def test_work_on_the_second_gpu_makes_no_context_on_the_first(cupy: ModuleType) -> None:
+    assert "only there" in run_python(_SECOND_ONLY)

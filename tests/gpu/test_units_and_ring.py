@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.latch import ManualEvent
 from tests.layouts import ALL_LAYOUTS
+from tierkv.cache.layout import attention_layout
 from tierkv.errors import LayoutError
 from tierkv.gpu.ring import Ring
 from tierkv.gpu.units import MAX_BLOCKS, Order, UnitPlanner, UnitSizes, joined
@@ -80,15 +81,22 @@ def test_more_than_the_ring_has_is_refused() -> None:
 @given(
     slots=st.sets(st.integers(0, 40), min_size=1),
     per_chunk=st.integers(1, 50),
+    per_piece=st.integers(1, 20),
     block_bytes=st.integers(1, 9000),
 )
 def test_neighbours_are_joined_within_a_chunk_and_every_block_is_in_one_piece(
-    slots: set[int], per_chunk: int, block_bytes: int
+    slots: set[int], per_chunk: int, per_piece: int, block_bytes: int
 ) -> None:
     start = 1 << 40
     ids = sorted(slots)
     addresses = np.array(ids, np.uint64) * np.uint64(block_bytes) + np.uint64(start)
-    firsts, sizes = joined(addresses, block_bytes, start=start, chunk_bytes=per_chunk * block_bytes)
+    firsts, sizes = joined(
+        addresses,
+        block_bytes,
+        start=start,
+        chunk_bytes=per_chunk * block_bytes,
+        most_bytes=per_piece * block_bytes,
+    )
     pieces = [
         list(range(ids[first], ids[first] + int(size) // block_bytes))
         for first, size in zip(firsts.tolist(), sizes.tolist(), strict=True)
@@ -96,5 +104,19 @@ def test_neighbours_are_joined_within_a_chunk_and_every_block_is_in_one_piece(
     assert [slot for piece in pieces for slot in piece] == ids
     for piece in pieces:
         assert piece[0] // per_chunk == piece[-1] // per_chunk
+        assert len(piece) <= per_piece
     for before, after in itertools.pairwise(pieces):
-        assert after[0] != before[-1] + 1 or after[0] % per_chunk == 0
+        is_cut = after[0] % per_chunk == 0 or ids.index(after[0]) % per_piece == 0
+        assert after[0] != before[-1] + 1 or is_cut
+
+
+@pytest.mark.parametrize("order", Order, ids=lambda order: order.value)
+@pytest.mark.parametrize("num_blocks", [5, 32, 256, 1000])
+def test_a_big_copy_begins_and_ends_with_small_units(order: Order, num_blocks: int) -> None:
+    layout = attention_layout(
+        num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
+    )
+    sizes = UnitSizes()
+    units = list(UnitPlanner(layout, order, sizes).plan(num_blocks))
+    assert units[0].num_blocks * units[0].num_bytes <= sizes.first
+    assert units[-1].num_blocks * units[-1].num_bytes <= sizes.least

@@ -27,7 +27,7 @@ from tierkv.errors import (
     LayoutError,
     TransferError,
 )
-from tierkv.gpu.driver import DriverError
+from tierkv.gpu.driver import DriverError, load_driver
 from tierkv.gpu.pending import PendingEvent
 from tierkv.gpu.protocol import Event
 
@@ -65,7 +65,6 @@ class Gpu:
             raise ConfigError(f"there is no GPU {index}: this process sees {count}")
         self.index = index
         self.failure: str | None = None
-        self._device: Any = cupy.cuda.Device(index)
         with self.bound():
             properties = runtime.getDeviceProperties(index)
             runtime.deviceSynchronize()
@@ -80,11 +79,7 @@ class Gpu:
         if self.failure is not None:
             raise DeviceFailedError(self.failure)
         try:
-            with self._device:
-                if not _thread.has_context:
-                    # A new thread has no context before its first runtime call; libcuda needs one.
-                    runtime.setDevice(self.index)
-                    _thread.has_context = True
+            with self._current():
                 yield
         except (CUDARuntimeError, CUDADriverError, DriverError) as error:
             raise self.translated(error) from error
@@ -96,12 +91,34 @@ class Gpu:
         """Like `bound`, but what fails because the GPU is lost is not raised: its memory is gone
         with it, and closing must go on to what is left."""
         try:
-            with self._device:
+            with self._current():
                 yield
         except (CUDARuntimeError, CUDADriverError, DriverError) as error:
             failure = self.translated(error)
             if not isinstance(failure, DeviceFailedError):
                 raise failure from error
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        before: int = runtime.getDevice()
+        if before != self.index:
+            runtime.setDevice(self.index)
+            _thread.has_context = True
+        else:
+            self.give_thread_a_context()
+        try:
+            yield
+        finally:
+            # To go back to a GPU that nobody has used would make a context there, of 0.5 GB.
+            if before != self.index and load_driver().has_context(before):
+                runtime.setDevice(before)
+
+    def give_thread_a_context(self) -> None:
+        """A new thread has none before its first call to the runtime, which makes one on GPU 0 if
+        nothing else was said."""
+        if not _thread.has_context:
+            runtime.setDevice(self.index)
+            _thread.has_context = True
 
     def translated(self, error: CudaError) -> TransferError:
         """What to raise for an error of CUDA; a sticky one marks this GPU as lost for ever."""
@@ -147,6 +164,7 @@ class CudaEvent:
             return True
         if self._gpu.failure is not None:
             raise DeviceFailedError(self._gpu.failure)
+        self._gpu.give_thread_a_context()
         status: int = runtime.eventQuery(self.raw.ptr)  # which raises nothing
         if status not in {_SUCCESS, _NOT_READY}:
             raise self._gpu.translated(DriverError("cudaEventQuery", status))
@@ -354,6 +372,19 @@ def opened_ipc(gpu: Gpu, handles: Sequence[bytes]) -> Iterator[dict[bytes, int]]
         with gpu.bound_to_close():
             for address in opened.values():
                 runtime.ipcCloseMemHandle(address)
+
+
+def gpu_uuid(index: int) -> str:
+    return bytes(runtime.getDeviceProperties(index)["uuid"]).hex()
+
+
+def is_reachable(gpu: Gpu, uuid: str) -> bool:
+    """Whether kernels on `gpu` can read the memory of the GPU of this UUID: it is the same one, or
+    visible to this process and a peer of it."""
+    if gpu_uuid(gpu.index) == uuid:
+        return True
+    others = [index for index in range(num_gpus()) if gpu_uuid(index) == uuid]
+    return any(runtime.deviceCanAccessPeer(gpu.index, other) for other in others)
 
 
 def num_gpus() -> int:

@@ -15,7 +15,6 @@ from tierkv.gpu.cuda import ARRAY_MODULE, Gpu, adopted_stream, new_stream
 from tierkv.gpu.cuda_lane import CudaLane
 from tierkv.gpu.cuda_planes import (
     CudaPlanes,
-    SharedPlane,
     adopted_planes,
     allocated_planes,
     opened_planes,
@@ -25,6 +24,7 @@ from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.pipeline import LaneSettings
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids, Lane, Planes
+from tierkv.gpu.shared import SharedPlane
 from tierkv.gpu.units import Order
 
 _GIB = 1 << 30

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from dataclasses import dataclass
 
 from tierkv.errors import DeviceFailedError, TransferError
 from tierkv.gpu.cpu import check_copy, done_event
@@ -23,6 +23,17 @@ _MOST_AT_ONCE = 16  # beyond, a full stream might make the caller wait
 _AFTER_TIMEOUT_S = 600.0  # for events that are not CUDA's: the submitting thread waits for them
 
 Units = Iterator[tuple[Unit, CudaEvent]]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A copy that the lane's thread brings to the streams. units: what is left of it to submit,
+    None where nobody has begun. reached: how many layers' events have been recorded."""
+
+    copy: BlockCopy
+    events: tuple[PendingEvent, ...]
+    units: Units | None = None
+    reached: int = 0
 
 
 class CudaLane:
@@ -57,6 +68,7 @@ class CudaLane:
         self._num_events = 0
         self._progress = threading.Condition(threading.RLock())
         self._num_queued = 0
+        self._most_at_once = settings.units.first
         self._at_once: deque[CudaEvent] = deque()  # ends of what callers' threads submitted
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
@@ -69,11 +81,15 @@ class CudaLane:
         with self._progress:  # so that positions are in the order of submission
             if self._is_closed:
                 raise DeviceFailedError("this lane is closed")
-            if not self._may_begin(copy):
-                return self._queue(copy, num_layers, None)
-            if len(copy) <= _FEW_BLOCKS:
+            may_begin = self._may_begin(copy)
+            if may_begin and self._is_small(copy):
                 return self._run_at_once(copy)
-            return self._queue(copy, num_layers, self._begun(copy))
+            job = _Job(copy, self._pending_events(num_layers))
+            if may_begin:
+                self._begin(job)
+            self._num_queued += 1
+            self._thread.submit(self._run, job)
+            return job.events
 
     def _may_begin(self, copy: BlockCopy) -> bool:
         """Whether submitting a unit takes microseconds here: nothing to wait for, room in the
@@ -85,6 +101,16 @@ class CudaLane:
         while self._at_once and self._at_once[0].is_done:
             self._at_once.popleft()
         return len(self._at_once) < _MOST_AT_ONCE
+
+    def _is_small(self, copy: BlockCopy) -> bool:
+        num_bytes = len(copy) * self._planes.layout.block_bytes
+        return len(copy) <= _FEW_BLOCKS and num_bytes <= self._most_at_once
+
+    def _pending_events(self, count: int) -> tuple[PendingEvent, ...]:
+        first = self._num_events
+        self._num_events += count
+        positions = range(first, first + count)
+        return tuple([PendingEvent(self._progress, self._line, at) for at in positions])
 
     def _run_at_once(self, copy: BlockCopy) -> tuple[Event, ...]:
         events: list[Event] = []
@@ -99,33 +125,17 @@ class CudaLane:
             raise _failure(self._direction, len(events), copy, error) from error
         return tuple(events)
 
-    def _begun(self, copy: BlockCopy) -> tuple[list[tuple[Unit, CudaEvent]], Units]:
-        """The copy with its first unit submitted, and the rest of its units."""
-        units = self._units(copy, 0.0)
+    def _begin(self, job: _Job) -> None:
+        """Submit the first unit of the copy; the lane's thread goes on from there."""
+        job.units = self._units(job.copy, 0.0)
         try:
             with self._gpu.bound():
-                first = list(islice(units, 1))
+                unit, end = next(job.units)
         except TransferError as error:
             self._let_end()
-            raise _failure(self._direction, 0, copy, error) from error
-        self._at_once += [end for _, end in first]
-        return first, units
-
-    def _queue(
-        self,
-        copy: BlockCopy,
-        num_layers: int,
-        begun: tuple[list[tuple[Unit, CudaEvent]], Units] | None,
-    ) -> tuple[Event, ...]:
-        first = self._num_events
-        events = tuple(
-            PendingEvent(self._progress, self._line, position)
-            for position in range(first, first + num_layers)
-        )
-        self._num_events += num_layers
-        self._num_queued += 1
-        self._thread.submit(self._run, copy, events, begun)
-        return events
+            raise _failure(self._direction, 0, job.copy, error) from error
+        self._at_once.append(end)
+        self._tell(job, unit, end)
 
     def close(self) -> None:
         with self._progress:
@@ -134,41 +144,37 @@ class CudaLane:
         self._let_end()
         self._pipeline = None
 
-    def _run(
-        self,
-        copy: BlockCopy,
-        events: tuple[PendingEvent, ...],
-        begun: tuple[list[tuple[Unit, CudaEvent]], Units] | None,
-    ) -> None:
+    def _run(self, job: _Job) -> None:
         """Bring the copy to the streams, unit by unit."""
-        reached = 0
+        units = job.units
         try:
-            if self._before_copy is not None:
-                self._before_copy(copy)
-            submitted, units = begun or ([], None)
             if units is None:
-                self._host.wait_until_pinned(copy.slot_ids)
-                units = self._units(copy, _AFTER_TIMEOUT_S)
+                if self._before_copy is not None:
+                    self._before_copy(job.copy)
+                self._host.wait_until_pinned(job.copy.slot_ids)
+                units = self._units(job.copy, _AFTER_TIMEOUT_S)
             with self._gpu.bound():
-                for unit, end in chain(submitted, units):
-                    if unit.stop == len(copy):
-                        self._tell(events[unit.layers.start : unit.layers.stop], end)
-                        reached = unit.layers.stop
+                for unit, end in units:
+                    self._tell(job, unit, end)
         except Exception as error:  # noqa: BLE001 - whatever it is, waiters must hear of it
             self._let_end()
-            failure = _failure(self._direction, reached, copy, error)
+            failure = _failure(self._direction, job.reached, job.copy, error)
             with self._progress:
-                for event in events[reached:]:
+                for event in job.events[job.reached :]:
                     event.failed(failure)
                 self._progress.notify_all()
         finally:
             with self._progress:
                 self._num_queued -= 1
 
-    def _tell(self, events: Sequence[PendingEvent], end: CudaEvent) -> None:
+    def _tell(self, job: _Job, unit: Unit, end: CudaEvent) -> None:
+        """The unit is submitted up to `end`; tell who waits for its layers if it is their last."""
+        if unit.stop < len(job.copy):
+            return
         with self._progress:
-            for event in events:
+            for event in job.events[unit.layers.start : unit.layers.stop]:
                 event.submitted(end)
+            job.reached = unit.layers.stop
             self._progress.notify_all()
 
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:

@@ -21,6 +21,7 @@ from tierkv.gpu.cuda import (
     opened_ipc,
 )
 from tierkv.gpu.driver import load_driver
+from tierkv.gpu.shared import SharedPlane
 
 _PLANE_ALIGNMENT = 512
 
@@ -30,15 +31,6 @@ class PlaneMemory:
     """Where a plane lies on its GPU: block b at address + b * stride, in bytes."""
 
     address: int
-    stride: int
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPlane:
-    """A plane that another process may open: bytes `offset` into the allocation of `handle`."""
-
-    handle: bytes
-    offset: int
     stride: int
 
 
@@ -174,6 +166,15 @@ def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
     return tuple(shared)
 
 
+def _check_within(gpu: Gpu, plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
+    """A kernel that reads beyond an allocation loses the GPU, and these bounds are hearsay."""
+    with gpu.bound():
+        start, size = load_driver().allocation_of(place.address)
+    end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
+    if place.stride < plane.block_bytes or num_blocks < 1 or end > start + size:
+        raise LayoutError(f"{_name(plane)} does not lie within the memory that is shared")
+
+
 def opened_planes(
     gpu: Gpu, layout: Layout, num_blocks: int, shared: Sequence[SharedPlane]
 ) -> CudaPlanes:
@@ -184,5 +185,7 @@ def opened_planes(
     with ExitStack() as stack:
         opened = stack.enter_context(opened_ipc(gpu, [plane.handle for plane in shared]))
         memory = [PlaneMemory(opened[one.handle] + one.offset, one.stride) for one in shared]
+        for plane, place in zip(layout.planes, memory, strict=True):
+            _check_within(gpu, plane, place, num_blocks)
         stay_open = stack.pop_all()
     return _views(layout, num_blocks, memory, shared, stay_open.close)

@@ -121,6 +121,14 @@ class Driver:
     def unregister_host(self, address: int) -> None:
         _check("cuMemHostUnregister", self._library.cuMemHostUnregister(ctypes.c_void_p(address)))
 
+    def has_context(self, index: int) -> bool:
+        """Whether this process uses GPU `index` already: its primary context is there."""
+        flags, is_active = ctypes.c_uint(), ctypes.c_int()
+        status = self._library.cuDevicePrimaryCtxGetState(
+            ctypes.c_int(index), ctypes.byref(flags), ctypes.byref(is_active)
+        )
+        return status == _SUCCESS and bool(is_active.value)
+
     def allocation_of(self, address: int) -> tuple[int, int]:
         """Start and size of the device allocation that `address` lies in."""
         start, size = ctypes.c_uint64(), ctypes.c_size_t()

@@ -20,7 +20,7 @@ from tierkv.cache.layout import Layout
 Bytes = npt.NDArray[np.uint64]  # addresses, or how many
 
 MAX_BLOCKS = 960  # as in csrc/planes.cu
-FIRST_BLOCKS = 128  # of the first unit: at 1 us a piece it may be an event loop that submits them
+FIRST_BLOCKS = 128  # of the first unit: at 1.5 us a piece it may be an event loop that submits them
 _KEEP_UP_TO = 64  # plans for so few blocks are kept: making one takes longer than using it
 ROW_ALIGNMENT = 16  # rows of staging start where 16-byte vectors may
 
@@ -37,8 +37,9 @@ class Order(Enum):
 class UnitSizes:
     """Bytes. A unit aims at a quarter of the copy, within [least, most]. Units start at `first`, or
     half of that quarter, and double, so that the pipeline fills (and the first layer arrives)
-    early. Copies of up to two of `least` are one unit: for a block or a few, another kernel costs
-    more than it hides.
+    early; at the end they halve down to `least`, so that little is left to scatter when the last
+    byte is across. Copies of up to two of `least` are one unit: for a block or a few, another
+    kernel costs more than it hides.
 
     first: what the submitting thread brings to the streams itself, of at most FIRST_BLOCKS blocks.
         It must keep the copy engine busy until the lane's thread goes on, which took 350 to 500 us
@@ -48,13 +49,19 @@ class UnitSizes:
         16 MiB the pipeline fell to 60 % of the limit, with 64 MiB to 75 %, with 128 MiB it kept
         99 % (H200, 2026-11-21).
     piece: what a copy-engine piece should have at least, if need be by taking layers together:
-        256 KiB pieces reach 99 % of a contiguous copy (H200, 2026-11-21).
+        256 KiB pieces reach 98 % of a contiguous copy, 1 MiB 98.6 (H200, 2026-11-21).
+    most_piece: between its first and last layers, where a model is behind, a load takes so much
+        together; a piece costs 1 to 4 us of a thread that submits.
+    offload_piece: the same towards the host, where a piece costs more: 256 KiB pieces reach 92 to
+        94 %, 512 KiB 95 to 96, 1 MiB 97, 2 MiB 98 (H200, 2026-11-21).
     """
 
     first: int = 32 << 20
     least: int = 8 << 20
     most: int = 128 << 20
     piece: int = 256 << 10
+    most_piece: int = 1 << 20
+    offload_piece: int = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,51 +111,56 @@ class UnitPlanner:
         return iter(self._kept[num_blocks])
 
     def _cut(self, num_blocks: int) -> Iterator[Unit]:
-        total = num_blocks * self._starts[-1]
+        total = left = num_blocks * self._starts[-1]
         target = min(max(total // 4, self._sizes.least), self._sizes.most)
-        first_target = min(target // 2, self._sizes.first)
+        aim, last = min(target // 2, self._sizes.first), self._sizes.least
         if total <= min(2 * self._sizes.least, self._sizes.most):
-            target = first_target = total
-        aim, most_blocks = first_target, FIRST_BLOCKS
-        for layers in self._spans(num_blocks, first_target, target):
+            target = aim = last = total
+        most_blocks = FIRST_BLOCKS
+        for layers in self._spans(num_blocks, target, last):
             first_byte = self._starts[layers.start]
             num_bytes = self._starts[layers.stop] - first_byte
             row = Unit(layers, first_byte, num_bytes, 0, 1).row_bytes
             start = 0
             while start < num_blocks:
-                room = max(aim // row, 1)
+                room = max(min(aim, max(left // 2, last)) // row, 1)
                 stop = min(start + min(room, most_blocks), num_blocks)
                 yield Unit(layers, first_byte, num_bytes, start, stop)
+                left -= (stop - start) * num_bytes
                 start = stop
                 aim, most_blocks = min(2 * aim, target), MAX_BLOCKS
 
-    def _spans(self, num_blocks: int, first_target: int, target: int) -> Iterator[range]:
+    def _spans(self, num_blocks: int, target: int, last: int) -> Iterator[range]:
         """The layers taken together, in order; with Order.LAYERS as few as a good piece and unit
-        allow, and fewest at the start."""
+        allow, and fewest at both ends."""
         if self._order is Order.BLOCKS:
             yield range(self._num_layers)
             return
-        start = 0
+        start, aim, piece = 0, last, self._sizes.piece
         while start < self._num_layers:
-            wanted = max(self._sizes.piece, (target if start else first_target) // num_blocks)
+            left = self._starts[-1] - self._starts[start]  # of each block
+            of_unit = min(aim, max(num_blocks * left // 2, last)) // num_blocks
+            of_piece = max(min(piece, left // 2), self._sizes.piece)
             stop = start + 1
             while stop < self._num_layers and (
                 self._starts[stop] - self._starts[start] < self._sizes.piece
-                or self._starts[stop + 1] - self._starts[start] <= wanted
+                or self._starts[stop + 1] - self._starts[start] <= max(of_unit, of_piece)
             ):
                 stop += 1
             yield range(start, stop)
-            start = stop
+            start, aim = stop, min(2 * aim, target)
+            piece = min(2 * piece, max(self._sizes.most_piece, self._sizes.piece))
 
 
 def joined(
-    slots: Bytes, block_bytes: int, *, start: int, chunk_bytes: int
+    slots: Bytes, block_bytes: int, *, start: int, chunk_bytes: int, most_bytes: int
 ) -> tuple[npt.NDArray[np.intp], Bytes]:
-    """Pieces of whole blocks at ascending addresses `slots`, with neighbours taken together: which
-    of the blocks each begins with, and its bytes. None spans two chunks of the memory at `start`,
-    which are registered one by one."""
+    """Pieces of whole blocks at ascending addresses `slots`, with neighbours taken together up to
+    `most_bytes`: which of the blocks each begins with, and its bytes. None spans two chunks of the
+    memory at `start`, which are registered one by one."""
     follows = np.diff(slots) == np.uint64(block_bytes)
     follows &= (slots[1:] - np.uint64(start)) % np.uint64(chunk_bytes) != 0
+    follows &= np.arange(1, len(slots)) % max(most_bytes // block_bytes, 1) != 0
     firsts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     counts = np.diff(np.append(firsts, len(slots)))
     return firsts, counts.astype(np.uint64) * np.uint64(block_bytes)

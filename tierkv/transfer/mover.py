@@ -101,6 +101,15 @@ class Mover:
         await outlast({opening}, on_cancel=lambda: None)
         opening.result()
 
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def planes(self) -> Planes:
+        """Those of now; others after `reopen`."""
+        return self._planes
+
     async def suspend(self) -> None:
         """Let go of the lanes, and so of the planes, until `reopen`. Nothing may be in flight."""
         assert not self.num_in_flight, "suspended only when idle"
@@ -163,7 +172,9 @@ class Mover:
     async def _await_end(self, movement: Movement, counts: Direction | None) -> None:
         error: TransferError | None = None
         try:
-            events = await asyncio.wrap_future(movement.submission)
+            submission = movement.submission
+            is_known = submission.done()
+            events = submission.result() if is_known else await asyncio.wrap_future(submission)
             await self.poller.done(events[-1])
         except TransferError as failure:
             error = failure

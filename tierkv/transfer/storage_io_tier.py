@@ -16,6 +16,8 @@ from tierkv.gpu.protocol import HostSlots
 from tierkv.storage.attach import AttachedStores
 from tierkv.storage.breaker import BreakerState
 from tierkv.storage.codec import Codec
+from tierkv.storage.codec_keyed import Trust
+from tierkv.storage.codec_small import SmallCodec
 from tierkv.storage.protocol import Store
 from tierkv.storage.resilient import ResilientStore
 from tierkv.transfer.storage_io import StorageIO
@@ -28,12 +30,14 @@ class StorageOptions:
 
     open: from a URL to a store, for `attach`; None attaches only stores.
     tenants: a store of its own for each of these fingerprints, by the short form.
-    codecs, touches_per_ttl: see StorageIO. scheme, peer_sizes: see Slices.
+    codecs, touches_per_ttl: see StorageIO. small: what becomes of tickets and the like. scheme,
+    peer_sizes: see Slices.
     """
 
     open: Callable[[str], Store] | None = None
     tenants: Mapping[str, Store] = field(default_factory=dict)
     codecs: Callable[[str], Codec] | None = None
+    small: SmallCodec = field(default_factory=lambda: SmallCodec(Trust.TRUSTED, None))
     touches_per_ttl: int = 0
     peer_sizes: Sequence[int] = ()
     scheme: ShardScheme | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -61,9 +62,11 @@ class Values:
             payload = self._slices.parts[shard.rank].payload(slot, key.num_tokens)
         else:
             payload = np.empty(self._slices.layout(shard).stored_bytes(key.num_tokens), np.uint8)
-        header = bytearray(self._codec(key).header_bytes)
+        codec = self._codec(key)
+        header = bytearray(codec.header_bytes)
         name = self._slices.names_of(key, shard.size)[shard.rank]
-        return Read(at, shard, GetItem(name, (memoryview(header), payload.data)), header, payload)
+        item = GetItem(name, (memoryview(header), payload.data), partial(codec.digest, header))
+        return Read(at, shard, item, header, payload)
 
     def check(
         self,
@@ -80,7 +83,9 @@ class Values:
             if read.outcome.status is GetStatus.HIT:
                 identity = self._slices.identity(key, read.shard)
                 try:
-                    self._codec(key).decode(read.header, read.payload.data, identity)
+                    self._codec(key).decode(
+                        read.header, read.payload.data, identity, read.outcome.digest
+                    )
                 except StoreCorruptError as error:
                     read.outcome = GetOutcome(GetStatus.DAMAGED, str(error))
         blocks = []

@@ -1,0 +1,195 @@
+"""A prompt from one process's GPU memory to another's, and from storage whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.cuda import cupy_or_skip
+from tests.latch import finish
+from tests.pd.direct_producer import Producer, producer
+from tierkv.clock import SystemClock
+from tierkv.gpu.protocol import Ids
+from tierkv.gpu.shared import SharedPlanes
+from tierkv.pd.direct.planes import OpenPlanes
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.storage.factory import StoreSettings, open_store
+
+pytest.importorskip("cupy", reason="CuPy is not installed")
+from tests.gpu.cuda_world import CudaWorld, cuda_world
+from tierkv.gpu.cuda import num_gpus
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
+
+COUNT, BLOCKS = 649, 40  # in blocks of 16, and a tail
+CACHE = {"device_blocks": 128, "host_blocks": 128}
+FROM_DEVICE = {"device": BLOCKS, "storage": 1}
+FROM_STORAGE = {"storage": BLOCKS + 1}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    cupy_or_skip()
+    return f"file://{tmp_path / 'store'}"
+
+
+@asynccontextmanager
+async def claimer(url: str, gpu: int = 0, **fields: Any) -> AsyncIterator[CudaWorld]:
+    settings = HandoffSettings(**({"lookup_deadline_s": 20, "claim_deadline_s": 20} | fields))
+    store = open_store(url, StoreSettings(), SystemClock())
+    async with cuda_world(store=store, handoff=settings, gpu=gpu, **CACHE) as node:
+        yield node
+        assert node.service.device.failure is None
+
+
+def on_gpu(url: str, **fields: Any) -> Any:
+    return producer(url, device="cuda", cache=CACHE, **fields)
+
+
+async def claim(node: CudaWorld, ticket: str = "t") -> None:
+    """All of it, every byte as the producer computed it; nothing is left afterwards."""
+    prompt = list(range(COUNT))
+    request, found = await finish(
+        node.service.claim("claim", ticket, node.prompt(prompt), max_new_tokens=1)
+    )
+    await finish(request.gate.all_layers(20))
+    assert found is not None
+    assert request.cached_tokens == COUNT
+    node.check_kv(request, prompt, COUNT)
+    node.service.end(request)
+    await node.settle()
+
+
+async def no_leases(running: Producer) -> None:
+    async with asyncio.timeout(10):
+        while (await asyncio.to_thread(running.state))["leases"]:  # noqa: ASYNC110 - a process
+            await asyncio.sleep(0.01)
+    assert (await asyncio.to_thread(running.state))["findings"] == []
+
+
+def counts(node: CudaWorld) -> dict[str, int]:
+    handoff = node.service.stats().handoff
+    found = {
+        "device": handoff.device_blocks,
+        "memory": handoff.memory_blocks,
+        "storage": node.storage_stats.fetched_blocks,
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+async def test_by_itself_a_prompt_goes_from_gpu_memory_to_gpu_memory(url: str) -> None:
+    async with claimer(url) as node:
+        with on_gpu(url) as other:
+            for number in range(3):
+                await asyncio.to_thread(other.publish, COUNT, f"t{number}")
+                await claim(node, f"t{number}")
+                assert counts(node)["device"] == (number + 1) * BLOCKS
+                node.service.reset()
+            assert counts(node) == {"device": 3 * BLOCKS, "storage": 3}
+            await no_leases(other)
+
+
+async def test_a_prompt_goes_from_one_gpu_to_another(url: str) -> None:
+    if num_gpus() < 2:
+        pytest.skip("this machine has one GPU")
+    async with claimer(url, gpu=1) as node:
+        with on_gpu(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            assert counts(node) == FROM_DEVICE
+            await no_leases(other)
+
+
+@pytest.mark.parametrize("way", ["memory", "off"])
+async def test_a_node_that_may_not_reads_another_way(url: str, way: str) -> None:
+    async with claimer(url, direct=DirectPath(way)) as node:
+        with on_gpu(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            found = counts(node)
+            assert "device" not in found
+            assert found.get("memory", 0) + found["storage"] == BLOCKS + 1
+
+
+def hooked(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Around each reading of others' planes."""
+    copy = OpenPlanes.copy
+
+    def one(self: OpenPlanes, shared: SharedPlanes, source_ids: Ids, target_ids: Ids) -> None:
+        before()
+        for _ in range(20):  # long enough to be caught in the middle
+            copy(self, shared, source_ids, target_ids)
+        after()
+
+    monkeypatch.setattr(OpenPlanes, "copy", one)
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+async def test_a_producer_that_is_killed_is_no_loss(
+    url: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with claimer(url) as node:
+        with on_gpu(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            killer = threading.Timer(0.003, other.popen.kill)
+            before = {"before": other.kill, "during": killer.start}.get(when, lambda: None)
+            after = {"during": killer.join, "after": other.kill}.get(when, lambda: None)
+            hooked(monkeypatch, before, after)
+            await claim(node)
+            assert counts(node) == FROM_STORAGE
+            assert node.service.stats().handoff.failed_direct_reads == 1
+        with on_gpu(url) as other:  # and the next one is read as ever
+            monkeypatch.undo()
+            node.service.reset()
+            await asyncio.to_thread(other.publish, COUNT, "again")
+            await claim(node, "again")
+            assert counts(node)["device"] == BLOCKS
+
+
+async def test_a_producer_that_loses_patience_in_the_middle_is_not_believed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lets go of the blocks while they are read, and computes others into the same memory."""
+    async with claimer(url) as node:
+        with on_gpu(url, direct_lease_s=0.2) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+
+            def rewrite() -> None:
+                while other.state()["leases"]:
+                    pass
+                other.publish(COUNT, "other", base=10_000)
+                other.publish(COUNT, "more", base=20_000)
+                other.publish(COUNT, "yet more", base=30_000)
+
+            hooked(monkeypatch, rewrite, lambda: None)
+            await claim(node)
+            assert counts(node) == FROM_STORAGE
+
+
+async def test_a_producer_that_is_gone_is_no_loss(url: str) -> None:
+    async with claimer(url) as node:
+        with on_gpu(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+        await claim(node)
+        assert counts(node) == FROM_STORAGE
+
+
+async def test_a_producer_that_ends_in_order_while_it_is_open_here_harms_nobody(url: str) -> None:
+    async with claimer(url) as node:
+        with on_gpu(url) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            assert other.popen.stdin is not None
+            other.popen.stdin.close()
+            assert await asyncio.to_thread(other.popen.wait, 30) == 0
+        node.service.reset()
+        await claim(node)
+        assert counts(node) == {"device": BLOCKS, "storage": 1 + BLOCKS + 1}
