@@ -1,15 +1,11 @@
-"""The command `tierkv`: starts nodes, and asks them things. A command imports what it needs."""
+"""The command `tierkv`: all its commands, and `serve`. A command imports what it needs."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import functools
 import importlib
-import json
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, ClassVar
 
@@ -17,10 +13,9 @@ import click
 
 from tierkv import __version__
 from tierkv.cli_options import address, insecure_and_log_level, who_may_call
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import TierKVError
 
 if TYPE_CHECKING:
-    from tierkv.api.calls import Answer, Target
     from tierkv.api.settings import NodeSettings
 
 _EPILOG = "Exit codes: 0 all went well, 1 it failed (one line on stderr says why), 2 wrong usage."
@@ -39,9 +34,13 @@ class _Commands(click.Group):
     later: ClassVar = {
         "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
         "doctor": ("tierkv.gpu.doctor", "Tell what this machine's GPUs and memory allow."),
+        "generate": ("tierkv.cli_node", "Generate text that follows a prompt."),
         "gateway": ("tierkv.cli_gateway", "One OpenAI-compatible address in front of nodes."),
+        "lookup": ("tierkv.cli_node", "Tell in which tiers the tokens of a prompt are."),
+        "stats": ("tierkv.cli_node", "Print what a node has counted."),
         "storage": ("tierkv.cli_storage", "Look into a store: list, measure, verify, remove."),
         "token": ("tierkv.cli_token", "Give callers tokens, and take them back."),
+        "verify": ("tierkv.cli_node", "Let a node recount its blocks and leases."),
     }
 
     def invoke(self, ctx: click.Context) -> object:
@@ -129,7 +128,8 @@ def serve(
     node), and these over the config file.
 
     On SIGTERM the node says at /readyz that it is not ready, takes no more work, lets what runs
-    finish within node.drain_grace_s, and exits with 0. A second SIGTERM does not wait.
+    finish within node.drain_grace_s, and exits with 0. A second SIGTERM does not wait. It exits
+    with 1 where a store or a device hangs for longer than node.close_limit_s.
     """
     from tierkv.api.logs import log_to_stderr  # noqa: PLC0415
     from tierkv.api.server import run  # noqa: PLC0415
@@ -179,150 +179,7 @@ def _settings(
     return settings
 
 
-_Command = Callable[..., None]
-
-
-def _node(command: _Command) -> _Command:
-    """Options that say which node to ask, and as whom; the command gets them as `node`."""
-
-    @click.option(
-        "--url",
-        default="http://127.0.0.1:8100",
-        envvar="TIERKV_URL",
-        show_default=True,
-        show_envvar=True,
-        help="The node to ask: http://, https:// or unix:/PATH. The variable TIERKV_TOKEN holds "
-        "the token, if the node wants one.",
-    )
-    @click.option(
-        "--ca",
-        envvar="TIERKV_CA",
-        show_envvar=True,
-        metavar="FILE",
-        help="For https: who signed the node's certificate (PEM).  [default: the system's]",
-    )
-    @click.option(
-        "--cert",
-        envvar="TIERKV_CERT",
-        show_envvar=True,
-        metavar="FILE",
-        help="For a node that asks for one: your certificate and its key (PEM).",
-    )
-    @functools.wraps(command)
-    def with_node(
-        *args: object, url: str, ca: str | None, cert: str | None, **options: object
-    ) -> None:
-        from tierkv.api.calls import Target  # noqa: PLC0415
-
-        # No option: `ps` shows those to everybody.
-        token = os.environ.get("TIERKV_TOKEN") or None
-        command(*args, node=Target(url, token=token, ca=ca, cert=cert), **options)
-
-    return with_node
-
-
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-_prompt = click.argument("prompt")
-
-
-@main.command()
-@_prompt
-@_node
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=32,
-    show_default=True,
-    help="How many tokens to generate.",
-)
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sampling.")
-@click.option("--no-cache", is_flag=True, help="Compute every token, and leave nothing cached.")
-@_as_json
-def generate(
-    prompt: str, *, node: Target, no_cache: bool, as_json: bool, **sampling: float
-) -> None:
-    """Generate text that follows PROMPT.
-
-    If PROMPT is "-", it is read from standard input.
-    """
-    body: Answer = {"prompt": _text(prompt), "use_cache": not no_cache, **sampling}
-    answer = _ask(node, "/v1/generate", body)
-    _print(answer, str(answer["text"]), as_json=as_json)
-
-
-@main.command()
-@_prompt
-@_node
-@_as_json
-def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
-    """Tell in which tiers the tokens of PROMPT are.
-
-    If PROMPT is "-", it is read from standard input.
-    """
-    answer = _ask(node, "/v1/lookup", {"prompt": _text(prompt)})
-    lines = [f"{key.removesuffix('_tokens'):10} {answer[key]}" for key in answer if "tokens" in key]
-    _print(answer, "\n".join(lines).replace("None", "no answer"), as_json=as_json)
-
-
-@main.command()
-@_node
-@_as_json
-def stats(*, node: Target, as_json: bool) -> None:
-    """Print what a node has counted."""
-    answer = _ask(node, "/v1/stats")
-    _print(answer, "\n".join(_flat(answer)), as_json=as_json)
-
-
-@main.command()
-@_node
-@_as_json
-def verify(*, node: Target, as_json: bool) -> None:
-    """Let a node recount its blocks and leases.
-
-    Exits with 1 if anything is wrong.
-    """
-    answer = _ask(node, "/v1/verify")
-    findings = answer["findings"]
-    assert isinstance(findings, list), "the node's answer has a list of findings"
-    _print(
-        answer,
-        "\n".join(str(finding) for finding in findings) or "nothing is wrong",
-        as_json=as_json,
-    )
-    if findings:
-        raise _Failure("the node's books are not in order")
-
-
 @main.command()
 def version() -> None:
     """Print the version."""
     click.echo(f"tierkv {__version__}")
-
-
-def _ask(node: Target, path: str, body: Answer | None = None) -> Answer:
-    from tierkv.api.calls import ask  # noqa: PLC0415
-
-    return asyncio.run(ask(node, path, body))
-
-
-def _text(prompt: str) -> str:
-    raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the prompt is not valid UTF-8 (byte {error.start})") from error
-
-
-def _print(answer: Answer, text: str, *, as_json: bool) -> None:
-    click.echo(json.dumps(answer, indent=2) if as_json else text)
-
-
-def _flat(answer: Answer, prefix: str = "") -> list[str]:
-    lines = []
-    for key, value in answer.items():
-        if isinstance(value, dict):
-            lines += _flat(value, f"{prefix}{key}.")
-        else:
-            lines.append(f"{prefix}{key} {value}")
-    return lines

@@ -94,6 +94,36 @@ BAD_HTTP = {
     "long name": (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"a" * 20_000 + b": 1\r\n\r\n", 431),
     "many headers": (b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: 1\r\n" * 1_000 + b"\r\n", 431),
     "bad chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", 400),
+    "version 0.9": (b"GET /livez\r\n\r\n", 505),
+    "version 0.9, named": (b"GET /livez HTTP/0.9\r\n\r\n", 505),
+    "version 2.0": (b"GET /livez HTTP/2.0\r\nHost: a\r\n\r\n", 505),
+    "version 2.0 with a body": (b"POST /v1/reset HTTP/2.0\r\nContent-Length: 3\r\n\r\nabc", 505),
+    "two hosts": (b"GET /livez HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    "bare line feeds": (b"GET /livez HTTP/1.1\nHost: a\n\n", 400),
+    "a list of lengths": (HEAD + b"Content-Length: 5, 5\r\n\r\nabcde", 400),
+    "a length with a sign": (HEAD + b"Content-Length: +5\r\n\r\nabcde", 400),
+    "one length twice": (HEAD + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nabcde", 400),
+    "huge length": (HEAD + b"Content-Length: 99999999999999999999\r\n\r\nabc", 400),
+    "chunked is not last": (HEAD + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
+    "not quite chunked": (HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 400),
+    "chunked twice": (HEAD + b"Transfer-Encoding: chunked\r\n" * 2 + b"\r\n0\r\n\r\n", 400),
+    "negative chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n-1\r\nab", 400),
+    "chunk that goes on": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nabXX0\r\n\r\n", 400),
+    "chunks with line feeds": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\n{}\n0\n\n", 400),
+    "many trailers": (
+        HEAD
+        + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+        + b"X: y\r\n" * 5_000
+        + b"\r\n",
+        431,
+    ),
+    "no path": (b"GET  HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+    "encoding that we lack": (HEAD + b"Content-Encoding: br\r\nContent-Length: 2\r\n\r\n{}", 415),
+    "encoding of nobody": (
+        HEAD + b"Connection: close\r\nContent-Encoding: zork\r\nContent-Length: 2\r\n\r\n{}",
+        415,
+    ),
+    "good one, then a bad one": (LIVE + b"BAD\r\n\r\n", 400),
     "expectation": (HEAD + b"Expect: the-impossible\r\nContent-Length: 0\r\n\r\n", 417),
 }
 

@@ -7,15 +7,20 @@ import gzip
 import json
 import logging
 from contextlib import suppress
+from pathlib import Path
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.api.guarded import callers_in, guarded
 from tests.api.nodes import here
 from tests.latch import until
+from tierkv.api.auth_file import RoleName
 from tierkv.api.bodies import JSON, MSGPACK, decode
+from tierkv.api.framing import PROBLEMS
+from tierkv.api.problems import ERRORS, HTTP_CODES
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
 from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError
@@ -268,3 +273,24 @@ async def test_a_client_that_goes_in_the_middle_of_its_body_leaves_nothing() -> 
         writer.close()
         await until(lambda: on.node.num_working == 0)
         await on.settle()
+
+
+def test_every_code_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    codes = {code for _, _, code, _ in ERRORS} | set(HTTP_CODES.values())
+    codes |= {code for code, _, _ in PROBLEMS.values()}
+    assert not [code for code in codes if f"`{code}`" not in text]
+
+
+async def test_a_message_calls_things_as_their_caller_does_and_not_by_inner_names(
+    tmp_path: Path,
+) -> None:
+    callers = await asyncio.to_thread(callers_in, tmp_path)
+    token = await callers.token(RoleName.WRITE, "acme")
+    headers = {"Authorization": f"Bearer {token}"}
+    async with guarded(callers) as on:
+        body = {"prompt": "a", "ticket_id": "mine", "deadline_s": 0.05}
+        for path in ("/v1/decode", "/v1/claims"):
+            answer = await on.client.ask("POST", path, json=body, headers=headers)
+            assert answer.code == "handoff_failed"
+            assert "'mine'" in answer.body["detail"]

@@ -152,13 +152,21 @@ async def test_quotas_are_set_told_and_taken_away() -> None:
     async with here() as on:
         path = "/v1/quotas/someone"
         none = {"tenant": "someone", "device_blocks": None, "host_blocks": None}
-        assert (await on.client.get(path)).body == none
         answer = await on.client.ask("PUT", path, json={"device_blocks": 3})
         assert answer.body == none | {"device_blocks": 3}
         assert (await on.client.get(path)).body == none | {"device_blocks": 3}
         assert (await on.client.ask("DELETE", path)).body == none
         refused = await on.client.ask("PUT", path, json={"device_blocks": -1})
         assert (refused.status, refused.code) == (422, "invalid_body")
+
+
+async def test_looking_at_the_quota_of_a_tenant_that_there_is_not_makes_none() -> None:
+    async with here() as on:
+        before = (await on.client.get("/v1/config")).body["roots"]
+        for method in ("GET", "DELETE"):
+            answer = await on.client.ask(method, "/v1/quotas/nobody")
+            assert (answer.status, answer.code) == (404, "unknown_id")
+        assert (await on.client.get("/v1/config")).body["roots"] == before
 
 
 # Blocks

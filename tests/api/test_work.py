@@ -16,6 +16,7 @@ from tests.latch import until
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
+from tierkv.pd.ledger import TicketState
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -83,7 +84,7 @@ async def test_the_same_tokens_in_any_format_are_the_same_prompt(
         found = await on.client.ask(
             "POST", "/v1/lookup", data=raw, headers={"Content-Type": content_type}
         )
-        assert found.body["device_tokens"] == 96  # the whole blocks of 16
+        assert found.body["device_tokens"] == 100  # six blocks of 16, and the tail
 
 
 async def test_an_answer_is_msgpack_for_who_accepts_that() -> None:
@@ -141,6 +142,7 @@ async def test_the_wrong_role_names_the_right_one(role: Role, path: str, right: 
     [
         ({"ticket_id": "another", "deadline_s": 0.05}, "not_yet"),
         ({"prompt": "another prompt"}, "other_prompt"),
+        ({"temperature": 0.9, "seed": 7}, "incompatible"),
     ],
 )
 async def test_a_claim_that_fails_says_why(change: dict[str, object], reason: str) -> None:
@@ -152,6 +154,45 @@ async def test_a_claim_that_fails_says_why(change: dict[str, object], reason: st
         metrics = (await on.client.get("/metrics")).body.decode()
         counted = f'tierkv_handoff_failures_total{{reason="{reason}",side="claim"}} 1.0'
         assert counted in metrics
+
+
+async def test_sampling_that_differs_from_the_tickets_is_named_field_by_field() -> None:
+    sampling = {"temperature": 0.9, "seed": 7, "top_k": 40}
+    async with here() as on:
+        body = {"prompt": "hello", "ticket_id": "t"}
+        await on.client.post("/v1/prefill", body | sampling)
+        refused = await on.client.post("/v1/decode", body | sampling | {"seed": 8})
+        assert (refused.status, refused.body["reason"]) == (502, "incompatible")
+        assert "seed (here '8', there '7')" in refused.body["detail"]
+        assert "top_k" not in refused.body["detail"]
+        answer = await on.client.post("/v1/decode", body | sampling | {"max_tokens": 4})
+        assert answer.status == 200
+        expected = Sampling(temperature=0.9, seed=7, top_k=40)
+        assert answer.body["tokens"] == list(truth(list(b"hello"), 4, expected).tokens)
+
+
+async def test_a_seed_does_not_matter_where_the_best_token_is_taken() -> None:
+    async with here() as on:
+        body = {"prompt": "hello", "ticket_id": "t"}
+        await on.client.post("/v1/prefill", body)
+        greedy = body | {"seed": 9, "temperature": 0.7, "top_k": 1}
+        assert (await on.client.post("/v1/decode", greedy)).status == 200
+
+
+async def test_a_ticket_id_that_another_prompt_waits_under_is_a_conflict() -> None:
+    async with here() as on:
+        body = {"prompt": "hello", "ticket_id": "t"}
+        assert (await on.client.post("/v1/prefill", body)).status == 200
+        other = body | {"prompt": "something else"}
+        refused = await on.client.post("/v1/prefill", other)
+        assert (refused.status, refused.code) == (409, "duplicate_request")
+        assert "another prompt of 5 tokens" in refused.body["detail"]
+        assert (await on.client.post("/v1/prefill", body)).status == 200  # the same once more
+        assert (await on.client.post("/v1/decode", body)).status == 200
+        tickets = on.node.service.issued_tickets
+        await until(lambda: tickets()[0].state is TicketState.ACKNOWLEDGED, "an acknowledgement")
+        assert (await on.client.post("/v1/prefill", other)).status == 200  # nobody waits any more
+        assert (await on.client.post("/v1/decode", other)).status == 200
 
 
 async def test_a_claim_waits_for_its_ticket() -> None:

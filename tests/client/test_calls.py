@@ -17,7 +17,9 @@ from tests.latch import until
 from tests.redis_server import free_port
 from tierkv.api.access import ForbiddenError, UnauthenticatedError
 from tierkv.api.auth_file import RoleName
-from tierkv.api.problems import ERRORS
+from tierkv.api.framing import PROBLEMS
+from tierkv.api.problems import ERRORS, HTTP_CODES
+from tierkv.api.refusals import NotReadyError
 from tierkv.api.settings import TlsSection
 from tierkv.api.types import DecodeBody, GenerateBody, LookupBody, PrefillBody
 from tierkv.api.types_requests import AdmitBody, CommitBody, State
@@ -125,15 +127,21 @@ async def test_every_error_of_a_node_is_raised_again_as_its_own_class(
             assert (error.tier, error.needed, error.available) == ("device", 3, 1)
 
 
+def kind_of(status: int) -> type[Exception]:
+    """What a status says by itself: the caller's fault, not now, or nothing that we know."""
+    if status < 500:
+        return BadRequestError
+    return NotReadyError if status == 503 else RemoteError
+
+
 @pytest.mark.parametrize(
     ("status", "code", "kind"),
     [
-        (404, "not_found", BadRequestError),
-        (413, "body_too_large", BadRequestError),
-        (431, "headers_too_large", BadRequestError),
+        *((status, code, BadRequestError) for status, code in HTTP_CODES.items()),
+        *((status, row[0], kind_of(status)) for status, row in PROBLEMS.items()),
         (418, "of_a_later_version", BadRequestError),
-        (500, "internal_error", RemoteError),
-        (503, "too_many_connections", RemoteError),
+        (503, "of_a_later_version", NotReadyError),
+        (507, "of_a_later_version", RemoteError),
     ],
 )
 async def test_codes_that_have_no_class_of_their_own(
@@ -144,8 +152,10 @@ async def test_codes_that_have_no_class_of_their_own(
         scripted(problem(status, code)) as on,
         AsyncClient(on.url, retries=retries) as client,
     ):
-        with pytest.raises(kind):
+        with pytest.raises(kind) as caught:
             await client.lookup(LOOKUP)
+        assert isinstance(caught.value, RemoteError)
+        assert (caught.value.status, caught.value.code) == (status, code)
 
 
 async def test_errors_of_a_real_node() -> None:

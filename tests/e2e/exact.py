@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import aiohttp
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +31,12 @@ BLOCK_SIZE = 16
 CONFIG = ModelConfig(max_positions=16_384)
 MODEL = ReferenceModel(CONFIG, BLOCK_SIZE)
 Bytes = npt.NDArray[np.uint8]
+
+
+def fresh_connections() -> aiohttp.TCPConnector:
+    """One for each request: while `truth` computes, the test's loop stands still, and a node closes
+    what has been idle for 10 s; a POST over what was kept would find it closed."""
+    return aiohttp.TCPConnector(force_close=True)
 
 
 @dataclass(frozen=True)

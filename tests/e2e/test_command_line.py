@@ -41,7 +41,7 @@ def test_looking_into_a_directory_that_is_not_there_does_not_make_it(
     command: str, tmp_path: Path
 ) -> None:
     missing = tmp_path / "missing store"
-    assert "is no directory" in told("storage", command, missing.as_uri()).stderr
+    assert "there is no store at" in told("storage", command, missing.as_uri()).stderr
     assert not missing.exists()
 
 

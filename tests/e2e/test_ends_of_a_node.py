@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.exact import text, truth
+from tests.e2e.exact import fresh_connections, text, truth
 from tests.e2e.test_processes import Cluster, storage  # noqa: F401 - a fixture
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import NodeProcess
@@ -115,7 +115,7 @@ async def test_a_node_that_ends_while_blocks_move_leaves_nothing_wrong_behind(
 ) -> None:
     rng = random.Random(trials + number)
     timeout = aiohttp.ClientTimeout(total=60)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    async with aiohttp.ClientSession(connector=fresh_connections(), timeout=timeout) as http:
         nodes = Cluster(storage, tmp_path, http)
         (tmp_path / "node.toml").write_text(CONFIG)
         lives = Lives(nodes, http)

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.e2e.exact import text, truth
+from tests.e2e.exact import fresh_connections, text, truth
 from tierkv.demo.processes import NodeProcess, gateway, node
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import decode as decode_text
@@ -170,7 +170,9 @@ NAMES = ("prefill1", "prefill2", "decode1", "decode2")
 async def fleet(folder: Path) -> AsyncIterator[Fleet]:
     timeout = aiohttp.ClientTimeout(total=120)
     async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=fresh_connections(), timeout=timeout)
+        )
         one = Fleet(folder, http)
         async with asyncio.TaskGroup() as tasks:
             for name in NAMES:

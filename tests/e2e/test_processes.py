@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.exact import text, truth
+from tests.e2e.exact import fresh_connections, text, truth
 from tests.redis_server import redis_server
 from tierkv.demo.processes import NodeProcess, node, stop
 from tierkv.refmodel.sampling import Sampling
@@ -72,7 +72,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(storage: str, folder: Path) -> AsyncIterator[Cluster]:
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession(connector=fresh_connections()) as http:
         yield Cluster(storage, folder, http)
 
 

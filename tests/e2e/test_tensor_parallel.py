@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from tests.e2e.exact import BLOCK_SIZE, CONFIG, MODEL, text, truth
+from tests.e2e.exact import BLOCK_SIZE, CONFIG, MODEL, fresh_connections, text, truth
 from tests.latch import until
 from tests.redis_server import redis_server
 from tierkv.cache.fingerprint import Fingerprint
@@ -198,9 +198,7 @@ async def test_processes_of_different_sizes_hand_over_exactly(
     first: int, second: int, storage: str, tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as stack:
-        # A connection for each request: while `truth` computes, this loop stands still, and a node
-        # closes what has been idle for 10 s; a POST over what was kept would find it closed.
-        connector = aiohttp.TCPConnector(force_close=True)
+        connector = fresh_connections()
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         p, d = [
             await stack.enter_async_context(

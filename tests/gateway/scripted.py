@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import aiohttp
@@ -73,6 +74,7 @@ class ScriptedNode:
         self.lingers = False  # after its last event, without ending the answer
         self.peers: set[object] = set()  # connections that work came over
         self.url = ""
+        self.num_probes = 0
 
     def paths(self) -> list[str]:
         return [path for path, _, _ in self.calls]
@@ -87,11 +89,14 @@ class ScriptedNode:
         return app
 
     async def _ready(self, _: web.Request) -> web.Response:
+        self.num_probes += 1
         if self.is_frozen:
             await asyncio.Event().wait()
         return web.json_response({}, status=200 if self.is_ready else 503)
 
     async def _version(self, _: web.Request) -> web.Response:
+        if self.raw is not None:
+            return web.Response(body=self.raw)
         if self.model is None:
             raise web.HTTPNotFound
         return web.json_response({"fingerprint": {"model": self.model}})
@@ -255,9 +260,11 @@ async def stage(
     deadlines: DeadlineSection | None = None,
     auth: AuthSection | None = None,
     health: HealthSection | None = None,
+    models: Sequence[str] = (),
     **section: Any,
 ) -> AsyncIterator[Stage]:
-    """A gateway in front of so many scripted nodes. They share tickets, as through storage."""
+    """A gateway in front of so many scripted nodes. They share tickets, as through storage.
+    models: what they say that they compute, in order."""
     async with AsyncExitStack() as stack:
         nodes: dict[str, list[ScriptedNode]] = {}
         tickets: dict[str, asyncio.Event] = {}
@@ -266,6 +273,8 @@ async def stage(
             for node in nodes[role]:
                 node.tickets = tickets
                 node.url = await stack.enter_async_context(_serve(node.app()))
+        for node, model in zip(chain(*nodes.values()), models, strict=False):
+            node.model = model
         urls: dict[str, Any] = {role: tuple(n.url for n in some) for role, some in nodes.items()}
         gateway = Gateway(
             GatewaySettings(

@@ -265,5 +265,5 @@ async def test_probes_models_and_metrics_are_there() -> None:
         assert 'tierkv_gateway_routed_total{how="resumed"} 0.0' in text
         for node in (*on.prefill, *on.decode):
             node.is_ready = False
-        await until(lambda: NodeState.READY not in on.gateway.states().values())
+        await until(lambda: not any(s is NodeState.READY for s, _ in on.gateway.states().values()))
         assert (await on.caller.get("/readyz"))[0] == 503

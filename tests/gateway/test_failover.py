@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 
 import pytest
 
@@ -14,6 +15,7 @@ from tierkv.gateway.settings import DeadlineSection, HealthSection, LimitsSectio
 
 PROMPT = "a prompt of some length, " * 8
 TRUTH = text_of(answer_to(PROMPT.encode(), 8))
+DEEP = b'{"unknown": ' + b"[" * 200_000
 STREAMED = pytest.mark.parametrize("stream", [False, True])
 
 
@@ -199,6 +201,9 @@ async def test_an_error_in_the_middle_of_a_stream_ends_it_with_an_error_and_no_d
         b"event: done\ndata: {}\n\n",
         b'event: error\ndata: {"detail": 3}\n\n',
         b"<html>hello</html>",
+        DEEP,
+        b'event: tokens\ndata: {"tokens": %b\n\n' % DEEP,
+        b"event: error\ndata: %b\n\n" % DEEP,
     ],
 )
 async def test_a_node_that_answers_garbage_is_left_alone(raw: bytes) -> None:
@@ -206,6 +211,8 @@ async def test_a_node_that_answers_garbage_is_left_alone(raw: bytes) -> None:
         on.decode[0].raw = on.prefill[0].raw = raw
         for _ in range(4):
             await answered(on)
+        probes = on.decode[0].num_probes
+        await until(lambda: on.decode[0].num_probes > probes + 1, "the gateway to live on")
 
 
 async def test_a_node_that_goes_on_otherwise_than_the_one_before_it_is_not_believed() -> None:
@@ -310,21 +317,26 @@ async def test_nodes_of_different_models_never_make_one_answer_together(stream: 
         assert sorted(len(node.calls) for node in on.prefill) == [0, 2]
 
 
-async def test_a_node_that_says_it_is_of_another_model_gets_no_work_until_it_comes_back() -> None:
-    async with stage(prefill=1, decode=2) as on:
-        for node, model in ((on.prefill[0], "a"), (on.decode[0], "b"), (on.decode[1], "a")):
-            node.model = model
+async def test_a_node_of_another_model_is_never_asked_and_readyz_names_the_difference() -> None:
+    """Not even at the gateway's start, when nothing has failed yet."""
+    async with stage(prefill=1, decode=2, models=("a", "b", "a")) as on:
         stranger = on.decode[0].url
-        await until(lambda: on.gateway.states()[stranger] is NodeState.OTHER_MODEL)
+        assert on.gateway.states()[stranger][0] is NodeState.OTHER_MODEL
         for _ in range(4):
             await answered(on, stream=True)
         assert (len(on.decode[0].calls), len(on.decode[1].calls)) == (0, 4)
+        status, text = await on.caller.get("/readyz?verbose")
+        assert (status, json.loads(text)["status"]) == (200, "degraded")
+        assert json.loads(text)["parts"][stranger] == {
+            "status": "other_model",
+            "detail": "differs in model (here 'a', there 'b')",
+        }
         # It is taken away, and another one started in its place.
         on.decode[0].is_frozen = True
         on.decode[0].model = "a"
         await until(lambda: on.gateway.backend.nodes.all[1].num_failures > 0)
         on.decode[0].is_frozen = False
-        await until(lambda: on.gateway.states()[stranger] is NodeState.READY)
+        await until(lambda: on.gateway.states()[stranger][0] is NodeState.READY)
         for _ in range(4):
             await answered(on, stream=True)
         assert len(on.decode[0].calls) > 0

@@ -20,7 +20,10 @@ FEW_LETTERS = st.text("ab\n", max_size=30)
 
 
 def node(url: str = "http://n", role: Role = Role.BOTH) -> BackendNode:
-    return BackendNode(url, role, HEALTH)
+    """One that is ready."""
+    one = BackendNode(url, role, HEALTH)
+    one.says_ready()
+    return one
 
 
 # Stop texts

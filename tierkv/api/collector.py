@@ -176,9 +176,10 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
     )
     yield counter(
         "tierkv_direct_blocks",
-        "Blocks read straight from other nodes' host tiers; damaged ones came from storage then",
+        "Blocks read straight from other nodes' memory; damaged ones came from storage then",
         ("path",),
         {
+            ("device",): counts.device_blocks,
             ("memory",): counts.memory_blocks,
             ("network",): counts.network_blocks,
             ("damaged",): counts.damaged_direct_blocks,
@@ -203,6 +204,21 @@ def _estimates(node: Node) -> Iterator[Metric]:
         {
             ("compute",): estimator.prefill.seconds(_ESTIMATED_TOKENS),
             ("fetch",): estimator.transfer.seconds(num_bytes),
+        },
+    )
+    decided = node.service.stats().decisions
+    yield counter(
+        "tierkv_decisions",
+        "Runs of blocks that requests lacked on the device, by what was decided about them",
+        ("decision", "tier"),
+        {
+            ("load", "host"): decided.load_host,
+            ("fetch", "storage"): decided.fetch_storage,
+            ("wait", "device"): decided.wait_device,
+            ("wait", "storage"): decided.wait_storage,
+            ("recompute", "device"): decided.recompute_device,
+            ("recompute", "storage"): decided.recompute_storage,
+            ("recompute_late", "storage"): decided.recompute_late,
         },
     )
     counts = node.service.stats().requests

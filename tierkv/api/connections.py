@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import ssl
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 from uuid import uuid4
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
 
 from tierkv.api.framing import framing_problem, overload_answer
-from tierkv.api.listen import BACKLOG
+from tierkv.api.listen_settings import ListenSection
 from tierkv.api.pace import Pace
 
 log = logging.getLogger("tierkv.http")
@@ -29,7 +25,6 @@ MAX_LINE_BYTES = 8_192
 MAX_FIELD_BYTES = 16_384  # another number than a line's: by it the two errors are told apart
 MAX_FIELDS = 100
 _LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
-_LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
 _REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
 _MOST_EARLY_BYTES = 64 << 10  # of a connection whose turn has not come; then it is not read
 _MAX_REFUSALS = 64  # at a time; more are just closed
@@ -47,50 +42,12 @@ class Limits:
     idle_timeout_s: float
     send_timeout_s: float
 
-
-@asynccontextmanager
-async def serving(
-    app: web.Application,
-    listeners: Sequence[socket.socket],
-    *,
-    limits: Limits,
-    tls: ssl.SSLContext | None = None,
-) -> AsyncIterator[None]:
-    """`app` answers on `listeners` while the body runs; TCP ones speak TLS if there is some."""
-    loop = asyncio.get_running_loop()
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,  # a client that has gone needs no tokens
-        shutdown_timeout=_LAST_ANSWERS_S,
-    )
-    await runner.setup()
-    handlers = runner.server
-    assert handlers is not None, "it has been set up"
-    counted = _Counted(limits, Pace(loop))
-    servers: list[asyncio.Server] = []
-    try:
-        for listener in listeners:
-            is_unix = listener.family == socket.AF_UNIX
-            context = None if is_unix else tls
-            listen = loop.create_unix_server if is_unix else loop.create_server
-            servers.append(
-                await listen(
-                    lambda: Connection(handlers, loop, counted),
-                    sock=listener,
-                    backlog=BACKLOG,
-                    ssl=context,
-                    ssl_handshake_timeout=limits.idle_timeout_s if context else None,
-                )
-            )
-        yield
-    finally:
-        for server in servers:
-            server.close()
-        await runner.cleanup()
+    @classmethod
+    def of(cls, section: ListenSection) -> Limits:
+        return cls(section.max_connections, section.idle_timeout_s, section.send_timeout_s)
 
 
-class _Counted:
+class Counted:
     """How many connections there are, how many of too many are being told so, and whose turn it
     is to be read."""
 
@@ -108,7 +65,7 @@ class Connection(web.RequestHandler):
     __slots__ = ("_counted", "_early", "_is_counted", "_sending")
 
     def __init__(
-        self, manager: web.Server, loop: asyncio.AbstractEventLoop, counted: _Counted
+        self, manager: web.Server, loop: asyncio.AbstractEventLoop, counted: Counted
     ) -> None:
         super().__init__(
             manager,
@@ -125,16 +82,34 @@ class Connection(web.RequestHandler):
         self._early = b""  # came before its turn
         self._sending: asyncio.TimerHandle | None = None
 
-    # How many
+    # How many, and how many at once: a turn of the loop may find thousands that come or go
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         counted = self._counted
+        stream = cast("asyncio.Transport", transport)  # HTTP comes over a stream
         if counted.num_open >= counted.limits.max_connections:
-            _refuse(cast("asyncio.Transport", transport), counted)  # HTTP comes over a stream
+            _refuse(stream, counted)
             return
         counted.num_open += 1
         self._is_counted = True
-        super().connection_made(transport)
+        if counted.pace.lets_through():
+            super().connection_made(transport)
+        else:
+            stream.pause_reading()
+            counted.pace.wait(lambda: self._begin(stream))
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        if not transport.is_closing():
+            super().connection_made(transport)
+            transport.resume_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override] # what the loop asks for
+        """The client has gone. Closing takes a system call or two, so it has its turn as well."""
+        transport, pace = self.transport, self._counted.pace
+        if transport is None or self.ssl_context is not None or pace.lets_through():
+            return False  # closed now
+        pace.wait(transport.close)
+        return True
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._is_counted:
@@ -225,7 +200,9 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        if isinstance(resp, web.HTTPException):  # raised before our middlewares: 417 of `Expect`
+        if isinstance(
+            resp, web.HTTPException
+        ):  # raised before our middlewares: 417 of `Expect`, 505
             resp = framing_problem(resp.status, uuid4().hex)
             resp.force_close()
         return await super().finish_response(request, resp, start_time)
@@ -240,6 +217,8 @@ class Connection(web.RequestHandler):
 
 
 def _status_of(error: HttpProcessingError) -> int:
+    if isinstance(error, ContentEncodingError):
+        return HTTPStatus.UNSUPPORTED_MEDIA_TYPE
     if isinstance(error, LineTooLong):
         is_line = MAX_LINE_BYTES in error.args
         return (
@@ -260,7 +239,7 @@ def _one_line(error: HttpProcessingError) -> str:
 class _Refusal(asyncio.Protocol):
     """Says 503 to one connection too many, and closes it when that has been read, or soon."""
 
-    def __init__(self, transport: asyncio.Transport, counted: _Counted) -> None:
+    def __init__(self, transport: asyncio.Transport, counted: Counted) -> None:
         self._counted = counted
         counted.num_refused += 1
         transport.write(overload_answer(uuid4().hex))
@@ -273,7 +252,7 @@ class _Refusal(asyncio.Protocol):
         self._counted.num_refused -= 1
 
 
-def _refuse(transport: asyncio.Transport, counted: _Counted) -> None:
+def _refuse(transport: asyncio.Transport, counted: Counted) -> None:
     log.info("there are %d connections: one more is refused", counted.num_open)
     if counted.num_refused >= _MAX_REFUSALS:
         transport.abort()

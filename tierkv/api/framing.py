@@ -8,15 +8,21 @@ import msgspec
 from aiohttp import web
 
 from tierkv.api.bodies import REQUEST_ID_HEADER
-from tierkv.api.problems import PROBLEM_JSON, Problem
+from tierkv.api.problems import PROBLEM_JSON, Problem, problem_response
 
 # status: code, title, detail. Details name no bytes of the client: they may be anything.
-_PROBLEMS = {
+PROBLEMS = {
     400: ("malformed_request", "This is not HTTP", "The request's head or body cannot be read."),
     414: ("uri_too_long", "The request line is too long", "Shorten the path and query."),
+    415: (
+        "unsupported_media_type",
+        "The body's encoding is not supported",
+        "Send the body as it is, or with Content-Encoding gzip or deflate.",
+    ),
     417: ("unknown_expectation", "Unknown expectation", "Of Expect, only 100-continue is known."),
     431: ("headers_too_large", "The headers are too large", "Send fewer or shorter headers."),
     500: ("internal_error", "tierkv has a bug", "The log of this node has the details."),
+    505: ("http_version_not_supported", "Another version of HTTP", "Speak HTTP/1.1 or HTTP/1.0."),
     503: ("too_many_connections", "No more connections", "Close some, or ask another node."),
 }
 
@@ -24,12 +30,7 @@ _PROBLEMS = {
 def framing_problem(status: int, request_id: str) -> web.Response:
     """One of the statuses above, else 500."""
     body = _body(status, request_id)
-    return web.Response(
-        body=msgspec.json.encode(body),
-        status=body.status,
-        content_type=PROBLEM_JSON,
-        headers={REQUEST_ID_HEADER: request_id},
-    )
+    return problem_response(body, body.status, {REQUEST_ID_HEADER: request_id})
 
 
 def overload_answer(request_id: str) -> bytes:
@@ -49,7 +50,7 @@ def overload_answer(request_id: str) -> bytes:
 
 
 def _body(status: int, request_id: str) -> Problem:
-    if status not in _PROBLEMS:
+    if status not in PROBLEMS:
         status = HTTPStatus.INTERNAL_SERVER_ERROR
-    code, title, detail = _PROBLEMS[status]
+    code, title, detail = PROBLEMS[status]
     return Problem(title=title, status=status, detail=detail, code=code, request_id=request_id)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tierkv.api.listen_settings import ListenSection
 from tierkv.api.settings import NodeSection
 from tierkv.errors import ConfigError
 
@@ -37,7 +38,7 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
         yield listeners
 
 
-def bind(settings: NodeSection, *, asks_callers: bool = False) -> socket.socket:
+def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socket:
     """A socket that listens on the settings' address.
 
     asks_callers: every caller must say who it is.

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
-import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from enum import Enum
 
 from tierkv.api.desk import Desk
 from tierkv.api.events import EventFeed
 from tierkv.api.heartbeat import Heartbeat
 from tierkv.api.idempotency import Once
+from tierkv.api.names import request_name, ticket_name
 from tierkv.api.pins import PinBook
 from tierkv.api.prefetches import Prefetches
+from tierkv.api.refusals import NotReadyError
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
+from tierkv.api.working import Working
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Prompt
 from tierkv.clock import Clock, SystemClock
-from tierkv.errors import BadRequestError, ShuttingDownError, StoreUnavailableError, TierKVError
+from tierkv.errors import ShuttingDownError
 from tierkv.gpu.opening import open_device
 from tierkv.gpu.protocol import Device
 from tierkv.refmodel.engine import ReferenceEngine
@@ -30,28 +30,10 @@ from tierkv.sched.ranked import RankedDevice
 from tierkv.service import Service
 from tierkv.storage.factory import open_resilient_store
 from tierkv.storage.protocol import Store
-from tierkv.transfer.storage_io_tier import StorageOptions, StoreState
-
-_PING_DEADLINE_S = 1.0
-
-
-_TENANTS_TICKET = re.compile("[0-9a-f]{32}:")
-_TENANTS_REQUEST = re.compile("[0-9a-f]{16}/")
+from tierkv.transfer.storage_io_tier import StorageOptions
 
 _MOST_ANSWERS = 1024  # of generations, kept for who asks again: some 5 bytes per token each
 _ANSWERS_TTL_S = 300.0
-
-
-class Health(Enum):
-    """What a probe sees of one dependency, or of the node as a whole."""
-
-    OK = "ok"
-    DEGRADED = "degraded"  # answers are right, but slower than they could be
-    DOWN = "down"
-
-
-class NotReadyError(TierKVError):
-    """The node cannot answer this now: ask again, or another one."""
 
 
 class Node:
@@ -95,7 +77,11 @@ class Node:
                 tensor_parallel=settings.cache.tensor_parallel,
             )
         self.engine = ReferenceEngine(self.service, reference, settings.engine)
-        self.desk = Desk(self.service, self._something_ended)
+        self._working = Working(
+            lambda: ShuttingDownError("this node was stopped before the request was done"),
+            lambda: self.desk.num_open,
+        )
+        self.desk = Desk(self.service, self._working.changed)
         self.prefetches = Prefetches(self.service)
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.feed = EventFeed(self.service)
@@ -107,9 +93,6 @@ class Node:
         self.heartbeat = Heartbeat()
         self.clock: Clock = SystemClock()
         self.has_started = False
-        self._work: set[asyncio.Timeout] = set()
-        self._changed = asyncio.Event()  # a work has ended, or there is a hurry
-        self._is_hurried = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -146,23 +129,10 @@ class Node:
         return Prompt(tokens, self.settings.cache.block_size, space=self.space(tenant))
 
     def request_name(self, request_id: str, prompt: Prompt) -> str:
-        """What the scheduler calls a request: tenants may use the same ids."""
-        return self.name_in(prompt.space, request_id)
-
-    def name_in(self, space: str, request_id: str) -> str:
-        if space:
-            return f"{space}/{request_id}"
-        if _TENANTS_REQUEST.match(request_id):
-            raise BadRequestError("a request's id does not begin like those of tenants")
-        return request_id
+        return request_name(prompt.space, request_id)
 
     def ticket_name(self, ticket_id: str, tenant: str) -> str:
-        """What a ticket is called on all nodes: tenants may use the same ids."""
-        if not tenant:
-            if _TENANTS_TICKET.match(ticket_id):
-                raise BadRequestError("a ticket's id does not begin like those of tenants")
-            return ticket_id
-        return f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}:{ticket_id}"
+        return ticket_name(ticket_id, tenant)
 
     def space(self, tenant: str) -> str:
         """What the cache calls a tenant."""
@@ -176,7 +146,7 @@ class Node:
 
     @property
     def num_working(self) -> int:
-        return len(self._work)
+        return len(self._working)
 
     @asynccontextmanager
     async def work(self) -> AsyncIterator[None]:
@@ -185,29 +155,15 @@ class Node:
         self.check_started()
         if self.is_draining:
             raise ShuttingDownError("this node is shutting down")
-        async with self.call():
+        async with self._working.call():
             yield
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
         """As `work`, for what belongs to a request under way: it may begin while draining."""
         self.check_started()
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._work.add(scope)
-                try:
-                    yield
-                finally:
-                    self._work.discard(scope)
-                    self._something_ended()
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise ShuttingDownError("this node was stopped before the request was done") from error
-
-    def _something_ended(self) -> None:
-        self._changed.set()
+        async with self._working.call():
+            yield
 
     def drain(self) -> None:
         """Be unready, and take no more work; what runs goes on."""
@@ -216,76 +172,15 @@ class Node:
 
     def hurry(self) -> None:
         """Wait for nobody's work any more, publishes included."""
-        self._is_hurried = True
         self.engine.stop_publishing()
-        self._changed.set()
+        self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
         """Return when no work is left: all done, or cut off after `grace_s` or a `hurry`.
 
         Engines may end their requests until then; what they still hold at the end of `running` is
         aborted."""
-        try:
-            async with asyncio.timeout(grace_s):
-                while (self._work or self.desk.num_open) and not self._is_hurried:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            pass
-        for scope in self._work:
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
-        while self._work:
-            self._changed.clear()
-            await self._changed.wait()
-
-    # Health
-
-    async def health(self) -> dict[str, tuple[Health, str]]:
-        """Each dependency with its state and a word on it. A store that is down only slows a node,
-        since computing is a right answer too."""
-        is_lost = self.device.failure is not None
-        parts = {
-            "service": self._service_health(),
-            "device": (Health.DOWN if is_lost else Health.OK, self.device.status),
-        }
-        ranks = self.service.ranks
-        if ranks is not None:
-            wrong = ranks.findings()
-            state = Health.DEGRADED if wrong else Health.OK
-            parts["ranks"] = state, "; ".join(wrong) or f"{len(ranks.devices)} ranks keep up"
-        stores = self.service.storage_state() if self.has_started else ()
-        if not stores:
-            parts["storage"] = (Health.OK, "no storage tier")
-        for state_of_store in stores:
-            name = "storage" + (f" of {state_of_store.tenant}" if state_of_store.tenant else "")
-            parts[name] = await self._storage_health(state_of_store)
-        return parts
-
-    async def _storage_health(self, state: StoreState) -> tuple[Health, str]:
-        """A store that is left alone is not asked again: its breaker does that."""
-        if state.is_degraded:
-            return Health.DEGRADED, (
-                f"{state.url} is left alone ({state.circuit}) since it failed: {state.reason}"
-            )
-        store = self.service.store
-        if state.tenant or store is None:
-            return Health.OK, state.url
-        try:
-            async with asyncio.timeout(_PING_DEADLINE_S):
-                await store.ping()
-        except TimeoutError:
-            return Health.DEGRADED, f"{state.url} does not answer"
-        except StoreUnavailableError as error:
-            return Health.DEGRADED, str(error)
-        return Health.OK, state.url
-
-    def _service_health(self) -> tuple[Health, str]:
-        if not self.has_started:
-            return Health.DOWN, "this node has not started yet"
-        if self.is_draining:
-            return Health.DOWN, "this node is shutting down"
-        return Health.OK, "takes requests"
+        await self._working.idle(grace_s=grace_s)
 
 
 def _open_device(settings: NodeSettings) -> Device:
@@ -316,6 +211,7 @@ def _storage_options(settings: NodeSettings) -> StorageOptions:
         open=opener,
         tenants={tenant: opener(url) for tenant, url in storage.tenants.items()},
         codecs=storage.codecs(),
+        small=storage.small_codec(),
         touches_per_ttl=storage.touches_per_ttl,
         peer_sizes=storage.peer_tensor_parallel,
         scheme=settings.model.shards(settings.cache.block_size),

@@ -20,8 +20,8 @@ from tierkv.api.bodies import (
     MediaTypeError,
     first_id,
 )
-from tierkv.api.node import NotReadyError
-from tierkv.api.refusals import TooManyError, UnknownIdError, WrongStateError
+from tierkv.api.names import as_given
+from tierkv.api.refusals import NotReadyError, TooManyError, UnknownIdError, WrongStateError
 from tierkv.api.types import FieldError
 from tierkv.errors import (
     BadRequestError,
@@ -100,7 +100,7 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (StoreError, 503, "store_unavailable", "The storage tier does not answer"),
 )
 
-_HTTP_CODES = {
+HTTP_CODES = {
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",
@@ -134,7 +134,7 @@ def known_problem(request: web.Request, error: TierKVError) -> web.Response:
             body = Problem(
                 title=title,
                 status=status,
-                detail=str(error),
+                detail=as_given(str(error)),
                 code=code,
                 request_id=request[REQUEST_ID],
             )
@@ -171,7 +171,7 @@ def internal_problem(request: web.Request) -> web.Response:
 def _http_problem(request: web.Request, error: web.HTTPException) -> web.Response:
     if error.status < HTTPStatus.BAD_REQUEST:
         raise error
-    code = _HTTP_CODES.get(error.status, f"http_{error.status}")
+    code = HTTP_CODES.get(error.status, f"http_{error.status}")
     headers = {}
     detail = f"{request.method} {request.path[:200]}: {error.reason}"
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -203,12 +203,17 @@ def _answer(body: Problem, headers: Mapping[str, str]) -> web.Response:
     not_now = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
     if body.status in not_now or body.reason in PASSING_REASONS:
         all_headers["Retry-After"] = str(_RETRY_AFTER_S)
+    return problem_response(body, body.status, all_headers)
+
+
+def problem_response(body: msgspec.Struct, status: int, headers: Mapping[str, str]) -> web.Response:
+    """`body`, a problem of whatever shape, on its way."""
     response = web.Response(
         body=msgspec.json.encode(body),
-        status=body.status,
+        status=status,
         content_type=PROBLEM_JSON,
-        headers=all_headers,
+        headers=headers,
     )
-    if body.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+    if status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         response.force_close()  # the rest of the body is not read
     return response

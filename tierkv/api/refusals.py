@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierkv.errors import BadRequestError
+from tierkv.errors import BadRequestError, TierKVError
 
 
 class UnknownIdError(BadRequestError):
@@ -15,3 +15,7 @@ class WrongStateError(BadRequestError):
 
 class TooManyError(BadRequestError):
     """There are as many of these as there may be: wait until one is gone."""
+
+
+class NotReadyError(TierKVError):
+    """The node cannot answer this now: ask again, or another one."""

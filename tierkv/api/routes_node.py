@@ -14,6 +14,7 @@ from tierkv.api.listing import Listings
 from tierkv.api.masked import masked, masked_url
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
+from tierkv.api.refusals import WrongStateError
 from tierkv.api.route import Disconnect, Route
 from tierkv.api.routes_base import Routes
 from tierkv.api.types_node import (
@@ -28,7 +29,7 @@ from tierkv.api.types_node import (
 )
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import PoolStats
-from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
+from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, OwnershipError
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 _TIERS = {TierName.DEVICE: Tier.DEVICE, TierName.HOST: Tier.HOST}
@@ -148,6 +149,8 @@ class NodeRoutes(Routes):
                     await self._node.service.resize(_TIERS[body.tier], body.blocks)
             except ConfigError as error:
                 raise BadRequestError(str(error)) from error
+            except OwnershipError as error:
+                raise WrongStateError(str(error)) from error
             except TimeoutError as error:
                 if not scope.expired():
                     raise

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from tierkv.api import bodies
 from tierkv.api.access import Access
+from tierkv.api.refusals import UnknownIdError
 from tierkv.api.route import Route
 from tierkv.api.routes_base import Routes
 from tierkv.api.types_node import QuotaAnswer, QuotaBody
@@ -45,26 +46,35 @@ class QuotaRoutes(Routes):
 
     async def put(self, request: web.Request) -> web.Response:
         async with self._node.work():
-            space = self._space(request)
+            tenant = self._tenant(request)
             body = await self._read(request, QuotaBody)
+            space = self._node.space(tenant)
             self._node.service.set_quota(space, (body.device_blocks, body.host_blocks))
-        return self._answer(request)
+        return self._answer(request, space)
 
     async def look(self, request: web.Request) -> web.Response:
         self._node.check_started()
-        return self._answer(request)
+        return self._answer(request, self._known_space(request))
 
     async def remove(self, request: web.Request) -> web.Response:
         self._node.check_started()
-        self._node.service.set_quota(self._space(request), (None, None))
-        return self._answer(request)
+        space = self._known_space(request)
+        self._node.service.set_quota(space, (None, None))
+        return self._answer(request, space)
 
-    def _space(self, request: web.Request) -> str:
-        return self._node.space(bodies.check_id(request.match_info["id"], "the tenant"))
+    def _tenant(self, request: web.Request) -> str:
+        return bodies.check_id(request.match_info["id"], "the tenant")
 
-    def _answer(self, request: web.Request) -> web.Response:
-        device, host = self._node.service.quota_of(self._space(request))
-        tenant = request.match_info["id"]
+    def _known_space(self, request: web.Request) -> str:
+        """Looking opens no space. Raises UnknownIdError."""
+        space = self._node.service.tenants.known_space_of(self._tenant(request))
+        if space is None:
+            raise UnknownIdError("no such tenant has asked for anything here, or was given a quota")
+        return space
+
+    def _answer(self, request: web.Request, space: str) -> web.Response:
+        device, host = self._node.service.quota_of(space)
+        tenant = self._tenant(request)
         return bodies.answer(
             request, QuotaAnswer(tenant=tenant, device_blocks=device, host_blocks=host)
         )

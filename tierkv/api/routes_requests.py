@@ -12,6 +12,7 @@ from aiohttp import web
 from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.held import Held
+from tierkv.api.names import request_name
 from tierkv.api.refusals import UnknownIdError
 from tierkv.api.route import Disconnect, Route
 from tierkv.api.routes_base import Routes, principal_of
@@ -157,7 +158,7 @@ class RequestRoutes(Routes):
             bodies.name_request(request, request_id)
             if not node.desk.has((tenant, request_id)):
                 # It waits for its blocks, or the engine of this node computes it; that is told.
-                if not node.service.abort(node.name_in(node.space(tenant), request_id)):
+                if not node.service.abort(request_name(node.space(tenant), request_id)):
                     raise UnknownIdError(f"there is no request {request_id!r}")
                 ended = EndAnswer(request_id=request_id, state=State.ABORTED, computed_tokens=0)
                 return bodies.answer(request, ended)

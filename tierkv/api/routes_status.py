@@ -8,8 +8,10 @@ from aiohttp.typedefs import Handler
 import tierkv
 from tierkv.api import bodies
 from tierkv.api.access import Access
+from tierkv.api.health import Health, health_of
 from tierkv.api.metrics import Metrics
-from tierkv.api.node import Health, Node, NotReadyError
+from tierkv.api.node import Node
+from tierkv.api.refusals import NotReadyError
 from tierkv.api.route import Route
 from tierkv.api.types import LiveAnswer, PartHealth, ReadyAnswer, VerifyAnswer, VersionAnswer
 from tierkv.observe import Stats
@@ -90,7 +92,7 @@ class StatusRoutes:
         )
 
     async def ready(self, request: web.Request) -> web.Response:
-        health = await self._node.health()
+        health = await health_of(self._node)
         states = [state for state, _ in health.values()]
         parts = {name: PartHealth(state.value, detail) for name, (state, detail) in health.items()}
         is_verbose = "verbose" in request.query

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvloop
@@ -15,11 +17,12 @@ from msgspec.structs import replace
 
 from tierkv.api.app import make_app
 from tierkv.api.auth import Guard
-from tierkv.api.connections import Limits, serving
-from tierkv.api.garbage import rare_full_collections
+from tierkv.api.connections import Limits
+from tierkv.api.garbage import short_collections
 from tierkv.api.listen import bind, is_loopback, make_room_for, open_listeners, url_of
 from tierkv.api.node import Node
-from tierkv.api.settings import NodeSettings
+from tierkv.api.serving import serving
+from tierkv.api.settings import NodeSection, NodeSettings
 from tierkv.api.tls import server_tls
 
 __all__ = ["bind", "listening", "run", "serve", "url_of"]
@@ -39,7 +42,23 @@ def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
             port: int = listeners[0].getsockname()[1]
             settings = replace(settings, node=replace(settings.node, port=port))
             _warn_of_plain_tokens(settings, listeners[0])
-        uvloop.run(serve(Node(settings), listeners, announce))
+        last_resort = threading.Timer(settings.node.close_limit_s, _leave, [settings.node])
+        last_resort.daemon = True
+        try:
+            uvloop.run(serve(Node(settings), listeners, announce, last_resort.start))
+        finally:
+            last_resort.cancel()
+
+
+def _leave(settings: NodeSection) -> None:
+    """End the process, of which a thread hangs in the system: nothing else can end that. What is
+    stored is whole or invisible at any moment, so no harm comes of it."""
+    log.critical(
+        "closing took longer than node.close_limit_s = %g s: a store or a device still uses this "
+        "node's memory. The process ends without waiting for it",
+        settings.close_limit_s,
+    )
+    os._exit(1)
 
 
 def _warn_of_plain_tokens(settings: NodeSettings, listener: socket.socket) -> None:
@@ -48,13 +67,18 @@ def _warn_of_plain_tokens(settings: NodeSettings, listener: socket.socket) -> No
 
 
 async def serve(
-    node: Node, listeners: list[socket.socket], announce: Callable[[str], None]
+    node: Node,
+    listeners: list[socket.socket],
+    announce: Callable[[str], None],
+    on_closing: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `node` behind `listeners` until a signal; then drain it.
 
     First it is unready and takes no more work; what runs may end within the grace time, and is
     cut off then; publishes under way end by themselves. A second signal cuts off all of it. The
     address answers from the first moment to the last, so a probe is told, not left to guess.
+
+    on_closing: called when no work is left and all begins to close.
     """
     stop = asyncio.Event()
 
@@ -64,17 +88,18 @@ async def serve(
             node.hurry()
         stop.set()
 
-    with ExitStack() as stack:
-        stack.enter_context(_signals(on_signal))
-        async with listening(node, *listeners) as url, node.running():
-            stack.enter_context(rare_full_collections())
+    with _signals(on_signal):
+        async with listening(node, *listeners) as url, node.running(), short_collections():
             log.info("%s is ready at %s", node.name, url)
             announce(url)
-            await stop.wait()
-            grace_s = node.settings.node.drain_grace_s
-            log.info("%s drains, for up to %g s", node.name, grace_s)
-            node.drain()
-            await node.idle(grace_s=grace_s)
+            try:
+                await stop.wait()
+                grace_s = node.settings.node.drain_grace_s
+                log.info("%s drains, for up to %g s", node.name, grace_s)
+                node.drain()
+                await node.idle(grace_s=grace_s)
+            finally:
+                on_closing()
     log.info("%s has ended", node.name)
 
 
@@ -87,15 +112,10 @@ async def listening(node: Node, *listeners: socket.socket) -> AsyncIterator[str]
     settings = node.settings
     auth = settings.auth
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
-    limits = Limits(
-        max_connections=settings.node.max_connections,
-        idle_timeout_s=settings.node.idle_timeout_s,
-        send_timeout_s=settings.node.send_timeout_s,
-    )
     async with (
         guard.running(),
         server_tls(settings.tls) as tls,
-        serving(make_app(node, guard), listeners, limits=limits, tls=tls),
+        serving(make_app(node, guard), listeners, limits=Limits.of(settings.node), tls=tls),
     ):
         yield url_of(listeners[0], has_tls=tls is not None)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tierkv.api.node import NotReadyError
 from tierkv.api.problems import ERRORS, PROBLEM_JSON, Problem
+from tierkv.api.refusals import NotReadyError
 from tierkv.errors import BadRequestError, TierKVError
 
 _FIRST_SERVER_ERROR = 500

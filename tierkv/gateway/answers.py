@@ -18,7 +18,7 @@ from tierkv.api.bodies import (
     MediaTypeError,
     first_id,
 )
-from tierkv.api.problems import PROBLEM_JSON
+from tierkv.api.problems import problem_response
 from tierkv.api.types import FieldError
 from tierkv.errors import TierKVError
 from tierkv.gateway.failures import GatewayError, InvalidRequestError
@@ -117,15 +117,7 @@ def answer_of(failure: Failure) -> web.Response:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     if failure.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    response = web.Response(
-        body=msgspec.json.encode(failure),
-        status=failure.status,
-        content_type=PROBLEM_JSON,
-        headers=headers,
-    )
-    if failure.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
-        response.force_close()  # the rest of the body is not read
-    return response
+    return problem_response(failure, failure.status, headers)
 
 
 @web.middleware

@@ -74,12 +74,13 @@ class ProbeRoutes:
         if gateway.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
         states = gateway.states()
-        if NodeState.READY not in states.values():
+        found = {state for state, _ in states.values()}
+        if NodeState.READY not in found:
             raise NoNodesError("no node is ready")
-        is_whole = set(states.values()) == {NodeState.READY}
+        is_whole = found == {NodeState.READY}
         parts = None
         if "verbose" in request.query:
-            parts = {url: PartHealth(state.value, "") for url, state in states.items()}
+            parts = {url: PartHealth(state.value, word) for url, (state, word) in states.items()}
         return bodies.answer(request, ReadyAnswer("ok" if is_whole else "degraded", parts))
 
     async def version(self, request: web.Request) -> web.Response:

@@ -9,14 +9,13 @@ from contextlib import asynccontextmanager
 from tierkv.gateway.admission import Admission
 from tierkv.gateway.calls import NodeCalls
 from tierkv.gateway.failures import AttemptError
-from tierkv.gateway.health import keep_probing
+from tierkv.gateway.health import probing
 from tierkv.gateway.job import Job
 from tierkv.gateway.metrics import GatewayMetrics
 from tierkv.gateway.nodes import BackendNode, Nodes
 from tierkv.gateway.prefixes import PrefixMemory
 from tierkv.gateway.routing import Held
 from tierkv.gateway.settings import GatewaySettings
-from tierkv.tasks import background
 
 _SHORT_PROMPT = 64  # tokens; who holds so few matters less than asking costs
 
@@ -34,8 +33,7 @@ class Backend:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        probing = keep_probing(self.nodes, self.calls, self.settings.health)
-        async with self.calls.running(), background({"tierkv-probes": probing}):
+        async with self.calls.running(), probing(self.nodes, self.calls, self.settings.health):
             yield
 
     async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> dict[str, Held]:

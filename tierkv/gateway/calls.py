@@ -30,6 +30,7 @@ from tierkv.gateway.nodes import BackendNode, Nodes
 from tierkv.gateway.routing import Held
 from tierkv.gateway.settings import GatewaySettings, node_tls
 
+UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent
 _END_S = 0.2  # from the last event to the end of the answer
 _UNBOUNDED = 0  # connections to a node; admission bounds them
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
@@ -109,7 +110,7 @@ class NodeCalls:
             return None
         try:
             return msgspec.json.decode(reply.raw, type=_VersionAnswer).fingerprint
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return None
 
     async def lookup(self, node: BackendNode, job: Job) -> Held:
@@ -121,7 +122,7 @@ class NodeCalls:
             if reply.status != HTTPStatus.OK:
                 raise AttemptError(f"{node.url} answered a lookup with {reply.status}")
             found = msgspec.json.decode(reply.raw, type=_LookupAnswer)
-        except (CallError, ConfigError, TimeoutError, ValueError) as error:
+        except (CallError, ConfigError, TimeoutError, *UNREADABLE) as error:
             raise AttemptError(f"{node.url} did not answer a lookup") from error
         return Held(found.device_tokens + found.host_tokens, found.storage_tokens or 0)
 
@@ -190,7 +191,7 @@ class NodeCalls:
         """Raise what a node's problem means for us."""
         try:
             problem = msgspec.json.decode(raw, type=_Problem)
-        except ValueError as error:
+        except UNREADABLE as error:
             if status in _REFUSED:
                 raise self._unauthorized(node, status or 0) from error
             raise NodeFailedError(f"{node.url} answered {status} without a problem") from error

@@ -13,6 +13,7 @@ import msgspec
 
 from tierkv.client.sse import ServerEvent
 from tierkv.gateway.backend import Backend
+from tierkv.gateway.calls import UNREADABLE
 from tierkv.gateway.failures import (
     AttemptError,
     NodeBusyError,
@@ -179,7 +180,7 @@ class Delivery:
     def _decode(self, node: BackendNode, event: ServerEvent, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(event.data, type=kind)
-        except ValueError as error:
+        except UNREADABLE as error:
             raise self._blame(node, f"answers nonsense: {error}") from error
 
     def learn(self, node: BackendNode, done: Done, tokens: bytes) -> None:

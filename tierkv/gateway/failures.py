@@ -64,7 +64,7 @@ class GatewayShuttingDownError(GatewayError):
     title = "This gateway takes no more work"
 
 
-class DeadlineError(GatewayError):
+class OutOfTimeError(GatewayError):
     status = 504
     code = "deadline_exceeded"
     title = "It took too long"

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tierkv.api.working import Working
 from tierkv.gateway.backend import Backend
 from tierkv.gateway.failures import GatewayShuttingDownError
 from tierkv.gateway.nodes import NodeState
@@ -19,9 +20,9 @@ class Gateway:
         self.settings = settings
         self.backend = Backend(settings)
         self.is_draining = False
-        self._work: set[asyncio.Timeout] = set()
-        self._changed = asyncio.Event()
-        self._is_hurried = False
+        self._working = Working(
+            lambda: GatewayShuttingDownError("this gateway was stopped before the end")
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -32,9 +33,10 @@ class Gateway:
                 self.drain()
                 await self.idle(grace_s=0)
 
-    def states(self) -> dict[str, NodeState]:
+    def states(self) -> dict[str, tuple[NodeState, str]]:
+        """By URL, with a word on it."""
         now = asyncio.get_running_loop().time()
-        return {node.url: node.state(now) for node in self.backend.nodes.all}
+        return {node.url: (node.state(now), node.word(now)) for node in self.backend.nodes.all}
 
     @asynccontextmanager
     async def work(self) -> AsyncIterator[None]:
@@ -42,19 +44,8 @@ class Gateway:
         the work when its time is up."""
         if self.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._work.add(scope)
-                try:
-                    yield
-                finally:
-                    self._work.discard(scope)
-                    self._changed.set()
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise GatewayShuttingDownError("this gateway was stopped before the end") from error
+        async with self._working.call():
+            yield
 
     def drain(self) -> None:
         """Be unready, and take no more work; what runs goes on."""
@@ -62,21 +53,8 @@ class Gateway:
 
     def hurry(self) -> None:
         """Wait for nobody's work any more."""
-        self._is_hurried = True
-        self._changed.set()
+        self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:
         """Return when no work is left: all done, or cut off after `grace_s` or a `hurry`."""
-        try:
-            async with asyncio.timeout(grace_s):
-                while self._work and not self._is_hurried:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            pass
-        for scope in self._work:
-            if not scope.expired():
-                scope.reschedule(asyncio.get_running_loop().time())
-        while self._work:
-            self._changed.clear()
-            await self._changed.wait()
+        await self._working.idle(grace_s=grace_s)

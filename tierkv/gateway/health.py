@@ -1,57 +1,76 @@
-"""Asks every node whether it is ready, for as long as the gateway runs."""
+"""Asks every node whether it is ready and what it computes, for as long as the gateway runs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from tierkv.gateway.calls import NodeCalls
 from tierkv.gateway.failures import AttemptError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.settings import HealthSection
+from tierkv.tasks import background
 
 log = logging.getLogger("tierkv.gateway")
 
 
-async def keep_probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> None:
-    """Runs until it is cancelled."""
-    async with asyncio.TaskGroup() as tasks:
-        for node in nodes.all:
-            probing = _probe(node, nodes, calls, settings)
-            tasks.create_task(probing, name=f"tierkv-probe-{node.url}")
+@asynccontextmanager
+async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> AsyncIterator[None]:
+    """Every node has been asked once when the body begins, and is asked on until it ends."""
+    probes = [_Probe(node, nodes, calls, settings) for node in nodes.all]
+    async with asyncio.TaskGroup() as first:
+        for probe in probes:
+            first.create_task(probe.once())
+    async with background({f"tierkv-probe-{probe.node.url}": probe.on() for probe in probes}):
+        yield
 
 
-async def _probe(
-    node: BackendNode, nodes: Nodes, calls: NodeCalls, settings: HealthSection
-) -> None:
-    now = asyncio.get_running_loop().time
-    before: NodeState | None = None
-    unanswered = 0
-    while True:
+class _Probe:
+    def __init__(
+        self, node: BackendNode, nodes: Nodes, calls: NodeCalls, settings: HealthSection
+    ) -> None:
+        self.node = node
+        self._nodes = nodes
+        self._calls = calls
+        self._settings = settings
+        self._unanswered = 0  # in a row
+        self._before: NodeState | None = None
+
+    async def on(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.probe_interval_s)
+            await self.once()
+
+    async def once(self) -> None:
+        now, node = asyncio.get_running_loop().time, self.node
         try:
-            if await calls.is_ready(node):
+            # What it computes comes first, each time: a node that was replaced by one of another
+            # model must not go on with an answer that one of ours has begun.
+            fingerprint = await self._calls.fingerprint(node)
+            is_ready = await self._calls.is_ready(node)
+            self._nodes.compare(node, fingerprint)
+            if is_ready:
                 node.says_ready()
-                if node.fingerprint is None:
-                    await _ask_what_it_computes(node, nodes, calls)
             else:
                 node.says_unready()
-            unanswered = 0
+            self._unanswered = 0
         except AttemptError:
             node.has_failed(now())
-            unanswered += 1
-            if unanswered >= settings.gone_after_probes:
-                node.is_gone(now(), silent_s=settings.probe_timeout_s)
-        state = node.state(now())
-        if state is not before:
-            log.info("node %s (%s) is %s", node.url, node.role.value, state.value)
-            before = state
-        await asyncio.sleep(settings.probe_interval_s)
+            self._unanswered += 1
+            if self._unanswered >= self._settings.gone_after_probes:
+                node.is_gone(now(), silent_s=self._settings.probe_timeout_s)
+        self._tell(node.state(now()))
 
-
-async def _ask_what_it_computes(node: BackendNode, nodes: Nodes, calls: NodeCalls) -> None:
-    """A node of another model must not go on with an answer that one of ours has begun."""
-    fingerprint = await calls.fingerprint(node)
-    if fingerprint is None:
-        return
-    if differing := nodes.compare(node, fingerprint):
-        log.error("node %s gets no work: it differs in %s", node.url, ", ".join(differing))
+    def _tell(self, state: NodeState) -> None:
+        if state is self._before:
+            return
+        self._before = state
+        node = self.node
+        log.info("node %s (%s) is %s", node.url, node.role.value, state.value)
+        if state is NodeState.OTHER_MODEL:
+            log.error(
+                "node %s gets no work: it differs in %s", node.url, "; ".join(node.differs_in)
+            )

@@ -40,22 +40,33 @@ class BackendNode:
         self.num_failures = 0  # in a row
         self.lives = 0  # how often it came back after a failure; what it held before may be gone
         self.fingerprint: dict[str, str] | None = None  # what it computes, as it says itself
-        self.is_other_model = False
+        self.differs_in: tuple[str, ...] = ()  # fields of it, from what most others compute
         self._settings = settings
         self._ejected_until = 0.0
-        self._is_ready = True
+        self._is_ready = False  # until it has said so
         self._waits: dict[asyncio.Timeout, float] = {}  # with the time when each began
 
     def state(self, now: float) -> NodeState:
-        if self.is_other_model:
+        if self.differs_in:
             return NodeState.OTHER_MODEL
         if now < self._ejected_until:
             return NodeState.EJECTED
         return NodeState.READY if self._is_ready else NodeState.UNREADY
 
+    def word(self, now: float) -> str:
+        """What an operator wants to know besides."""
+        match self.state(now):
+            case NodeState.OTHER_MODEL:
+                return f"differs in {'; '.join(self.differs_in)}"
+            case NodeState.EJECTED:
+                return f"failed {self.num_failures} times in a row"
+            case _:
+                return ""
+
     def has_failed(self, now: float) -> None:
         """Leave it alone; the longer, the more often this has happened in a row."""
         self.num_failures += 1
+        self._is_ready = True  # what it said before counts no more
         longest = self._settings.eject_most_s
         # Failures of work that ran beside each other are one death, not many.
         if now >= self._ejected_until:
@@ -70,7 +81,6 @@ class BackendNode:
         """A probe was answered well."""
         if self.num_failures:
             self.lives += 1
-            self.fingerprint = None  # it may have come back as another
         self._is_ready = True
         self._ejected_until = 0.0
         self.num_failures = 0
@@ -131,16 +141,17 @@ class Nodes:
         if len(set(urls)) < len(urls):
             raise ConfigError("the same node is given twice; for one that does both, give --both")
 
-    def compare(self, node: BackendNode, fingerprint: dict[str, str]) -> tuple[str, ...]:
-        """Note what `node` computes. A node gets no work as long as most others, of those that have
-        said it, compute something else; at a draw the first in the list is right. Returns the
-        fields in which `node` differs."""
+    def compare(self, node: BackendNode, fingerprint: dict[str, str] | None) -> None:
+        """Note what `node` computes, None if it does not say. A node gets no work as long as most
+        others, of those that have said it, compute something else; at a draw the first in the list
+        is right."""
+        if fingerprint == node.fingerprint:
+            return
         node.fingerprint = fingerprint
         known = [one.fingerprint for one in self.all if one.fingerprint is not None]
-        most = max(known, key=known.count)  # the first of several
+        most = max(known, key=known.count, default={})  # the first of several
         for one in self.all:
-            one.is_other_model = one.fingerprint is not None and one.fingerprint != most
-        return differences(most, fingerprint)
+            one.differs_in = () if one.fingerprint is None else differences(most, one.fingerprint)
 
     def prefilling(self) -> list[BackendNode]:
         return [node for node in self.all if node.role.prefills]

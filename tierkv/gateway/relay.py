@@ -16,8 +16,8 @@ from tierkv.cache.tokens import pack
 from tierkv.gateway.delivery import Delivery
 from tierkv.gateway.failures import (
     AttemptError,
-    DeadlineError,
     HandoffRefusedError,
+    OutOfTimeError,
 )
 from tierkv.gateway.handover import hand_over
 from tierkv.gateway.nodes import BackendNode
@@ -47,7 +47,7 @@ async def run(delivery: Delivery) -> None:
     except TimeoutError as error:
         if not scope.expired():
             raise
-        raise DeadlineError(
+        raise OutOfTimeError(
             f"{len(delivery.tokens)} of {delivery.job.max_tokens} tokens came in time"
         ) from error
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import uvloop
 
 from tierkv.api.auth import Guard
-from tierkv.api.connections import Limits, serving
+from tierkv.api.connections import Limits
 from tierkv.api.listen import bind, make_room_for, url_of
-from tierkv.api.settings import NodeSection
+from tierkv.api.serving import serving
 from tierkv.api.tls import server_tls
 from tierkv.gateway.app import make_app
 from tierkv.gateway.gateway import Gateway
@@ -39,15 +39,9 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
 def listener_of(settings: GatewaySettings) -> socket.socket:
     """Bound to the settings' address. Raises ConfigError."""
     section = settings.gateway
-    return bind(
-        NodeSection(
-            host=section.host,
-            port=section.port,
-            allow_insecure_bind=section.allow_insecure_bind,
-        ),
-        # The nodes ask callers who they are where the gateway hands that on.
-        asks_callers=bool(settings.auth.file) or section.forward_authorization,
-    )
+    # The nodes ask callers who they are where the gateway hands that on.
+    asks_callers = bool(settings.auth.file) or section.forward_authorization
+    return bind(section, asks_callers=asks_callers)
 
 
 async def serve(gateway: Gateway, listener: socket.socket, announce: Callable[[str], None]) -> None:
@@ -83,11 +77,7 @@ async def listening(gateway: Gateway, listener: socket.socket) -> AsyncIterator[
     """
     section, auth = gateway.settings.gateway, gateway.settings.auth
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
-    limits = Limits(
-        max_connections=section.max_connections,
-        idle_timeout_s=section.idle_timeout_s,
-        send_timeout_s=section.send_timeout_s,
-    )
+    limits = Limits.of(section)
     async with (
         guard.running(),
         server_tls(gateway.settings.tls) as tls,

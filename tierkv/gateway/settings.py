@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import ssl
 from pathlib import Path
 
 import msgspec
 
+from tierkv.api.listen_settings import ListenSection, all_above_zero
 from tierkv.api.settings import AuthSection, TlsSection
 from tierkv.client.http import client_tls
 from tierkv.errors import ConfigError
 
-_MAX_PORT = 65_535
 _SCHEMES = ("http://", "https://", "unix:/")
 
 
-def _all_above_zero(section: str, settings: msgspec.Struct, *names: str) -> None:
-    for name in names:
-        value: float = getattr(settings, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{section}.{name} must be a number above 0")
-
-
-class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the gateway listens and which nodes are behind it.
 
     prefill, decode, both: URLs of the nodes, a list or one text with spaces or commas between.
@@ -33,13 +25,12 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     node_cert, node_key: the gateway's own, for nodes that ask for one. Read once, at the start.
     forward_authorization: hand the caller's own Authorization header on to the nodes, so that
         these decide who it is and which tenant it works in; node_token is then for probes only.
-    allow_insecure_bind: listen on other than loopback addresses although nobody asks callers who
-        they are; not needed with an auth file, or with forward_authorization, where nodes ask.
-    drain_grace_s: how long running requests may go on after SIGTERM.
+    allow_insecure_bind: not needed with an auth file, or with forward_authorization, where nodes
+        ask.
     """
 
-    host: str = "127.0.0.1"
     port: int = 8000
+    drain_grace_s: float = 30.0
     prefill: str | tuple[str, ...] = ()
     decode: str | tuple[str, ...] = ()
     both: str | tuple[str, ...] = ()
@@ -49,23 +40,11 @@ class GatewaySection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     node_cert: str = ""
     node_key: str = ""
     forward_authorization: bool = False
-    allow_insecure_bind: bool = False
-    drain_grace_s: float = 30.0
-    max_body_bytes: int = 16 << 20
-    max_connections: int = 16_384
-    idle_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    send_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= _MAX_PORT:
-            raise ConfigError(f"gateway.port must be in 0..{_MAX_PORT}, not {self.port}")
+        self.check("gateway")
         if self.node_key and not self.node_cert:
             raise ConfigError("gateway.node_key is of no use without gateway.node_cert")
-        if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
-            raise ConfigError("gateway.drain_grace_s must be a number that is not negative")
-        _all_above_zero("gateway", self, "max_body_bytes", "max_connections")
-        _all_above_zero("gateway", self, "idle_timeout_s", "body_timeout_s", "send_timeout_s")
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +67,7 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(f"limits.{name} must be at least 1")
         if self.max_queued < 0:
             raise ConfigError("limits.max_queued must not be negative")
-        _all_above_zero("limits", self, "queue_timeout_s")
+        all_above_zero("limits", self, "queue_timeout_s")
 
 
 class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +90,7 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hedge_factor: float = 3.0
 
     def __post_init__(self) -> None:
-        _all_above_zero("deadlines", self, *self.__struct_fields__)
+        all_above_zero("deadlines", self, *self.__struct_fields__)
 
 
 class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,7 +109,7 @@ class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gone_after_probes: int = 3
 
     def __post_init__(self) -> None:
-        _all_above_zero("health", self, *self.__struct_fields__)
+        all_above_zero("health", self, *self.__struct_fields__)
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,241 @@
+"""What reads bytes that others wrote. Each target takes any bytes, and raises only at a bug: the
+errors that a reader promises are what it expects.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+import xxhash
+
+from tierkv.api import types, types_cache, types_node, types_requests
+from tierkv.api.auth_file import AuthFile
+from tierkv.api.bodies import JSON, MSGPACK, decode, decode_large
+from tierkv.api.types import PromptBody
+from tierkv.cache.keys import Prompt
+from tierkv.cache.tokens import pack
+from tierkv.client.errors import read_problem
+from tierkv.client.sse import EventReader
+from tierkv.embed import link
+from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierKVError
+from tierkv.gateway.failures import InvalidRequestError
+from tierkv.gateway.openai import CompletionBody
+from tierkv.gateway.stops import StopFinder
+from tierkv.pd.ticket import Acknowledgement, OpenTicket, Ticket
+from tierkv.sched import plan_wire
+from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity, read_identity
+from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
+from tierkv.storage.codec_small import SmallCodec
+from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.resp import LANDED, NotRedisError, OtherLength, Replies, Reply
+
+Target = Callable[[bytes], None]
+
+BODIES: tuple[type[msgspec.Struct], ...] = (
+    types.GenerateBody,
+    types.PrefillBody,
+    types.DecodeBody,
+    types.LookupBody,
+    types_cache.PrefetchBody,
+    types_cache.PinBody,
+    types_node.QuotaBody,
+    types_node.ResizeBody,
+    types_requests.AdmitBody,
+    types_requests.ClaimBody,
+    types_requests.CommitBody,
+    types_requests.ExtendBody,
+    types_requests.PublishBody,
+)
+_KEY = bytes(range(32))
+_IDENTITY = ValueIdentity(bytes(16), bytes(32), 16)
+_MOST_PROMPTS = 32
+_MOST_LANDED = 1 << 16
+
+
+def framed(magic: bytes, version: int, body: bytes) -> bytes:
+    """`body` as `tierkv.wire` seals it: what is behind the checksum is reached, too."""
+    checksum = xxhash.xxh3_128(magic + version.to_bytes(2, "little") + body).digest()
+    return struct.pack("<4sH16s", magic, version, checksum) + body
+
+
+def _record(magic: bytes, read: Callable[[bytes], object], data: bytes) -> None:
+    for value in (data, framed(magic, 1, data)):
+        with suppress(StoreCorruptError):
+            read(value)
+
+
+def _ticket(data: bytes) -> None:
+    for kind, magic in ((Ticket, b"TKVT"), (OpenTicket, b"TKVO")):
+        for value in (data, framed(magic, 1, data)):
+            with suppress(StoreCorruptError):
+                ticket = kind.decode(value)
+                assert len(ticket.keys()) == len(ticket.digests)
+                assert kind.decode(ticket.encode()) == ticket
+
+
+def _plan(data: bytes) -> None:
+    for value in (data, framed(plan_wire.MAGIC, plan_wire.VERSION, data)):
+        with suppress(StoreCorruptError):
+            plan = plan_wire.decode(value)
+            assert plan_wire.decode(plan_wire.encode(plan)) == plan
+            if not isinstance(plan, plan_wire.MatchResult):
+                for moves in plan.moves:
+                    source, target = moves.slots()
+                    assert len(source) == len(target)
+
+
+def _body(content_type: str, data: bytes) -> None:
+    """The first byte says of which route it is the body."""
+    kind = BODIES[data[0] % len(BODIES)] if data else BODIES[0]
+    raw = data[1:]
+    with suppress(BadRequestError):
+        body = decode(raw, kind, content_type=content_type)
+        if isinstance(body, PromptBody):
+            packed = body.packed()
+            if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
+                body.job("id", Prompt(packed, 16))
+        elif isinstance(body, types_requests.CommitBody):
+            body.packed(bytes(64))
+
+
+def _large(data: bytes) -> None:
+    """A body read in pieces is what it is when it is read at once; it may also be refused later,
+    when its tokens are packed. Of a field that comes twice, only the last is looked at here."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        data = msgspec.json.encode(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
+    packed: list[bytes | None] = []
+    for read in (decode, decode_large):
+        try:
+            packed.append(read(data, types.LookupBody, content_type=JSON).packed())
+        except BadRequestError:
+            packed.append(None)
+    assert packed[0] == packed[1], packed
+
+
+def _tokens(data: bytes) -> None:
+    with suppress(BadRequestError):
+        assert pack(data) == data
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """All but the first bytes, cut where those say."""
+    cuts, rest = data[:4], data[4:]
+    for cut in cuts:
+        yield rest[:cut]
+        rest = rest[cut:]
+    yield rest
+
+
+def _replies(wanted: Sequence[int | None], pieces: Iterator[bytes]) -> list[Reply | bytes] | None:
+    """What is made of the bytes, values that landed included; None if they are no replies."""
+    replies, buffers = Replies(), [bytearray(size or 0) for size in wanted]
+    for size, buffer in zip(wanted, buffers, strict=True):
+        replies.expect(None if size is None else (memoryview(buffer),))
+    found: list[Reply | bytes] = []
+    try:
+        for piece in pieces:
+            left = memoryview(piece)
+            while left:
+                taken = 0
+                for view in replies.targets(_MOST_LANDED):
+                    part = left[taken : taken + len(view)]
+                    view[: len(part)] = part
+                    taken += len(part)
+                left = left[taken:]
+                found += replies.received(taken)
+    except NotRedisError:
+        return None
+    return [*found, *(bytes(buffers[i]) for i, reply in enumerate(found) if reply is LANDED)]
+
+
+def _resp(data: bytes) -> None:
+    """However a stream of replies is cut, it means the same."""
+    wanted = [None if byte > 100 else byte for byte in data[:6]]
+    whole = _replies(wanted, iter([data[10:]]))
+    assert _replies(wanted, _pieces(data[6:])) == whole
+    assert not any(reply.num_bytes < 0 for reply in whole or () if isinstance(reply, OtherLength))
+
+
+def _value(data: bytes) -> None:
+    """A value that others wrote is either the right one, or damaged."""
+    for codec in (PlainCodec(), SignedCodec(_KEY), SealedCodec(_KEY)):
+        size = codec.header_bytes
+        with suppress(StoreCorruptError):
+            codec.decode(data[:size], memoryview(bytearray(data[size:])), _IDENTITY)
+    with suppress(StoreCorruptError):
+        read_identity(data[:HEADER_BYTES])
+
+
+def _small(data: bytes) -> None:
+    for trust in (Trust.SIGNED, Trust.SEALED):
+        codec = SmallCodec(trust, _KEY)
+        with suppress(StoreCorruptError):
+            codec.unseal_small("name", data)
+        assert codec.unseal_small("name", codec.seal_small("name", data)) == data
+
+
+def _events(data: bytes) -> None:
+    """However server-sent events are cut, they are the same."""
+    whole = list(EventReader().feed(data[4:]))
+    reader = EventReader()
+    assert [event for piece in _pieces(data) for event in reader.feed(piece)] == whole
+
+
+def _completion(data: bytes) -> None:
+    with suppress(BadRequestError, InvalidRequestError):
+        body = decode(data, CompletionBody, content_type=JSON)
+        body.stops()
+        body.jobs("id", None, most=_MOST_PROMPTS)
+
+
+def _stops(data: bytes) -> None:
+    """However a text is cut, it is shown up to the same stop."""
+    stop, _, text = data[4:].decode("latin-1").partition("\n")
+    if not stop:
+        return
+    whole, cut = StopFinder([stop, stop[:2]]), StopFinder([stop, stop[:2]])
+    shown = whole.feed(text) + whole.rest()
+    parts = [
+        cut.feed(piece.decode("latin-1")) for piece in _pieces(data[:4] + text.encode("latin-1"))
+    ]
+    assert "".join(parts) + cut.rest() == shown
+    assert stop not in shown
+
+
+def _url(data: bytes) -> None:
+    with suppress(ConfigError):
+        parse_redis_url(data.decode("latin-1"))
+
+
+def _problem(data: bytes) -> None:
+    read_problem("application/problem+json", data)
+
+
+def _auth_file(data: bytes) -> None:
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, TierKVError):
+        msgspec.json.decode(data, type=AuthFile)
+
+
+TARGETS: dict[str, Target] = {
+    "ticket": _ticket,
+    "acknowledgement": partial(_record, b"TKVA", Acknowledgement.decode),
+    "plan": _plan,
+    "worker_record": partial(_record, link.MAGIC, link.read),
+    "json_body": partial(_body, JSON),
+    "msgpack_body": partial(_body, MSGPACK),
+    "large_body": _large,
+    "tokens": _tokens,
+    "resp": _resp,
+    "value": _value,
+    "small_value": _small,
+    "events": _events,
+    "completion": _completion,
+    "stops": _stops,
+    "redis_url": _url,
+    "problem": _problem,
+    "auth_file": _auth_file,
+}

@@ -1,0 +1,85 @@
+"""What the commands of `tierkv storage` share: which store, which values, and how to say it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import click
+
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError, TierKVError
+from tierkv.storage.factory import StoreSettings, open_store, urls_in
+from tierkv.storage.file import FileStore
+from tierkv.storage.memory import MemoryStore
+from tierkv.storage.protocol import Store, check_prefix
+from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis_socket import TlsFiles
+
+T = TypeVar("T")
+# People wait longer than requests do.
+PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+
+url_argument = click.argument("url")
+PREFIX_MEANS = (
+    "Only values whose name starts with this: tierkv for all that nodes call so (handoff.prefix), "
+    "tierkv:FINGERPRINT for one model and tenant (`tierkv storage du` lists them), tierkv:ticket "
+    "for tickets."
+)
+prefix_option = click.option("--prefix", default="tierkv", show_default=True, help=PREFIX_MEANS)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+
+
+def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
+    tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
+    settings = StoreSettings(redis=replace(PATIENT, tls=tls))
+    store = open_store(url, settings, SystemClock())
+    if isinstance(store, MemoryStore):
+        raise ConfigError("memory:// is inside one node; ask that: `tierkv stats`")
+    for one in urls_in(url):
+        _refuse_what_is_not_there(open_store(one, settings, SystemClock()))
+
+    async def run() -> T:
+        async with store.running():
+            return await work(store)
+
+    return asyncio.run(run())
+
+
+def _refuse_what_is_not_there(store: Store) -> None:
+    """Looking makes nothing: a node that opens a store makes its directory. Raises ConfigError."""
+    if isinstance(store, FileStore) and not store.is_made():
+        raise ConfigError(
+            f"there is no store at {store.url}: name the directory that a node was given, or "
+            "start one with it"
+        )
+
+
+def checked(prefix: str) -> str:
+    """The first field is meant whole: `tierkv` is not what another deployment calls `tierkv2`."""
+    try:
+        return check_prefix(prefix if ":" in prefix else f"{prefix}:")
+    except TierKVError as error:
+        raise click.BadParameter(str(error), param_hint="--prefix") from error
+
+
+def say_if_none(count: int, prefix: str) -> None:
+    if not count:
+        click.echo(
+            f"no such values under {checked(prefix)} (--prefix, or handoff.prefix of the nodes)",
+            err=True,
+        )
+
+
+def readable(number: int) -> str:
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:  # noqa: PLR2004
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+FILE = click.Path(exists=True, dir_okay=False)
