@@ -1,6 +1,7 @@
 """How long a decode node waits after the prefill is done, and what a hand-off costs beyond storage.
 
     python benchmarks/handoff.py [--quick] [--json] [--tokens 10000]
+    python benchmarks/handoff.py --part direct [--device cuda --store files --ways memory device]
 
 Prefill and decode nodes are processes of their own, on Redis and on a directory. "After the
 prefill" runs from the first token on the prefill node to the first token that the decode node
@@ -9,7 +10,8 @@ prompt; the claim waits from the start of the prefill on in both.
 
 The second part moves a prompt of 512 KiB blocks, not computed by any model, by publish and claim,
 and the same bytes by puts and gets of the store alone. The third claims such a prompt through
-storage, from the producer's memory, and from its host tier over TCP (Mooncake's transfer engine).
+storage, from the producer's memory, from its host tier over TCP (Mooncake's transfer engine), and
+from its device to the claimer's own.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from tierkv.cache.layout import layered
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.opening import open_device
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
@@ -52,7 +55,6 @@ from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus
 
 BLOCK = 16
 BULK_BLOCK, BULK_TOKEN_BYTES = 64, 8192  # 512 KiB blocks
-BATCH = 32
 MOST_OF_PUBLISH_AFTER_PREFILL = 0.25
 MOST_OF_RAW = 1.10
 HANDOFF = HandoffSettings(
@@ -62,7 +64,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "bulk": {},
     "memory": {"direct": DirectPath.MEMORY},
     "network": {"direct": DirectPath.NETWORK, "direct_host": "127.0.0.1"},
+    "device": {"direct": DirectPath.DEVICE},
 }
+WAY_NAMES = {"memory": "from memory", "network": "over TCP", "device": "from device to device"}
 
 
 def now_s() -> float:
@@ -119,36 +123,46 @@ class BulkNode:
         service.end(request)
         while service.tiers.num_tasks:
             await service.tiers.next_change()
+        if work["do"] == "claim":
+            service.reset()  # the next one finds room: what eviction costs is not the way's
         counts = service.stats().handoff
-        return {"taken": taken, "direct": counts.memory_blocks + counts.network_blocks}
+        direct = counts.device_blocks + counts.memory_blocks + counts.network_blocks
+        return {"taken": taken, "direct": direct}
 
     async def _raw(self, work: dict[str, Any]) -> dict[str, float]:
         store = self.service.store
         assert store is not None, "a benchmark's node has a store"
         size = BULK_BLOCK * BULK_TOKEN_BYTES
         names = [f"tierkv:raw:{work['seed']}:{i}" for i in range(work["num_tokens"] // BULK_BLOCK)]
-        memory = np.ones((BATCH, size), np.uint8)
+        # As much memory as blocks have, not a few buffers that stay in the processor's cache; and
+        # all values at once, so that the store never waits.
+        memory = np.ones((len(names), size), np.uint8)
         started = now_s()
-        for at in range(0, len(names), BATCH):
-            part = list(zip(names[at : at + BATCH], memory, strict=False))
-            if work["do"] == "raw-put":
-                put = await store.put([PutItem(n, (m.data,), ttl_s=600) for n, m in part])
-                assert all(one.status is PutStatus.STORED for one in put)
-            else:
-                got = await store.get_into([GetItem(n, (m.data,)) for n, m in part])
-                assert all(one.status is GetStatus.HIT for one in got)
-        return {"taken": now_s() - started}
+        if work["do"] == "raw-put":
+            items = [PutItem(n, (m.data,), ttl_s=600) for n, m in zip(names, memory, strict=True)]
+            put = await store.put(items)
+            taken = now_s() - started
+            assert all(one.status is PutStatus.STORED for one in put)
+        else:
+            got = await store.get_into(
+                [GetItem(n, (m.data,)) for n, m in zip(names, memory, strict=True)]
+            )
+            taken = now_s() - started
+            assert all(one.status is GetStatus.HIT for one in got)
+        return {"taken": taken}
 
 
 @asynccontextmanager
-async def node(kind: str, url: str, num_tokens: int) -> AsyncIterator[EngineNode | BulkNode]:
+async def node(
+    kind: str, url: str, num_tokens: int, device: str
+) -> AsyncIterator[EngineNode | BulkNode]:
     store = open_store(url, StoreSettings(), SystemClock())
     handoff = _replace(HANDOFF, streams=kind != "plain", **WAYS.get(kind, {}))
     if kind in WAYS:
         blocks = num_tokens // BULK_BLOCK + 8
         layout = layered(BULK_BLOCK, [("latent", "bfloat16", BULK_TOKEN_BYTES // 8)], 8)
         cache = CacheSettings(block_size=BULK_BLOCK, device_blocks=blocks, host_blocks=blocks)
-        service = Service(CpuDevice(), Fingerprint("bulk", layout), cache, handoff, store)
+        service = Service(open_device(device), Fingerprint("bulk", layout), cache, handoff, store)
         async with service.running():
             yield BulkNode(service)
         return
@@ -167,9 +181,9 @@ def _replace(settings: HandoffSettings, **changes: object) -> HandoffSettings:
     return HandoffSettings(**(fields | changes))
 
 
-async def serve(kind: str, url: str, num_tokens: int) -> None:
+async def serve(kind: str, url: str, num_tokens: int, device: str) -> None:
     """Carry out each line of stdin; answer with one of stdout."""
-    async with node(kind, url, num_tokens) as here:
+    async with node(kind, url, num_tokens, device) as here:
         print(json.dumps({}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             print(json.dumps(await here.do(json.loads(line))), flush=True)
@@ -181,8 +195,8 @@ async def serve(kind: str, url: str, num_tokens: int) -> None:
 class Child:
     """A node in a process of its own."""
 
-    def __init__(self, kind: str, url: str, num_tokens: int) -> None:
-        command = [sys.executable, __file__, "--node", kind, "--url", url]
+    def __init__(self, kind: str, url: str, num_tokens: int, device: str) -> None:
+        command = [sys.executable, __file__, "--node", kind, "--url", url, "--device", device]
         self.popen = subprocess.Popen(
             [*command, "--tokens", str(num_tokens)],
             stdin=subprocess.PIPE,
@@ -214,11 +228,11 @@ class Child:
 
 
 @contextmanager
-def children(url: str, num_tokens: int, *kinds: str) -> Iterator[list[Child]]:
+def children(url: str, num_tokens: int, *kinds: str, device: str = "cpu") -> Iterator[list[Child]]:
     found: list[Child] = []
     try:
         for kind in kinds:
-            found += [Child(kind, url, num_tokens)]
+            found += [Child(kind, url, num_tokens, device)]
         yield found
         for child in found:
             child.close()
@@ -279,13 +293,14 @@ def beyond_storage(url: str, num_tokens: int, rounds: int) -> list[Row]:
     return [store, row(what, moved, "ms", against=store, most=MOST_OF_RAW)]
 
 
-def by_way(url: str, num_tokens: int, rounds: int) -> list[Row]:
-    taken: dict[str, list[float]] = {way: [] for way in WAYS}
-    pairs = [kind for way in WAYS for kind in (way, way)]
+def by_way(url: str, options: argparse.Namespace, rounds: int) -> list[Row]:
+    num_tokens, ways = options.tokens, ["bulk", *options.ways]
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    pairs = [kind for way in ways for kind in (way, way)]
     blocks = num_tokens // BULK_BLOCK
-    with children(url, num_tokens, *pairs) as nodes:
+    with children(url, num_tokens, *pairs, device=options.device) as nodes:
         for number in range(rounds + 1):  # the first warms up
-            for at, way in enumerate(WAYS):
+            for at, way in enumerate(ways):
                 here, there = nodes[2 * at : 2 * at + 2]
                 work = {"id": f"{way}{number}", "seed": 100 * at + number}
                 here.ask(do="publish", num_tokens=num_tokens, **work)
@@ -294,11 +309,9 @@ def by_way(url: str, num_tokens: int, rounds: int) -> list[Row]:
                 if number:
                     taken[way].append(found["taken"] * 1e3)
     what = f"claim of {num_tokens} tokens, {blocks * BULK_BLOCK * BULK_TOKEN_BYTES >> 20} MiB"
-    storage = row(f"{what}: through redis", taken["bulk"], "ms")
-    return [
-        storage,
-        row(f"{what}: from memory", taken["memory"], "ms", against=storage),
-        row(f"{what}: over TCP", taken["network"], "ms", against=storage),
+    storage = row(f"{what}: through {options.store}", taken["bulk"], "ms")
+    return [storage] + [
+        row(f"{what}: {WAY_NAMES[way]}", taken[way], "ms", against=storage) for way in options.ways
     ]
 
 
@@ -309,14 +322,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", choices=["all", "direct"], default="all")
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu", help="of the third part's nodes")
+    parser.add_argument("--store", choices=["redis", "files"], default="redis", help="the same")
+    parser.add_argument("--ways", nargs="+", choices=[*WAY_NAMES], default=[*WAY_NAMES])
     parser.add_argument("--node", choices=["plain", "stream", *WAYS], help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.node:
-        uvloop.run(serve(options.node, options.url, options.tokens))
+        uvloop.run(serve(options.node, options.url, options.tokens, options.device))
         return
     rounds = 1 if options.quick else options.rounds
     rows: list[Row] = []
+    if options.part == "direct" and options.store == "files":
+        with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as directory:
+            show(by_way(Path(directory).as_uri(), options, rounds), as_json=options.json)
+        return
     with redis_server() as redis:
         if options.part != "direct":
             rows += after_prefill(redis.url, "redis", options.tokens, rounds)
@@ -324,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.part != "direct":
             rows += beyond_storage(redis.url, options.tokens, rounds)
             redis.execute("FLUSHALL")
-        rows += by_way(redis.url, options.tokens, rounds)
+        rows += by_way(redis.url, options, rounds)
     if options.part != "direct":
         with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as directory:
             rows += after_prefill(Path(directory).as_uri(), "files", options.tokens, rounds)

@@ -14,6 +14,7 @@ from tierkv.gpu.protocol import BlockCopy, Direction
 
 T = TypeVar("T")
 PATIENCE_S = 20.0  # after so long a test that waits has failed
+EVERY = 1 << 30  # a count of copies that fail, until it is set to 0
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:

@@ -39,6 +39,10 @@ class OutOfBlocksError(TierKVError):
         self.available = available
 
 
+class OverQuotaError(OutOfBlocksError):
+    """A tenant's own quota is full: it waits for itself, and nobody else is concerned."""
+
+
 class OwnershipError(TierKVError):
     """An id was released that its owner does not hold: a bug in the caller. Nothing changed."""
 

@@ -11,6 +11,7 @@ from tierkv.cache.pool import PoolStats
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.stats import HandoffStats
+from tierkv.sched.decisions import Decisions
 from tierkv.sched.fetcher import Fetcher
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
 from tierkv.sched.tiers import TierStats
@@ -31,11 +32,14 @@ class Stats(msgspec.Struct, frozen=True):
     loaded_bytes: int
     offloaded_bytes: int
     handoff: HandoffStats
+    decisions: Decisions
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """Where a prompt's leading tokens are; disjoint, in order. storage_tokens: None if the store
-    did not answer."""
+    """Where a prompt's leading tokens are; disjoint, in order, and as many as an admission finds:
+    with the first tokens of a block or tail that only begins the same. One that must compute at
+    least one token for its logits finds that one less. storage_tokens: None if the store did not
+    answer."""
 
     num_tokens: int
     device_tokens: int
@@ -56,6 +60,7 @@ def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff
         loaded_bytes=mover.bytes_moved[Direction.LOAD],
         offloaded_bytes=mover.bytes_moved[Direction.OFFLOAD],
         handoff=handoff.stats,
+        decisions=tiers.decisions,
     )
 
 
@@ -85,5 +90,7 @@ def verify(
         wrong.append(f"nothing runs, but {fetcher.num_in_flight} blocks are marked as in flight")
     if tiers.num_loads:
         wrong.append(f"nothing runs, but {tiers.num_loads} loads are counted")
+    if tiers.num_offloads:
+        wrong.append(f"nothing runs, but {tiers.num_offloads} offloads are counted")
     wrong += tiers.background.findings()
     return wrong + handoff.findings()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.embed.engine import Engine, done, engine, until
-from tests.latch import PATIENCE_S
+from tests.latch import EVERY, PATIENCE_S
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.embed import Answer, EmbedSettings, Until
 from tierkv.errors import HandoffError, TransferError
@@ -64,7 +64,7 @@ def test_a_load_that_takes_too_long_counts_as_failed(here: Engine) -> None:
 
 
 def test_an_engine_that_waits_by_layer_recovers_what_failed(here: Engine) -> None:
-    here.latch.fail_next(Direction.LOAD)
+    here.latch.fail_next(Direction.LOAD, 2)  # the partly matched block, and the others
     call = here.cache.admit("fourth", PROMPT, max_new_tokens=1, until=Until.ADMITTED)
     gate = call.wait(PATIENCE_S).gate
     with pytest.raises(TransferError) as failed:
@@ -95,10 +95,11 @@ def test_a_claim_that_must_be_whole_says_that_it_did_not_load(tmp_path: Path) ->
         prefill.cache.publish("one", "ticket", [7]).wait(PATIENCE_S)
         prefill.cache.end("one")
     with engine(store=store) as decode:
-        decode.latch.fail_next(Direction.LOAD)
+        decode.latch.fail_next(Direction.LOAD, EVERY)  # those ahead of the claim's own, too
         call = done(decode.cache.claim("one", "ticket", PROMPT, max_new_tokens=2))
         assert isinstance(call.error, HandoffError)
         assert call.error.reason == "load_failed"
+        decode.latch.fail_next(Direction.LOAD, 0)
         again = decode.cache.claim("one", "ticket", PROMPT, max_new_tokens=2).wait(PATIENCE_S)
         decode.check(again, PROMPT, len(PROMPT))
         decode.cache.end("one").wait(PATIENCE_S)

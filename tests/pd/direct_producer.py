@@ -2,7 +2,7 @@
 
     python -m tests.pd.direct_producer URL FIELDS
 
-FIELDS: of HandoffSettings and, under "cache", of CacheSettings, as JSON.
+FIELDS: of HandoffSettings and, under "cache", of CacheSettings, as JSON; "device": cpu or cuda.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Producer:
         )
         self._answer()
 
-    def publish(self, count: int, ticket: str) -> None:
-        """A prompt of tokens 0 to `count`."""
-        self._ask(do="publish", count=count, ticket=ticket)
+    def publish(self, count: int, ticket: str, base: int = 0) -> None:
+        """A prompt of `count` tokens from `base` on."""
+        self._ask(do="publish", count=count, ticket=ticket, base=base)
 
     def state(self) -> dict[str, Any]:
         """leases, findings, shown."""
@@ -72,8 +72,8 @@ def producer(url: str, **fields: Any) -> Iterator[Producer]:
             pipe.close()
 
 
-async def _publish(node: World, count: int, ticket: str) -> None:
-    tokens = list(range(count))
+async def _publish(node: World, count: int, ticket: str, base: int) -> None:
+    tokens = list(range(base, base + count))
     request = await node.admit(tokens)
     await node.prefill(request, tokens)
     await node.service.publish(request, ticket, [42])
@@ -83,15 +83,18 @@ async def _publish(node: World, count: int, ticket: str) -> None:
 
 async def _main(url: str, fields: dict[str, Any]) -> None:
     cache = {"device_blocks": 64, "host_blocks": 64} | fields.pop("cache", {})
+    new_world: Any = world
+    if fields.pop("device", "cpu") == "cuda":
+        from tests.gpu.cuda_world import cuda_world as new_world  # noqa: PLC0415 - needs CuPy
     handoff = msgspec.convert(fields, HandoffSettings)
     store = open_store(url, StoreSettings(), SystemClock())
-    async with world(store=store, handoff=handoff, **cache) as node:
+    async with new_world(store=store, handoff=handoff, **cache) as node:
         print(json.dumps({}), flush=True)  # noqa: T201 - it is its answer
         while line := await asyncio.to_thread(sys.stdin.readline):
             work = json.loads(line)
             answer: dict[str, Any] = {}
             if work["do"] == "publish":
-                await _publish(node, work["count"], work["ticket"])
+                await _publish(node, work["count"], work["ticket"], work["base"])
             else:
                 assert node.service.handoff is not None
                 answer = {

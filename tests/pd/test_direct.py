@@ -17,6 +17,7 @@ from tests.world import World, background_tasks, fingerprint, world
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.shared import SharedPlanes
 from tierkv.pd.direct.address import Answer, Ask, Channel, DirectAddress, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.sched.settings import CacheSettings
@@ -159,6 +160,9 @@ class _Recorder:
 
     async def drain(self) -> None:
         await self._writer.drain()
+
+    def is_closing(self) -> bool:
+        return self._writer.is_closing()
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 400])
@@ -315,6 +319,16 @@ async def test_a_port_that_is_taken_only_costs_the_direct_path() -> None:
         assert ticket is not None
         assert ticket.direct is None
         await claim(decode)
+
+
+@pytest.mark.parametrize("blocks", [(4,), (0, -1), (1 << 40,)])
+def test_an_answer_names_only_blocks_of_the_device_that_it_shows(blocks: tuple[int, ...]) -> None:
+    shown = SharedPlanes(owner="o", name="n", place="cpu", num_blocks=4, planes=())
+    assert Answer(planes=shown, block_ids=(0, 3)).block_ids == (0, 3)
+    with pytest.raises(ValueError, match="has not"):
+        Answer(planes=shown, block_ids=blocks)
+    with pytest.raises(ValueError, match="has not"):
+        Answer(block_ids=(0,))
 
 
 def test_an_answer_says_as_much_of_each_block() -> None:

@@ -1,5 +1,5 @@
-"""Between processes that share a Redis, blocks come straight from the producer's host tier, and
-from Redis whatever happens to the producer."""
+"""Between processes that share a Redis, blocks come straight from the producer's memory in each way
+that there is, and from Redis whatever happens to the producer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from tests.pd.direct_producer import Producer, producer
 from tests.redis_server import RedisServer, redis_server
 from tests.world import World, world
 from tierkv.clock import SystemClock
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.direct import memory
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.text import decode as decode_text
@@ -31,8 +33,11 @@ from tierkv.storage.factory import StoreSettings, open_store
 
 COUNT = 83  # 20 blocks of 4 and a tail
 BLOCKS = 20
-MEMORY = {"direct": "memory"}
-NETWORK = {"direct": "network", "direct_host": "127.0.0.1"}
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {"direct": "device"},
+    "memory": {"direct": "memory"},
+    "network": {"direct": "network", "direct_host": "127.0.0.1"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +52,20 @@ def url(server: RedisServer) -> str:
     return server.url
 
 
-def needs_engine() -> None:
-    pytest.importorskip("mooncake.engine", reason="Mooncake's package cannot be loaded")
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    """Each way that blocks can take."""
+    name = str(request.param)
+    if name == "network":
+        pytest.importorskip("mooncake.engine", reason="Mooncake's package cannot be loaded")
+    return name
 
 
 @asynccontextmanager
 async def claimer(url: str, **fields: Any) -> AsyncIterator[World]:
     store = open_store(url, StoreSettings(), SystemClock())
+    if "direct" in fields:
+        fields["direct"] = DirectPath(fields["direct"])
     settings = HandoffSettings(**({"lookup_deadline_s": 20, "claim_deadline_s": 20} | fields))
     async with world(store=store, handoff=settings, device_blocks=64, host_blocks=64) as node:
         yield node
@@ -80,32 +92,49 @@ async def no_leases(running: Producer) -> None:
     assert (await asyncio.to_thread(running.state))["findings"] == []
 
 
-def counts(node: World) -> tuple[int, int, int]:
-    """Blocks from memory, over the network, and from storage."""
+def counts(node: World) -> dict[str, int]:
+    """How many blocks came which way, where any did."""
     handoff = node.service.stats().handoff
-    return handoff.memory_blocks, handoff.network_blocks, node.storage_stats.fetched_blocks
+    found = {
+        "device": handoff.device_blocks,
+        "memory": handoff.memory_blocks,
+        "network": handoff.network_blocks,
+        "storage": node.storage_stats.fetched_blocks,
+    }
+    return {name: count for name, count in found.items() if count}
 
 
-async def test_blocks_come_from_the_producers_memory_and_only_the_tail_from_storage(
-    url: str,
+FROM_STORAGE = {"storage": BLOCKS + 1}
+
+
+async def test_blocks_come_from_the_producer_and_only_the_tail_from_storage(
+    url: str, way: str
 ) -> None:
-    async with claimer(url) as node:
-        with producer(url) as other:
+    async with claimer(url, **WAYS[way]) as node:
+        with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
             await claim(node)
-            assert counts(node) == (BLOCKS, 0, 1)
+            assert counts(node) == {way: BLOCKS, "storage": 1}
             assert other.state()["shown"] == BLOCKS
             await no_leases(other)
 
 
-async def test_blocks_come_over_the_network_through_the_transfer_engine(url: str) -> None:
-    needs_engine()
-    async with claimer(url, direct=DirectPath.NETWORK, direct_host="127.0.0.1") as node:
-        with producer(url, **NETWORK) as other:
+async def test_by_itself_a_node_without_a_gpu_takes_the_way_of_memory(url: str) -> None:
+    async with claimer(url) as node:
+        with producer(url) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
             await claim(node)
-            assert counts(node) == (0, BLOCKS, 1)
-            await no_leases(other)
+            assert counts(node) == {"memory": BLOCKS, "storage": 1}
+
+
+async def test_what_is_read_from_the_device_needs_no_host_tier_at_either_end(url: str) -> None:
+    tiny = {"host_blocks": 1, "host_after_hits": 99}
+    async with claimer(url, **WAYS["device"]) as node:
+        with producer(url, **WAYS["device"], cache=tiny) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+            await claim(node)
+            assert counts(node) == {"device": BLOCKS, "storage": 1}
+            assert node.latch.count(Direction.LOAD) == 1  # of the tail
 
 
 async def test_blocks_that_the_producers_host_tier_has_no_room_for_come_from_storage(
@@ -115,21 +144,18 @@ async def test_blocks_that_the_producers_host_tier_has_no_room_for_come_from_sto
         with producer(url, cache={"host_blocks": 7}) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
             await claim(node)
-            memory, network, stored = counts(node)
-            assert 0 < memory <= 7
-            assert (network, stored) == (0, BLOCKS + 1 - memory)
+            found = counts(node)
+            assert 0 < found["memory"] <= 7
+            assert found == {"memory": found["memory"], "storage": BLOCKS + 1 - found["memory"]}
             await no_leases(other)
 
 
-@pytest.mark.parametrize("way", [MEMORY, NETWORK], ids=["memory", "network"])
+@pytest.mark.parametrize("way", ["memory", "network"], indirect=True)
 async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_loss(
-    url: str, way: dict[str, Any]
+    url: str, way: str
 ) -> None:
-    if way is NETWORK:
-        needs_engine()
-    fields = way | {"direct": DirectPath(way["direct"])}
-    async with claimer(url, **fields) as node:
-        with producer(url, **way) as other:
+    async with claimer(url, **WAYS[way]) as node:
+        with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
             handoff = node.service.handoff
             assert handoff is not None
@@ -142,36 +168,62 @@ async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_los
                 other.kill()
                 await claim(node)
             assert handoff.direct.offers.num_offers == 0
-        assert counts(node) == (0, 0, BLOCKS + 1)
+        assert counts(node) == FROM_STORAGE
         assert node.service.stats().handoff.failed_direct_reads == 1
 
 
-async def test_a_producer_that_is_gone_is_no_loss(url: str) -> None:
-    async with claimer(url) as node:
-        with producer(url) as other:
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", ["device", "memory"], indirect=True)
+async def test_a_producer_that_dies_while_it_is_read_is_no_loss(
+    url: str, way: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = memory.read
+    async with claimer(url, **WAYS[way]) as node:
+        with producer(url, **WAYS[way]) as other:
+            await asyncio.to_thread(other.publish, COUNT, "t")
+
+            def dying(pid: int, pieces: Sequence[memory.Piece]) -> None:
+                if when == "before":
+                    other.kill()
+                read(pid, pieces)
+                other.kill()
+
+            monkeypatch.setattr(memory, "read", dying)
+            await claim(node)
+        # A checksum says that what came is right; without one only the producer could.
+        is_told = (way, when) == ("memory", "after")
+        assert counts(node) == ({"memory": BLOCKS, "storage": 1} if is_told else FROM_STORAGE)
+        assert node.service.stats().handoff.failed_direct_reads == (not is_told)
+
+
+async def test_a_producer_that_is_gone_is_no_loss(url: str, way: str) -> None:
+    async with claimer(url, **WAYS[way]) as node:
+        with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
         await claim(node)
-        assert counts(node) == (0, 0, BLOCKS + 1)
+        assert counts(node) == FROM_STORAGE
 
 
-async def test_a_producer_that_hangs_costs_a_second(url: str) -> None:
-    async with claimer(url) as node:
-        with producer(url) as other:
+async def test_a_producer_that_hangs_costs_a_second(url: str, way: str) -> None:
+    async with claimer(url, **WAYS[way]) as node:
+        with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
             other.popen.send_signal(signal.SIGSTOP)
             started = asyncio.get_running_loop().time()
             await claim(node)
             assert asyncio.get_running_loop().time() - started < 5  # with room for a slow machine
-            assert counts(node) == (0, 0, BLOCKS + 1)
+            assert counts(node) == FROM_STORAGE
 
 
 @pytest.mark.parametrize("who", ["producer", "claimer"])
-async def test_a_node_that_may_not_is_handed_over_to_through_storage(url: str, who: str) -> None:
-    async with claimer(url, **({"direct": DirectPath.OFF} if who == "claimer" else {})) as node:
-        with producer(url, **({"direct": "off"} if who == "producer" else {})) as other:
+async def test_a_node_that_may_not_is_handed_over_to_through_storage(
+    url: str, way: str, who: str
+) -> None:
+    async with claimer(url, **({"direct": "off"} if who == "claimer" else WAYS[way])) as node:
+        with producer(url, **({"direct": "off"} if who == "producer" else WAYS[way])) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
             await claim(node)
-            assert counts(node) == (0, 0, BLOCKS + 1)
+            assert counts(node) == FROM_STORAGE
             assert other.state()["shown"] == 0
 
 
@@ -179,12 +231,12 @@ async def test_without_the_transfer_library_blocks_come_from_storage(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)  # as if it were not installed
-    async with claimer(url, direct=DirectPath.NETWORK, direct_host="127.0.0.1") as node:
+    async with claimer(url, **WAYS["network"]) as node:
         assert "no direct hand-off over the network" in caplog.text
-        with producer(url, **MEMORY) as other:
+        with producer(url, **WAYS["memory"]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
             await claim(node)
-            assert counts(node) == (0, 0, BLOCKS + 1)
+            assert counts(node) == FROM_STORAGE
 
 
 _METRIC = 'tierkv_direct_blocks_total{path="memory"}'
@@ -237,9 +289,9 @@ def connections_to(port: int) -> int:
     return sum(row.split()[2].endswith(f":{port:04X}") and row.split()[3] == "01" for row in rows)
 
 
-async def test_hand_offs_leave_no_connection_and_no_thread(url: str) -> None:
-    async with claimer(url) as node:
-        with producer(url) as other:
+async def test_hand_offs_leave_no_connection_and_no_thread(url: str, way: str) -> None:
+    async with claimer(url, **WAYS[way]) as node:
+        with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
             await claim(node)  # what is opened once for all
             threads = threading.active_count()
@@ -247,7 +299,7 @@ async def test_hand_offs_leave_no_connection_and_no_thread(url: str) -> None:
                 node.service.reset()
                 await asyncio.to_thread(other.publish, COUNT, f"t{number}")
                 await claim(node, f"t{number}")
-            assert counts(node)[0] == 11 * BLOCKS
+            assert counts(node)[way] == 11 * BLOCKS
             await no_leases(other)
             handoff = node.service.handoff
             assert handoff is not None

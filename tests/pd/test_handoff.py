@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,11 +16,12 @@ from tests.latch import finish, turns, until
 from tests.layouts import LAYOUTS
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
+from tierkv import wire
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Names
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
-from tierkv.errors import HandoffError, OwnershipError
+from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
@@ -520,3 +522,31 @@ def test_a_ticket_survives_its_encoding() -> None:
     keys = ticket.keys()
     assert [key.num_tokens for key in keys] == [4, 4, 1]
     assert [key.is_tail for key in keys] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"expires_at": math.nan},  # it would never expire
+        {"created_at": math.inf},
+        {"digests": (b"a" * 32, b"b" * 31, b"c" * 32)},
+        {"num_tokens": 12, "block_size": -4},
+    ],
+)
+def test_a_ticket_that_cannot_be_is_damaged_though_its_checksum_fits(
+    change: dict[str, object],
+) -> None:
+    record = {
+        "ticket_id": "t",
+        "fingerprint": {},
+        "block_size": 4,
+        "num_tokens": 9,
+        "digests": (b"a" * 32, b"b" * 32, b"c" * 32),
+        "first_tokens": (1, 2),
+        "created_at": 1.5,
+        "expires_at": 2.5,
+        "producer": "node",
+    }
+    assert Ticket.decode(wire.seal(b"TKVT", 1, record)).num_tokens == 9
+    with pytest.raises(StoreCorruptError):
+        Ticket.decode(wire.seal(b"TKVT", 1, record | change))

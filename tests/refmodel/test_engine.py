@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
-from tests.latch import CopyLatch, cancelled_at, finish, turns, until
+from tests.latch import EVERY, CopyLatch, cancelled_at, finish, turns, until
 from tierkv.cache.keys import Names, Prompt, stored_keys
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
@@ -152,12 +152,12 @@ async def test_a_claim_whose_load_fails_says_so_or_computes_as_its_policy_says()
     async with bench(store) as on:
         await on.prefilled(PROMPT)
     async with bench(store) as on:
-        on.latch.fail_next(Direction.LOAD)
+        on.latch.fail_next(Direction.LOAD, EVERY)  # those ahead of the claim's own, too
         with pytest.raises(HandoffError) as refused:
             await on.node.engine.decode(on.node.job(PROMPT, NEW), "ticket")
         assert refused.value.reason == LOAD_FAILED
         await on.settle()
-        on.latch.fail_next(Direction.LOAD)
+        on.latch.fail_next(Direction.LOAD, EVERY)
         result, _ = await on.node.engine.decode(
             on.node.job(PROMPT, NEW), "ticket", policy=ClaimPolicy.RECOMPUTE
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -378,43 +379,46 @@ async def test_a_write_through_copy_waits_for_the_kernels_that_wrote_the_blocks(
         assert (await here.run([*tokens(8), 1])).host_tokens == 8  # checks every byte
 
 
+@dataclass(frozen=True, slots=True)
+class _Late(Movement):
+    """Ends, for the scheduler, when the test says so."""
+
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def done(self) -> None:
+        await self.told.wait()
+        await Movement.done(self)
+
+
 @pytest.mark.parametrize("fails", [False, True])
-async def test_blocks_are_not_on_the_device_before_those_above_them_are(*, fails: bool) -> None:
+async def test_blocks_are_not_on_the_device_before_those_above_them_are(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
     """Copies of a lane end in order; who hears of the lower one first must not believe it."""
     async with with_host_copies(tokens(16)) as here:
-        ends: list[asyncio.Future[None]] = []
-
-        class Late(Movement):
-            """Ends, for the scheduler, when the test says so."""
-
-            __slots__ = ("seen",)
-
-            async def done(self) -> None:
-                await asyncio.shield(ends[self.seen])
-                await super().done()
-
+        late: list[_Late] = []
         load = here.service.mover.load
 
         def loads_late(*args: Any) -> Movement:
             real = load(*args)
-            late = Late(real.submission, real.num_bytes, real._ended, real._on_end)  # noqa: SLF001
-            object.__setattr__(late, "seen", len(ends))
-            ends.append(asyncio.get_running_loop().create_future())
-            return late
+            late.append(
+                _Late(real.submission, real.num_bytes, real._ended, real._on_end)  # noqa: SLF001
+            )
+            return late[-1]
 
-        here.service.mover.load = loads_late  # type: ignore[method-assign]
+        monkeypatch.setattr(here.service.mover, "load", loads_late)
         here.latch.fail_next(LOAD, int(fails))
         first = await here.admit([*tokens(8), 70])
         second = await here.admit([*tokens(16), 71])
         prompt = here.prompt(tokens(16))
-        assert len(ends) == 2
+        assert len(late) == 2
         await until(lambda: here.service.mover.num_in_flight == 0, "the copies")
-        ends[1].set_result(None)
+        late[1].told.set()
         await turns(20)
         match = here.service.index.match(prompt)
         assert (match.device_blocks, match.loading_blocks) == (0, 4)
         assert here.service.verify() == []
-        ends[0].set_result(None)
+        late[0].told.set()
         if fails:  # the first copy, and with it what hangs below
             with pytest.raises(TransferError):
                 await finish(here.service.commit(second, pack([*tokens(16), 71])))

@@ -11,6 +11,7 @@ from tests.sched.test_fetch import filled
 from tests.world import World, world
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
 from tierkv.errors import (
     DuplicateRequestError,
     OwnershipError,
@@ -20,6 +21,7 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request, RequestState
+from tierkv.storage.memory import MemorySettings, MemoryStore
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 
@@ -270,3 +272,16 @@ async def test_one_whose_commit_waits_for_a_failed_load_ends_without_a_trace() -
         await on.settle()
         matched = await on.run(tokens(16))  # every byte is checked
         assert matched.host_tokens == 11  # the end of what failed to load
+
+
+async def test_another_store_is_not_believed_to_have_what_the_one_before_had() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as on:
+        await on.run(tokens(16))
+        names = on.names(tokens(16))
+        assert await on.the_store.exists(names) == 4
+        on.service.detach_storage()
+        other = MemoryStore(MemorySettings(), SystemClock())
+        await finish(on.service.attach_storage(other))
+        await on.run(tokens(16))
+        await on.settle()
+        assert await other.exists(names) == 4

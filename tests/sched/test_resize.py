@@ -111,6 +111,21 @@ async def test_a_sleep_and_a_shrink_do_not_wait_for_each_other() -> None:
         await on.settle()
 
 
+async def test_who_comes_while_the_device_is_emptied_waits_until_it_is_awake() -> None:
+    async with world(device_blocks=8) as on:
+        running = await on.admit(tokens(31))
+        sleeps = asyncio.ensure_future(on.service.sleep())
+        await turns(5)
+        waits = asyncio.ensure_future(on.admit(tokens(31, 100)))
+        await turns(5)
+        on.service.end(running)  # its blocks are for the sleep, not for the one that waits
+        await finish(sleeps)
+        assert not waits.done()
+        await on.service.wake()
+        on.service.end(await finish(waits))
+        await on.settle()
+
+
 async def test_both_pools_go_up_and_down_beside_requests_and_sleep() -> None:
     async with world(
         device_blocks=16, host_blocks=8, host_max_blocks=32, host_write=WritePolicy.WRITE_BACK

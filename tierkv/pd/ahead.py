@@ -70,21 +70,53 @@ class Ahead:
         has_room = tiers.available(Tier.DEVICE) >= 2 * self._spec.num_blocks
         if self._scheduler.num_waiting or not has_room or not fetched.tokens:
             return
-        come = _first_blocks(prefix, fetched.tokens.stop // prefix.block_size)
-        if not come.num_tokens:
-            return
-        spec = replace(
-            self._spec,
-            request_id=f"{self._spec.request_id}~ahead",
-            prompt=come,
-            max_new_tokens=0,
-        )
-        request = await self._scheduler.admit(spec)
-        try:
-            for movement in request.loads:
-                await movement.done()
-        finally:
-            self._scheduler.end(request)
+        await _load(self._scheduler, self._spec, fetched.tokens.stop // prefix.block_size)
+
+
+class LoadsAhead:
+    """Brings to the device what has been fetched of a prompt, while the rest is fetched.
+
+    has_room: whether the device could take so many blocks now, and nobody is before them.
+    """
+
+    def __init__(
+        self, spec: RequestSpec, scheduler: Scheduler, has_room: Callable[[int], bool]
+    ) -> None:
+        self._spec = spec
+        self._scheduler = scheduler
+        self._has_room = has_room
+        self._on_host = self._on_device = 0
+        self._came = asyncio.Event()
+
+    def arrived(self, num_blocks: int) -> None:
+        """The prompt's first blocks are on the host."""
+        self._on_host = min(num_blocks, self._spec.prompt.num_blocks)
+        self._came.set()
+
+    async def run(self) -> None:
+        """Until cancelled; loads that have begun then go on, and the request finds them."""
+        while True:
+            await self._came.wait()
+            self._came.clear()
+            on_host = self._on_host
+            if self._has_room(self._spec.num_blocks - self._on_device):
+                with suppress(TierKVError):  # the request itself is told
+                    await _load(self._scheduler, self._spec, on_host)
+                    self._on_device = on_host
+
+
+async def _load(scheduler: Scheduler, spec: RequestSpec, num_blocks: int) -> None:
+    """Have the first blocks of a request's prompt, which are on the host, on the device too."""
+    come = _first_blocks(spec.prompt, num_blocks)
+    if not come.num_tokens:
+        return
+    part = replace(spec, request_id=f"{spec.request_id}~ahead", prompt=come, max_new_tokens=0)
+    request = await scheduler.admit(part)
+    try:
+        for movement in request.loads:
+            await movement.done()
+    finally:
+        scheduler.end(request)
 
 
 def _first_blocks(prompt: Prompt, count: int) -> Prompt:

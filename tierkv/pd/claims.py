@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 
+from tierkv.cache.node import Tier
 from tierkv.errors import HandoffError, StoreUnavailableError
-from tierkv.pd.ahead import Ahead
+from tierkv.pd.ahead import Ahead, LoadsAhead
 from tierkv.pd.direct.claimer import Claimer
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.lease import ProducerLease
@@ -90,7 +91,7 @@ class Claims:
         if policy is ClaimPolicy.RECOMPUTE_ALL:
             alone = replace(spec, needs_logits=True, uses_cache=False)
             return await self._scheduler.admit(alone), None
-        with self._direct.claimer(ticket_id) as near:
+        with self._direct.claimer(ticket_id, lambda: self._has_room(spec.num_blocks)) as near:
             try:
                 ticket = await self._wait(spec, ticket_id, deadline_s, near)
             except HandoffError as error:
@@ -100,6 +101,11 @@ class Claims:
                 return await self._without_ticket(spec, error), None
             near.learn(ticket.direct)
             return await self._get(spec, policy, give_up_at, near), ticket
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Whether the device could take so many blocks now, and nobody is before them."""
+        has_room = self._scheduler.tiers.available(Tier.DEVICE) >= num_blocks
+        return has_room and not self._scheduler.num_waiting
 
     async def _wait(
         self, spec: RequestSpec, ticket_id: str, deadline_s: float, near: Claimer
@@ -132,7 +138,7 @@ class Claims:
         loop = asyncio.get_running_loop()
         while True:
             await near.ask(prompt)
-            fetched = await self._fetcher.fetch(prompt, deadline_s=self._fetch_deadline_s)
+            fetched = await self._fetch_and_load(spec)
             problem = fetched.first_problem
             if problem is not None and problem.status is GetStatus.FAILED:
                 is_worth_a_wait = loop.time() + pause_s < give_up_at
@@ -149,6 +155,21 @@ class Claims:
             # What was fetched whole can be evicted while the request waits for its turn.
             if problem is not None or not attempts_left:
                 raise _incomplete(request, fetched)
+
+    async def _fetch_and_load(self, spec: RequestSpec) -> Fetched:
+        """What storage has of the prompt; what came first is on its way to the device by then."""
+        loads = LoadsAhead(spec, self._scheduler, self._has_room)
+        fetched: Fetched | None = None
+        try:
+            async with background({"tierkv-load-ahead": loads.run()}):
+                fetched = await self._fetcher.fetch(
+                    spec.prompt, deadline_s=self._fetch_deadline_s, on_arrival=loads.arrived
+                )
+        except BaseException:  # a cancel while the loads ahead end, too
+            if fetched is not None:
+                fetched.release()
+            raise
+        return fetched
 
     async def _without_ticket(self, spec: RequestSpec, error: HandoffError) -> Request:
         fetched = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +31,7 @@ from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_written
 from tierkv.sched.request import Request
 from tierkv.sched.tiers import Tiers
+from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.handoff")
@@ -99,21 +100,22 @@ class Handoff:
         ):
             yield
 
-    async def publish(
+    async def publish(  # noqa: PLR0913 - what a ticket says, and by when
         self,
         request: Request,
         ticket_id: str,
         first_tokens: Sequence[int],
         *,
         after: Sequence[Event] = (),
+        sampling: Mapping[str, str] | None = None,
         deadline_s: float,
         stored_blocks: int = 0,
     ) -> Published:
         """Store every block of the request's prompt, tail included, and then the ticket.
 
         The request is running and its prompt is computed; it must not end before this returns.
-        after: events of the kernels that wrote the blocks. stored_blocks: the first so many were
-        stored a moment ago; it is looked whether they still are.
+        after: events of the kernels that wrote the blocks. sampling: see Ticket. stored_blocks: the
+        first so many were stored a moment ago; it is looked whether they still are.
         Raises HandoffError if storage did not take it all in `deadline_s`, and OwnershipError if
         the request has ended or is not computed; no ticket exists then.
         """
@@ -131,9 +133,10 @@ class Handoff:
                 self._show(request, 0, present)
                 await self.store(request, keys, present, len(keys), after)
                 with self._offered(ticket_id, prompt) as direct:
-                    ticket = self.tickets.new(
-                        ticket_id, prompt, first_tokens, self.lease.incarnation, direct
+                    opened = self.tickets.new_open(
+                        ticket_id, prompt, self.lease.incarnation, direct
                     )
+                    ticket = self.tickets.new(opened, first_tokens, sampling)
                     await self.tickets.write(ticket)
         except TimeoutError as error:
             self.stats.failed_publishes += 1
@@ -194,15 +197,31 @@ class Handoff:
         """
         after = (*after, *request.written)
         self._show(request, start, stop)
-        at = start
-        while at < stop:
-            at += await self._stage_and_flush(request, keys[:stop], at, after)
+        groups = iter(range(start, stop, GROUP_BLOCKS))
+        problems: list[StoreUnavailableError | TransferError] = []
+
+        async def work() -> None:
+            for at in groups:
+                if problems:
+                    return
+                try:
+                    await self._stage_and_flush(request, keys[:stop], at, after)
+                except (StoreUnavailableError, TransferError) as problem:
+                    problems.append(problem)
+
+        # One group is copied from the device, and its checksums made, while another is sent.
+        async with task_group() as tasks:
+            for _ in range(NUM_GROUPS - 1):
+                tasks.create_task(work(), name="tierkv-publish")
+            await work()
+        if problems:
+            raise problems[0]
 
     async def _stage_and_flush(
         self, request: Request, keys: Sequence[StoredKey], at: int, after: Sequence[Event]
-    ) -> int:
-        """Flush keys[at:] up to a group's size; returns how many. Blocks that the host has are
-        flushed from there, the others through staging slots."""
+    ) -> None:
+        """Flush keys[at:] up to a group's size. Blocks that the host has are flushed from there,
+        the others through staging slots."""
         count = min(GROUP_BLOCKS, len(keys) - at)
         async with self._staging.group() as group:
             slots = group.slots[:count].copy()
@@ -218,7 +237,6 @@ class Handoff:
             # The tail is listed when the ticket is there: nobody waits for that.
             outcomes = await self._storage.flush(keys[at : at + count], slots, notes_tails=False)
         check_written(self._storage, outcomes)
-        return count
 
     def _host_slot(self, request: Request, block: int) -> int | None:
         """The host slot of a block of the request's path, None if the host has no whole copy."""

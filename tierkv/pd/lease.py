@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from tierkv.clock import Clock
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
-from tierkv.storage.protocol import PutItem
+from tierkv.pd.small import SmallValues
 from tierkv.tasks import background
 from tierkv.transfer.storage_io import StorageIO
 
@@ -25,10 +25,13 @@ _GOODBYE_S = 0.5
 class ProducerLease:
     """One for all open tickets of a running node, which a restarted node does not take over."""
 
-    def __init__(self, storage: StorageIO, clock: Clock, *, lease_s: float) -> None:
+    def __init__(
+        self, storage: StorageIO, values: SmallValues, clock: Clock, *, lease_s: float
+    ) -> None:
         self.incarnation = uuid4().hex
         self.lease_s = lease_s
         self._storage = storage
+        self._values = values
         self._clock = clock
         self._num_held = 0
         self._wanted = asyncio.Event()
@@ -77,7 +80,7 @@ class ProducerLease:
         """
         name = self._storage.names.producer(incarnation)
         try:
-            value = await self._storage.store.get(name, max_bytes=_MAX_BYTES)
+            value = await self._values.get(name, max_bytes=_MAX_BYTES)
         except StoreCorruptError:
             return False
         if value is None:
@@ -102,10 +105,9 @@ class ProducerLease:
         while True:
             await self._wanted.wait()
             until = f"{self._clock.wall() + self.lease_s:.3f}".encode()
-            item = PutItem(self._name, (until,), ttl_s=self.lease_s, keep_existing=False)
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, StoreUnavailableError):
                 async with asyncio.timeout(self.lease_s):
-                    await self._storage.store.put([item])
+                    await self._values.put(self._name, until, ttl_s=self.lease_s)
             self.num_beats += 1
             self._beaten_at = asyncio.get_running_loop().time()
             self._beaten.set()

@@ -17,6 +17,7 @@ class DirectPath(Enum):
     """How a claimer may get blocks other than through storage."""
 
     AUTO = "auto"  # the ways below that this node has, the first of them first
+    DEVICE = "device"  # processes of one user and machine read each other's planes (CUDA IPC)
     MEMORY = "memory"  # processes of one user on one machine read each other's host tier
     NETWORK = "network"  # Mooncake's transfer engine; only where direct_host is set
     OFF = "off"
@@ -30,7 +31,7 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         claim it after all.
     producer_lease_s: how long a node that says nothing more is believed to go on with its prefills.
     streams: blocks go out while the prompt is still being computed.
-    direct: whether blocks go straight from one node's host tier to another's, too.
+    direct: whether blocks go straight from one node's memory to another's, too.
     direct_host: the address at which other machines reach this one for that; "" for this machine
         only. Naming it starts Mooncake's transfer engine, which listens on every address and asks
         nobody who they are. direct_port: where questions are asked; 0 takes a free one.

@@ -11,9 +11,10 @@ class HandoffStats:
 
     early_blocks: stored before their prompt was computed, of published_blocks. failed_publishes:
     prompts whose ticket did not come. claims_without_ticket: those that a policy let compute.
-    shown_blocks: of this host tier, that claimers were told of. memory_blocks, network_blocks: that
-    this node read from others' host tiers, on the same machine or not; what storage gave is in its
-    own counts. damaged_direct_blocks: had changed meanwhile, and came from storage.
+    shown_blocks: of this node's tiers, that claimers were told of. device_blocks: that this node
+    read from others' devices, to its own. memory_blocks, network_blocks: that it read from others'
+    host tiers, on the same machine or not; what storage gave is in its own counts.
+    damaged_direct_blocks: had changed meanwhile, and came from storage.
     """
 
     published_prompts: int = 0
@@ -24,6 +25,7 @@ class HandoffStats:
     claims_without_ticket: int = 0
     refused_claims: int = 0
     shown_blocks: int = 0
+    device_blocks: int = 0
     memory_blocks: int = 0
     network_blocks: int = 0
     damaged_direct_blocks: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -44,12 +44,19 @@ class Stream:
     """
 
     def __init__(
-        self, handoff: Handoff, request: Request, ticket_id: str, *, deadline_s: float
+        self,
+        handoff: Handoff,
+        request: Request,
+        ticket_id: str,
+        *,
+        sampling: Mapping[str, str] | None = None,
+        deadline_s: float,
     ) -> None:
-        """deadline_s: for what is left to do when the prompt is computed."""
+        """sampling: see Ticket. deadline_s: for what is left to do when the prompt is computed."""
         self._handoff = handoff
         self._request = request
         self._ticket_id = ticket_id
+        self._sampling = sampling
         self._deadline_s = deadline_s
         self._computed_blocks = 0
         self._after: tuple[Event, ...] = ()
@@ -130,6 +137,7 @@ class Stream:
             self._ticket_id,
             finish.first_tokens,
             after=finish.after,
+            sampling=self._sampling,
             deadline_s=self._deadline_s,
             stored_blocks=ready,
         )

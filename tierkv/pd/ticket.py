@@ -7,6 +7,7 @@ acknowledgement    somebody claimed it
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import msgspec
@@ -17,6 +18,7 @@ from tierkv.pd.direct.address import DirectAddress
 
 _VERSION = 1
 _TICKET, _OPEN, _ACKNOWLEDGED = b"TKVT", b"TKVO", b"TKVA"
+_DIGEST_BYTES = 32
 MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
 
 
@@ -61,6 +63,10 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a ticket is for at least one token in blocks of at least one")
         if len(self.digests) != -(-self.num_tokens // self.block_size):
             raise ValueError("a ticket lists one digest per block")
+        if any(len(digest) != _DIGEST_BYTES for digest in self.digests):
+            raise ValueError("a digest is of another length")
+        if not (math.isfinite(self.created_at) and math.isfinite(self.expires_at)):
+            raise ValueError("a ticket's times are numbers")  # it would never expire
 
     def keys(self) -> list[StoredKey]:
         tail = self.num_tokens % self.block_size
@@ -74,10 +80,12 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ticket(_Handed, frozen=True, kw_only=True):
     """Every block it lists was stored before it was. first_tokens: what the prefill node has
-    generated already. incarnation: where the producer hears that it was claimed; "" if it does not
-    want to."""
+    generated already. sampling: how, in the words of its engine, for an engine that goes on; empty
+    if it does not say. incarnation: where the producer hears that it was claimed; "" if it does
+    not want to."""
 
     first_tokens: tuple[int, ...]
+    sampling: dict[str, str] = {}
     incarnation: str = ""
 
     def encode(self) -> bytes:

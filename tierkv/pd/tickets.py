@@ -9,8 +9,15 @@ from contextlib import suppress
 from tierkv.cache.fingerprint import Fingerprint, differences
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.clock import Clock
-from tierkv.errors import HandoffError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import (
+    DuplicateRequestError,
+    HandoffError,
+    StoreCorruptError,
+    StoreUnavailableError,
+)
 from tierkv.pd.direct.address import DirectAddress
+from tierkv.pd.lease import ProducerLease
+from tierkv.pd.small import SmallValues
 from tierkv.pd.ticket import (
     MAX_TICKET_BYTES,
     Acknowledgement,
@@ -20,7 +27,7 @@ from tierkv.pd.ticket import (
 )
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.notify import Notifier, notifier_of
-from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
+from tierkv.storage.protocol import PutOutcome, PutStatus
 from tierkv.transfer.storage_io import StorageIO
 
 # A ticket outlives its expiry in the store by this much, so that "expired" can be told from "not
@@ -47,6 +54,7 @@ class Tickets:
     def __init__(  # noqa: PLR0913 - collaborators, and settings
         self,
         storage: StorageIO,
+        values: SmallValues,
         tiers: Tiers,
         fingerprints: Mapping[str, Fingerprint],
         clock: Clock,
@@ -56,6 +64,7 @@ class Tickets:
         name: str,
     ) -> None:
         self._storage = storage
+        self._values = values
         self._tiers = tiers
         self._fingerprints = fingerprints
         self._clock = clock
@@ -73,26 +82,16 @@ class Tickets:
 
     def new(
         self,
-        ticket_id: str,
-        prompt: Prompt,
+        opened: OpenTicket,
         first_tokens: Sequence[int],
-        incarnation: str,
-        direct: DirectAddress | None = None,
+        sampling: Mapping[str, str] | None = None,
     ) -> Ticket:
+        """What `opened` promised, with a time of its own. sampling: see Ticket."""
+        fields = {name: getattr(opened, name) for name in OpenTicket.__struct_fields__}
+        del fields["failure"]
         now = self._clock.wall()
-        return Ticket(
-            ticket_id=ticket_id,
-            fingerprint=self._fingerprints[prompt.space].readable(),
-            block_size=prompt.block_size,
-            num_tokens=prompt.num_tokens,
-            digests=tuple(key.digest for key in self.keys_of(prompt)),
-            created_at=now,
-            expires_at=now + self._ticket_ttl_s,
-            producer=self._name,
-            first_tokens=tuple(first_tokens),
-            incarnation=incarnation,
-            direct=direct,
-        )
+        fields |= {"created_at": now, "expires_at": now + self._ticket_ttl_s}
+        return Ticket(**fields, first_tokens=tuple(first_tokens), sampling=dict(sampling or {}))
 
     def new_open(
         self,
@@ -114,6 +113,28 @@ class Tickets:
             incarnation=incarnation,
             direct=direct,
         )
+
+    async def check_free(self, ticket_id: str, prompt: Prompt, lease: ProducerLease) -> None:
+        """Raise DuplicateRequestError if somebody may still claim another prompt under this id: it
+        is whole and nobody claimed it, or is being computed. The same prompt may be handed over
+        again. What cannot be read is in nobody's way."""
+        with suppress(HandoffError, StoreUnavailableError):
+            found: Ticket | OpenTicket | None
+            found = ticket = await self.read(ticket_id)
+            is_over = False
+            if ticket is not None:
+                claimed = await self.read_acknowledgement(ticket_id)
+                is_over = claimed is not None and claimed.created_at == ticket.created_at
+            elif (opened := await self.read_open(ticket_id)) is not None:
+                found = opened
+                is_over = bool(opened.failure) or not await lease.is_alive(opened.incarnation)
+            if found is None or is_over or self._clock.wall() > found.expires_at:
+                return
+            if found.digests != tuple(key.digest for key in self.keys_of(prompt)):
+                raise DuplicateRequestError(
+                    f"the ticket id is in use by {found.producer}, for another prompt of "
+                    f"{found.num_tokens} tokens that nobody has claimed yet"
+                )
 
     async def write(self, ticket: Ticket) -> None:
         """Raises StoreUnavailableError."""
@@ -163,7 +184,7 @@ class Tickets:
         """Who claimed the ticket, None if nobody did. Raises StoreUnavailableError."""
         name = self.names.acknowledgement(ticket_id)
         try:
-            value = await self._storage.store.get(name, max_bytes=_MAX_ACKNOWLEDGEMENT_BYTES)
+            value = await self._values.get(name, max_bytes=_MAX_ACKNOWLEDGEMENT_BYTES)
             return None if value is None else Acknowledgement.decode(value)
         except StoreCorruptError:
             return None
@@ -210,8 +231,7 @@ class Tickets:
             claimed_at=now,
         )
         name = self.names.acknowledgement(ticket.ticket_id)
-        item = PutItem(name, (record.encode(),), ttl_s=left_s, keep_existing=False)
-        check_written(self._storage, await self._storage.store.put([item]))
+        await self._values.put(name, record.encode(), ttl_s=left_s)
         if self._claimed_ttl_s < left_s:
             names = [self.names.ticket(ticket.ticket_id)]
             await self._storage.store.touch(names, ttl_s=self._claimed_ttl_s)
@@ -221,13 +241,12 @@ class Tickets:
 
     async def _get(self, name: str) -> bytes | None:
         try:
-            return await self._storage.store.get(name, max_bytes=MAX_TICKET_BYTES)
+            return await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
         except StoreCorruptError as error:
             raise _damaged(error) from error
 
     async def _put(self, name: str, value: bytes, ttl_s: float) -> None:
-        item = PutItem(name, (value,), ttl_s=ttl_s + _EXPIRED_GRACE_S, keep_existing=False)
-        check_written(self._storage, await self._storage.store.put([item]))
+        await self._values.put(name, value, ttl_s=ttl_s + _EXPIRED_GRACE_S)
 
 
 def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tierkv.cache.fingerprint import differences
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import count
 from tierkv.errors import (
@@ -126,7 +127,8 @@ class ReferenceEngine:
 
         `job.max_tokens` has no meaning here. Once the prompt is computed, a cancel ends only the
         wait for the publish; before, who waits for the ticket is told that it will not come.
-        Raises HandoffError if storage does not take it, and what `generate` raises.
+        Raises HandoffError if storage does not take it, DuplicateRequestError if the ticket is
+        another prompt's, and what `generate` raises.
         """
         self._check(job, 1)
         if self._service.handoff is None:
@@ -135,6 +137,7 @@ class ReferenceEngine:
                 "this node has no storage tier: set storage.url to hand prompts over",
             )
         started = time.monotonic()
+        await self._service.check_ticket_is_free(ticket_id, self._prompt(job))
 
         async def attempt(load_problem: str | None) -> Prefilled:
             run = await self._admit(job, started, 0, load_problem)
@@ -150,16 +153,19 @@ class ReferenceEngine:
         """Compute the prompt while its blocks go out, or before. The publish ends the request; if
         there is none, because it is cancelled or fails, it has ended when this returns."""
         streaming: Publishing | None = None
+        sampling = run.job.sampling.readable()
         try:
             if run.job.uses_cache:
-                run.stream = self._service.stream(run.request, ticket_id)
+                run.stream = self._service.stream(run.request, ticket_id, sampling=sampling)
             if run.stream is not None:
                 streaming = self._start_publish(run, run.stream.run())
             await self._first_token(run)
             if streaming is not None:
                 streaming.computed(run.tokens, self._computed())
                 return streaming
-            work = self._service.publish(run.request, ticket_id, run.tokens, after=self._computed())
+            work = self._service.publish(
+                run.request, ticket_id, run.tokens, after=self._computed(), sampling=sampling
+            )
             return self._start_publish(run, work)
         except BaseException as error:
             if streaming is None:
@@ -176,8 +182,8 @@ class ReferenceEngine:
         policy: ClaimPolicy = ClaimPolicy.WHOLE,
         deadline_s: float | None = None,
     ) -> tuple[Generation, Ticket | None]:
-        """Claim a published prompt and generate what `generate` would have, token for token, given
-        that the ticket's tokens were sampled as `job` says.
+        """Claim a published prompt and generate what `generate` would have, token for token. A
+        ticket whose tokens were not sampled as `job` says is refused as incompatible.
 
         With ClaimPolicy.RECOMPUTE what cannot be loaded is computed here, and so is all that a
         ticket would have said if none comes. Raises HandoffError, its reason a ClaimProblem or
@@ -216,6 +222,7 @@ class ReferenceEngine:
                     ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token"
                 )
             if ticket is not None:
+                _check_sampling(run.job, ticket)
                 run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
                 run.tell()
             await self._continue(run)
@@ -366,3 +373,14 @@ def _reason(error: BaseException) -> str:
 
 def _forget(call: Future[None]) -> None:
     call.cancel()  # has an effect only if the thread has not begun it
+
+
+def _check_sampling(job: GenerateRequest, ticket: Ticket) -> None:
+    """Tokens of two ways to sample would be neither node's."""
+    ours = job.sampling.readable()
+    if ticket.sampling and ticket.sampling != ours:
+        raise HandoffError(
+            ClaimProblem.INCOMPATIBLE.value,
+            "the ticket's first tokens were sampled in another way: "
+            + ", ".join(differences(ours, ticket.sampling)),
+        )

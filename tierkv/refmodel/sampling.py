@@ -26,6 +26,20 @@ class Sampling:
     seed: int = 0
     top_k: int = 0
 
+    def readable(self) -> dict[str, str]:
+        """For a ticket: equal where the same tokens are chosen, whatever the logits."""
+        if self.is_greedy:
+            return {"temperature": "0"}
+        return {
+            "temperature": str(float(self.temperature)),
+            "seed": str(self.seed),
+            "top_k": str(self.top_k),
+        }
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise BadRequestError(
@@ -52,7 +66,7 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
     best = int(np.argmax(logits))  # the first of equals; a NaN would win
     if not np.isfinite(logits[best]):
         raise BadRequestError("no token can be chosen: the largest logit is not finite")
-    if sampling.temperature == 0 or sampling.top_k == 1:
+    if sampling.is_greedy:
         return best
     wide = logits.astype(np.float64)
     with np.errstate(over="ignore"):  # a tiny temperature takes the others to -inf, as it should

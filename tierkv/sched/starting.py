@@ -160,21 +160,20 @@ class Starting:
 
 def _matched(match: Match, fetched_tokens: range, block_size: int, source: Lease | None) -> Matched:
     """Count the matched tokens by the tier they came from."""
-    on_device = (match.device_blocks + match.loading_blocks) * block_size
     full = match.num_blocks * block_size
     partial = match.partial.num_tokens if match.partial else 0
-    below = range(on_device, full)
-    device, host = on_device, 0
-    fetched = len(
-        range(max(below.start, fetched_tokens.start), min(below.stop, fetched_tokens.stop))
-    )
-    host = len(below) - fetched
+    # Some of what was fetched may be on the device by now: it came from storage all the same.
+    fetched = range(fetched_tokens.start, min(fetched_tokens.stop, full))
+    on_device = range((match.device_blocks + match.loading_blocks) * block_size)
+    device = len(on_device) - len(range(fetched.start, min(fetched.stop, on_device.stop)))
+    storage = len(fetched)
+    host = full - device - storage
     if partial and source is not None:
         block = source.node.copies[Tier.DEVICE].states
         if full in fetched_tokens:
-            fetched += partial
+            storage += partial
         elif block[source.num_blocks - 1 - source.node.start] == CopyState.READY:
             device += partial
         else:
             host += partial
-    return Matched(device, host, fetched)
+    return Matched(device, host, storage)

@@ -1,4 +1,4 @@
-"""Where a claimer can read a producer's host tier, as tickets say it, and what the two tell."""
+"""Where a claimer can read a producer's memory, as tickets say it, and what the two tell."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import msgspec
 
 from tierkv import wire
 from tierkv.errors import StoreCorruptError
+from tierkv.gpu.shared import SharedPlanes
+from tierkv.pd.direct.neighbour import uid_of_peer
 
 T = TypeVar("T")
 
@@ -27,44 +29,63 @@ MAX_BLOCKS = 8192  # of one answer: under 1 MiB
 
 
 class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """host, port: where to ask for the ticket's blocks. secret: who has it may.
+    """host, port: where to ask for the ticket's blocks; name: the same, for who is on `machine`.
+    secret: who has it may.
 
-    machine, pid: whose memory can be read with this machine's own means, "" if nobody's.
-    engine: what the transfer library calls the producer, "" if it does not run there.
+    machine: where processes can read each other with the machine's own means, "" if nowhere.
+    pid: whose host tier can be read there, 0 if nobody's. place: of planes that can, as
+    SharedPlanes says, "" if none. engine: what the transfer library calls the producer, "" if it
+    does not run there.
     """
 
     host: str
     port: int
     secret: bytes
     machine: str = ""
+    name: str = ""
     pid: int = 0
+    place: str = ""
     engine: str = ""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks [first, stop) of the ticket's prompt. Ends what the last answer held."""
+    """Blocks [first, stop) of the ticket's prompt. Ends what the last answer held.
+
+    machine: where the claimer is, if it wants them from the producer's device; "" for the host.
+    """
 
     ticket_id: str
     first: int
     stop: int
+    machine: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that lie in the producer's host tier until the next question, the connection's end,
-    or `held_s` seconds later.
+    """Blocks that lie where it says until the next question, the connection's end, or `held_s`
+    seconds later.
 
-    blocks: which. addresses: of their bytes, in the producer's memory. headers: of the stored
-    format, each made from the bytes as they lie there.
+    blocks: which are in the host tier. addresses: of their bytes, in the producer's memory.
+    headers: of the stored format, each made from the bytes as they lie there.
+    planes: the producer's device, if that was asked for and the claimer may have it. block_ids:
+    there, of the blocks from the question's first on.
+    was_held: until this answer, without a break, what the last one on this connection named was
+    held, and the device had not failed.
     """
 
     blocks: tuple[int, ...] = ()
     addresses: tuple[int, ...] = ()
     headers: tuple[bytes, ...] = ()
+    planes: SharedPlanes | None = None
+    block_ids: tuple[int, ...] = ()
     held_s: float = 0.0
+    was_held: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.blocks) == len(self.addresses) == len(self.headers):
             raise ValueError("an answer has one address and one header per block")
+        num_blocks = 0 if self.planes is None else self.planes.num_blocks
+        if not all(0 <= block < num_blocks for block in self.block_ids):
+            raise ValueError("an answer names blocks that the device it shows has not")
 
 
 class Channel:
@@ -106,10 +127,17 @@ class Channel:
         self._check(body, mac, secret)
         return wire.unseal(_ANSWER, _VERSION, body, Answer)
 
+    @property
+    def peer_uid(self) -> int | None:
+        """The user at the other end, if it is on this machine and the kernel says so."""
+        return uid_of_peer(self._writer)
+
     def close(self) -> None:
         self._writer.close()
 
     async def _send(self, body: bytes, secret: bytes) -> None:
+        if self._writer.is_closing():
+            raise ConnectionResetError("this end has hung up")
         mac = self._mac(body, secret)
         self._writer.write(_LENGTH.pack(len(body)) + mac + body)
         await self._writer.drain()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
 
 from tierkv.cache.keys import Prompt
 from tierkv.errors import StoreCorruptError
+from tierkv.pd.direct import neighbour
 from tierkv.pd.direct.address import MAX_BLOCKS, Answer, Ask, Channel, DirectAddress
+from tierkv.pd.direct.landing import Landing
 from tierkv.pd.direct.offers import Offer, Offers, Peer
 from tierkv.sched.tiers import Tiers
 
@@ -21,13 +26,27 @@ class Claimer:
     """Asks the producer where blocks are, as soon as its address is known. What goes wrong means
     that blocks come from storage, and nothing else."""
 
-    def __init__(self, ticket_id: str, tiers: Tiers, offers: Offers, *, machine: str) -> None:
-        """machine: this one's, as `this_machine` says."""
+    def __init__(
+        self,
+        ticket_id: str,
+        tiers: Tiers,
+        offers: Offers,
+        landing: Landing | None,
+        *,
+        machine: str,
+        may_land: Callable[[], bool],
+    ) -> None:
+        """landing: None if this node reads no other's device. machine: this one's, as
+        `this_machine` says. may_land: whether the device has room for the claim's blocks now."""
         self._ticket_id = ticket_id
         self._tiers = tiers
         self._offers = offers
+        self._landing = landing
         self._machine = machine
+        self._may_land = may_land
         self._address: DirectAddress | None = None
+        self._is_silent = self._is_near = False
+        self._near: Landing | None = None  # if blocks can come from the producer's device
         self._peer: Peer | None = None
         self._channel: Channel | None = None
         self._mine: list[tuple[bytes, Offer]] = []
@@ -37,39 +56,85 @@ class Claimer:
         if address is None or address == self._address:
             return
         self._hang_up()
-        self._address, self._peer = address, None
-        if self._offers.may_read_memory and address.machine and address.machine == self._machine:
+        self._address, self._peer, self._is_silent = address, None, False
+        is_near = self._is_near = address.machine == self._machine != ""
+        self._near = self._landing if is_near and address.place else None
+        if self._offers.may_read_memory and address.pid and is_near:
             self._peer = Peer(address.pid, "")
         elif self._offers.engine is not None and address.engine:
             self._peer = Peer(None, address.engine)
 
     async def ask(self, prompt: Prompt) -> None:
-        """Let the fetcher know where the blocks of `prompt` are that this node has not. One call
-        at a time."""
-        first, stop = self._tiers.index.match(prompt).num_blocks, prompt.num_blocks
-        stop = min(stop, first + MAX_BLOCKS)
+        """Bring blocks of `prompt` that this node has not to its device, or let the fetcher know
+        where they are. One call at a time."""
+        if self._near is not None and self._may_land():
+            await self._land(prompt, self._near)
         peer = self._peer
+        first, stop = self._tiers.index.match(prompt).num_blocks, prompt.num_blocks
         if peer is None or peer.is_given_up or first >= stop:
             return
+        answer = await self._answer_to(first, min(stop, first + MAX_BLOCKS))
+        if answer is None:
+            peer.is_given_up = True
+        elif self._peer is peer:
+            self._note(answer, peer, [key.digest for key in self._tiers.prompt_keys(prompt)])
+
+    async def _land(self, prompt: Prompt, landing: Landing) -> None:
+        """From the producer's device to this one's."""
+        match = self._tiers.index.match(prompt)
+        first, stop = match.device_blocks, prompt.num_blocks
+        assert self._address is not None, "somebody is near"
+        if first >= stop or match.loading_blocks or not landing.can_reach(self._address.place):
+            return
+        stop = min(stop, first + MAX_BLOCKS)
+        answer = await self._answer_to(first, stop, self._machine)
+        if answer is None or answer.planes is None or not 0 < len(answer.block_ids) <= stop - first:
+            return
+        assert self._channel is not None, "the answer came by it"
+        was_held = partial(self._was_held, self._channel, self._address.secret)
+        ids = np.array(answer.block_ids, np.int32)
+        is_whole = False
+        try:
+            is_whole = await landing.land(prompt, first, answer.planes, ids, was_held)
+        finally:
+            if not is_whole:
+                self._hang_up()  # a word of it may still be on its way
+
+    async def _was_held(self, channel: Channel, secret: bytes) -> bool:
+        """What the last answer named, until now. The claim may have hung up meanwhile."""
+        nothing = Ask(ticket_id=self._ticket_id, first=0, stop=0)
         try:
             async with asyncio.timeout(_ANSWER_S):
-                ask = Ask(ticket_id=self._ticket_id, first=first, stop=stop)
-                answer = await self._exchange(ask)
+                await channel.send_ask(nothing, secret)
+                return (await channel.answer(secret)).was_held
+        except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
+            log.info("the producer of a ticket does not answer any more: %r", error)
+            return False
+
+    async def _answer_to(self, first: int, stop: int, machine: str = "") -> Answer | None:
+        """None, now and ever after, if the producer does not give one."""
+        if self._is_silent:
+            return None
+        ask = Ask(ticket_id=self._ticket_id, first=first, stop=stop, machine=machine)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._exchange(ask)
         except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
             log.info("the producer of a ticket cannot be asked: %r", error)
-            peer.is_given_up = True
-            return
-        if self._peer is peer:
-            self._note(answer, peer, [key.digest for key in self._tiers.prompt_keys(prompt)])
+            self._is_silent = True
+            return None
 
     async def _exchange(self, ask: Ask) -> Answer:
         address = self._address
-        assert address is not None, "there is a peer"
+        assert address is not None, "there is somebody to ask"
         try:
             if self._channel is None:
-                channel = Channel(*await asyncio.open_connection(address.host, address.port))
-                self._channel = channel
-                await channel.be_greeted()
+                if self._is_near and address.name:
+                    streams = await neighbour.connect(address.name)
+                else:
+                    streams = await asyncio.open_connection(address.host, address.port)
+                self._channel = Channel(*streams)
+                await self._channel.be_greeted()
             await self._channel.send_ask(ask, address.secret)
             return await self._channel.answer(address.secret)
         except BaseException:
@@ -99,4 +164,4 @@ class Claimer:
     def close(self) -> None:
         """The producer lets go of what it held for this claim."""
         self._hang_up()
-        self._peer = None
+        self._address = self._peer = self._near = None

@@ -6,18 +6,22 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import msgspec
 
 from tierkv.cache.keys import Prompt
 from tierkv.errors import ConfigError
 from tierkv.gpu.protocol import HostSlots
+from tierkv.gpu.shared import Sharing
 from tierkv.pd.direct import memory
 from tierkv.pd.direct.address import DirectAddress, this_machine
+from tierkv.pd.direct.answers import Answers
 from tierkv.pd.direct.claimer import Claimer
 from tierkv.pd.direct.engine import TransferEngine
+from tierkv.pd.direct.landing import Landing
 from tierkv.pd.direct.offers import Offers
+from tierkv.pd.direct.planes import CPU, ShownPlanes, sharing_of
 from tierkv.pd.direct.serve import DirectServer
 from tierkv.pd.ledger import Ledger
 from tierkv.pd.settings import DirectPath, HandoffSettings
@@ -57,6 +61,10 @@ class Direct:
         self._codecs = codecs
         self._stats = stats
         self._machine = ""
+        self._pid = 0  # of whose memory others may read
+        self._planes: ShownPlanes | None = None
+        self._place = ""
+        self._landing: Landing | None = None
         self._engine: TransferEngine | None = None
         self._server: DirectServer | None = None
         self._num_claims = 0
@@ -83,39 +91,53 @@ class Direct:
             yield
             return
         way, host = self._settings.direct, self._settings.direct_host
-        if way is not DirectPath.NETWORK and memory.is_possible():
-            self._machine = await asyncio.to_thread(this_machine)
-            self.offers.may_read_memory = bool(self._machine)
-        if way is not DirectPath.MEMORY and host:
-            await self._start_engine(host)
-        server = DirectServer(
-            self._tiers,
-            self._storage.slices,
-            self._slots,
-            host=host or _LOOPBACK,
-            port=self._settings.direct_port,
-            held_s=self._settings.direct_lease_s,
-            on_blocks=self._count_shown,
-        )
-        try:
-            async with self.offers.running(), server.running():
-                self._server = server
-                try:
-                    yield
-                finally:
-                    self._server = None
-        finally:
-            if self._engine is not None:
-                self.offers.engine = None
-                self._engine.close()
+        async with AsyncExitStack() as stack:
+            if way is not DirectPath.NETWORK:
+                self._machine = await asyncio.to_thread(this_machine)
+            if way in (DirectPath.AUTO, DirectPath.MEMORY) and memory.is_possible():
+                self._pid = os.getpid() if self._machine else 0
+                self.offers.may_read_memory = bool(self._machine)
+            if way in (DirectPath.AUTO, DirectPath.DEVICE) and self._machine:
+                await self._share_device(stack)
+            if way in (DirectPath.AUTO, DirectPath.NETWORK) and host:
+                await self._start_engine(host, stack)
+            await stack.enter_async_context(self.offers.running())
+            server = self._new_server(host)
+            await stack.enter_async_context(server.running())
+            self._server = server
+            try:
+                yield
+            finally:
+                self._server = None
 
-    async def _start_engine(self, host: str) -> None:
+    async def _share_device(self, stack: AsyncExitStack) -> None:
+        sharing = await asyncio.to_thread(sharing_of, self._tiers.mover.device)
+        is_asked_for = self._settings.direct is DirectPath.DEVICE
+        if sharing is None or (sharing.place == CPU and not is_asked_for):  # `memory` does as well
+            if is_asked_for:
+                log.warning("no direct hand-off from device to device: this one has no way to")
+            return
+        self._landing = Landing(self._tiers, sharing, self._stats)
+        await stack.enter_async_context(self._landing.running())
+        await self._show_planes(sharing)
+
+    async def _show_planes(self, sharing: Sharing) -> None:
+        planes = ShownPlanes(sharing, lambda: self._tiers.mover.planes)
+        try:
+            await asyncio.to_thread(planes.describe)
+        except ConfigError as error:
+            log.warning("the device's blocks are not shown: %s", error)
+            return
+        self._planes, self._place = planes, sharing.place
+
+    async def _start_engine(self, host: str, stack: AsyncExitStack) -> None:
         try:
             async with asyncio.timeout(_ENGINE_START_S):
                 self._engine = await asyncio.to_thread(TransferEngine, host)
         except (ConfigError, TimeoutError) as error:
             log.warning("no direct hand-off over the network: %s", error)
             return
+        stack.callback(self._end_engine)
         self.offers.engine = self._engine
         log.warning(
             "the transfer engine (%s) listens on every address of this machine: once this node "
@@ -123,10 +145,33 @@ class Direct:
             self._engine.name,
         )
 
+    def _end_engine(self) -> None:
+        assert self._engine is not None, "it was started"
+        self.offers.engine = None
+        self._engine.close()
+
+    def _new_server(self, host: str) -> DirectServer:
+        held_s = self._settings.direct_lease_s
+        answers = Answers(
+            self._tiers,
+            self._storage.slices,
+            self._slots,
+            machine=self._machine,
+            planes=self._planes,
+            held_s=held_s,
+            on_blocks=self._count_shown,
+        )
+        port = self._settings.direct_port
+        return DirectServer(answers, host=host or _LOOPBACK, port=port, held_s=held_s)
+
     def _count_shown(self, num_blocks: int) -> None:
         self._stats.shown_blocks += num_blocks
 
     # The prefill node's side
+
+    @property
+    def _shows_host(self) -> bool:
+        return bool(self._pid) or self._engine is not None
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: Ledger) -> DirectAddress | None:
         """What to write into the prompt's ticket, and into its open one; None if this node shows
@@ -134,7 +179,7 @@ class Direct:
         server = self._server
         if server is None or not self._is_plain(prompt.space):
             return None
-        if not (self._machine or self._engine):
+        if not (self._shows_host or self._planes):
             return None
         is_new = not server.is_offered(ticket_id)
         try:
@@ -149,7 +194,8 @@ class Direct:
         return msgspec.structs.replace(
             address,
             machine=self._machine,
-            pid=os.getpid() if self._machine else 0,
+            pid=self._pid,
+            place=self._place,
             engine=self._engine.name if self._engine else "",
         )
 
@@ -161,14 +207,25 @@ class Direct:
     @property
     def shows_blocks(self) -> bool:
         """Whether blocks that are published should be on the host for that."""
-        return self._server is not None and bool(self._machine or self._engine)
+        is_enough = self._planes is not None and self._engine is None
+        return self._server is not None and self._shows_host and not is_enough
 
     # The decode node's side
 
     @contextmanager
-    def claimer(self, ticket_id: str) -> Iterator[Claimer]:
-        """For one claim; at its end the producer lets go of what it held for it."""
-        claimer = Claimer(ticket_id, self._tiers, self.offers, machine=self._machine)
+    def claimer(
+        self, ticket_id: str, may_land: Callable[[], bool] = lambda: True
+    ) -> Iterator[Claimer]:
+        """For one claim; at its end the producer lets go of what it held for it. may_land: whether
+        the device has room for the claim's blocks now."""
+        claimer = Claimer(
+            ticket_id,
+            self._tiers,
+            self.offers,
+            self._landing,
+            machine=self._machine,
+            may_land=may_land,
+        )
         self._num_claims += 1
         try:
             yield claimer

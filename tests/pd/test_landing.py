@@ -1,0 +1,470 @@
+"""Blocks from one node's device to another's: never half, never stale, in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.latch import PATIENCE_S, finish, turns, until
+from tests.world import GQA, World, world
+from tierkv.cache.node import Tier
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Direction, Ids, Planes
+from tierkv.gpu.shared import SharedPlane, SharedPlanes
+from tierkv.pd.direct import landing, memory, neighbour
+from tierkv.pd.direct.address import Ask, Channel, DirectAddress
+from tierkv.pd.direct.landing import Landing
+from tierkv.pd.direct.planes import CpuSharing, OpenPlanes, ShownPlanes, sharing_of
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.stats import HandoffStats
+from tierkv.sched.request import Request
+from tierkv.storage.memory import MemorySettings, MemoryStore
+
+COUNT, BLOCKS = 42, 10  # in blocks of 4, and a tail
+TOKENS = list(range(COUNT))
+SETTINGS: dict[str, Any] = {
+    "lookup_deadline_s": 20,
+    "claim_deadline_s": 20,
+    "direct": DirectPath.DEVICE,
+}
+
+
+@asynccontextmanager
+async def pair(
+    there: dict[str, Any] | None = None, **here: Any
+) -> AsyncIterator[tuple[World, World]]:
+    """A prefill node that has published TOKENS under "t", and a decode node. there: of the
+    former's HandoffSettings. here: of the latter's CacheSettings."""
+    store = MemoryStore(MemorySettings(), SystemClock())
+    shows, reads = HandoffSettings(**(SETTINGS | (there or {}))), HandoffSettings(**SETTINGS)
+    cache: dict[str, Any] = {"device_blocks": 64, "host_blocks": 64}
+    async with (
+        world(store=store, handoff=shows, **cache) as prefill,
+        world(store=store, handoff=reads, **(cache | here)) as decode,
+    ):
+        await publish(prefill)
+        yield prefill, decode
+
+
+async def publish(node: World, ticket: str = "t") -> None:
+    request = await node.admit(TOKENS)
+    await node.prefill(request, TOKENS)
+    await finish(node.service.publish(request, ticket, [42]))
+    node.service.end(request)
+    await node.settle()
+
+
+async def claimed(node: World, name: str = "claim", ticket: str = "t") -> Request:
+    request, _ = await finish(
+        node.service.claim(name, ticket, node.prompt(TOKENS), max_new_tokens=1)
+    )
+    await finish(request.gate.all_layers(20))
+    assert request.cached_tokens == COUNT
+    node.check_kv(request, TOKENS, COUNT)
+    return request
+
+
+async def claim(node: World, ticket: str = "t") -> None:
+    """All of it, every byte right; nothing is left afterwards."""
+    node.service.end(await claimed(node, ticket=ticket))
+    await node.settle()
+
+
+def counts(node: World) -> tuple[int, int, int]:
+    """Blocks from the producer's device, reads of it that failed, blocks from storage."""
+    handoff = node.service.stats().handoff
+    return handoff.device_blocks, handoff.failed_direct_reads, node.storage_stats.fetched_blocks
+
+
+def leases(node: World) -> int:
+    assert node.service.handoff is not None
+    return node.service.handoff.direct.num_leases
+
+
+def overwrite(node: World) -> None:
+    for array in node.service.planes.arrays:
+        array[...] = 0xEE
+
+
+@pytest.fixture
+def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
+    reads = Reads(memory.read)
+    monkeypatch.setattr(memory, "read", reads)
+    yield reads
+    reads.go.set()
+
+
+class Reads:
+    """Stands for `memory.read`: each waits, before it begins, until a test lets it go."""
+
+    def __init__(self, read: Any) -> None:
+        self._read = read
+        self.go = threading.Event()
+        self.num_begun = 0
+
+    def __call__(self, pid: int, pieces: Sequence[memory.Piece]) -> None:
+        self.num_begun += 1
+        assert self.go.wait(PATIENCE_S), "a test left a read waiting"
+        self._read(pid, pieces)
+
+
+async def test_a_claimed_prompt_lands_where_it_is_used() -> None:
+    async with pair() as (prefill, decode):
+        await claim(decode)
+        assert counts(decode) == (BLOCKS, 0, 1)
+        assert decode.latch.count(Direction.LOAD) == 1  # the tail's
+        assert prefill.service.stats().host.free == 64
+        await until(lambda: leases(prefill) == 0, "an end of what was held")
+
+
+async def test_what_the_device_has_already_is_not_read_again() -> None:
+    async with pair() as (_, decode):
+        await decode.run(TOKENS[:20])
+        stored = decode.storage_stats.fetched_blocks
+        await claim(decode)
+        assert counts(decode) == (BLOCKS - 5, 0, stored + 1)
+
+
+async def test_blocks_of_which_only_the_host_has_a_copy_are_read_from_the_device() -> None:
+    async with pair() as (_, decode):
+        await decode.run(TOKENS[:20])
+        await decode.service.sleep()
+        await decode.service.wake()
+        assert decode.service.index.match(decode.prompt(TOKENS)).host_blocks == 5
+        stored = decode.storage_stats.fetched_blocks
+        await claim(decode)
+        assert counts(decode) == (BLOCKS, 0, stored + 1)
+
+
+async def test_bytes_that_the_producer_let_go_of_while_they_were_read_are_not_used(
+    held_reads: Reads,
+) -> None:
+    """It thinks the claimer dead, evicts, and writes other bytes into the same blocks."""
+    async with pair({"direct_lease_s": 0.2}) as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode))
+        await until(lambda: held_reads.num_begun == 1, "a read")
+        assert leases(prefill) == 1
+        await until(lambda: leases(prefill) == 0, "the end of the producer's patience")
+        prefill.service.reset()
+        overwrite(prefill)
+        held_reads.go.set()
+        await finish(claiming)
+        assert counts(decode) == (0, 1, BLOCKS + 1)
+
+
+async def test_what_is_being_read_cannot_be_evicted(held_reads: Reads) -> None:
+    async with pair() as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode))
+        await until(lambda: held_reads.num_begun == 1, "a read")
+        assert prefill.service.reset() == BLOCKS
+        for base in (1000, 2000, 3000):  # as much as there is room for, besides
+            await prefill.run([base + i for i in range(4 * (64 - BLOCKS - 1))])
+        sleeping = asyncio.create_task(prefill.service.sleep(keeps_blocks=False))
+        await turns(50)
+        assert not sleeping.done()
+        held_reads.go.set()
+        await finish(claiming)
+        await finish(sleeping)
+        assert counts(decode) == (BLOCKS, 0, 1)
+        await prefill.service.wake()
+
+
+async def test_blocks_whose_beginning_was_evicted_meanwhile_do_not_land() -> None:
+    """A block is on the device only with its whole path."""
+    async with pair() as (prefill, decode):
+        shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
+        prompt, ids = decode.prompt(TOKENS), np.arange(5, dtype=np.int32)
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats())
+        async with own.running():
+            assert not await finish(own.land(prompt, 5, shown, ids, asked))
+        assert decode.service.index.match(prompt).num_blocks == 0
+        await decode.settle()
+
+
+async def asked() -> bool:
+    return True
+
+
+async def test_blocks_land_after_the_copies_that_make_room_for_them() -> None:
+    other = list(range(500, 544))
+    async with pair(device_blocks=12, host_write=WritePolicy.WRITE_BACK) as (_, decode):
+        await decode.run(other)
+        decode.latch.hold(Direction.OFFLOAD)
+        claiming = asyncio.create_task(claim(decode))
+        await decode.latch.until_held()
+        await turns(20)
+        assert counts(decode)[0] == 0
+        decode.latch.release()
+        await finish(claiming)
+        assert counts(decode) == (BLOCKS, 0, 1)
+        assert decode.service.index.match(decode.prompt(other)).num_blocks == 11  # none forgotten
+
+
+async def test_a_device_without_room_is_left_alone() -> None:
+    async with pair(device_blocks=12) as (_, decode):
+        other = list(range(500, 516))
+        running = await decode.admit(other)
+        claiming = asyncio.create_task(claimed(decode))
+        await until(lambda: decode.service.scheduler.num_waiting == 1, "a claim that waits")
+        await decode.prefill(running, other)
+        decode.service.end(running)
+        decode.service.end(await finish(claiming))
+        assert counts(decode) == (0, 0, BLOCKS + 1)
+        await decode.settle()
+
+
+async def test_a_claim_that_is_cancelled_anywhere_leaves_nothing(held_reads: Reads) -> None:
+    async with pair() as (prefill, decode):
+        claiming = asyncio.create_task(claimed(decode))
+        await until(lambda: held_reads.num_begun == 1, "a read")
+        claiming.cancel()
+        await asyncio.wait([claiming])
+        taken = 64 - decode.service.stats().device.free
+        assert taken == BLOCKS  # the copy goes on: its slots are nobody else's yet
+        assert decode.service.verify() == []
+        held_reads.go.set()
+        await decode.settle()
+        assert decode.service.stats().device.free == 64
+        for num_turns in range(0, 120, 3):
+            name, prompt = f"claim {num_turns}", decode.prompt(TOKENS)
+            waiting = asyncio.create_task(decode.service.claim(name, "t", prompt, max_new_tokens=1))
+            await turns(num_turns)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            if not waiting.cancelled():
+                decode.service.end(waiting.result()[0])
+            await decode.settle()
+            decode.service.reset()
+        await until(lambda: leases(prefill) == 0, "an end of what was held")
+        await claim(decode)
+
+
+async def test_claims_of_one_prompt_at_the_same_time_share_what_lands() -> None:
+    async with pair() as (_, decode):
+        requests = await asyncio.gather(*(claimed(decode, f"claim {i}") for i in range(4)))
+        tables = {tuple(request.block_table[:BLOCKS].tolist()) for request in requests}
+        assert len(tables) == 1
+        for request in requests:
+            decode.service.end(request)
+        await decode.settle()
+        assert decode.service.stats().handoff.device_blocks == BLOCKS
+
+
+async def test_a_producer_that_slept_shows_its_new_planes() -> None:
+    async with pair() as (prefill, decode):
+        await claim(decode)
+        decode.service.reset()
+        await prefill.service.sleep(keeps_blocks=False)
+        await prefill.service.wake()
+        await publish(prefill, "again")
+        await claim(decode, "again")
+        assert counts(decode)[:2] == (2 * BLOCKS, 0)
+
+
+async def test_a_claimer_that_slept_reads_into_its_new_planes() -> None:
+    async with pair() as (prefill, decode):
+        await claim(decode)
+        await decode.service.sleep(keeps_blocks=False)
+        await decode.service.wake()
+        await publish(prefill, "again")
+        await claim(decode, "again")
+        assert counts(decode)[:2] == (2 * BLOCKS, 0)
+
+
+async def test_a_device_that_failed_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (prefill, decode):
+        monkeypatch.setattr(prefill.service.device, "failure", "fell off the bus")
+        await claim(decode)
+        assert counts(decode) == (0, 0, BLOCKS + 1)
+        monkeypatch.undo()
+
+
+async def test_a_device_that_fails_while_it_is_read_is_not_believed(held_reads: Reads) -> None:
+    async with pair() as (prefill, decode):
+        claiming = asyncio.create_task(claim(decode))
+        await until(lambda: held_reads.num_begun == 1, "a read")
+        prefill.service.device.failure = "fell off the bus"  # type: ignore[misc]
+        held_reads.go.set()
+        await finish(claiming)
+        prefill.service.device.failure = None  # type: ignore[misc]
+        assert counts(decode) == (0, 1, BLOCKS + 1)
+
+
+async def shown(address: DirectAddress, machine: str, *, is_near: bool) -> int:
+    """How many blocks of the device are shown to who asks so."""
+    if is_near:
+        streams = await finish(neighbour.connect(address.name))
+    else:
+        streams = await finish(asyncio.open_connection(address.host, address.port))
+    channel = Channel(*streams)
+    await finish(channel.be_greeted())
+    ask = Ask(ticket_id="t", first=0, stop=BLOCKS, machine=machine)
+    await channel.send_ask(ask, address.secret)
+    answer = await finish(channel.answer(address.secret))
+    channel.close()
+    assert (answer.planes is not None) == bool(answer.block_ids)
+    return len(answer.block_ids)
+
+
+async def test_planes_are_shown_to_processes_of_this_user_and_machine_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair() as (prefill, _):
+        assert prefill.service.handoff is not None
+        ticket = await finish(prefill.service.handoff.tickets.read("t"))
+        assert ticket is not None
+        address = ticket.direct
+        assert address is not None
+        assert (address.place, address.pid) == ("cpu", 0)
+        assert await shown(address, address.machine, is_near=True) == BLOCKS
+        assert await shown(address, "elsewhere", is_near=True) == 0
+        assert await shown(address, address.machine, is_near=False) == 0  # whoever that is
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+        assert await shown(address, address.machine, is_near=True) == 0
+        await until(lambda: leases(prefill) == 0, "an end of what was held")
+
+
+_CONNECTS = """
+import os, socket, sys
+os.setuid(65534)
+end = socket.socket(socket.AF_UNIX)
+end.connect("\\0" + sys.argv[1])
+end.recv(1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+async def test_the_kernel_says_who_is_at_the_other_end() -> None:
+    seen: asyncio.Queue[int | None] = asyncio.Queue()
+
+    def came(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.put_nowait(neighbour.uid_of_peer(writer))
+        writer.close()
+
+    here = neighbour.listener(1)
+    assert here is not None
+    async with await asyncio.start_unix_server(came, sock=here):
+        name = neighbour.name_of(here)
+        _, writer = await finish(neighbour.connect(name))
+        assert await finish(seen.get()) == 0
+        writer.close()
+        command = [sys.executable, "-c", _CONNECTS, name]
+        await asyncio.to_thread(subprocess.run, command, check=True, timeout=20)
+        assert await finish(seen.get()) == 65534
+
+
+# What is open
+
+
+class Recorder:
+    """A Sharing that writes down what is opened and closed."""
+
+    place = "cpu"
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
+        return ()
+
+    def open(self, own: Planes, shared: SharedPlanes) -> _Recorded:
+        self.done.append(f"open {shared.name}")
+        return _Recorded(self, shared.name)
+
+
+class _Recorded:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def copy(self, source_ids: Ids, target_ids: Ids) -> None:
+        self._recorder.done.append(f"copy {self._name}")
+
+    def close(self) -> None:
+        self._recorder.done.append(f"close {self._name}")
+
+
+def shared(owner: str, name: str) -> SharedPlanes:
+    return SharedPlanes(owner=owner, name=name, place="cpu", num_blocks=4, planes=())
+
+
+def test_planes_are_opened_once_and_closed_before_their_successors_are_opened() -> None:
+    recorder, ids = Recorder(), np.zeros(1, np.int32)
+    ours = [CpuDevice().allocate_planes(GQA, 4) for _ in range(2)]
+    own = [ours[0]]
+    planes = OpenPlanes(recorder, lambda: own[0])
+    for name in ("a1", "b1", "a1", "a2"):
+        planes.copy(shared(name[0], name), ids, ids)
+    opened = ["open a1", "copy a1", "open b1", "copy b1", "copy a1"]
+    assert recorder.done == [*opened, "close a1", "open a2", "copy a2"]
+    recorder.done.clear()
+    own[0] = ours[1]  # they were made anew
+    planes.copy(shared("b", "b1"), ids, ids)
+    assert recorder.done == ["close b1", "open b1", "copy b1"]
+    recorder.done.clear()
+    planes.close_unused(60.0)
+    assert recorder.done == []
+    planes.close_unused(0.0)
+    assert sorted(recorder.done) == ["close a2", "close b1"]
+    assert planes.num_open == 0
+
+
+async def test_planes_that_nobody_reads_any_more_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder()
+    open_planes = CpuSharing.open
+
+    def recorded(self: CpuSharing, own: Planes, shared: SharedPlanes) -> Any:
+        peer = open_planes(self, own, shared)
+        monkeypatch.setattr(peer, "close", lambda: recorder.done.append("closed"))
+        return peer
+
+    monkeypatch.setattr(CpuSharing, "open", recorded)
+    monkeypatch.setattr(landing, "CLOSE_UNUSED_S", 0.05)
+    async with pair() as (prefill, decode):
+        await claim(decode)
+        await until(lambda: recorder.done == ["closed"], "an end of what was open")
+        decode.service.reset()
+        await publish(prefill, "again")
+        await claim(decode, "again")
+        assert decode.service.stats().handoff.device_blocks == 2 * BLOCKS
+    assert recorder.done == ["closed", "closed"]
+
+
+def test_planes_are_described_once_and_anew_when_they_are_others() -> None:
+    device = CpuDevice()
+    sharing = sharing_of(device)
+    assert sharing is not None
+    now = [device.allocate_planes(GQA, 4)]
+    shown = ShownPlanes(sharing, lambda: now[0])
+    first = shown.describe()
+    assert shown.describe() is first
+    assert [plane.offset for plane in first.planes] == [a.ctypes.data for a in now[0].arrays]
+    now[0] = device.allocate_planes(GQA, 6)
+    second = shown.describe()
+    assert (second.owner, second.num_blocks) == (first.owner, 6)
+    assert second.name != first.name
+
+
+async def test_the_tier_that_blocks_landed_on_is_the_device() -> None:
+    async with pair() as (_, decode):
+        with decode.service.handoff.direct.claimer("t") as near:  # type: ignore[union-attr]
+            ticket = await finish(decode.service.handoff.tickets.read("t"))  # type: ignore[union-attr]
+            assert ticket is not None
+            near.learn(ticket.direct)
+            await finish(near.ask(decode.prompt(TOKENS)))
+        match = decode.service.index.match(decode.prompt(TOKENS))
+        assert (match.device_blocks, match.host_blocks) == (BLOCKS, 0)
+        assert decode.service.index.root_of(decode.prompt(TOKENS)).space.used[Tier.HOST] == 0
+        await decode.settle()

@@ -1,0 +1,155 @@
+"""The stages of a hand-off run beside each other, and a fault in one of them ends it cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.gated_reads import GatedReads
+from tests.latch import finish, until
+from tests.world import World, world
+from tierkv.cache.node import Tier
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.staging import GROUP_BLOCKS, NUM_GROUPS
+from tierkv.sched.request import Request
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetStatus, Store
+
+PROMPT = [token % 50 for token in range(4 * (3 * GROUP_BLOCKS + 10))]  # four groups
+BLOCKS = len(PROMPT) // 4
+SETTINGS = HandoffSettings(
+    publish_deadline_s=20,
+    claim_deadline_s=20,
+    lookup_deadline_s=20,
+    direct=DirectPath.OFF,
+    streams=False,
+)
+
+
+@asynccontextmanager
+async def node(store: Store) -> AsyncIterator[World]:
+    """Moves nothing but what a hand-off asks for. Room for the prompt and a little more."""
+    async with world(
+        store=store,
+        handoff=SETTINGS,
+        device_blocks=BLOCKS + 4,
+        host_blocks=BLOCKS + 4,
+        host_write=WritePolicy.NONE,
+        storage_write=WritePolicy.NONE,
+    ) as here:
+        yield here
+
+
+@asynccontextmanager
+async def computed(store: Store) -> AsyncIterator[tuple[World, Request]]:
+    async with node(store) as here:
+        request = await here.admit(PROMPT)
+        await here.prefill(request, PROMPT)
+        yield here, request
+        here.service.end(request)
+        await here.settle()
+        assert here.service.verify() == []
+
+
+def memory() -> MemoryStore:
+    return MemoryStore(MemorySettings(), SystemClock())
+
+
+async def test_groups_are_copied_from_the_device_while_others_are_being_stored() -> None:
+    async with computed(memory()) as (here, request), asyncio.TaskGroup() as group:
+        here.the_store.hold_writes()
+        publishing = group.create_task(here.service.publish(request, "t", [1]))
+        await here.the_store.until_held(NUM_GROUPS)
+        assert here.latch.count(Direction.OFFLOAD) == NUM_GROUPS, "as many as have staging slots"
+        here.the_store.release()
+        published = await publishing
+        assert published.num_blocks == BLOCKS
+        assert await here.the_store.exists(here.names(PROMPT)) == BLOCKS
+
+
+@pytest.mark.parametrize("good_writes", range(4))
+async def test_a_write_that_fails_ends_the_publish_and_gives_back_what_it_used(
+    good_writes: int,
+) -> None:
+    async with computed(memory()) as (here, request):
+        here.the_store.hold_writes()
+        publishing = asyncio.create_task(here.service.publish(request, "t", [1]))
+        await here.the_store.until_held(NUM_GROUPS)
+        here.the_store.release()
+        for _ in range(good_writes):
+            await asyncio.sleep(0)
+        here.the_store.fail_next(3)
+        with pytest.raises(HandoffError):
+            await finish(publishing)
+        here.the_store.fail_next(0)
+        # All of it can be published all the same, on slots that have come back.
+        await finish(here.service.publish(request, "t", [1]))
+        assert await here.the_store.exists(here.names(PROMPT)) == BLOCKS
+
+
+async def test_a_publish_that_is_cancelled_stops_all_of_its_groups() -> None:
+    async with computed(memory()) as (here, request):
+        here.latch.hold(Direction.OFFLOAD)
+        publishing = asyncio.create_task(here.service.publish(request, "t", [1]))
+        await here.latch.until_held()
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finish(publishing)
+        here.latch.release()
+        await here.settle()
+        assert await here.the_store.exists(here.names(PROMPT)) == 0
+        await finish(here.service.publish(request, "t", [1]))
+
+
+async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way() -> None:
+    store = memory()
+    async with computed(store) as (there, request):
+        await finish(there.service.publish(request, "t", [1]))
+        gated = GatedReads(store)
+        async with node(gated) as here, asyncio.TaskGroup() as group:
+            claiming = group.create_task(
+                here.service.claim("c", "t", here.prompt(PROMPT), max_new_tokens=0)
+            )
+            for at in range(4):
+                await gated.until_asked(at + 1)
+                await until(lambda at=at: here.latch.count(Direction.LOAD) == at)  # type: ignore[misc]
+                assert not claiming.done()
+                gated.gates[at].set_result(GetStatus.HIT)
+            claimed, _ = await claiming
+            assert claimed.cached_tokens == len(PROMPT)
+            await finish(claimed.gate.all_layers(20.0))
+            here.check_kv(claimed, PROMPT, len(PROMPT))
+            assert sum(len(copy) for copy in here.latch.seen) == BLOCKS, "each block once"
+            here.service.end(claimed)
+            await here.settle()
+            assert here.service.verify() == []
+
+
+async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admitted() -> None:
+    store = memory()
+    async with computed(store) as (there, request):
+        await finish(there.service.publish(request, "t", [1]))
+        gated = GatedReads(store)
+        async with node(gated) as here, asyncio.TaskGroup() as group:
+            busy = await here.admit([60 + token for token in range(40)])
+            claiming = group.create_task(
+                here.service.claim("c", "t", here.prompt(PROMPT), max_new_tokens=0)
+            )
+            for at in range(4):
+                await gated.until_asked(at + 1)
+                gated.gates[at].set_result(GetStatus.HIT)
+            await until(lambda: here.service.scheduler.num_waiting == 1)
+            assert here.latch.count(Direction.LOAD) == 0
+            here.service.end(busy)
+            claimed, _ = await claiming
+            assert here.latch.count(Direction.LOAD) == 1
+            here.service.end(claimed)
+            await here.settle()
+            assert not len(here.service.tiers.lent_slots(Tier.HOST))

@@ -1,0 +1,165 @@
+"""Where the store is not trusted, tickets and what goes with them count only with the key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.latch import CopyLatch, finish
+from tests.pd.test_handoff import publish, tokens
+from tests.world import BLOCK, World, fingerprint
+from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.status import Standing
+from tierkv.pd.ticket import Acknowledgement, Ticket
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+from tierkv.storage.codec_keyed import TenantCodecs, Trust
+from tierkv.storage.codec_small import SmallCodec
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import PutItem
+from tierkv.transfer.storage_io_tier import StorageOptions
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(32)
+PROMPT = tokens(9)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(MemorySettings(), SystemClock())
+
+
+@pytest.fixture(params=[Trust.SIGNED, Trust.SEALED])
+def trust(request: pytest.FixtureRequest) -> Trust:
+    chosen: Trust = request.param
+    return chosen
+
+
+@asynccontextmanager
+async def node(store: MemoryStore, trust: Trust, key: bytes | None = KEY) -> AsyncIterator[World]:
+    options = StorageOptions(codecs=TenantCodecs(trust, key), small=SmallCodec(trust, key))
+    settings = CacheSettings(block_size=BLOCK, device_blocks=64, host_blocks=64)
+    handoff = HandoffSettings(lookup_deadline_s=20, claim_deadline_s=0.5)
+    service = Service(CpuDevice(), fingerprint(), settings, handoff, store, storage=options)
+    async with service.running():
+        yield World(service, CopyLatch())
+
+
+@asynccontextmanager
+async def published(store: MemoryStore, trust: Trust) -> AsyncIterator[tuple[World, World]]:
+    async with node(store, trust) as prefill, node(store, trust) as decode:
+        await publish(prefill, PROMPT)
+        yield prefill, decode
+
+
+async def claim(decode: World) -> None:
+    request, found = await finish(
+        decode.service.claim("claim", "ticket", decode.prompt(PROMPT), max_new_tokens=1)
+    )
+    await finish(request.gate.all_layers(20))
+    assert found is not None
+    decode.check_kv(request, PROMPT, len(PROMPT))
+    decode.service.end(request)
+    await decode.settle()
+
+
+async def is_damaged(decode: World) -> None:
+    with pytest.raises(HandoffError) as refused:
+        await claim(decode)
+    assert refused.value.reason == "damaged"
+    status = await finish(decode.service.ticket_state("ticket"))
+    assert status.state is Standing.DAMAGED
+
+
+async def put(store: MemoryStore, name: str, value: bytes) -> None:
+    await store.put([PutItem(name, (value,), ttl_s=60, keep_existing=False)])
+
+
+async def get(store: MemoryStore, name: str) -> bytes:
+    value = await store.get(name, max_bytes=1 << 20)
+    assert value is not None
+    return value
+
+
+def ticket_name(world: World, ticket: str = "ticket") -> str:
+    assert world.service.handoff is not None
+    return world.service.handoff.tickets.names.ticket(ticket)
+
+
+async def test_a_prompt_is_handed_over_through_a_store_that_is_not_trusted(
+    store: MemoryStore, trust: Trust
+) -> None:
+    async with published(store, trust) as (prefill, decode):
+        value = await get(store, ticket_name(prefill))
+        assert value.startswith(b"TKVS")
+        assert (b"fingerprint" in value) == (trust is Trust.SIGNED)
+        await claim(decode)
+        status = await finish(decode.service.ticket_state("ticket"))
+        assert status.state is Standing.ACKNOWLEDGED
+
+
+async def test_a_ticket_that_somebody_without_the_key_wrote_is_not_used(
+    store: MemoryStore, trust: Trust
+) -> None:
+    """Word for word what the producer would have written, where nothing is sealed."""
+    async with published(store, trust) as (prefill, decode):
+        tickets = prefill.service.handoff.tickets  # type: ignore[union-attr]
+        ticket = await finish(tickets.read("ticket"))
+        assert isinstance(ticket, Ticket)
+        name = ticket_name(prefill)
+        mine = SmallCodec(trust, OTHER_KEY).seal_small(name, ticket.encode())
+        for forged in (ticket.encode(), mine, b"", b"TKVS"):
+            await put(store, name, forged)
+            await is_damaged(decode)
+
+
+async def test_a_ticket_that_was_changed_or_filed_under_another_name_is_not_used(
+    store: MemoryStore, trust: Trust
+) -> None:
+    async with published(store, trust) as (prefill, decode):
+        name = ticket_name(prefill)
+        value = await get(store, name)
+        for at in (0, 5, 7, 20, len(value) // 2, len(value) - 1):
+            changed = bytearray(value)
+            changed[at] ^= 1
+            await put(store, name, bytes(changed))
+            await is_damaged(decode)
+        await publish(prefill, PROMPT, "other")
+        await put(store, name, await get(store, ticket_name(prefill, "other")))
+        await is_damaged(decode)
+        await put(store, name, value)
+        await claim(decode)
+
+
+async def test_an_acknowledgement_or_a_lease_without_the_key_says_nothing(
+    store: MemoryStore, trust: Trust
+) -> None:
+    async with published(store, trust) as (prefill, _):
+        handoff = prefill.service.handoff
+        assert handoff is not None
+        ticket = await finish(handoff.tickets.read("ticket"))
+        assert ticket is not None
+        forged = Acknowledgement(
+            ticket_id="ticket", created_at=ticket.created_at, claimer="me", claimed_at=0.0
+        )
+        names = handoff.tickets.names
+        await put(store, names.acknowledgement("ticket"), forged.encode())
+        assert await finish(handoff.tickets.read_acknowledgement("ticket")) is None
+        with handoff.lease.held():
+            await finish(handoff.lease.is_said())
+            assert await finish(handoff.lease.is_alive(handoff.lease.incarnation))
+        await put(store, names.producer("somebody"), b"99999999999.000")
+        assert not await finish(handoff.lease.is_alive("somebody"))
+
+
+@pytest.mark.parametrize("other", [(Trust.TRUSTED, None), (Trust.SEALED, OTHER_KEY)])
+async def test_nodes_that_do_not_share_the_key_share_no_ticket(
+    store: MemoryStore, trust: Trust, other: tuple[Trust, bytes | None]
+) -> None:
+    async with node(store, trust) as prefill, node(store, *other) as decode:
+        await publish(prefill, PROMPT)
+        await is_damaged(decode)

@@ -1,0 +1,165 @@
+"""The decode node's side of the way from device to device: blocks of a producer's planes, into
+this node's, without a host tier in between.
+
+    take device slots -> copy -> was it held there all the while? -> enter them into the index
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from tierkv.cache.index import Lease
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import Ids
+from tierkv.cache.space import Space
+from tierkv.errors import ConfigError, OutOfBlocksError, TransferError
+from tierkv.gpu.shared import SharedPlanes, Sharing
+from tierkv.pd.direct.planes import OpenPlanes
+from tierkv.pd.stats import HandoffStats
+from tierkv.sched.events import Happening
+from tierkv.sched.tiers import Tiers
+from tierkv.storage.threads import WorkerThreads
+from tierkv.tasks import background
+
+log = logging.getLogger("tierkv.handoff")
+
+CLOSE_UNUSED_S = 10.0
+_ROOM_S = 2.0
+
+
+class Landing:
+    """Others' planes stay open until they were not read from for CLOSE_UNUSED_S."""
+
+    def __init__(self, tiers: Tiers, sharing: Sharing, stats: HandoffStats) -> None:
+        self._tiers = tiers
+        self._stats = stats
+        self._threads = WorkerThreads("direct hand-off", 1)
+        self._planes = OpenPlanes(sharing, lambda: tiers.mover.planes)
+        self._was_used = asyncio.Event()
+        self._unreachable: set[str] = set()  # places of which nothing can be read from here
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At the end, when no copy is on its way, nothing is open any more."""
+        async with self._threads.running():
+            try:
+                async with background({"tierkv-landing": self._keep_closing()}):
+                    yield
+            finally:
+                await self._threads.run(lambda: self._planes.close_unused(0.0))
+
+    async def _keep_closing(self) -> None:
+        while True:
+            await self._was_used.wait()
+            self._was_used.clear()
+            is_open = True
+            while is_open:
+                await asyncio.sleep(CLOSE_UNUSED_S)
+                is_open = await self._threads.run(self._close_unused)
+
+    def _close_unused(self) -> bool:
+        self._planes.close_unused(CLOSE_UNUSED_S)
+        return bool(self._planes.num_open)
+
+    def can_reach(self, place: str) -> bool:
+        """Whether it is worth to ask a producer whose planes lie there."""
+        return bool(place) and place not in self._unreachable
+
+    async def land(
+        self,
+        prompt: Prompt,
+        first: int,
+        shared: SharedPlanes,
+        source_ids: Ids,
+        was_held: Callable[[], Awaitable[bool]],
+    ) -> bool:
+        """Bring blocks of `prompt`, from `first` on, which this device has up to there.
+
+        was_held: asked when all is copied, whether the producer had them all the while. False if
+        they are not here: no room, they could not be read, or were not held. A cancel is raised
+        at once; the copy goes on, and its slots are free when it has ended.
+        """
+        outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        work = self._land(prompt, first, shared, source_ids, was_held, outcome)
+        self._tiers.start(work, "tierkv-land")
+        return await asyncio.shield(outcome)
+
+    async def _land(  # noqa: PLR0917 - `land`'s arguments, and where its result goes
+        self,
+        prompt: Prompt,
+        first: int,
+        shared: SharedPlanes,
+        source_ids: Ids,
+        was_held: Callable[[], Awaitable[bool]],
+        outcome: asyncio.Future[bool],
+    ) -> None:
+        tiers, index = self._tiers, self._tiers.index
+        match = index.match(prompt)
+        path = index.hold(match.node, min(first, match.num_blocks))
+        has_landed = False
+        try:
+            if match.device_blocks >= first:  # nothing of it was evicted since
+                slots = await self._take(len(source_ids), index.root_of(prompt).space)
+                tiers.lend(Tier.DEVICE, slots)
+                left = slots
+                try:
+                    problem = await self._copy(shared, source_ids, slots)
+                    has_landed = problem is None and await was_held()
+                    if has_landed:
+                        path, left = self._enter(path, prompt, slots)
+                    else:
+                        self._stats.failed_direct_reads += 1
+                        log.warning(
+                            "a prompt is not read from its producer's device: %s",
+                            problem or "the producer has gone, or let go of it meanwhile",
+                        )
+                        await self._threads.run(lambda: self._planes.close(shared.owner))
+                finally:
+                    tiers.unlend(Tier.DEVICE, slots)
+                    tiers.give(Tier.DEVICE, left)
+        except (OutOfBlocksError, TimeoutError) as error:
+            log.debug("no room to read from a producer's device: %r", error)
+        finally:
+            index.release(path)
+            tiers.capacity_changed()
+            if not outcome.done():
+                outcome.set_result(has_landed)
+
+    async def _take(self, count: int, space: Space) -> Ids:
+        """Device slots, after the copies that make room for them, as admission would wait for.
+        Raises OutOfBlocksError if there are none, TimeoutError if there are none in time."""
+        async with asyncio.timeout(_ROOM_S):
+            while True:
+                try:
+                    return self._tiers.take(Tier.DEVICE, count, space)
+                except OutOfBlocksError:
+                    if not self._tiers.is_making_room(Tier.DEVICE):
+                        raise
+                await self._tiers.next_change()
+
+    async def _copy(self, shared: SharedPlanes, source_ids: Ids, slots: Ids) -> str | None:
+        """Why not all of it came; None if it did."""
+        self._was_used.set()
+        try:
+            await self._threads.run(lambda: self._planes.copy(shared, source_ids, slots))
+        except ConfigError as error:
+            self._unreachable.add(shared.place)
+            return str(error)
+        except TransferError as error:
+            return str(error)
+        return None
+
+    def _enter(self, path: Lease, prompt: Prompt, slots: Ids) -> tuple[Lease, Ids]:
+        """The blocks in `slots` follow those of `path`; a lease of all in its place, and the slots
+        of blocks that came another way meanwhile."""
+        tiers, index, first = self._tiers, self._tiers.index, path.num_blocks
+        stop = first + len(slots)
+        path, inserted = index.insert(Tier.DEVICE, path, prompt, stop, slots)
+        index.mark_stored(path.node, first, inserted.num_blocks)
+        tiers.events.tell(Happening.LOADED, "device", path.node, first, inserted.num_blocks)
+        self._stats.device_blocks += len(slots) - len(inserted.refused)
+        return path, slots[list(inserted.refused)]
