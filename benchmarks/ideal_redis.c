@@ -1,10 +1,13 @@
-/* The least that reading and writing values over Redis can cost: one thread, poll, fixed buffers, a
- * window of requests in flight, nothing checked but the length of replies.
+/* The least that reading and writing values over Redis can cost: one thread, poll, a window of
+ * requests in flight, nothing checked but the length of replies.
  *
- *   ideal_redis get|set PORT BYTES COUNT CONNECTIONS WINDOW   values k:0 .. k:COUNT-1
- *   ideal_redis raw 0 BYTES COUNT 1 WINDOW                    a fork of its own instead of a server
+ *   ideal_redis get|set PORT BYTES COUNT CONNECTIONS WINDOW SLOTS   values k:0 .. k:COUNT-1
+ *   ideal_redis raw 0 BYTES COUNT 1 WINDOW SLOTS                    a fork of its own as the server
  *
- * Prints seconds. */
+ * Value i lands in, or comes from, slot i % SLOTS. With SLOTS = COUNT each has a slot of its own, as
+ * in a cache's host tier; with 1 all use the same bytes, which then stay in the processor's cache.
+ *
+ * Prints seconds, and seconds of this process on a processor. */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
@@ -19,9 +22,11 @@
 #include <unistd.h>
 #include <fcntl.h>
 
-static long value_bytes, count, next_key, done;
+#define MOST_IN_FLIGHT 64
+
+static long value_bytes, count, next_key, done, num_slots;
 static int window, is_set;
-static char *value;
+static char *slots, trailer[2];
 
 struct connection {
     int fd, in_flight, head_used;
@@ -30,12 +35,21 @@ struct connection {
     struct iovec out[3];
     int out_pieces, out_at;
     char request[128];
-    char *landing;
+    long keys[MOST_IN_FLIGHT];   /* of the requests in flight, the oldest at keys[first] */
+    int first;
 };
+
+static char *slot_of(long key) { return slots + key % num_slots * value_bytes; }
 
 static double now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+static double cpu(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
@@ -52,7 +66,8 @@ static int connect_to(int port) {
 }
 
 static void next_request(struct connection *c) {
-    char key[32];
+    char key[32], *value = slot_of(next_key);
+    c->keys[(c->first + c->in_flight) % MOST_IN_FLIGHT] = next_key;
     int key_bytes = snprintf(key, sizeof key, "k:%ld", next_key++);
     int n;
     if (is_set)
@@ -85,15 +100,25 @@ static void send_some(struct connection *c) {
     }
 }
 
+static void ended(struct connection *c) {
+    c->in_flight--;
+    c->first = (c->first + 1) % MOST_IN_FLIGHT;
+    done++;
+}
+
 static void receive_some(struct connection *c) {
     for (;;) {
         if (c->body_left) {
-            long at = value_bytes + 2 - c->body_left;
-            ssize_t n = recv(c->fd, c->landing + at, c->body_left, 0);
-            if (n < 0) { if (errno == EAGAIN) return; die("recv"); }
+            long of_value = c->body_left > 2 ? c->body_left - 2 : 0;
+            struct iovec in[2] = {
+                {slot_of(c->keys[c->first]) + value_bytes - of_value, of_value},
+                {trailer, c->body_left - of_value},
+            };
+            ssize_t n = readv(c->fd, in, 2);
+            if (n < 0) { if (errno == EAGAIN) return; die("readv"); }
             if (n == 0) exit(2);
             c->body_left -= n;
-            if (!c->body_left) { c->in_flight--; done++; }
+            if (!c->body_left) ended(c);
             continue;
         }
         ssize_t n = recv(c->fd, c->head + c->head_used, 1, 0);
@@ -112,7 +137,7 @@ static void receive_some(struct connection *c) {
         }
         c->head[c->head_used] = 0;
         c->head_used = 0;
-        if (is_set) { if (c->head[0] != '+') exit(3); c->in_flight--; done++; }
+        if (is_set) { if (c->head[0] != '+') exit(3); ended(c); }
         else if (atol(c->head + 1) != value_bytes) exit(3);
         else c->body_left = value_bytes + 2;
     }
@@ -146,23 +171,23 @@ static int raw_server(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 7) return 1;
+    if (argc != 8) return 1;
     is_set = !strcmp(argv[1], "set");
     int port = atoi(argv[2]), connections = atoi(argv[5]);
     value_bytes = atol(argv[3]);
     count = atol(argv[4]);
     window = atoi(argv[6]);
+    num_slots = atol(argv[7]);
+    if (window > MOST_IN_FLIGHT) return 1;
     if (!strcmp(argv[1], "raw")) port = raw_server();
-    value = malloc(value_bytes);
-    memset(value, 'v', value_bytes);
+    slots = malloc(num_slots * value_bytes);
+    memset(slots, 'v', num_slots * value_bytes);
     struct connection *all = calloc(connections, sizeof *all);
     struct pollfd *polls = calloc(connections, sizeof *polls);
     for (int i = 0; i < connections; i++) {
         all[i].fd = polls[i].fd = connect_to(port);
-        all[i].landing = malloc(value_bytes + 2);
-        memset(all[i].landing, 1, value_bytes + 2);
     }
-    double start = now();
+    double start = now(), cpu_start = cpu();
     while (done < count) {
         for (int i = 0; i < connections; i++) {
             send_some(&all[i]);
@@ -172,6 +197,6 @@ int main(int argc, char **argv) {
         for (int i = 0; i < connections; i++)
             if (polls[i].revents & (POLLIN | POLLHUP)) receive_some(&all[i]);
     }
-    printf("%.6f\n", now() - start);
+    printf("%.6f %.6f\n", now() - start, cpu() - cpu_start);
     return 0;
 }

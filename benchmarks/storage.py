@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,9 @@ IDENTITY = ValueIdentity(bytes(32), bytes(32), 16)
 CODEC = PlainCodec()
 WORK_BYTES = 128 << 20
 PART_BYTES = 16 << 20  # blocks of one call, as a fetch asks for them
+MOONCAKE_BATCH = 8  # values in one call of its client, as in tierkv's
+Measured = Callable[[], Awaitable[float]]  # GB/s
+Contender = tuple[str, Measured, Measured]  # who, writing values, reading them
 
 
 @dataclass(frozen=True)
@@ -114,15 +118,17 @@ class Job:
         return self.num_bytes * self.count / seconds / 1e9
 
 
-def ideal(program: Path, verb: str, port: int, job: Job) -> float:
+def ideal(program: Path, verb: str, port: int, job: Job, num_slots: int) -> float:
+    """num_slots: 1 has all values in the same bytes, which stay in the processor's cache; as many
+    as there are values is what reading into a host tier costs."""
     # fmt: off
     command = [
         str(program), verb, str(port), str(job.num_bytes), str(job.count),
-        str(job.connections), "3",
+        str(job.connections), "3", str(num_slots),
     ]
     # fmt: on
     done = subprocess.run(command, check=True, capture_output=True, timeout=120)
-    return job.rate(float(done.stdout))
+    return job.rate(float(done.stdout.split()[0]))
 
 
 def redis_benchmark(verb: str, port: int, job: Job) -> float:
@@ -181,6 +187,7 @@ class Tierkv:
     checkers: WorkerThreads
     headers: list[bytearray]
     lag: Lag
+    replaces: bool = True
 
     async def get(self, job: Job) -> float:
         return await self._spread(job, self._get)
@@ -189,20 +196,29 @@ class Tierkv:
         return await self._spread(job, self._set)
 
     async def _get(self, part: Sequence[int]) -> None:
-        items = [GetItem(f"v:{i}:a", (memoryview(self.headers[i]), self.slots[i])) for i in part]
+        items = [self._item(i) for i in part]
         outcomes = await self.store.get_into(items)
         assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}, outcomes
 
         def check() -> None:
-            for i in part:
-                CODEC.decode(self.headers[i], self.slots[i], IDENTITY)
+            for i, outcome in zip(part, outcomes, strict=True):
+                CODEC.decode(self.headers[i], self.slots[i], IDENTITY, outcome.digest)
 
         await self.checkers.run(check)
+
+    def _item(self, index: int) -> GetItem:
+        header = self.headers[index]
+        into = memoryview(header), self.slots[index]
+        return GetItem(f"v:{index}:a", into, partial(CODEC.digest, header))
 
     async def _set(self, part: Sequence[int]) -> None:
         def encode() -> list[PutItem]:
             return [
-                PutItem(f"v:{i}:a", CODEC.encode(self.slots[i], IDENTITY), keep_existing=False)
+                PutItem(
+                    f"v:{i}:a",
+                    CODEC.encode(self.slots[i], IDENTITY),
+                    keep_existing=not self.replaces,
+                )
                 for i in part
             ]
 
@@ -232,13 +248,18 @@ def slots_for(job: Job) -> list[memoryview]:
 
 @asynccontextmanager
 async def tierkv_at(
-    url: str, job: Job, slots: Sequence[memoryview], settings: StoreSettings
+    url: str,
+    job: Job,
+    slots: Sequence[memoryview],
+    settings: StoreSettings,
+    *,
+    replaces: bool = True,
 ) -> AsyncIterator[Tierkv]:
     store = open_store(url, settings, SystemClock())
     checkers = WorkerThreads("checkers", 2)
     async with store.running(), checkers.running():
         headers = [bytearray(CODEC.header_bytes) for _ in range(job.count)]
-        yield Tierkv(store, slots, checkers, headers, Lag())
+        yield Tierkv(store, slots, checkers, headers, Lag(), replaces)
 
 
 def patient(connections: int) -> StoreSettings:
@@ -262,14 +283,14 @@ async def redis_job(server: RedisServer, program: Path | None, job: Job, rounds:
     ):
         theirs = RedisPy(client, slots)
 
-        async def limit(verb: str) -> float:
+        async def limit(verb: str, num_slots: int) -> float:
             if program is None:
                 return await asyncio.to_thread(redis_benchmark, verb, server.port, job)
-            return await asyncio.to_thread(ideal, program, verb, server.port, job)
+            return await asyncio.to_thread(ideal, program, verb, server.port, job, num_slots)
 
-        contenders: list[tuple[str, Callable[[], Awaitable[float]], Callable[[], Awaitable[float]]]]
-        contenders = [
-            ("limit", lambda: limit("set"), lambda: limit("get")),
+        contenders: list[Contender] = [
+            ("limit", lambda: limit("set", job.count), lambda: limit("get", job.count)),
+            ("limit, one slot", lambda: limit("set", 1), lambda: limit("get", 1)),
             ("redis-py", lambda: theirs.set(job), lambda: theirs.get(job)),
             ("tierkv", lambda: ours.set(job), lambda: ours.get(job)),
         ]
@@ -281,7 +302,8 @@ async def redis_job(server: RedisServer, program: Path | None, job: Job, rounds:
                     if round_number:  # the first one warms up
                         note(f"{verb} {who}", rate)
             if program is not None and job.connections == 1:
-                note("get raw socket", await asyncio.to_thread(ideal, program, "raw", 0, job))
+                raw = await asyncio.to_thread(ideal, program, "raw", 0, job, job.count)
+                note("get raw socket", raw)
             contenders.append(contenders.pop(0))
         lag = ours.lag.p99()
     return [*_redis_rows(figures, job), row(f"{_label(job)} loop lag p99", [lag], "ms")]
@@ -296,8 +318,9 @@ def _redis_rows(figures: dict[str, list[float]], job: Job) -> list[Row]:
     for verb in ("get", "set"):
         best = row(f"{_label(job)} {verb} limit", figures[f"{verb} limit"], "GB/s")
         theirs = row(f"{_label(job)} {verb} redis-py", figures[f"{verb} redis-py"], "GB/s")
+        hot = figures[f"{verb} limit, one slot"]
         ours = figures[f"{verb} tierkv"]
-        rows += [best, theirs]
+        rows += [best, row(f"{_label(job)} {verb} limit, one slot", hot, "GB/s"), theirs]
         if raw := figures.get(f"{verb} raw socket"):
             rows.append(row(f"{_label(job)} raw socket", raw, "GB/s"))
         rows.append(row(f"{_label(job)} {verb} tierkv", ours, "GB/s", against=best))
@@ -407,30 +430,40 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def direct_mooncake(port: int, job: Job, slots: Sequence[memoryview]) -> tuple[float, float]:
-    """Its own client, batches of 8, in two threads: GB/s written and read."""
-    client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-    client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{port}")
-    keys = [f"d:{i}" for i in range(job.count)]
-    client.batch_remove(keys, True)  # noqa: FBT003
-    parts = [range(at, min(at + 8, job.count)) for at in range(0, job.count, 8)]
-    rates = []
-    with ThreadPoolExecutor(2) as pool:
-        for call in (client.batch_put_from, client.batch_get_into):
+class DirectMooncake:
+    """Mooncake's own client, in batches and threads as many as tierkv has; blocks."""
+
+    def __init__(self, port: int, job: Job, slots: Sequence[memoryview]) -> None:
+        self._client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{port}")
+        self._job, self._slots = job, slots
+        self._keys = [f"d:{i}" for i in range(job.count)]
+
+    def put(self) -> float:
+        self._client.batch_remove(self._keys, True)  # noqa: FBT003
+        return self._timed(self._client.batch_put_from)
+
+    def get(self) -> float:
+        return self._timed(self._client.batch_get_into)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _timed(self, call: Callable[[list[str], list[int], list[int]], list[int]]) -> float:
+        def one(at: int) -> None:
+            slots = self._slots[at : at + MOONCAKE_BATCH]
+            statuses = call(
+                self._keys[at : at + MOONCAKE_BATCH],
+                [address_of(slot) for slot in slots],
+                [slot.nbytes for slot in slots],
+            )
+            assert min(statuses) >= 0, statuses
+
+        with ThreadPoolExecutor(2) as pool:
             started = time.perf_counter()
-            for statuses in pool.map(
-                lambda part, call=call: call(
-                    [keys[i] for i in part],
-                    [address_of(slots[i]) for i in part],
-                    [job.num_bytes] * len(part),
-                ),
-                parts,
-            ):
-                assert min(statuses) >= 0, statuses
-            rates.append(job.rate(time.perf_counter() - started))
-    client.batch_remove(keys, True)  # noqa: FBT003
-    client.close()
-    return rates[0], rates[1]
+            for _ in pool.map(one, range(0, self._job.count, MOONCAKE_BATCH)):
+                pass
+            return self._job.rate(time.perf_counter() - started)
 
 
 async def measure_mooncake(scale: Scale) -> list[Row]:
@@ -438,31 +471,37 @@ async def measure_mooncake(scale: Scale) -> list[Row]:
     job = Job(2 << 20, min(64, scale.work_bytes >> 21), 1)
     slots = slots_for(job)
     with mooncake_server("2 GB") as server:
-        for round_number in range(scale.rounds):
-            port = server.master_port
-            write, read = await asyncio.to_thread(direct_mooncake, port, job, slots)
-            async with tierkv_at(server.url, job, slots, StoreSettings()) as ours:
-                names = [f"v:{i}:a" for i in range(job.count)]
-                await ours.store.delete(names)
-                items = [
-                    PutItem(n, CODEC.encode(s, IDENTITY)) for n, s in zip(names, slots, strict=True)
-                ]
-                started = time.perf_counter()
-                outcomes = await ours.store.put(items)
-                put = job.rate(time.perf_counter() - started)
-                assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}, outcomes
-                get = await ours.get(job)
-            if round_number:
-                for what, rate in (("dw", write), ("dr", read), ("put", put), ("get", get)):
-                    figures.setdefault(what, []).append(rate)
-    writes = row("Mooncake: its client, put", figures["dw"], "GB/s")
-    reads = row("Mooncake: its client, get", figures["dr"], "GB/s")
-    return [
-        writes,
-        row("Mooncake: tierkv, put", figures["put"], "GB/s", against=writes),
-        reads,
-        row("Mooncake: tierkv, get", figures["get"], "GB/s", against=reads),
-    ]
+        async with tierkv_at(server.url, job, slots, StoreSettings(), replaces=False) as ours:
+            direct = await asyncio.to_thread(DirectMooncake, server.master_port, job, slots)
+
+            async def put() -> float:
+                await ours.store.delete([f"v:{i}:a" for i in range(job.count)])
+                return await ours.set(job)
+
+            contenders: list[Contender] = [
+                (
+                    "client",
+                    lambda: asyncio.to_thread(direct.put),
+                    lambda: asyncio.to_thread(direct.get),
+                ),
+                ("tierkv", put, lambda: ours.get(job)),
+            ]
+            for round_number in range(4 * scale.rounds + 1):
+                for who, put_values, get_values in contenders:
+                    for verb, measured in (("put", put_values), ("get", get_values)):
+                        rate = await measured()
+                        if round_number:  # the first one warms up
+                            figures.setdefault(f"{verb} {who}", []).append(rate)
+                contenders.reverse()
+            await asyncio.to_thread(direct.close)
+    rows = []
+    for verb in ("put", "get"):
+        theirs = row(f"Mooncake: its client, {verb}", figures[f"{verb} client"], "GB/s")
+        ours_row = row(
+            f"Mooncake: tierkv, {verb}", figures[f"{verb} tierkv"], "GB/s", against=theirs
+        )
+        rows += [theirs, ours_row]
+    return rows
 
 
 PARTS: dict[str, Callable[[Scale], Awaitable[list[Row]]]] = {
@@ -488,6 +527,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART,PART")
     arguments = parser.parse_args()
     scale = QUICK if arguments.quick else FULL
+    print(f"load before: {os.getloadavg()[0]:.1f}", file=sys.stderr)
     show(uvloop.run(measure(arguments.only.split(","), scale)), as_json=arguments.json)
 
 

@@ -86,7 +86,7 @@ def ls(
             rows.append({"name": value.name, "bytes": value.num_bytes, "expires_in_s": left})
         return rows
 
-    rows = with_store(url, collect)
+    rows = with_store(url, prefix, collect)
     if as_json:
         click.echo(json.dumps({"values": rows, "is_all": is_all}))
         return
@@ -106,7 +106,9 @@ def ls(
 @json_option
 def du(url: str, prefix: str, *, as_json: bool) -> None:
     """Values and bytes for each model and tenant (fingerprint), and for tickets."""
-    groups = with_store(url, lambda store: maintenance.usage_by_group(store, checked(prefix)))
+    groups = with_store(
+        url, prefix, lambda store: maintenance.usage_by_group(store, checked(prefix))
+    )
     if as_json:
         rows = {name: {"values": u.num_values, "bytes": u.num_bytes} for name, u in groups.items()}
         click.echo(json.dumps({"groups": rows}))
@@ -140,7 +142,7 @@ def stat(url: str, prefix: str, *, as_json: bool) -> None:
             facts |= {"values": used.num_values, "bytes": used.num_bytes}
         return facts
 
-    facts = with_store(url, ask)
+    facts = with_store(url, prefix, ask)
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -173,7 +175,7 @@ def verify(
             await store.delete([name for name, _ in found.damaged])
         return found
 
-    found = with_store(url, check)
+    found = with_store(url, prefix, check)
     counts = {
         "whole": found.num_whole,
         "damaged": len(found.damaged),
@@ -201,7 +203,7 @@ def rm(url: str, prefix: str, *, yes: bool) -> None:
     """Remove values: of one model and tenant, or of one prompt's block."""
     prefix = checked(prefix)
     if not yes:
-        used = with_store(url, lambda store: store.usage(prefix))
+        used = with_store(url, prefix, lambda store: store.usage(prefix))
         click.echo(f"would remove {used.num_values} values, {readable(used.num_bytes)}; add --yes")
         return
     removed = 0
@@ -211,7 +213,7 @@ def rm(url: str, prefix: str, *, yes: bool) -> None:
         removed = count
 
     try:
-        with_store(url, lambda store: maintenance.remove(store, prefix, so_far))
+        with_store(url, prefix, lambda store: maintenance.remove(store, prefix, so_far))
     except (KeyboardInterrupt, TierKVError):
         click.echo(f"stopped after {removed} values were removed", err=True)
         raise
@@ -228,5 +230,5 @@ def sweep(url: str, prefix: str, ttl: float) -> None:
         check_ttl(ttl)
     except TierKVError as error:
         raise click.BadParameter(str(error), param_hint="--ttl") from error
-    given = with_store(url, lambda store: maintenance.give_ttl(store, checked(prefix), ttl))
+    given = with_store(url, prefix, lambda store: maintenance.give_ttl(store, checked(prefix), ttl))
     click.echo(f"{given} values now expire within {ttl:g} s")

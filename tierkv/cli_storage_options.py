@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 import click
 
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, check_prefix
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_socket import TlsFiles
 
 T = TypeVar("T")
@@ -32,18 +33,23 @@ prefix_option = click.option("--prefix", default="tierkv", show_default=True, he
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 
 
-def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
+def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> T:
+    """What `work` returns; on stderr, where that was less than the whole."""
     tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
     settings = StoreSettings(redis=replace(PATIENT, tls=tls))
     store = open_store(url, settings, SystemClock())
     if isinstance(store, MemoryStore):
         raise ConfigError("memory:// is inside one node; ask that: `tierkv stats`")
-    for one in urls_in(url):
-        _refuse_what_is_not_there(open_store(one, settings, SystemClock()))
+    parts = [open_store(one, settings, SystemClock()) for one in urls_in(url)]
+    for part in parts:
+        _refuse_what_is_not_there(part)
 
     async def run() -> T:
         async with store.running():
-            return await work(store)
+            found = await work(store)
+        for part in parts:
+            await _say_if_it_is_a_share(part, prefix)
+        return found
 
     return asyncio.run(run())
 
@@ -55,6 +61,19 @@ def _refuse_what_is_not_there(store: Store) -> None:
             f"there is no store at {store.url}: name the directory that a node was given, or "
             "start one with it"
         )
+
+
+async def _say_if_it_is_a_share(store: Store, prefix: str) -> None:
+    if not isinstance(store, RedisStore):
+        return
+    with suppress(StoreUnavailableError):  # told by `work`, or a copy that it could do without
+        async with store.running():
+            if await store.is_of_a_cluster(checked(prefix)):
+                click.echo(
+                    f"{store.url} is one server of a cluster, and this only what that server has: "
+                    "redis+cluster:// asks all of them",
+                    err=True,
+                )
 
 
 def checked(prefix: str) -> str:

@@ -20,6 +20,7 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
 from tests.redis_groups import RedisCluster, redis_cluster
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.values import (
+    Taken,
     TurnedClock,
     cancelled_after,
     content_of,
@@ -230,6 +231,21 @@ async def test_outcomes_keep_the_order_of_the_question_holes_included(store: Sto
             assert buffer == content_of(name, 2_000)
 
 
+@pytest.mark.parametrize("num_bytes", [1, 4097, (1 << 20) + 3, 5 << 20])
+async def test_a_digest_has_been_given_all_that_landed_or_there_is_none(
+    store: Store, num_bytes: int
+) -> None:
+    content = content_of("t:f:a:0", num_bytes)
+    await put_one(store, "t:f:a:0", content)
+    for name, expected in (("t:f:a:0", content), ("t:f:missing:0", b"")):
+        item, buffers = landing(name, num_bytes // 3, num_bytes - num_bytes // 3)
+        [outcome] = await store.get_into([replace(item, digest=Taken)])
+        assert (outcome.status is GetStatus.HIT) is bool(expected)
+        if outcome.digest is not None:
+            assert isinstance(outcome.digest, Taken)
+            assert outcome.digest.content == b"".join(buffers) == expected
+
+
 async def test_empty_batches_ask_nothing(store: Store) -> None:
     assert await store.get_into([]) == []
     assert await store.put([]) == []
@@ -409,6 +425,24 @@ BAD_NAMES = (
     "a?",
     "[a]",
     "a\\b",
+    "a]",
+    "[^a]",
+    "{a}b",
+    "a%2e%2e%2fb",
+    "%00",
+    "a\r\n$3\r\nGET",
+    "a\t",
+    "a\x7f",
+    "a ",
+    " a",
+    "a'b",
+    'a"b',
+    "a;b",
+    "$(a)",
+    "~a",
+    "a@b",
+    "a|b",
+    "a#b",
     ":",
     "a:",
     "a::b",
@@ -439,11 +473,34 @@ async def test_bad_names_are_refused_before_the_store_is_asked(name: str, ground
         await store.exists(["good", name])
     with pytest.raises(BadRequestError):
         await store.delete(["good", name])
+    with pytest.raises(BadRequestError):
+        await store.touch(["good", name], ttl_s=1.0)
+    with pytest.raises(BadRequestError):
+        await present(store, ["good", name])
     if name != "a:":  # a prefix may end in a colon
         with pytest.raises(BadRequestError):
             await store.list(name, limit=1)
         with pytest.raises(BadRequestError):
             await store.usage(name)
+
+
+ALIKE = ("t:f:a:0", "t:f:A:0", "t:F:a:0", "t:f:a.:0", "t:f:a:0.", "t:f:a-:0", "t:f:a_:0", "t.f:a:0")
+
+
+async def test_names_that_a_file_system_or_a_pattern_could_take_for_each_other_are_several(
+    store: Store,
+) -> None:
+    longest = "t:f:" + ":".join("x" * 127 + last for last in "abcdef")
+    names = (*ALIKE, longest, longest[:-1] + "F", longest.replace("a:", "A:", 1))
+    for name in names:
+        assert await put_one(store, name, name.encode()) is PutStatus.STORED
+    for name in names:
+        assert await get_one(store, name, len(name)) == (GetStatus.HIT, name.encode())
+    if store.capabilities.has_listing:
+        assert {v.name for v in (await store.list("t:f:a.", limit=50)).values} == {"t:f:a.:0"}
+        assert await store.usage("t:F") == Usage(1, len("t:F:a:0"))
+    assert await store.delete([names[0], longest]) == 2
+    assert await present(store, names) == [name not in {names[0], longest} for name in names]
 
 
 @pytest.mark.parametrize("cursor", ["", "../../x", "-1", "x\0", "1" * 1_000, "9" * 20, "٣"])

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierkv.storage.codec import HEADER_BYTES, Damage, DamagedValueError, check, encode_header
+from tierkv.storage.codec import (
+    HEADER_BYTES,
+    Damage,
+    DamagedValueError,
+    PlainCodec,
+    ValueIdentity,
+    check,
+    encode_header,
+)
 
 LAYOUT = bytes(range(100, 132))
 KEY = bytes(range(32))
@@ -34,6 +44,7 @@ def damage_of(header: bytes, payload: bytes, **expected: bytes | int) -> Damage 
     return None
 
 
+@settings(deadline=None)
 @given(payloads)
 def test_what_was_written_is_accepted(payload: bytes) -> None:
     header = encode(payload)
@@ -41,12 +52,32 @@ def test_what_was_written_is_accepted(payload: bytes) -> None:
     assert damage_of(header, payload) is None
 
 
+@settings(deadline=None)
 @given(payloads, st.data())
 def test_any_flipped_bit_anywhere_is_found(payload: bytes, data: st.DataObject) -> None:
     value = bytearray(encode(payload) + payload)
     bit = data.draw(st.integers(0, 8 * len(value) - 1))
     value[bit // 8] ^= 1 << bit % 8
     assert damage_of(bytes(value[:HEADER_BYTES]), bytes(value[HEADER_BYTES:])) is not None
+
+
+@settings(deadline=None)
+@given(payloads, st.lists(st.integers(0, 300), max_size=6), st.data())
+def test_a_digest_of_the_pieces_as_they_land_finds_what_a_digest_of_the_whole_finds(
+    payload: bytes, places: list[int], data: st.DataObject
+) -> None:
+    codec, identity = PlainCodec(), ValueIdentity(LAYOUT, KEY, 16)
+    value = memoryview(bytearray(encode(payload) + payload))
+    bit = data.draw(st.none() | st.integers(0, 8 * len(value) - 1))
+    if bit is not None:
+        value[bit // 8] ^= 1 << bit % 8
+    header, landed = value[:HEADER_BYTES], value[HEADER_BYTES:]
+    digest = codec.digest(header)
+    cuts = sorted({0, len(value), *(place % len(value) for place in places)})
+    for start, stop in pairwise(cuts):
+        digest.update(value[start:stop])
+    with nullcontext() if bit is None else pytest.raises(DamagedValueError):
+        codec.decode(header, landed, identity, digest)
 
 
 def test_every_bit_of_the_header_counts() -> None:
@@ -58,6 +89,7 @@ def test_every_bit_of_the_header_counts() -> None:
         assert damage_of(bytes(flipped), payload) is not None
 
 
+@settings(deadline=None)
 @given(payloads, st.data())
 def test_any_truncation_and_any_addition_is_found(payload: bytes, data: st.DataObject) -> None:
     value = encode(payload) + payload

@@ -12,11 +12,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.storage.values import TurnedClock, content_of, get_one, landing, put_one
+from tests.storage.values import Taken, TurnedClock, content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.file import FileSettings, FileStore
@@ -421,3 +422,32 @@ async def test_nothing_is_left_open_after_the_lifetime(tmp_path: Path) -> None:
         for thread in threading.enumerate():
             if thread.name.startswith("tierkv-store"):
                 await asyncio.to_thread(thread.join)
+
+
+async def test_a_value_is_given_to_its_digest_as_it_is_read(tmp_path: Path) -> None:
+    content = content_of("a", 700_000)
+    async with (store := file_store(tmp_path)).running():
+        await put_one(store, "t:f:a:0", content)
+        item, _ = landing("t:f:a:0", 88, len(content) - 88)
+        [outcome] = await store.get_into([replace(item, digest=Taken)])
+        assert isinstance(outcome.digest, Taken)
+        assert outcome.digest.content == content
+        unwanted, _ = landing("t:f:a:0", len(content))
+        [outcome] = await store.get_into([replace(unwanted, digest=lambda: None)])
+        assert (outcome.status, outcome.digest) == (GetStatus.HIT, None)
+
+
+async def test_a_value_that_is_cut_while_it_is_read_has_no_digest(tmp_path: Path) -> None:
+    content = content_of("a", 700_000)
+    path = tmp_path.joinpath(*relative_path("t:f:a:0"))
+
+    class Cutting(Taken):
+        def update(self, piece: memoryview, /) -> None:
+            super().update(piece)
+            os.truncate(path, 300_000)
+
+    async with (store := file_store(tmp_path)).running():
+        await put_one(store, "t:f:a:0", content)
+        item, _ = landing("t:f:a:0", len(content))
+        [outcome] = await store.get_into([replace(item, digest=Cutting)])
+        assert (outcome.status, outcome.digest) == (GetStatus.DAMAGED, None)

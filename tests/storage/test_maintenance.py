@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from click.testing import CliRunner, Result
 
 from tierkv.cli_storage import storage
 from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError
+from tierkv.storage import maintenance
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.factory import StoreSettings, open_store
-from tierkv.storage.protocol import PutItem
+from tierkv.storage.protocol import PutItem, Store
 
 ONE, TWO = "tierkv:" + "1" * 16, "tierkv:" + "2" * 16
 
@@ -74,7 +77,12 @@ def test_values_are_listed_by_prefix_and_expiry(url: str) -> None:
     assert names("--prefix", ONE) == {ONE}
     assert names("--without-expiry") == {ONE}
     assert names("--expires-within", "100") == {"tierkv:ticket:" + "a" * 9}
-    assert len(run("ls", url, "--limit", "2").output.splitlines()) == 2
+    some = run("ls", url, "--limit", "2")
+    assert len(some.stdout.splitlines()) == 2
+    assert "more than these 2" in some.stderr
+    assert answer("ls", url, "--limit", "2")["is_all"] is False
+    assert answer("ls", url, "--limit", "6")["is_all"] is True
+    assert not run("ls", url, "--limit", "6").stderr
 
 
 def test_a_store_tells_what_it_is(url: str) -> None:
@@ -117,6 +125,48 @@ def test_removing_is_said_first_and_done_on_demand(url: str) -> None:
     assert run("rm", url, "--prefix", ONE, "--yes").output == "removed 3 values\n"
     assert answer("stat", url)["values"] == 3
     assert answer("stat", url, "--prefix", "other")["values"] == 1
+
+
+def test_who_stops_a_removal_is_told_how_far_it_was(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stopped(_: Store, prefix: str, so_far: Callable[[int], object]) -> int:
+        assert prefix == ONE
+        so_far(2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(maintenance, "remove", stopped)
+    result = run("rm", url, "--prefix", ONE, "--yes")
+    assert result.exit_code == 1
+    assert "stopped after 2 values were removed" in result.stderr
+
+
+def test_a_deployment_is_not_taken_for_one_whose_name_begins_like_its_own(url: str) -> None:
+    damage(url, PutItem("tierkv2:f:x:0", (b"of others",)))
+    assert answer("stat", url)["values"] == 6
+    assert run("rm", url, "--prefix", "tierkv", "--yes").stdout == "removed 6 values\n"
+    assert answer("stat", url, "--prefix", "tierkv2")["values"] == 1
+    assert answer("stat", url, "--prefix", "other")["values"] == 1
+
+
+def test_where_there_is_nothing_it_is_said(url: str) -> None:
+    for command in ("ls", "du"):
+        result = run(command, url, "--prefix", "nobody")
+        assert result.exit_code == 0
+        assert not result.stdout
+        assert "no such values under nobody:" in result.stderr
+
+
+def test_looking_makes_no_store_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("nothing", "folder", "file"):
+        for form in ("{}", "layered:{}|memory://", "mirrored:{0}|{0}"):
+            result = CliRunner().invoke(storage, ["ls", form.format((tmp_path / name).as_uri())])
+            assert isinstance(result.exception, ConfigError)
+            assert "there is no store at file:" in str(result.exception)
+    assert not (tmp_path / "nothing").exists()
+    assert list((tmp_path / "folder").iterdir()) == []
 
 
 def test_values_that_live_for_ever_are_given_a_time(url: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from tierkv.clock import SystemClock
 from tierkv.storage import notify_file
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.notify import LOOK, Listener, Notifier, Polling, notifier_of
-from tierkv.storage.notify_file import DIRECTORY
+from tierkv.storage.notify_file import DIRECTORY, FileNotifier
 from tierkv.storage.protocol import PutItem, Store
 
 TOPIC = "tierkv:ticket:1"
@@ -166,6 +167,28 @@ async def test_without_inotify_files_are_polled_and_it_is_said_once(
             assert await listener.next(0.1) is None
             assert not listener.is_live
     assert len([r for r in caplog.records if "polled" in r.getMessage()]) == 1
+
+
+async def test_a_watch_that_comes_after_the_end_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, goes_on, opened_fds = threading.Event(), threading.Event(), []
+    watch = notify_file._watch  # noqa: SLF001 - held up, as a slow disk does
+
+    def slow(directory: Path) -> int:
+        began.set()
+        assert goes_on.wait(20)
+        opened_fds.append(watch(directory))
+        return opened_fds[0]
+
+    monkeypatch.setattr(notify_file, "_watch", slow)
+    notifier = FileNotifier(tmp_path)
+    async with asyncio.timeout(10), notifier.running():
+        with notifier.listen(TOPIC):
+            await until(began.is_set, "a watch on its way")
+    goes_on.set()
+    await until(lambda: bool(opened_fds), "a watch that comes late")
+    await until(lambda: not os.path.exists(f"/proc/self/fd/{opened_fds[0]}"), "a closed watch")
 
 
 async def test_a_listener_comes_back_after_its_server_was_killed() -> None:

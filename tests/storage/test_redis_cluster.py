@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from click.testing import CliRunner
 from redis.crc import key_slot
 
 from tests.redis_groups import RedisCluster, redis_cluster, sentinel_group, wait_until
-from tests.redis_server import RedisServer
+from tests.redis_server import RedisServer, redis_server
 from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
+from tierkv.cli_storage import storage
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis import RedisSettings, RedisStore
@@ -202,3 +204,22 @@ async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
             assert await asyncio.to_thread(group.master_port) == group.replica.port
             assert await store.get("t:f:a:0", max_bytes=10) == b"before"
             assert await store.get("t:f:b:0", max_bytes=10) == b"after"
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "du"])
+def test_a_look_at_one_server_of_a_cluster_says_that_it_is_one(
+    cluster: RedisCluster, command: str
+) -> None:
+    one = f"redis://127.0.0.1:{cluster.masters[0].port}"
+    looked = CliRunner().invoke(storage, [command, one, "--prefix", "t:f"], catch_exceptions=False)
+    assert looked.exit_code == 0
+    assert f"{one}/0 is one server of a cluster" in looked.stderr
+    assert "is one server" not in looked.stdout
+    whole = CliRunner().invoke(storage, [command, cluster.url, "--prefix", "t:f"])
+    assert "is one server" not in whole.stderr
+
+
+def test_a_look_at_a_single_server_says_nothing_of_clusters() -> None:
+    with redis_server() as server:
+        looked = CliRunner().invoke(storage, ["stat", server.url], catch_exceptions=False)
+    assert (looked.exit_code, looked.stderr) == (0, "")

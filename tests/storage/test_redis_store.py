@@ -14,11 +14,13 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.redis_proxy import redis_proxy
 from tests.redis_server import (  # noqa: F401 - fixtures
     RedisServer,
     empty_redis,
@@ -26,7 +28,7 @@ from tests.redis_server import (  # noqa: F401 - fixtures
     module_redis,
     redis_server,
 )
-from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
+from tests.storage.values import Taken, cancelled_after, content_of, get_one, landing, put_one
 from tierkv.cli_storage import storage
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
@@ -34,6 +36,7 @@ from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usag
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_socket import TlsFiles
 from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 DEADLINE_S = RedisSettings().timeout_s
@@ -449,6 +452,43 @@ async def test_a_caller_that_goes_while_its_connection_is_made_gets_its_buffers_
 
 
 LONG_BYTES = (5 << 20) + 3  # read in ranges
+
+
+@pytest.mark.parametrize("num_bytes", [1, 100, 8 << 10, 1 << 20])
+async def test_a_value_is_given_to_its_digest_as_it_lands(
+    store: RedisStore, num_bytes: int
+) -> None:
+    content = content_of("a", num_bytes)
+    await put_one(store, "t:f:a:0", content)
+    item, _ = landing("t:f:a:0", num_bytes // 2, num_bytes - num_bytes // 2)
+    [outcome] = await store.get_into([replace(item, digest=Taken)])
+    assert isinstance(outcome.digest, Taken)
+    assert outcome.digest.content == content
+
+
+async def test_a_digest_is_of_the_try_that_brought_the_value(empty_redis: RedisServer) -> None:
+    """The connection is cut in the middle of a value, of which a part has landed."""
+    content = content_of("a", 1 << 20)
+    async with redis_proxy(empty_redis.port) as proxy:
+        store = ResilientStore(redis_store(proxy.url), ResilienceSettings(), SystemClock())
+        async with store.running():
+            await put_one(store, "t:f:a:0", content)
+            digests: list[Taken] = []
+
+            def made() -> Taken:
+                if digests:
+                    proxy.cut_after = None
+                digests.append(Taken())
+                return digests[-1]
+
+            item, [buffer] = landing("t:f:a:0", len(content))
+            proxy.cut_after = 300_000
+            [outcome] = await store.get_into([replace(item, digest=made)])
+            assert (outcome.status, bytes(buffer)) == (GetStatus.HIT, content)
+            first, last = digests
+            assert 0 < len(first.content) < len(content)
+            assert outcome.digest is last
+            assert last.content == content
 
 
 async def test_a_long_value_is_read_in_ranges_into_scattered_buffers(store: RedisStore) -> None:

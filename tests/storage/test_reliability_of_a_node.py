@@ -153,7 +153,7 @@ async def test_row_3_a_frozen_server_costs_requests_that_hit_locally_nothing(
         assert p99[1] <= 1.2 * SLACK * p99[0] + 0.001
 
 
-@trials(1, 20)
+@trials(1, 100)
 async def test_row_3_a_frozen_server_leaves_a_node_ready_but_degraded_until_it_is_back(
     count: int, empty_redis: RedisServer, tmp_path: Path
 ) -> None:

@@ -320,10 +320,23 @@ async def test_what_is_not_there_is_not_asked_for_again_until_somebody_writes(ma
     assert await pair.store.exists(NAMES) == 10
     # Another node publishes the rest, and a ticket that tells of them.
     await pair.faulty.put([PutItem(name, (BLOCK,)) for name in NAMES[10:]])
-    await pair.faulty.put([PutItem("t:ticket", (b"x",))])
+    await pair.faulty.put([PutItem("t:ticket:a", (b"x",))])
     assert await pair.store.exists(NAMES) == 10
-    assert await pair.store.get("t:ticket", max_bytes=1) == b"x"
+    assert await pair.store.get("t:ticket:a", max_bytes=1) == b"x"
     assert await pair.store.exists(NAMES) == 50
+
+
+@pytest.mark.parametrize("small", ["t:f:00ff:tails", "t:ack:a", "t:producer:a"])
+async def test_a_small_value_that_tells_of_no_blocks_leaves_what_is_known_to_be_missing(
+    make: Make, small: str
+) -> None:
+    pair = await make(negative_ttl_s=100.0)
+    await pair.store.put([PutItem(small, (b"x",))])
+    assert await pair.store.exists(NAMES) == 0
+    assert await pair.store.get(small, max_bytes=1) == b"x"
+    asked = pair.faulty.num_operations
+    assert await pair.store.exists(NAMES) == 0
+    assert pair.faulty.num_operations == asked
 
 
 async def test_answers_pass_through_unchanged(make: Make) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tierkv.api.node import Health, Node
+from tierkv.api.health import Health, health_of
+from tierkv.api.node import Node
 from tierkv.api.settings import NodeSettings
 from tierkv.config import load
 from tierkv.errors import ConfigError, TierKVError
@@ -36,12 +37,12 @@ async def test_a_node_opens_its_store_behind_a_breaker_with_deadlines_of_250_ms(
         assert isinstance(node.service.store, ResilientStore)
         [state] = node.service.storage_state()
         assert state.circuit == BreakerState.CLOSED.value
-        assert (await node.health())["storage"][0].value == "ok"
+        assert (await health_of(node))["storage"][0].value == "ok"
         await node.service.attach_storage("memory://")
         [state] = node.service.storage_state()
         assert (state.url, state.circuit) == ("memory://", BreakerState.CLOSED.value)
         node.service.detach_storage()
-        assert (await node.health())["storage"] == (Health.OK, "no storage tier")
+        assert (await health_of(node))["storage"] == (Health.OK, "no storage tier")
     of_kinds = chosen.storage.of_kinds()
     assert of_kinds.redis.timeout_s == of_kinds.redis.connect_timeout_s == 0.25
     assert 0.25 <= of_kinds.resilience.timeout_s <= 0.3

@@ -32,6 +32,16 @@ def landing(name: str, *sizes: int) -> tuple[GetItem, list[bytearray]]:
     return GetItem(name, tuple(memoryview(buffer) for buffer in buffers)), buffers
 
 
+class Taken:
+    """A digest that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    def update(self, piece: memoryview, /) -> None:
+        self.content += piece
+
+
 async def put_one(store: Store, name: str, content: bytes, **options: float | bool) -> PutStatus:
     item = PutItem(
         name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Node, Segment, Tier
 from tierkv.cache.policies import EvictionPolicy, Lru
 from tierkv.cache.states import CopyState
 
@@ -36,7 +36,6 @@ class EvictionOrder:
         self.num_unheld = 0  # copies in nodes without holders: all of them can be evicted
         self._heap: list[Entry] = []
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
-        self._chosen: list[Entry] = []  # by the last `victims`: mostly gone when asked again
         self._num_pushed = 0
         self._rank = self.policy.rank
         self._spares = self.policy.spares if self.policy.has_second_chances else None
@@ -46,8 +45,7 @@ class EvictionOrder:
             node.holders == 0
             and node.copies[self.tier].num_present > 0
             and node.present_children[self.tier] == 0
-            and node.parent is not None
-        )
+        )  # never a root, which has no copies
 
     def rank(self, node: Node) -> int:
         rank = self._rank(node)
@@ -60,7 +58,6 @@ class EvictionOrder:
             node.holders
             or not node.copies[tier].num_present
             or node.present_children[tier]
-            or node.parent is None
         ):
             return
         fallen = self.policy.queued(node)
@@ -68,6 +65,9 @@ class EvictionOrder:
         for other in fallen:
             if self.is_candidate(other):
                 self._push(other)
+        if len(self._heap) > 2 * len(self._newest) + 64:  # mostly entries that have gone stale
+            self._heap = list(self._newest.values())
+            heapq.heapify(self._heap)
 
     def _push(self, node: Node) -> None:
         rank, newest = self.rank(node), self._newest
@@ -77,14 +77,26 @@ class EvictionOrder:
         self._num_pushed += 1
         entry = newest[node.uid] = (rank, self._num_pushed, node)
         heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(newest) + 64:  # mostly entries that have gone stale
-            self._heap, self._chosen = list(newest.values()), []
-            heapq.heapify(self._heap)
 
     def forget(self, node: Node) -> None:
         """`node` has left the tree."""
         self._newest.pop(node.uid, None)
         self.policy.forget(node)
+
+    def leaf_to_go(self, most: int) -> Segment | None:
+        """What goes next, at most `most` blocks of it, if there is nothing to plan about it: the
+        last blocks of a leaf that has no copies on the other tier. None if something else, or
+        nothing, goes next."""
+        entry = self._first([])
+        if entry is None:
+            return None
+        node = entry[2]
+        device, host = node.copies
+        copies, other = (host, device) if self.tier else (device, host)
+        if node.children or other.num_present or copies.uniform is not _READY:
+            return None
+        stop = node.num_blocks
+        return node, max(stop - most, 0), stop
 
     def victims(self, count: int) -> list[Victim]:
         """The next `count` copies to go, the first leaf's last blocks first. Changes nothing.
@@ -93,7 +105,7 @@ class EvictionOrder:
         """
         victims: list[Victim] = []
         tier = self.tier
-        chosen = self._requeue_chosen()
+        chosen: list[Entry] = []  # taken off the heap, to go back in the end
         virtual: list[Entry] = []  # parents whose last child is chosen already
         gone_children: dict[int, int] = {}
         while count > 0 and (entry := self._first(virtual)) is not None:
@@ -126,16 +138,9 @@ class EvictionOrder:
                 if self._spares is not None:
                     self._spares(parent)
                 heapq.heappush(virtual, (self.rank(parent), -parent.uid, parent))
+        for entry in chosen:
+            heapq.heappush(self._heap, entry)
         return victims
-
-    def _requeue_chosen(self) -> list[Entry]:
-        """Put back what the last question took off the heap and is still there; where the next
-        one is to note what it takes."""
-        for entry in self._chosen:
-            if self._newest.get(entry[2].uid) is entry:
-                heapq.heappush(self._heap, entry)
-        self._chosen = []
-        return self._chosen
 
     def _first(self, virtual: list[Entry]) -> Entry | None:
         """The entry to go next; entries that are no longer true are dropped on the way."""
@@ -161,7 +166,7 @@ class EvictionOrder:
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
             wrong.append(f"{self.tier.name}: {unheld} unheld copies, but {self.num_unheld} counted")
-        queued = {id(entry) for entry in [*self._heap, *self._chosen]}
+        queued = {id(entry) for entry in self._heap}
         for node in nodes:
             if not self.is_candidate(node):
                 continue

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, child_key
+from tierkv.cache.node import Node, Segment, child_key
 from tierkv.cache.states import CopyState
 from tierkv.cache.tokens import TOKEN_BYTES, common_tokens, common_tokens_at
 
-Segment = tuple[Node, int, int]  # blocks [i, j) of a node's run, counted from the run's start
 _READY = CopyState.READY
 
 

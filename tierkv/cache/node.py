@@ -12,7 +12,7 @@ from tierkv.cache.keys import DIGEST_BYTES
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
 
-__all__ = ["NO_SLOT", "Node", "Tier", "TierCopies"]
+__all__ = ["NO_SLOT", "Node", "Segment", "Tier", "TierCopies"]
 
 _NO_TOKEN = b"\xff" * 4  # a negative number: what comes before extra keys can't be tokens
 
@@ -37,6 +37,9 @@ class Tier(IntEnum):
 
     DEVICE = 0
     HOST = 1
+
+
+Segment = tuple["Node", int, int]  # blocks [i, j) of a node's run, counted from the run's start
 
 
 class Node:

@@ -7,8 +7,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from tierkv.storage.protocol import Buffer
+from tierkv.storage.protocol import Buffer, Digest
 
+# As much as Linux reads ahead, unless told otherwise. Values of 2 MiB that were not in memory came
+# at 1.4 GB/s in such pieces, with their checksums, and at 0.9 in one, when no byte of what was read
+# ahead is asked for before all of it is there; those in memory at 7.8 and 11.
+_READ_BYTES = 128 << 10
 # Linux refuses more pieces than this in one call (UIO_MAXIOV).
 _MAX_PIECES = 1024
 
@@ -28,15 +32,24 @@ def flat(buffers: Iterable[Buffer]) -> list[memoryview]:
     return [view.cast("B") for view in views if view.nbytes]
 
 
-def read_fully(fd: int, views: Sequence[memoryview]) -> bool:
-    """Fill `views`, in order, from the start of the file. False if the file ends before that."""
-    pieces, offset = flat(views), 0
-    while pieces:
-        num_bytes = os.preadv(fd, list(islice(pieces, _MAX_PIECES)), offset)
-        if num_bytes == 0:
-            return False
-        offset += num_bytes
-        pieces = _after(pieces, num_bytes)
+def read_fully(fd: int, views: Sequence[memoryview], digest: Digest | None = None) -> bool:
+    """Fill `views`, in order, from the start of the file. False if the file ends before that.
+
+    digest: given each piece as it is read, while the processor has it in its cache.
+    """
+    total, offset = sum(view.nbytes for view in views), 0
+    sizes = [min(_READ_BYTES, total - at) for at in range(0, total, _READ_BYTES)]
+    for piece in cut_buffers(views, sizes):
+        rest = [*piece]
+        while rest:
+            num_bytes = os.preadv(fd, list(islice(rest, _MAX_PIECES)), offset)
+            if num_bytes == 0:
+                return False
+            offset += num_bytes
+            rest = _after(rest, num_bytes)
+        if digest is not None:
+            for view in piece:
+                digest.update(view)
     return True
 
 

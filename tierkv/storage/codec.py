@@ -15,7 +15,7 @@ from typing import Protocol
 import xxhash
 
 from tierkv.errors import StoreCorruptError
-from tierkv.storage.protocol import Buffer
+from tierkv.storage.protocol import Buffer, Digest
 
 MAGIC = b"TKVB"
 VERSION = 1
@@ -77,11 +77,47 @@ class Codec(Protocol):
     def encode(self, payload: Buffer, identity: ValueIdentity) -> tuple[bytes, Buffer]:
         """The header, and what is stored after it: `payload` itself or as many other bytes."""
 
-    def decode(self, header: Buffer, payload: memoryview, identity: ValueIdentity) -> None:
+    def digest(self, header: Buffer) -> Digest | None:
+        """What can take a value as it lands, its header first, into `header`, so that `decode` need
+        not read it; None where that takes too long for the loop."""
+
+    def decode(
+        self,
+        header: Buffer,
+        payload: memoryview,
+        identity: ValueIdentity,
+        digest: Digest | None = None,
+    ) -> None:
         """Check header and payload; afterwards `payload` is what was encoded.
 
-        Any change to any bit of either raises DamagedValueError, and payload holds anything.
+        digest: of this codec, and it has taken these bytes. Any change to any bit of header or
+        payload raises DamagedValueError, and payload holds anything.
         """
+
+
+class PlainDigest:
+    """The checksum of a value that arrives header first."""
+
+    __slots__ = ("_header", "_header_left", "_sum")
+
+    def __init__(self, header: Buffer) -> None:
+        """header: where the header lands."""
+        self._header = memoryview(header)
+        self._header_left = HEADER_BYTES
+        self._sum = xxhash.xxh3_128()
+
+    def update(self, piece: memoryview, /) -> None:
+        if self._header_left:
+            num_bytes = min(self._header_left, len(piece))
+            self._header_left -= num_bytes
+            if self._header_left:
+                return
+            self._sum.update(self._header[:FIELDS_BYTES])
+            piece = piece[num_bytes:]
+        self._sum.update(piece)
+
+    def checksum(self) -> bytes:
+        return self._sum.digest()
 
 
 class PlainCodec:
@@ -93,11 +129,24 @@ class PlainCodec:
         fields = pack_fields(identity, memoryview(payload).nbytes, flags=0)
         return fields + _checksum(fields, payload), payload
 
-    def decode(self, header: Buffer, payload: memoryview, identity: ValueIdentity) -> None:
-        """72 µs for 2 MiB at 29 GB/s."""
+    def digest(self, header: Buffer) -> PlainDigest:
+        """256 KiB take it 9 us, at 29 GB/s."""
+        return PlainDigest(header)
+
+    def decode(
+        self,
+        header: Buffer,
+        payload: memoryview,
+        identity: ValueIdentity,
+        digest: Digest | None = None,
+    ) -> None:
         header = memoryview(header)
         check_fields(header, payload.nbytes, identity, flags=0, header_bytes=HEADER_BYTES)
-        if _checksum(header[:FIELDS_BYTES], payload) != header[FIELDS_BYTES:]:
+        if isinstance(digest, PlainDigest):
+            checksum = digest.checksum()
+        else:
+            checksum = _checksum(header[:FIELDS_BYTES], payload)
+        if checksum != header[FIELDS_BYTES:]:
             raise DamagedValueError(Damage.CHECKSUM, "the checksum does not fit the bytes")
 
 

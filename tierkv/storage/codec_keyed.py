@@ -28,7 +28,7 @@ from tierkv.storage.codec import (
     check_fields,
     pack_fields,
 )
-from tierkv.storage.protocol import Buffer
+from tierkv.storage.protocol import Buffer, Digest
 
 if TYPE_CHECKING:  # an extra
     from blake3 import blake3
@@ -148,13 +148,23 @@ class SignedCodec:
         fields = pack_fields(identity, memoryview(payload).nbytes, flags=FLAG_SIGNED)
         return fields + self._digest(fields, payload), payload
 
-    def decode(self, header: Buffer, payload: memoryview, identity: ValueIdentity) -> None:
+    def digest(self, header: Buffer) -> None:
+        """256 KiB would take it 90 us."""
+
+    def decode(
+        self,
+        header: Buffer,
+        payload: memoryview,
+        identity: ValueIdentity,
+        digest: Digest | None = None,
+    ) -> None:
+        assert digest is None, "there are none"
         header = memoryview(header)
         check_fields(
             header, payload.nbytes, identity, flags=FLAG_SIGNED, header_bytes=self.header_bytes
         )
-        digest = self._digest(header[:FIELDS_BYTES], payload)
-        if not hmac.compare_digest(digest, header[FIELDS_BYTES:]):
+        expected = self._digest(header[:FIELDS_BYTES], payload)
+        if not hmac.compare_digest(expected, header[FIELDS_BYTES:]):
             raise DamagedValueError(Damage.CHECKSUM, _FORGED)
 
     def _digest(self, fields: Buffer, payload: Buffer) -> bytes:
@@ -190,7 +200,17 @@ class SealedCodec:
         header = fields + nonce.ljust(_NONCE_FIELD_BYTES, b"\0") + bytes(sealed[num_bytes:])
         return header, sealed[:num_bytes]
 
-    def decode(self, header: Buffer, payload: memoryview, identity: ValueIdentity) -> None:
+    def digest(self, header: Buffer) -> None:
+        """The cipher takes whole values only."""
+
+    def decode(
+        self,
+        header: Buffer,
+        payload: memoryview,
+        identity: ValueIdentity,
+        digest: Digest | None = None,
+    ) -> None:
+        assert digest is None, "there are none"
         header = memoryview(header)
         check_fields(
             header, payload.nbytes, identity, flags=FLAG_SEALED, header_bytes=self.header_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -61,7 +61,7 @@ def _mooncake(url: str, settings: StoreSettings, clock: Clock) -> Store:  # noqa
 
 
 def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    urls = url.partition(":")[2].split("|")
+    urls = urls_in(url)
     if len(urls) != 2:  # noqa: PLR2004 - near and far
         raise ConfigError(f"a layered store needs two URLs; accepted: {_LAYERED}")
     near, far = (open_store(one, settings, clock) for one in urls)
@@ -69,7 +69,7 @@ def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 
 def _mirrored(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    urls = url.partition(":")[2].split("|")
+    urls = urls_in(url)
     # Each with a breaker of its own: one that is silent would use up the others' time as well.
     return MirroredStore([open_resilient_store(one, settings, clock) for one in urls])
 
@@ -99,6 +99,12 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
         # Not quoted in full: behind a misspelt scheme there can be a password.
         raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {accepted}")
     return row.open(url, settings, clock)
+
+
+def urls_in(url: str) -> Sequence[str]:
+    """The URLs that one of several stores is made of; of a single store, itself."""
+    scheme, _, rest = url.partition(":")
+    return rest.split("|") if scheme in {"layered", "mirrored"} else [url]
 
 
 def open_resilient_store(url: str, settings: StoreSettings, clock: Clock) -> ResilientStore:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.around import StoreAround
 from tierkv.storage.notify import Notifier, notifier_of
-from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
     GetOutcome,
     GetStatus,
-    ListPage,
     PutItem,
     PutOutcome,
     PutStatus,
     Store,
-    Usage,
 )
 
+T = TypeVar("T")
 
-class FaultyStore:
+
+class FaultyStore(StoreAround):
     """`Store` that passes every operation on to `inner`, less the faults that were asked for.
 
     An operation (any method with an await, lifetime aside) waits out `delay_s`, then at the latch
@@ -101,17 +102,9 @@ class FaultyStore:
     def running(self) -> AbstractAsyncContextManager[None]:
         return self._inner.running()
 
-    async def ping(self) -> None:
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
         await self._pass()
-        await self._inner.ping()
-
-    async def exists(self, names: Sequence[str]) -> int:
-        await self._pass()
-        return await self._inner.exists(names)
-
-    async def present(self, names: Sequence[str]) -> list[bool]:
-        await self._pass()
-        return await present(self._inner, names)
+        return await ask(self._inner)
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         try:
@@ -122,9 +115,10 @@ class FaultyStore:
         for at, item in enumerate(items):
             if item.name in self._failing:
                 outcomes[at] = GetOutcome(GetStatus.FAILED, f"{item.name} fails, as it was told")
-        for item, outcome in zip(items, outcomes, strict=True):
-            if self._flips and outcome.status is GetStatus.HIT:
+        for at, item in enumerate(items):
+            if self._flips and outcomes[at].status is GetStatus.HIT:
                 _flip(item.into, self._flips.pop(0))
+                outcomes[at] = GetOutcome(GetStatus.HIT)  # a digest would be of what came before
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
@@ -149,22 +143,6 @@ class FaultyStore:
                 for item in items
             ]
         )
-
-    async def delete(self, names: Sequence[str]) -> int:
-        await self._pass()
-        return await self._inner.delete(names)
-
-    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        await self._pass()
-        return await self._inner.touch(names, ttl_s=ttl_s)
-
-    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        await self._pass()
-        return await self._inner.list(prefix, limit=limit, cursor=cursor)
-
-    async def usage(self, prefix: str) -> Usage:
-        await self._pass()
-        return await self._inner.usage(prefix)
 
     async def _pass(self, *, is_write: bool = False) -> None:
         """Wait and fail as asked. Raises StoreUnavailableError."""

@@ -15,7 +15,7 @@ from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.storage.file_direct import DirectWriter
 from tierkv.storage.file_room import Room
-from tierkv.storage.file_scratch import Scratch
+from tierkv.storage.file_scratch import WRITERS, Scratch
 from tierkv.storage.file_values import ValueFiles
 from tierkv.storage.notify import Notifier
 from tierkv.storage.notify_file import FileNotifier
@@ -99,6 +99,10 @@ class FileStore:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(is_shared=True, is_durable=True)
+
+    def is_made(self) -> bool:
+        """Whether a store was ever opened here. Blocks."""
+        return (self._root / WRITERS).is_dir()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -212,6 +216,10 @@ class FileStore:
         try:
             os.makedirs(self._root, mode=0o700, exist_ok=True)
             return Scratch(self._root)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise StoreUnavailableError(
+                f"{self._root} is no directory, or below a file: set another directory"
+            ) from error
         except OSError as error:
             raise StoreUnavailableError(
                 f"the directory {self._root} cannot hold a store ({error.strerror or error}): "

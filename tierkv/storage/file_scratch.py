@@ -104,11 +104,14 @@ def _clear(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked_directory(directory: str) -> Iterator[None]:
-    """Keep other threads and processes that ask for the same lock out. Blocks; raises OSError."""
+def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
+    """Keep other threads and processes that ask for the same lock out. Blocks; raises OSError.
+
+    waits: False raises BlockingIOError where another has the lock, who may be frozen.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(fd)

@@ -77,11 +77,12 @@ class ValueFiles:
                         GetStatus.DAMAGED,
                         f"{item.name} has {num_bytes} bytes, not {item.num_bytes}",
                     )
-                if not read_fully(fd, item.into):
+                digest = item.digest() if item.digest is not None else None
+                if not read_fully(fd, item.into, digest):
                     return GetOutcome(GetStatus.DAMAGED, f"{item.name} was cut while being read")
         except OSError as error:
             return GetOutcome(GetStatus.FAILED, sentence(item.name, error))
-        return GetOutcome(GetStatus.HIT)
+        return GetOutcome(GetStatus.HIT, digest=digest)
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
         """The value called `name`, or None. Raises StoreCorruptError, StoreUnavailableError."""
@@ -218,13 +219,16 @@ class ValueFiles:
         now = self._clock.wall()
         if now - status.st_atime < USE_GRAIN_S:
             return
-        # A file that is not ours can be read and not marked; it is a hit all the same.
-        with contextlib.suppress(OSError), locked_directory(_parent(path)):
+        # A file that is not ours, or is just being written again, can be read and not marked; it
+        # is a hit all the same.
+        with contextlib.suppress(OSError), locked_directory(_parent(path), waits=False):
             expires_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
             os.utime(path, ns=(int(now * 1e9), expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
-        with locked_directory(_parent(path)), contextlib.suppress(FileNotFoundError):
+        """Whether it was removed. What another keeps locked is left to a later one."""
+        busy_or_gone = contextlib.suppress(FileNotFoundError, BlockingIOError)
+        with busy_or_gone, locked_directory(_parent(path), waits=False):
             if self.listing.is_expired(os.stat(path, follow_symlinks=False)):
                 os.unlink(path)
                 return True

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.around import StoreAround
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
@@ -21,17 +23,17 @@ from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
     GetStatus,
-    ListPage,
     PutItem,
     PutOutcome,
     PutStatus,
     Store,
-    Usage,
     check_names,
 )
 from tierkv.tasks import background
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class LayeredSettings:
     max_fill_bytes: int = 256 << 20
 
 
-class LayeredStore:
+class LayeredStore(StoreAround):
     """`Store`. The far store decides what there is: what counts as stored is stored there, and the
     near one holds copies of values that never change. Values that are replaced (tickets) and small
     ones asked for with `get` are far only. A near store that fails is a slower far store."""
@@ -79,8 +81,8 @@ class LayeredStore:
         ):
             yield
 
-    async def ping(self) -> None:
-        await self._far.ping()
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        return await ask(self._far)
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
@@ -124,9 +126,6 @@ class LayeredStore:
                     await asyncio.sleep(0)  # 2 MiB are copied in 0.5 ms; others have their turn
         return outcomes
 
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        return await self._far.get(name, max_bytes=max_bytes)
-
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         outcomes = await self._far.put(items)
         near = [
@@ -145,15 +144,6 @@ class LayeredStore:
         finally:
             deleted = await self._far.delete(names)
         return deleted
-
-    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        return await self._far.touch(names, ttl_s=ttl_s)
-
-    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        return await self._far.list(prefix, limit=limit, cursor=cursor)
-
-    async def usage(self, prefix: str) -> Usage:
-        return await self._far.usage(prefix)
 
     def _fill(self, item: GetItem, *, replaces: bool) -> None:
         """Copy a value that has come, for the near store: its buffers are soon another's.

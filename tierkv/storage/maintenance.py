@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.errors import StoreCorruptError
@@ -15,8 +16,10 @@ from tierkv.storage.codec import (
 )
 from tierkv.storage.codec_keyed import FLAG_SEALED, FLAG_SIGNED, TenantCodecs, Trust
 from tierkv.storage.protocol import Store, StoredValue, Usage
+from tierkv.tasks import task_group
 
 _PAGE = 1000
+_READS_AT_ONCE = 8
 _FLAGS_AT = 6
 _FINGERPRINT_FIELD = 1
 _DIGEST_FIELD = 2
@@ -69,26 +72,45 @@ async def verify(store: Store, prefix: str, key: bytes | None = None) -> Verifie
     if key is not None:
         codecs[FLAG_SIGNED] = TenantCodecs(Trust.SIGNED, key)
         codecs[FLAG_SEALED] = TenantCodecs(Trust.SEALED, key)
-    async for value in values_under(store, prefix):
-        digest = _digest_of(value.name)
-        if digest is None:
-            found.num_others += 1
-            continue
+    places = asyncio.Semaphore(_READS_AT_ONCE)
+
+    async def verify_one(value: StoredValue) -> None:
         try:
-            content = await store.get(value.name, max_bytes=value.num_bytes)
-        except StoreCorruptError as error:
-            found.damaged.append((value.name, str(error)))
-            continue
-        if content is None:
-            found.num_gone += 1
-        else:
-            flags = content[_FLAGS_AT] if len(content) > _FLAGS_AT else 0
-            if flags in _KEYED and flags not in codecs:
-                found.num_keyed += 1
-                continue
-            codec = codecs.get(flags, codecs[0])(value.name.split(":")[_FINGERPRINT_FIELD])
-            _check(found, value.name, bytearray(content), digest, codec)
+            await _verify_one(store, value, codecs, found)
+        finally:
+            places.release()
+
+    async with task_group() as group:
+        async for value in values_under(store, prefix):
+            await places.acquire()
+            group.create_task(verify_one(value))
     return found
+
+
+async def _verify_one(
+    store: Store,
+    value: StoredValue,
+    codecs: Mapping[int, Callable[[str], Codec]],
+    found: Verified,
+) -> None:
+    digest = _digest_of(value.name)
+    if digest is None:
+        found.num_others += 1
+        return
+    try:
+        content = await store.get(value.name, max_bytes=value.num_bytes)
+    except StoreCorruptError as error:
+        found.damaged.append((value.name, str(error)))
+        return
+    if content is None:
+        found.num_gone += 1
+        return
+    flags = content[_FLAGS_AT] if len(content) > _FLAGS_AT else 0
+    if flags in _KEYED and flags not in codecs:
+        found.num_keyed += 1
+        return
+    codec = codecs.get(flags, codecs[0])(value.name.split(":")[_FINGERPRINT_FIELD])
+    _check(found, value.name, bytearray(content), digest, codec)
 
 
 def _digest_of(name: str) -> bytes | None:
@@ -117,10 +139,19 @@ def _check(found: Verified, name: str, content: bytearray, digest: bytes, codec:
     found.num_whole += 1
 
 
-async def remove(store: Store, prefix: str) -> int:
-    """Forget every value under `prefix`; how many there were. Raises StoreUnavailableError."""
+async def remove(
+    store: Store, prefix: str, so_far: Callable[[int], object] = lambda _: None
+) -> int:
+    """Forget every value under `prefix`; how many there were, which `so_far` is told in between.
+
+    Raises StoreUnavailableError.
+    """
     names = [value.name async for value in values_under(store, prefix)]
-    return sum([await store.delete(part) for part in _parts(names)])
+    removed = 0
+    for part in _parts(names):
+        removed += await store.delete(part)
+        so_far(removed)
+    return removed
 
 
 async def give_ttl(store: Store, prefix: str, ttl_s: float) -> int:

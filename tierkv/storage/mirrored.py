@@ -33,7 +33,7 @@ class MirroredStore:
 
     def __init__(self, stores: Sequence[Store]) -> None:
         if len(stores) < 2:  # noqa: PLR2004
-            raise ConfigError("mirroring needs two stores or more")
+            raise ConfigError("mirroring needs two stores or more, as mirrored:URL|URL")
         self._stores = tuple(stores)
 
     @property

@@ -68,12 +68,21 @@ class FileNotifier:
                 self._topics.changed.clear()
                 await self._topics.changed.wait()
             try:
-                fd = await asyncio.to_thread(_watch, self._directory)
+                fd = await self._open()
             except OSError as error:
                 self._warn(error)
             else:
                 await self._follow(fd)
             await asyncio.sleep(_TRY_AGAIN_S)
+
+    async def _open(self) -> int:
+        """As `_watch`; one that comes after a cancel is closed again. Raises OSError."""
+        opening = asyncio.get_running_loop().run_in_executor(None, _watch, self._directory)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_late)
+            raise
 
     async def _follow(self, fd: int) -> None:
         loop = asyncio.get_running_loop()
@@ -116,6 +125,11 @@ class FileNotifier:
         if not self._has_warned:
             self._has_warned = True
             _log.warning("%s cannot be watched (%s): tickets are polled", self._directory, error)
+
+
+def _close_late(opening: asyncio.Future[int]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        os.close(opening.result())
 
 
 def _digest(topic: str) -> str:

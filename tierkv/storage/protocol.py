@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -88,16 +88,26 @@ class PutStatus(Enum):
     FAILED = "failed"  # the store did not answer, or not in time; it may or may not have stored
 
 
+class Digest(Protocol):
+    """Takes the bytes of one value, in order, piece by piece. Called on the loop or in a thread of
+    the store's: 256 KiB must not take it longer than some 20 us."""
+
+    def update(self, piece: memoryview, /) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GetItem:
     """Where the value called `name` shall land: `into`, filled in order, of the exact length.
 
     into: writable, C-contiguous; their sizes add up to the size the value must have.
+    digest: makes one for this value, which a store may give the bytes as they land, while the
+        processor still has them in its cache. A store that does not is no worse a store.
     Raises BadRequestError if the name is bad.
     """
 
     name: str
     into: tuple[memoryview, ...]
+    digest: Callable[[], Digest | None] | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -112,10 +122,15 @@ class GetItem:
 
 @dataclass(frozen=True, slots=True)
 class GetOutcome:
-    """reason: one sentence for the log; empty for HIT and MISS."""
+    """reason: one sentence for the log; empty for HIT and MISS.
+
+    digest: of a HIT, one of the item's that has been given all bytes that are in `into` now. None:
+        whoever needs a digest makes it.
+    """
 
     status: GetStatus
     reason: str = ""
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)

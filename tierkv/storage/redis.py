@@ -55,7 +55,7 @@ from tierkv.storage.redis_router import Call, OneNode, Router
 from tierkv.storage.redis_sentinel import SentinelLocator
 from tierkv.storage.redis_url import RedisUrl, Setup
 from tierkv.storage.redis_wire import Failure, WireStats
-from tierkv.storage.resp import Reply
+from tierkv.storage.resp import Refused, Reply
 
 _CURSOR_CHARS = 25  # of a node's index, a dot, and a 64-bit number
 
@@ -183,6 +183,23 @@ class RedisStore:
             cursor = page.cursor
             if cursor is None:
                 return Usage(num_values, num_bytes)
+
+    async def is_of_a_cluster(self, prefix: str) -> bool:
+        """Whether this is a single server that has only its share of a cluster's values.
+
+        prefix: of names that may be asked for; with a colon at the end. Raises
+        StoreUnavailableError.
+        """
+        if self._url.setup is Setup.CLUSTER:
+            return False
+        [node] = self._opened().nodes()
+        # A server of a cluster refuses names of two slots, there or not. No other command that
+        # says so is among those that a user must be allowed.
+        request = question("EXISTS", f"{prefix}a", f"{prefix}b")
+        [outcome] = await node.lanes[Lane.QUESTION].ask([request])
+        if isinstance(outcome, Failure):
+            raise StoreUnavailableError(outcome.reason)
+        return isinstance(outcome[0], Refused) and outcome[0].code == "CROSSSLOT"
 
     async def _tell(self, topic: str, message: str) -> None:
         await self._opened().nodes()[0].ask("PUBLISH", topic, message)

@@ -15,6 +15,7 @@ from tierkv.storage.redis_requests import new_request
 from tierkv.storage.redis_socket import Address, open_pipe
 from tierkv.storage.redis_wire import Failure, Outcome, Pace, Request, Wire, WireStats
 from tierkv.storage.resp import Argument, Refused, pack
+from tierkv.storage.unreachable import why_unreachable
 from tierkv.tasks import background, outlast
 
 
@@ -153,11 +154,12 @@ class BulkLanes:
                 address = await dialer.locator.locate()
                 pipe = await open_pipe(address, dialer.tls)
         except TimeoutError as error:
-            raise StoreUnavailableError(
-                f"{self._url} did not answer within {dialer.connect_timeout_s * 1000:.0f} ms"
-            ) from error
+            late = f"{self._url} did not answer within {dialer.connect_timeout_s * 1000:.0f} ms"
+            is_tls = ", to TLS: does it speak that on this port?" if dialer.tls else ""
+            raise StoreUnavailableError(late + is_tls) from error
         except OSError as error:
-            raise StoreUnavailableError(f"{self._url} cannot be reached ({error})") from error
+            why = why_unreachable(error)
+            raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
         wire = Wire(pipe, dialer.pace, dialer.stats, on_lost=self._take_back)
         try:
             await self._log_in(wire)

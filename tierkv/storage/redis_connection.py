@@ -100,5 +100,7 @@ async def ask_once(
     async with lanes.running():
         [reply] = await lanes.ask([command], deadline_s=deadline_s)
     if isinstance(reply, ResponseError):
-        raise StoreUnavailableError(f"{url} refused {command[0]!s}: {reply}") from reply
+        is_alone = "cluster support disabled" in str(reply)
+        what_to_do = "; it is no cluster, so use redis://" if is_alone else ""
+        raise StoreUnavailableError(f"{url} refused {command[0]!s}: {reply}{what_to_do}") from reply
     return reply

@@ -27,6 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.unreachable import why_unreachable
 from tierkv.tasks import background
 
 Argument = bytes | str | int
@@ -156,7 +157,7 @@ class RedisLanes:
             case InvalidResponse():
                 return f"{self._url} does not speak Redis ({error})"
             case _:
-                return f"{self._url} cannot be reached ({error})"
+                return f"{self._url} cannot be reached {why_unreachable(error)}"
 
 
 async def _talk(connection: RedisConnection, commands: Sequence[Command]) -> list[Reply]:

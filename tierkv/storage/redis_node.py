@@ -195,6 +195,10 @@ def understood(reply: Reply | Failure, command: Sequence[object]) -> Reply:
             raise StoreUnavailableError(
                 f"Redis refused to log us in ({reply.message}): check user, password and database"
             )
+        if reply.code in {"MOVED", "CROSSSLOT"}:
+            raise StoreUnavailableError(
+                f"this Redis is one of a cluster, name that with redis+cluster:// ({reply.message})"
+            )
         if reply.code == "WRONGTYPE":
             raise StoreCorruptError(f"{command[1]!s} is not a string: {reply.message}")
         raise StoreUnavailableError(f"Redis refused {command[0]!s}: {reply.message}")

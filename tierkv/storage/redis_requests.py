@@ -9,6 +9,7 @@ from functools import partial
 
 from tierkv.storage.buffers import cut_buffers
 from tierkv.storage.protocol import (
+    Digest,
     GetItem,
     GetOutcome,
     GetStatus,
@@ -17,7 +18,7 @@ from tierkv.storage.protocol import (
     PutStatus,
 )
 from tierkv.storage.redis_wire import Failure, Request
-from tierkv.storage.resp import LANDED, Argument, OtherLength, Refused, Reply, pack, pack_set
+from tierkv.storage.resp import Argument, Landed, OtherLength, Refused, Reply, pack, pack_set
 
 # What is longer is read in ranges of about _RANGE_BYTES: a server delivers 8 MiB in one piece at
 # half the speed (1.1 and 2.3 GB/s, loopback, Redis 7.0, 2 cores, 2026-11-21).
@@ -47,11 +48,12 @@ def get_requests(item: GetItem) -> list[Callable[[], Request]]:
     """What makes GET of the value, or of its ranges if it is long.
 
     The last range ends one byte after the value, so that a longer one shows. Should the value be
-    replaced between two ranges, its checksum will not fit.
+    replaced between two ranges, its checksum will not fit. Ranges land in any order, so that no
+    digest is made of them.
     """
     num_bytes = item.num_bytes
     if num_bytes <= _LONGEST_WHOLE:
-        return [partial(_get, ("GET", item.name), item.into)]
+        return [partial(_get, ("GET", item.name), item.into, item.digest)]
     makers: list[Callable[[], Request]] = []
     sizes = _range_sizes(num_bytes)
     start = 0
@@ -63,9 +65,16 @@ def get_requests(item: GetItem) -> list[Callable[[], Request]]:
     return makers
 
 
-def _get(command: Sequence[Argument], into: tuple[memoryview, ...]) -> Request:
+def _get(
+    command: Sequence[Argument],
+    into: tuple[memoryview, ...],
+    digest: Callable[[], Digest | None] | None = None,
+) -> Request:
     num_bytes = sum(view.nbytes for view in into)
-    return new_request([memoryview(pack(*command))], into, num_bytes)
+    request = new_request([memoryview(pack(*command))], into, num_bytes)
+    if digest is not None:
+        request.digest = digest()
+    return request
 
 
 def _range_sizes(num_bytes: int) -> list[int]:
@@ -86,9 +95,10 @@ def put_request(item: PutItem) -> Request:
 def get_outcome(item: GetItem, replies: Sequence[Reply | Failure]) -> GetOutcome:
     """From the replies to `get_requests`: the first that brought nothing decides."""
     for reply in replies:
-        if reply is not LANDED:
+        if not isinstance(reply, Landed):
             return _no_hit(item, reply)
-    return GetOutcome(GetStatus.HIT)
+    whole = replies[0] if len(replies) == 1 else None
+    return GetOutcome(GetStatus.HIT, digest=whole.digest if isinstance(whole, Landed) else None)
 
 
 def _no_hit(item: GetItem, reply: Reply | Failure) -> GetOutcome:  # noqa: PLR0911 - a table

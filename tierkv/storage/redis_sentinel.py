@@ -52,7 +52,8 @@ class SentinelLocator:
         )
         if not isinstance(reply, list) or len(reply) != _ADDRESS_PARTS:
             raise StoreUnavailableError(
-                f"the sentinel at {sentinel} knows no service {self._url.service!r}"
+                f"the sentinel at {sentinel} knows no service {self._url.service!r}: correct it "
+                "in the URL, to the name in the sentinel's `monitor` line"
             )
         host, port = reply
         assert isinstance(host, bytes), "checked by the protocol"

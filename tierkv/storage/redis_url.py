@@ -83,7 +83,7 @@ def parse_redis_url(url: str) -> RedisUrl:
     setup, is_tls = _SCHEMES[parts.scheme]
     is_unix = parts.scheme == "unix"
     if parts.fragment or (parts.query and not is_unix):
-        raise _wrong("parts mean nothing, some of them")
+        raise _wrong("part after ? or # means nothing")
     login, _, hosts = parts.netloc.rpartition("@")
     username, _, password = login.partition(":")
     service, db = "", _db(parts, setup)

@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tierkv.storage.protocol import Digest
 from tierkv.storage.redis_socket import Pipe
 from tierkv.storage.resp import NotRedisError, Refused, Replies, Reply
+from tierkv.storage.unreachable import why_unreachable
 
 # Most bytes moved in one callback, so that the loop's other work is not held up. GET is as fast
 # with 256 KiB as with 1 MiB; SET of 2 MiB went at 2.9 GB/s with 256 KiB and at 3.8 with 1 MiB.
@@ -46,8 +48,8 @@ class Request:
     """A command in pieces, and where its value lands.
 
     num_bytes: of the value it carries or asks for. num_replies: of several commands in `pieces`;
-    only the last one's value lands in `into`. outcome: all replies, set once, when the buffers are
-    the caller's again.
+    only the last one's value lands in `into`, and is given to `digest`. outcome: all replies, set
+    once, when the buffers are the caller's again.
     """
 
     pieces: Sequence[memoryview]
@@ -55,6 +57,7 @@ class Request:
     num_bytes: int
     outcome: asyncio.Future[Outcome]
     num_replies: int = 1
+    digest: Digest | None = None
     was_sent: bool = False
     was_retried: bool = False
 
@@ -136,7 +139,7 @@ class Wire:
         self._in_flight.append(_InFlight(request, due))
         for _ in range(request.num_replies - 1):
             self._replies.expect(None)
-        self._replies.expect(request.into)
+        self._replies.expect(request.into, request.digest)
         if self._timer is None:
             self._timer = self._loop.call_at(due, self._check_deadline)
         if not self._has_room():
@@ -179,10 +182,10 @@ class Wire:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._lose(str(error))
+                self._lose(why_unreachable(error))
                 return
             if num_bytes == 0:
-                self._lose("it closed the connection")
+                self._lose("(it closed the connection)")
                 return
             self._was_heard = True
             self._stats.received_bytes += num_bytes
@@ -194,9 +197,11 @@ class Wire:
             except NotRedisError as error:
                 self.close(Failure(f"does not speak Redis ({error})"))
                 return
-            if not self._pipe.has_more:
+            # Of a socket whose peer has died uvloop tells once, though there may be bytes to read
+            # first. So while somebody waits it is read until there is nothing more, or the error.
+            if not (self._in_flight or self._pipe.has_more):
                 return
-        if not self.is_lost:  # OpenSSL holds more, of which the socket will not tell
+        if not self.is_lost:
             self._loop.call_soon(self._read)
 
     def _answer(self, replies: list[Reply]) -> list[Reply]:
@@ -225,7 +230,7 @@ class Wire:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._lose(str(error))
+                self._lose(why_unreachable(error))
                 return
             self._stats.sent_bytes += num_bytes
             left -= num_bytes
@@ -265,5 +270,5 @@ class Wire:
         allowed_s = self._pace.deadline_s(oldest.request.num_bytes)
         self.close(Failure(f"did not answer within {allowed_s * 1000:.0f} ms"))
 
-    def _lose(self, reason: str) -> None:
-        self.close(Failure(f"cannot be reached ({reason})", was_silent=not self._was_heard))
+    def _lose(self, why: str) -> None:
+        self.close(Failure(f"cannot be reached {why}", was_silent=not self._was_heard))

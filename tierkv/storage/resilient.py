@@ -6,12 +6,15 @@ writes -> queue, bounded -> guard, write_batches at a time -> inner
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, MutableSequence, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
+from tierkv.cache.keys import tells_of_blocks
 from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.around import StoreAround
 from tierkv.storage.breaker import BreakerSnapshot
 from tierkv.storage.guard import Guard
 from tierkv.storage.negative import NegativeCache
@@ -37,6 +40,8 @@ from tierkv.storage.write_queue import WriteQueue
 
 __all__ = ["ResilienceSettings", "ResilienceSnapshot", "ResilientStore"]
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class ResilienceSnapshot:
@@ -50,7 +55,7 @@ class ResilienceSnapshot:
     negative_hits: int
 
 
-class ResilientStore:
+class ResilientStore(StoreAround):
     """`Store`. Every answer comes within the deadline, if the inner store gives buffers back in
     time when it is cancelled; while the breaker is open, at once."""
 
@@ -99,8 +104,8 @@ class ResilientStore:
         async with self.inner.running(), self._guard.running(), self._writes.running():
             yield
 
-    async def ping(self) -> None:
-        await self._guard.asked(self.inner.ping)
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        return await self._guard.asked(lambda: ask(self.inner))
 
     async def exists(self, names: Sequence[str]) -> int:
         checked = check_names(names)
@@ -140,7 +145,7 @@ class ResilientStore:
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
         content = await self._guard.retried(lambda: self.inner.get(name, max_bytes=max_bytes))
-        if content is not None:
+        if content is not None and tells_of_blocks(name):
             self._missing.clear()
         return content
 
@@ -155,14 +160,6 @@ class ResilientStore:
         for item in items:
             self._missing.forget(item.name)
         return outcomes
-
-    async def delete(self, names: Sequence[str]) -> int:
-        check_names(names)
-        return await self._guard.asked(lambda: self.inner.delete(names))
-
-    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        check_names(names)
-        return await self._guard.asked(lambda: self.inner.touch(names, ttl_s=ttl_s))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         return await self.inner.list(prefix, limit=limit, cursor=cursor)

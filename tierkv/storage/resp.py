@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from tierkv.storage.buffers import flat
-from tierkv.storage.protocol import Buffer
+from tierkv.storage.protocol import Buffer, Digest
 
 # What follows a value's last byte, the next reply's first line, and small replies.
 _SCRATCH_BYTES = 8 << 10
@@ -49,7 +49,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A value of the expected length is in the buffers that were meant for it."""
+    """A value of the expected length is in the buffers that were meant for it.
+
+    digest: the one that was given for it, which has taken all its bytes.
+    """
+
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class Replies:
     """Replies in the order in which they were expected."""
 
     def __init__(self) -> None:
-        self._wanted: deque[tuple[memoryview, ...] | None] = deque()
+        self._wanted: deque[tuple[tuple[memoryview, ...] | None, Digest | None]] = deque()
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._start = self._end = 0  # what of the scratch is received and not yet understood
         self._state = _State.LINE
@@ -117,14 +122,16 @@ class Replies:
         self._drop_bytes = 0  # what of a value is still to come and not wanted
         self._reply: Reply = None
         self._own: bytearray | None = None
+        self._digest: Digest | None = None  # of the value that is still to come
 
     @property
     def num_wanted(self) -> int:
         return len(self._wanted)
 
-    def expect(self, into: tuple[memoryview, ...] | None) -> None:
-        """One more reply. into: where a value lands; None: it is returned as bytes."""
-        self._wanted.append(into)
+    def expect(self, into: tuple[memoryview, ...] | None, digest: Digest | None = None) -> None:
+        """One more reply. into: where a value lands; None: it is returned as bytes. digest: is
+        given what lands in `into`, in order."""
+        self._wanted.append((into, digest))
 
     def targets(self, max_bytes: int) -> list[memoryview]:
         """Where to receive into next, in order; never empty, at most about `max_bytes`."""
@@ -168,6 +175,8 @@ class Replies:
             num_bytes = 0
         while num_bytes and self._body:
             view = self._body[0]
+            if self._digest is not None:
+                self._digest.update(view[:num_bytes])
             if num_bytes < len(view):
                 self._body[0] = view[num_bytes:]
                 return 0
@@ -214,7 +223,7 @@ class Replies:
     def _take_line(self, line: bytes, replies: list[Reply]) -> None:
         if not self._wanted:
             raise NotRedisError(f"a reply that nobody asked for: {line[:40]!r}")
-        into = self._wanted.popleft()
+        into, digest = self._wanted.popleft()
         match line[:1]:
             case b"+":
                 replies.append(line[1:])
@@ -225,19 +234,23 @@ class Replies:
             case b"$" if line == b"$-1":
                 replies.append(None)
             case b"$":
-                self._begin_value(_number(line), into)
+                self._begin_value(_number(line), into, digest)
             case _:
                 raise NotRedisError(f"{line[:40]!r}")
 
-    def _begin_value(self, num_bytes: int, into: tuple[memoryview, ...] | None) -> None:
+    def _begin_value(
+        self, num_bytes: int, into: tuple[memoryview, ...] | None, digest: Digest | None
+    ) -> None:
         if not 0 <= num_bytes <= _MAX_VALUE_BYTES:
             raise NotRedisError(f"a value of {num_bytes} bytes")
         self._state = _State.BODY
+        self._digest = None
         if into is None:
             self._own = bytearray(num_bytes)
             self._body.extend(flat([self._own]))
         elif sum(view.nbytes for view in into) == num_bytes:
-            self._reply = LANDED
+            self._reply = LANDED if digest is None else Landed(digest)
+            self._digest = digest
             self._body.extend(flat(into))
         else:
             self._reply = OtherLength(num_bytes)

@@ -10,23 +10,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError, TierKVError
+from tierkv.storage.around import StoreAround
 from tierkv.storage.notify import LOOK, Listener, Notifier, notifier_of
-from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
     GetOutcome,
     GetStatus,
-    ListPage,
     PutItem,
     PutOutcome,
     PutStatus,
     Store,
-    Usage,
-    check_limit,
-    check_name,
-    check_names,
-    check_prefix,
 )
 from tierkv.tasks import task_group
 
@@ -47,7 +41,7 @@ class _Attached:
     num_under_way: int = 0
 
 
-class SwitchStore:
+class SwitchStore(StoreAround):
     """`Store`. Operations under way end on the store they were begun on; later ones go to the one
     attached then. With none attached it is out of order: FAILED, or StoreUnavailableError."""
 
@@ -124,48 +118,15 @@ class SwitchStore:
         attached.is_detached.set()
         return attached.store
 
-    async def ping(self) -> None:
-        await self._ask(lambda store: store.ping())
-
-    async def exists(self, names: Sequence[str]) -> int:
-        if self._current is None:  # the store checks them; again, 1,000 names take 0.3 ms
-            check_names(names)
-        return await self._ask(lambda store: store.exists(names))
-
-    async def present(self, names: Sequence[str]) -> list[bool]:
-        check_names(names)
-        return await self._ask(lambda store: present(store, names))
-
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         if self._current is None:
             return [GetOutcome(GetStatus.FAILED, _NOTHING)] * len(items)
-        return await self._ask(lambda store: store.get_into(items))
-
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        check_name(name)
-        return await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
+        return await super().get_into(items)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._current is None:
             return [PutOutcome(PutStatus.FAILED, _NOTHING)] * len(items)
-        return await self._ask(lambda store: store.put(items))
-
-    async def delete(self, names: Sequence[str]) -> int:
-        check_names(names)
-        return await self._ask(lambda store: store.delete(names))
-
-    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        check_names(names)
-        return await self._ask(lambda store: store.touch(names, ttl_s=ttl_s))
-
-    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        check_prefix(prefix)
-        check_limit(limit)
-        return await self._ask(lambda store: store.list(prefix, limit=limit, cursor=cursor))
-
-    async def usage(self, prefix: str) -> Usage:
-        check_prefix(prefix)
-        return await self._ask(lambda store: store.usage(prefix))
+        return await super().put(items)
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
         if self._current is None:

@@ -1,0 +1,53 @@
+"""A store whose reads a test lets go one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from tests.latch import until
+from tierkv.storage.around import StoreAround
+from tierkv.storage.memory import MemoryStore
+from tierkv.storage.protocol import Capabilities, GetItem, GetOutcome, GetStatus, Store
+
+T = TypeVar("T")
+
+
+class GatedReads(StoreAround):
+    """Batches of blocks wait, each for itself, until a test lets them go.
+
+    gates: of the batches asked for so far. HIT lets one go to `inner`; another status is its end.
+    """
+
+    def __init__(self, inner: MemoryStore) -> None:
+        self._inner = inner
+        self.gates: list[asyncio.Future[GetStatus]] = []
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self._inner.running():
+            yield
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        gate: asyncio.Future[GetStatus] = asyncio.get_running_loop().create_future()
+        self.gates.append(gate)
+        status = await gate
+        if status is not GetStatus.HIT:
+            return [GetOutcome(status, "as it was told")] * len(items)
+        return await self._inner.get_into(items)
+
+    async def until_asked(self, count: int) -> None:
+        await until(lambda: len(self.gates) >= count, f"{count} batches asked for")
+
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        return await ask(self._inner)

@@ -1,0 +1,250 @@
+"""A disk that hangs: system calls that do not return, on values of a real file store."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.api.nodes import process, run_to_end
+from tests.e2e.exact import text, truth
+from tests.latch import CopyLatch, finish, until
+from tests.storage.values import TurnedClock, get_one, put_one
+from tests.world import BLOCK, World, fingerprint
+from tierkv.cache.node import Tier
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
+from tierkv.refmodel.text import decode as decode_text
+from tierkv.sched import books
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+from tierkv.storage.breaker import BreakerState
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.protocol import GetStatus, PutStatus
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+
+TOKENS = list(range(4 * BLOCK + 1))
+
+
+class HungReads:
+    """Each read of a value first waits in the kernel, in a read of a FIFO, until `release`."""
+
+    def __init__(self, fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        os.mkfifo(fifo)
+        self.num_hung = 0
+        self._fd = os.open(fifo, os.O_RDWR)
+        self._lock = threading.Lock()
+        preadv = os.preadv
+
+        def hung_preadv(fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+            with self._lock:
+                self.num_hung += 1
+            os.read(self._fd, 1)
+            with self._lock:
+                self.num_hung -= 1
+            return preadv(fd, pieces, offset)
+
+        monkeypatch.setattr(os, "preadv", hung_preadv)
+
+    def release(self) -> None:
+        """These reads and all to come return."""
+        os.write(self._fd, bytes(4096))
+
+
+@asynccontextmanager
+async def node(root: Path, **resilience: float) -> AsyncIterator[World]:
+    """A service that stores every block at once, in files behind a breaker, as a node's are."""
+    chosen = ResilienceSettings(**({"timeout_s": 0.1} | resilience))  # type: ignore[arg-type]
+    files = FileStore(root, FileSettings(), SystemClock())
+    latch = CopyLatch()
+    service = Service(
+        CpuDevice(before_copy=latch),
+        fingerprint(),
+        CacheSettings(
+            block_size=BLOCK,
+            device_blocks=32,
+            host_blocks=32,
+            storage_write=WritePolicy.WRITE_THROUGH,
+            fetch_deadline_s=0.2,
+        ),
+        HandoffSettings(),
+        ResilientStore(files, chosen, SystemClock()),
+    )
+    async with service.running():
+        yield World(service, latch)
+
+
+async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(tmp_path / "store") as here:
+        await here.run(TOKENS)
+        here.service.reset()
+        assert here.service.stats().host.free == 32
+        disk = HungReads(tmp_path / "fifo", monkeypatch)
+        try:
+            async with asyncio.timeout(5):
+                request = await here.admit(TOKENS)
+            assert request.cached_tokens == 0
+            assert disk.num_hung > 0
+            assert len(here.service.tiers.lent_slots(Tier.HOST)) == 5
+            assert here.service.stats().host.free == 32 - 5
+            assert here.service.verify() == []
+            await here.prefill(request, TOKENS)
+            here.service.end(request)
+            async with asyncio.timeout(5):  # nor does it wait for others' reads of these blocks
+                again = await here.admit([*TOKENS, 1, 2, 3])
+            here.service.end(again)
+            assert len(here.service.tiers.lent_slots(Tier.HOST)) >= 5
+        finally:
+            disk.release()
+        await here.settle()
+        assert len(here.service.tiers.lent_slots(Tier.HOST)) == 0
+        here.service.reset()
+        await until(lambda: here.service.stats().host.free == 32, "all slots free again")
+        assert (await here.run(TOKENS)).storage_tokens == len(TOKENS) - 1
+
+
+async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(tmp_path / "store", probe_interval_s=0.1) as here:
+        prompts = [[number * 100 + token for token in TOKENS] for number in range(6)]
+        for prompt in prompts:
+            await here.run(prompt)
+        here.service.reset()
+        disk = HungReads(tmp_path / "fifo", monkeypatch)
+        state = here.service.storage_state
+
+        def circuit() -> str | None:
+            return state()[0].circuit
+
+        try:
+            for prompt in prompts:
+                async with asyncio.timeout(5):
+                    request = await here.admit(prompt)
+                here.service.end(request)
+            assert circuit() != BreakerState.CLOSED.value
+            assert disk.num_hung <= FileSettings().num_threads
+        finally:
+            disk.release()
+        await until(lambda: circuit() == BreakerState.CLOSED.value, "a closed breaker")
+        await here.settle()
+        assert len(here.service.tiers.lent_slots(Tier.HOST)) == 0
+
+
+async def test_closing_waits_for_a_hung_read_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(books, "_PATIENCE_S", 0.01)
+    async with AsyncExitStack() as stack:
+        here = await stack.enter_async_context(node(tmp_path / "store"))
+        await here.run(TOKENS)
+        here.service.reset()
+        disk = HungReads(tmp_path / "fifo", monkeypatch)
+        here.service.end(await here.admit(TOKENS))
+        closing = asyncio.ensure_future(stack.aclose())
+        try:
+            await until(lambda: "closing waits for" in caplog.text, "a word on it")
+            assert "5 host slots" in caplog.text
+            assert not closing.done()
+        finally:
+            disk.release()
+        await finish(closing)
+
+
+# Locks of others, which hang what waits for them in the system
+
+
+@contextmanager
+def all_locked(root: Path) -> Iterator[None]:
+    """Each directory below `root` is locked, as by a process that was stopped in the middle."""
+    fds = [os.open(path, os.O_RDONLY) for path, _, _ in os.walk(root)]
+    try:
+        for fd in fds:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+async def test_reads_and_the_sweep_do_not_wait_for_the_lock_of_a_frozen_writer(
+    tmp_path: Path,
+) -> None:
+    clock = TurnedClock()
+    store = FileStore(tmp_path, FileSettings(), clock)
+    async with store.running():
+        await put_one(store, "t:f:kept:0", b"kept")
+        await put_one(store, "t:f:short:0", b"short", ttl_s=5.0)
+        clock.now += 3_600  # expired, and long enough unused to be marked
+        with all_locked(tmp_path):
+            async with asyncio.timeout(5):
+                assert await get_one(store, "t:f:kept:0", 4) == (GetStatus.HIT, b"kept")
+                assert (await get_one(store, "t:f:short:0", 5))[0] is GetStatus.MISS
+                assert await store.exists(["t:f:kept:0"]) == 1
+                assert await store.sweep() == 0
+            writing = asyncio.ensure_future(put_one(store, "t:f:kept:0", b"x", keep_existing=False))
+            done, _ = await asyncio.wait([writing], timeout=0.1)
+            assert not done
+        assert await finish(writing) is PutStatus.STORED
+        assert await store.sweep() == 1
+
+
+CONFIG = """
+[node]
+drain_grace_s = 0.5
+close_limit_s = 1.5
+[cache]
+block_size = 16
+storage_write = "write_through"
+"""
+
+
+async def test_a_node_answers_while_writes_hang_and_ends_at_its_limit(tmp_path: Path) -> None:
+    prompt, root, config = text(100), tmp_path / "store", tmp_path / "tierkv.toml"
+    config.write_text(CONFIG)
+    options = ("--config", config, "--storage", root.as_uri())
+    body = {"prompt": decode_text(prompt), "max_tokens": 4}
+    expected = truth(prompt, 4).tokens
+
+    async def values() -> int:
+        return len([path for path in root.glob("tierkv,*/*/*/*") if path.is_file()])
+
+    async def until_stored() -> None:
+        async with asyncio.timeout(20):
+            while await values() < len(prompt) // 16:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.02)
+
+    async with process(tmp_path, *options) as here:
+        assert tuple((await here.client.post("/v1/generate", body)).body["tokens"]) == expected
+        await until_stored()
+        here.terminate()
+        assert await here.ended() == 0
+    for path in root.glob("tierkv,*/*/*/*"):
+        path.unlink()
+    async with process(tmp_path, *options) as here:
+        with all_locked(root):
+            for _ in range(3):
+                async with asyncio.timeout(10):
+                    answer = await here.client.post("/v1/generate", body)
+                assert tuple(answer.body["tokens"]) == expected
+            here.terminate()
+            assert await here.ended() == 1
+        assert "close_limit_s" in here.log_text()
+    async with process(tmp_path, *options) as here:
+        assert tuple((await here.client.post("/v1/generate", body)).body["tokens"]) == expected
+        await until_stored()
+        here.terminate()
+        assert await here.ended() == 0
+    status, out, err = await run_to_end(tmp_path, "storage", "verify", root.as_uri())
+    assert status == 0, err
+    assert "0 damaged" in out

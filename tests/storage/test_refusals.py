@@ -1,0 +1,162 @@
+"""What cannot be opened is refused with one sentence that says what to do."""
+
+# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.redis_groups import SentinelGroup, sentinel_group
+from tests.redis_server import RedisServer, free_port, redis_server
+from tests.storage.test_redis_store import certificates, tls_redis  # noqa: F401 - fixtures
+from tierkv.clock import SystemClock
+from tierkv.errors import TierKVError
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis_socket import TlsFiles
+
+
+async def refusal(url: str, tls: TlsFiles | None = None) -> str:
+    """One line, without what only a programmer reads."""
+    patient = RedisSettings(timeout_s=1.0, connect_timeout_s=1.0, tls=tls or TlsFiles())
+    with pytest.raises(TierKVError) as caught:
+        async with open_store(url, StoreSettings(redis=patient), SystemClock()).running():
+            pass
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    for noise in ("Errno", "_ssl.c", "TlsFiles(", "Error(", "None"):
+        assert noise not in sentence
+    return sentence
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_server(password="s3cret") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sentinels() -> Iterator[SentinelGroup]:
+    with sentinel_group() as group:
+        yield group
+
+
+@pytest.mark.parametrize(
+    "url_at", [
+        "redis://127.0.0.1:{}", "redis+cluster://127.0.0.1:{}", "redis+sentinel://127.0.0.1:{}/kv",
+        "rediss://127.0.0.1:{}", "mirrored:redis://127.0.0.1:{0}|redis://127.0.0.1:{0}",
+    ],
+)  # fmt: skip
+async def test_where_nobody_listens(url_at: str) -> None:
+    sentence = await refusal(url_at.format(free_port()))
+    assert "cannot be reached (Connection refused): start the server, or correct" in sentence
+
+
+async def test_a_host_that_there_is_not() -> None:
+    assert "correct the host's name" in await refusal("redis://nowhere.invalid")
+
+
+async def test_a_socket_that_there_is_not(tmp_path: Path) -> None:
+    url = f"unix://{tmp_path}/redis.sock"
+    assert "there is no such socket): start the server, or correct the path" in await refusal(url)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may connect to any socket")
+async def test_a_socket_that_is_not_for_us(server: RedisServer) -> None:
+    server.socket_path.chmod(0)
+    try:
+        assert f"let user {os.geteuid()} connect" in await refusal(server.unix_url)
+    finally:
+        server.socket_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("login", ["", ":wrong@", "nobody:s3cret@"])
+async def test_a_wrong_login(server: RedisServer, login: str) -> None:
+    sentence = await refusal(f"redis://{login}127.0.0.1:{server.port}")
+    assert "refused to log us in" in sentence
+    assert "check user, password and database" in sentence
+    assert "s3cret" not in sentence
+
+
+async def test_a_database_that_there_is_not(server: RedisServer) -> None:
+    sentence = await refusal(f"redis://:s3cret@127.0.0.1:{server.port}/99")
+    assert "check user, password and database" in sentence
+
+
+async def test_a_service_that_the_sentinels_do_not_know(sentinels: SentinelGroup) -> None:
+    sentence = await refusal(sentinels.url.removesuffix("kv") + "other")
+    assert "knows no service 'other': correct it" in sentence
+
+
+async def test_a_single_server_named_as_a_cluster(sentinels: SentinelGroup) -> None:
+    sentence = await refusal(f"redis+cluster://127.0.0.1:{sentinels.master.port}")
+    assert "it is no cluster, so use redis://" in sentence
+
+
+async def test_a_server_that_speaks_no_tls(server: RedisServer) -> None:
+    sentence = await refusal(f"rediss://127.0.0.1:{server.port}")
+    assert "did not answer within 1000 ms, to TLS: does it speak that on this port?" in sentence
+
+
+async def test_a_server_whose_certificate_nobody_vouches_for(tls_redis: str) -> None:
+    sentence = await refusal(tls_redis)
+    assert "its certificate is refused: self-signed certificate): name who signed it" in sentence
+
+
+async def test_a_server_that_wants_a_certificate_of_ours(certificates: Path) -> None:
+    port, ca, key = free_port(), str(certificates / "cert.pem"), str(certificates / "key.pem")
+    with redis_server(
+        *("--tls-port", str(port), "--tls-auth-clients", "yes", "--tls-ca-cert-file", ca),
+        *("--tls-cert-file", ca, "--tls-key-file", key),
+    ):
+        sentence = await refusal(f"rediss://127.0.0.1:{port}", TlsFiles(ca=ca))
+    assert "if it wants a certificate of ours, name one with" in sentence
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (
+            lambda d: TlsFiles(ca=f"{d}/none.pem"),
+            "authorities {d}/none.pem cannot be used (no such",
+        ),
+        (lambda d: TlsFiles(ca=f"{d}/text"), "authorities {d}/text cannot be used (no certificate"),
+        (
+            lambda d: TlsFiles(certificate=f"{d}/cert.pem", key=f"{d}/text"),
+            "certificate {d}/cert.pem with {d}/text cannot be used",
+        ),
+        (lambda d: TlsFiles(certificate=f"{d}/cert.pem"), "a certificate with its key"),
+        (lambda d: TlsFiles(key=f"{d}/key.pem"), "key {d}/key.pem is of use with its certificate"),
+    ],
+)
+async def test_tls_files_that_are_of_no_use(
+    certificates: Path, files: Callable[[Path], TlsFiles], says: str
+) -> None:
+    (certificates / "text").write_text("no PEM")
+    sentence = await refusal("rediss://127.0.0.1:1", files(certificates))
+    assert says.format(d=certificates) in sentence
+
+
+async def test_a_directory_that_cannot_hold_files(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for where in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert f"{where} is no directory, or below a file: set" in await refusal(where.as_uri())
+    sentence = await refusal("file:///proc/tierkv")
+    assert "the directory /proc/tierkv cannot hold a store (" in sentence
+    assert f"let user {os.geteuid()} write in it, or set another directory" in sentence
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://cache/0?timeout=3", "redis://cache?db=1", "unix:///run/redis.sock?db=1&x=2",
+        "unix:///run/redis.sock?x=1", "file:///var/kv?capacity=1", "mooncake://host:1?x=1",
+        "redis+cluster://a,b?x=1", "redis+sentinel://a/kv?x=1",
+    ],
+)  # fmt: skip
+async def test_options_in_the_url_that_mean_nothing(url: str) -> None:
+    assert "accepted: " in await refusal(url)

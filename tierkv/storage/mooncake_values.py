@@ -1,0 +1,231 @@
+"""The blocking half of the Mooncake store, run in its threads: values by its client's calls."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.buffers import copy_into, flat
+from tierkv.storage.mooncake_client import Client, Config, Package
+from tierkv.storage.protocol import (
+    Buffer,
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+)
+from tierkv.storage.unreachable import why_unreachable
+
+_MAX_PIECES = 64  # of one value; it refuses 2,500
+_NO_SPACE = -200
+_NOT_FOUND = -704
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    """local_host: the address that providers reach this node at. num_threads: calls at a time.
+    local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
+    replicas: copies of each value. connect_timeout_s: for the master.
+    protocol: tcp or rdma; rdma_devices: for the latter, by commas.
+    """
+
+    local_host: str = "127.0.0.1"
+    num_threads: int = 2
+    local_buffer_bytes: int = 64 << 20
+    replicas: int = 1
+    connect_timeout_s: float = 2.0
+    protocol: str = "tcp"
+    rdma_devices: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_threads <= 64:  # noqa: PLR2004
+            raise ConfigError(f"a Mooncake store has 1 to 64 threads, not {self.num_threads}")
+        if self.replicas < 1:
+            raise ConfigError(f"a value has at least one replica, not {self.replicas}")
+        if self.protocol not in {"tcp", "rdma"}:
+            raise ConfigError(f"Mooncake's protocol is tcp or rdma, not {self.protocol!r}")
+
+
+class MooncakeValues:
+    """Blocking, safe from several threads. Connected when made, until `close`."""
+
+    def __init__(self, address: tuple[str, int], url: str, settings: MooncakeSettings) -> None:
+        """address: of the master. Raises StoreUnavailableError."""
+        os.environ.setdefault("GLOG_minloglevel", "2")  # it logs each miss otherwise
+        self._url = url
+        self._settings = settings
+        self._package = _load_package()
+        try:  # their client goes on trying for minutes
+            socket.create_connection(address, settings.connect_timeout_s).close()
+        except OSError as error:
+            why = why_unreachable(error)
+            raise StoreUnavailableError(f"{url} cannot be reached {why}") from error
+        self._client: Client = self._package.MooncakeDistributedStore()
+        status = self._client.setup(
+            settings.local_host,
+            "P2PHANDSHAKE",
+            0,  # memory is lent by providers, not by this node
+            settings.local_buffer_bytes,
+            settings.protocol,
+            settings.rdma_devices,
+            f"{address[0]}:{address[1]}",
+        )
+        if status:
+            raise StoreUnavailableError(f"{url} cannot be reached ({status})")
+
+    def close(self) -> None:
+        self._client.close()
+
+    def register(self, memory: memoryview) -> None:
+        """Raises StoreUnavailableError."""
+        [pointer] = _pointers([memory])
+        if status := self._client.register_buffer(pointer, memory.nbytes):
+            raise StoreUnavailableError(f"{self._url} cannot register memory ({status})")
+
+    def ping(self) -> None:
+        """Raises StoreUnavailableError."""
+        if status := self._client.health_check():
+            raise StoreUnavailableError(f"{self._url} is not well ({status})")
+
+    def present(self, names: Sequence[str]) -> list[bool]:
+        """Raises StoreUnavailableError."""
+        if not names:
+            return []
+        statuses = self._client.batch_is_exist(list(names))
+        for status in statuses:
+            if status < 0 and status != _NOT_FOUND:
+                raise StoreUnavailableError(f"{self._url} does not answer ({status})")
+        return [status == 1 for status in statuses]
+
+    def delete(self, names: Sequence[str]) -> int:
+        """How many there were. Raises StoreUnavailableError."""
+        if not names:
+            return 0
+        # By force: a value that was just read has a lease, which protects memory, not meaning.
+        statuses = self._client.batch_remove(list(names), True)  # noqa: FBT003
+        for status in statuses:
+            if status not in {0, _NOT_FOUND}:
+                raise StoreUnavailableError(f"{self._url} did not remove a value ({status})")
+        return statuses.count(0)
+
+    def get(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
+        landings = [_few(flat(item.into), item.num_bytes) for item in items]
+        statuses = self._client.batch_get_into_multi_buffers(
+            [item.name for item in items],
+            [_pointers(views) for views in landings],
+            [[len(view) for view in views] for views in landings],
+        )
+        for item, views, status in zip(items, landings, statuses, strict=True):
+            if len(item.into) > _MAX_PIECES and status == item.num_bytes:
+                copy_into(views[0], item.into)
+        return [
+            self._get_outcome(item, status) for item, status in zip(items, statuses, strict=True)
+        ]
+
+    def _get_outcome(self, item: GetItem, status: int) -> GetOutcome:
+        if status == _NOT_FOUND:
+            return GetOutcome(GetStatus.MISS)
+        if status == item.num_bytes and status > 0:
+            return GetOutcome(GetStatus.HIT)
+        # Buffers that are too long or too short are errors of many kinds; the size tells.
+        num_bytes = self._client.get_size(item.name) if status < 0 else status
+        if num_bytes == _NOT_FOUND:
+            return GetOutcome(GetStatus.MISS)
+        if num_bytes >= 0 and num_bytes != item.num_bytes:
+            return GetOutcome(
+                GetStatus.DAMAGED, f"{item.name} has {num_bytes} bytes, not {item.num_bytes}"
+            )
+        return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {status}")
+
+    def get_small(self, name: str, max_bytes: int) -> bytes | None:
+        """Raises StoreCorruptError, StoreUnavailableError."""
+        num_bytes = self._client.get_size(name)
+        if num_bytes == _NOT_FOUND:
+            return None
+        if num_bytes < 0:
+            raise StoreUnavailableError(f"{self._url} does not answer ({num_bytes})")
+        if num_bytes > max_bytes:
+            raise StoreCorruptError(
+                f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
+            )
+        content = self._client.get(name)
+        if not content:
+            raise StoreUnavailableError(f"{self._url} has lost {name} while it was being read")
+        return content
+
+    def put(self, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
+        outcomes: list[PutOutcome | None] = [None] * len(items)
+        there = self._client.batch_is_exist([item.name for item in items])
+        fresh: list[int] = []
+        for index, item in enumerate(items):
+            if not item.num_bytes:
+                reason = f"{item.name}: Mooncake keeps no values of no bytes"
+                outcomes[index] = PutOutcome(PutStatus.FAILED, reason)
+            elif not item.keep_existing:
+                content = b"".join(item.parts)
+                outcomes[index] = _put_outcome(
+                    item, self._client.upsert(item.name, content, self._config(is_pinned=True))
+                )
+            elif there[index] == 1:
+                outcomes[index] = PutOutcome(PutStatus.EXISTED)
+            else:
+                fresh.append(index)
+        if fresh:
+            views = [
+                parts
+                if len(parts := flat(items[index].parts)) <= _MAX_PIECES
+                else [memoryview(b"".join(parts))]
+                for index in fresh
+            ]
+            statuses = self._client.batch_put_from_multi_buffers(
+                [items[index].name for index in fresh],
+                [_pointers(some) for some in views],
+                [[len(view) for view in some] for some in views],
+                self._config(is_pinned=False),
+            )
+            for index, status in zip(fresh, statuses, strict=True):
+                outcomes[index] = _put_outcome(items[index], status)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _config(self, *, is_pinned: bool) -> Config:
+        config = self._package.ReplicateConfig()
+        config.replica_num = self._settings.replicas
+        if is_pinned:
+            config.soft_pin_action = self._package.SoftPinAction.ENABLE
+        return config
+
+
+def _load_package() -> Package:
+    """Raises StoreUnavailableError."""
+    try:
+        return cast("Package", importlib.import_module("mooncake.store"))
+    except ImportError as error:
+        raise StoreUnavailableError(
+            f"Mooncake's package cannot be loaded ({error}): install tierkv[mooncake] and, on "
+            "Debian, libibverbs1"
+        ) from error
+
+
+def _put_outcome(item: PutItem, status: int) -> PutOutcome:
+    if status == 0:
+        return PutOutcome(PutStatus.STORED)
+    kind = PutStatus.FULL if status == _NO_SPACE else PutStatus.FAILED
+    return PutOutcome(kind, f"{item.name}: Mooncake answers {status}")
+
+
+def _few(views: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
+    """The views, or one as large as they are where Mooncake refuses as many."""
+    return views if len(views) <= _MAX_PIECES else [memoryview(bytearray(num_bytes))]
+
+
+def _pointers(views: Sequence[Buffer]) -> list[int]:
+    return [int(np.frombuffer(view, np.uint8).ctypes.data) for view in views]
