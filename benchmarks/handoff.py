@@ -8,8 +8,9 @@ prefill" runs from the first token on the prefill node to the first token that t
 computes itself, on one clock. Streaming and publish-after-prefill take turns, each with a new
 prompt; the claim waits from the start of the prefill on in both.
 
-The second part moves a prompt of 512 KiB blocks, not computed by any model, by publish and claim,
-and the same bytes by puts and gets of the store alone. The third claims such a prompt through
+The second part moves a prompt of 512 KiB blocks, not computed by any model, by publish and claim;
+the same bytes from and into pinned host slots by the storage path alone, with header and checksum;
+and by bare puts and gets of the store, without. The third claims such a prompt through
 storage, from the producer's memory, from its host tier over TCP (Mooncake's transfer engine), and
 from its device to the claimer's own.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import subprocess
@@ -35,9 +37,9 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench import Row, row, show
-from tests.redis_server import redis_server
+from tests.redis_server import RedisServer, redis_server
 from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Names, Prompt, StoredKey
 from tierkv.cache.layout import layered
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
@@ -52,9 +54,12 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus
+from tierkv.storage.redis import RedisSettings
+from tierkv.transfer.storage_io import StorageIO
 
 BLOCK = 16
 BULK_BLOCK, BULK_TOKEN_BYTES = 64, 8192  # 512 KiB blocks
+PART_BLOCKS = 32  # in one call of the storage path; two are under way, as in benchmarks/storage.py
 MOST_OF_PUBLISH_AFTER_PREFILL = 0.25
 MOST_OF_RAW = 1.10
 HANDOFF = HandoffSettings(
@@ -100,10 +105,12 @@ class EngineNode:
 
 
 class BulkNode:
-    """A node whose device holds what it holds: for bytes, not for tokens."""
+    """A node whose device holds what it holds: for bytes, not for tokens. path: to its store, with
+    pinned host slots of its own."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, path: StorageIO) -> None:
         self.service = service
+        self.path = path
 
     async def do(self, work: dict[str, Any]) -> dict[str, float]:
         prompt = Prompt.of(prompt_of(work["seed"], work["num_tokens"]), BULK_BLOCK)
@@ -117,6 +124,8 @@ class BulkNode:
         elif work["do"] == "claim":
             request, _ = await service.claim(name, name, prompt, max_new_tokens=0)
             await request.gate.all_layers(60)
+        elif work["do"] in {"flush", "fetch"}:
+            return await self._by_path(work)
         else:
             return await self._raw(work)
         taken = now_s() - started
@@ -128,6 +137,28 @@ class BulkNode:
         counts = service.stats().handoff
         direct = counts.device_blocks + counts.memory_blocks + counts.network_blocks
         return {"taken": taken, "direct": direct}
+
+    async def _by_path(self, work: dict[str, Any]) -> dict[str, float]:
+        count = work["num_tokens"] // BULK_BLOCK
+        keys = [
+            StoredKey(hashlib.sha256(f"{work['seed']}:{i}".encode()).digest(), BULK_BLOCK, False)  # noqa: FBT003
+            for i in range(count)
+        ]
+        parts = iter([slice(at, at + PART_BLOCKS) for at in range(0, count, PART_BLOCKS)])
+        slots = np.arange(count, dtype=np.int32)
+        wanted = GetStatus.HIT if work["do"] == "fetch" else PutStatus.STORED
+
+        async def move() -> None:
+            act = self.path.fetch if work["do"] == "fetch" else self.path.flush
+            for part in parts:
+                outcomes = await act(keys[part], slots[part])
+                assert {one.status for one in outcomes} == {wanted}, outcomes
+
+        started = now_s()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(move())
+        return {"taken": now_s() - started}
 
     async def _raw(self, work: dict[str, Any]) -> dict[str, float]:
         store = self.service.store
@@ -156,15 +187,22 @@ class BulkNode:
 async def node(
     kind: str, url: str, num_tokens: int, device: str
 ) -> AsyncIterator[EngineNode | BulkNode]:
-    store = open_store(url, StoreSettings(), SystemClock())
+    # A busy machine shows in the times, not as a failure.
+    settings = StoreSettings(redis=RedisSettings(timeout_s=10.0))
+    store = open_store(url, settings, SystemClock())
     handoff = _replace(HANDOFF, streams=kind != "plain", **WAYS.get(kind, {}))
     if kind in WAYS:
         blocks = num_tokens // BULK_BLOCK + 8
         layout = layered(BULK_BLOCK, [("latent", "bfloat16", BULK_TOKEN_BYTES // 8)], 8)
         cache = CacheSettings(block_size=BULK_BLOCK, device_blocks=blocks, host_blocks=blocks)
         service = Service(open_device(device), Fingerprint("bulk", layout), cache, handoff, store)
-        async with service.running():
-            yield BulkNode(service)
+        own = CpuDevice()
+        host = own.allocate_host(layout, blocks)
+        host.array.fill(1)  # touched, as pinned memory is
+        names = Names("tierkv", "path")
+        path = StorageIO(store, names, layout, host, deadline_s=60, block_ttl_s=600)
+        async with service.running(), path.running():
+            yield BulkNode(service, path)
         return
     config = ModelConfig(max_positions=num_tokens + 64)
     model = ReferenceModel(config, BLOCK)
@@ -270,27 +308,35 @@ def after_prefill(url: str, where: str, num_tokens: int, rounds: int) -> list[Ro
     ]
 
 
-def beyond_storage(url: str, num_tokens: int, rounds: int) -> list[Row]:
-    raw: list[float] = []
-    moved: list[float] = []
-    with children(url, num_tokens, "bulk", "bulk") as (here, there):
+def beyond_storage(redis: RedisServer, num_tokens: int, rounds: int) -> list[Row]:
+    steps = {
+        "bare": (("raw-put", 0), ("raw-get", 1)),
+        "path": (("flush", 0), ("fetch", 1)),
+        "handed over": (("publish", 0), ("claim", 1)),
+    }
+    taken: dict[str, list[float]] = {}
+    with children(redis.url, num_tokens, "bulk", "bulk") as nodes:
         for number in range(rounds + 1):  # the first warms up
             work = {"id": f"bulk{number}", "seed": number, "num_tokens": num_tokens}
-            taken = {
-                what: child.ask(do=what, **work)["taken"] * 1e3
-                for what, child in (
-                    ("raw-put", here),
-                    ("raw-get", there),
-                    ("publish", here),
-                    ("claim", there),
-                )
-            }
-            if number:
-                raw.append(taken["raw-put"] + taken["raw-get"])
-                moved.append(taken["publish"] + taken["claim"])
-    store = row(f"redis: puts and gets of {num_tokens} tokens", raw, "ms")
-    what = f"redis: publish and claim of {num_tokens} tokens"
-    return [store, row(what, moved, "ms", against=store, most=MOST_OF_RAW)]
+            ways = list(steps)
+            for way in ways[number % 3 :] + ways[: number % 3]:
+                # Each writes into the same state; fresh memory is slower than what was freed.
+                redis.execute("FLUSHALL", "SYNC")
+                both = {do: nodes[at].ask(do=do, **work)["taken"] * 1e3 for do, at in steps[way]}
+                if number:
+                    for what, ms in (both | {way: sum(both.values())}).items():
+                        taken.setdefault(what, []).append(ms)
+    what = f"of {num_tokens} tokens"
+    bare = row(f"redis: puts and gets {what}, no checksums", taken["bare"], "ms")
+    path = row(f"redis: from and into slots {what}, checksums", taken["path"], "ms", against=bare)
+    moved, handed = f"redis: publish and claim {what}", taken["handed over"]
+    return [
+        bare,
+        path,
+        row(moved, handed, "ms", against=path, most=MOST_OF_RAW),
+        row(moved, handed, "ms", against=bare),
+        *(row(f"redis: {do} {what}", taken[do], "ms") for way in steps.values() for do, _ in way),
+    ]
 
 
 def by_way(url: str, options: argparse.Namespace, rounds: int) -> list[Row]:
@@ -319,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="one round of each")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--part", choices=["all", "direct"], default="all")
+    parser.add_argument("--part", choices=["all", "storage", "direct"], default="all")
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="of the third part's nodes")
@@ -338,14 +384,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             show(by_way(Path(directory).as_uri(), options, rounds), as_json=options.json)
         return
     with redis_server() as redis:
-        if options.part != "direct":
+        if options.part == "all":
             rows += after_prefill(redis.url, "redis", options.tokens, rounds)
             redis.execute("FLUSHALL")
-        if options.part != "direct":
-            rows += beyond_storage(redis.url, options.tokens, rounds)
+        if options.part in {"all", "storage"}:
+            rows += beyond_storage(redis, options.tokens, rounds)
             redis.execute("FLUSHALL")
-        rows += by_way(redis.url, options, rounds)
-    if options.part != "direct":
+        if options.part in {"all", "direct"}:
+            rows += by_way(redis.url, options, rounds)
+    if options.part == "all":
         with tempfile.TemporaryDirectory(prefix="tierkv-bench-") as directory:
             rows += after_prefill(Path(directory).as_uri(), "files", options.tokens, rounds)
     show(rows, as_json=options.json)

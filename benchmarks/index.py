@@ -40,7 +40,7 @@ from tierkv.cache.policies import EvictionKind, make_policy
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.tokens import Tokens
 from tierkv.cache.write_policy import WritePolicy, WriteRule
-from tierkv.sched.planner import plan_room
+from tierkv.sched.planner import missing_slots, plan_eviction
 
 _RULE = WriteRule(WritePolicy.SELECTIVE)
 _FORMS = ("bytes", "list", "bytes, digests of new blocks")
@@ -66,17 +66,23 @@ class Cache:
 
     def take(self, needed: int) -> Ids:
         """Slots, after evicting what must go for them; as Room.take does it."""
-        index, pool = self.index, self.pool
-        steps = plan_room(index, pool, Tier.DEVICE, needed=needed, on_the_way=0, rule=_RULE)
-        freed = [index.drop(Tier.DEVICE, *step.victim) for step in steps]
-        return pool.swap(freed, needed) if freed else pool.allocate(needed)
+        return self.pool.swap(self._freed(needed), needed)
 
     def evict(self, count: int) -> None:
-        index, pool = self.index, self.pool
-        needed = pool.num_free + count
-        steps = plan_room(index, pool, Tier.DEVICE, needed=needed, on_the_way=0, rule=_RULE)
-        freed = [index.drop(Tier.DEVICE, *step.victim) for step in steps]
-        pool.release(freed[0] if len(freed) == 1 else np.concatenate(freed))
+        freed = self._freed(self.pool.num_free + count)
+        self.pool.release(freed[0] if len(freed) == 1 else np.concatenate(freed))
+
+    def _freed(self, needed: int) -> list[Ids]:
+        """The slots of what had to go so that `needed` are free."""
+        order, freed = self.index.order[Tier.DEVICE], list[Ids]()
+        missing = missing_slots(order, self.pool, needed=needed, on_the_way=0)
+        while missing > 0 and (leaf := order.leaf_to_go(missing, _RULE)) is not None:
+            freed.append(self.index.drop(Tier.DEVICE, *leaf))
+            missing -= len(freed[-1])
+        if missing <= 0:
+            return freed
+        steps = plan_eviction(order, Tier.DEVICE, missing, _RULE)
+        return freed + [self.index.drop(Tier.DEVICE, *step.victim) for step in steps]
 
     def run(self, tokens: Tokens, *, digests: bool = False) -> None:
         """A request that is admitted, computes all it lacks, and ends."""

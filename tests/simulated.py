@@ -21,7 +21,7 @@ from unittest.mock import patch
 from tests.latch import CopyLatch
 from tests.world import World, fingerprint
 from tierkv.errors import TransferError
-from tierkv.gpu.cpu import CpuDevice, CpuEvent, CpuLane, check_copy
+from tierkv.gpu.cpu import CpuDevice, CpuEvent, CpuLane, check_copy, runs_of
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Planes
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
@@ -145,7 +145,7 @@ class _Lane(CpuLane):
             if self._before_copy is not None:
                 self._before_copy(copy)
             for at, event in enumerate(events):
-                self._copy_layer(copy, at)
+                self._copy_layer(copy, runs_of(copy), at)
                 event.reach()
                 yield
         except Exception as error:  # noqa: BLE001 - as CpuLane does

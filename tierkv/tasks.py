@@ -7,18 +7,24 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 
+from tierkv.errors import TierKVError
+
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """A TaskGroup whose single error comes out as it is, not in a group of one: who enters a
-    lifetime expects the errors of what lives in it."""
+    lifetime expects the errors of what lives in it. So does the first of several that are all
+    expected: a connection that is lost fails all who wait for it in the same turn of the loop."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
     except BaseExceptionGroup as errors:
-        if len(errors.exceptions) > 1:
-            raise
-        raise errors.exceptions[0] from errors.exceptions[0].__cause__
+        first = errors.exceptions[0]
+        if len(errors.exceptions) == 1:
+            raise first from first.__cause__
+        if all(isinstance(error, TierKVError) for error in errors.exceptions):
+            raise first from errors
+        raise
 
 
 @asynccontextmanager

@@ -123,3 +123,17 @@ async def test_clients_that_go_at_any_moment_leave_nothing(at_once: int) -> None
             await until(lambda: on.node.num_working == 0)
             await on.settle()
         assert (await on.client.post("/v1/generate", {"prompt": "hello"})).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/claims", "/v1/decode"])
+async def test_a_claim_that_waits_for_its_ticket_is_told_when_the_node_ends(path: str) -> None:
+    async with here() as on, asyncio.TaskGroup() as group:
+        body = {"prompt": "hello", "ticket_id": "never", "deadline_s": 60}
+        claiming = group.create_task(on.client.post(path, body))
+        await until(lambda: on.node.num_working == 1, "the claim")
+        on.node.drain()
+        late = await on.client.post(path, body | {"ticket_id": "later"})
+        assert (late.status, late.code) == (503, "shutting_down")
+        await finish(on.node.idle(grace_s=0.01))
+        assert ((await claiming).status, (await claiming).code) == (503, "shutting_down")
+        await on.settle()

@@ -117,3 +117,99 @@ async def test_a_node_that_stops_gives_up_what_is_streamed(tmp_path: Path) -> No
         refused = await claim(other, deadline_s=5)
         assert refused.status == 502
         assert refused.body["reason"] in {"producer_failed", "producer_lost"}, refused.body
+
+
+OTHER = [*PROMPT[:-1], 250]
+
+
+async def publish(on: Here, name: str, tokens: list[int], **options: Any) -> Answer:
+    """All of a request of its own, ended again."""
+    body = {"tokens": tokens, "request_id": name}
+    assert (await on.client.post("/v1/requests", body)).status == 200
+    assert (await on.client.post(f"/v1/requests/{name}/commit", {})).status == 200
+    answer = await on.client.post(
+        f"/v1/requests/{name}/publish", {"ticket_id": "t", "first_tokens": [9]} | options
+    )
+    assert (await on.client.post(f"/v1/requests/{name}/finish", {})).status == 200
+    return answer
+
+
+async def test_a_ticket_that_waits_to_be_claimed_is_not_taken_by_another_prompt() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as on, here(store=store) as second, here(store=store) as other:
+        assert (await publish(on, "first", PROMPT)).status == 200
+        for node in (on, second):
+            refused = await publish(node, "second", OTHER)
+            assert (refused.status, refused.code) == (409, "duplicate_request")
+            body = {"tokens": OTHER, "request_id": "streamed"}
+            assert (await node.client.post("/v1/requests", body)).status == 200
+            path = "/v1/requests/streamed/stream"
+            refused = await node.client.post(path, {"ticket_id": "t"})
+            assert (refused.status, refused.code) == (409, "duplicate_request")
+            assert (await node.client.ask("DELETE", "/v1/requests/streamed")).status == 200
+        assert (await publish(second, "again", PROMPT)).status == 200  # the same prompt may
+        assert (await claim(other)).body["first_tokens"] == [9]
+        state = "/v1/tickets/t"
+        await until_claimed(other, state)
+        assert (await publish(on, "third", OTHER)).status == 200  # it was claimed
+        assert (await other.client.post("/v1/requests/c/finish", {})).status == 200
+        for node in (on, second, other):
+            await node.settle()
+
+
+async def until_claimed(on: Here, path: str) -> None:
+    async with asyncio.timeout(20):
+        while (await on.client.get(path)).body["state"] != "claimed":  # noqa: ASYNC110 - HTTP
+            await asyncio.sleep(0.01)
+
+
+async def test_while_a_prompt_is_streamed_its_ticket_is_not_anothers() -> None:
+    async with here() as on:
+        await admit(on)
+        await stream(on)
+        async with asyncio.timeout(20):
+            while (await on.client.get("/v1/tickets/t")).status != 200:  # noqa: ASYNC110 - HTTP
+                await asyncio.sleep(0.01)
+        refused = await publish(on, "second", OTHER)
+        assert (refused.status, refused.code) == (409, "duplicate_request")
+        assert (await on.client.ask("DELETE", "/v1/requests/r")).status == 200
+        await on.settle()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_ticket_says_how_its_first_tokens_were_sampled(streams: bool) -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    how = {"temperature": "0.7", "seed": "5"}
+    async with here(store=store) as on, here(store=store) as other:
+        await admit(on)
+        if streams:
+            await stream(on)
+        await on.client.post("/v1/requests/r/commit", {})
+        last = {"ticket_id": "t", "first_tokens": [9], "sampling": how}
+        assert (await on.client.post("/v1/requests/r/publish", last)).status == 200
+        for policy in ("whole", "recompute"):
+            refused = await claim(other, sampling=how | {"seed": "6"}, policy=policy)
+            assert (refused.status, refused.body["reason"]) == (502, "incompatible")
+            assert "seed" in refused.body["detail"]
+            assert "temperature" not in refused.body["detail"]
+        assert (await other.client.get("/v1/tickets/t")).body["state"] == "whole"  # not taken
+        claimed = await claim(other, sampling=how)
+        assert (claimed.status, claimed.body["sampling"]) == (200, how)
+        assert (await other.client.post("/v1/requests/c/finish", {})).status == 200
+        silent = await claim(other, request_id="c2")  # who does not say may decide by itself
+        assert (silent.status, silent.body["sampling"]) == (200, how)
+        assert (await other.client.post("/v1/requests/c2/finish", {})).status == 200
+        assert (await on.client.post("/v1/requests/r/finish", {})).status == 200
+        await on.settle()
+        await other.settle()
+
+
+async def test_a_store_that_hangs_keeps_a_stream_from_beginning_for_its_deadline_only() -> None:
+    async with here() as on:
+        await admit(on)
+        on.store.hold()
+        async with asyncio.timeout(15):  # lookup_deadline_s is 2
+            assert (await stream(on)).body["streams"] is True
+        on.store.release()
+        assert (await on.client.ask("DELETE", "/v1/requests/r")).status == 200
+        await on.settle()

@@ -129,3 +129,21 @@ async def test_what_a_tenant_has_is_not_there_for_another(callers: Callers) -> N
         crafted = on.node.ticket_name("t", "one")
         refused = await none.ask("GET", f"/v1/tickets/{crafted}")
         assert (refused.status, refused.code) == (400, "bad_request")
+
+
+async def test_tickets_of_the_same_id_are_each_tenants_own(callers: Callers) -> None:
+    tokens = [await callers.token(RoleName.WRITE, name) for name in ("one", "two")]
+    prompts = [list(range(48)), list(range(100, 141))]
+    async with guarded(callers) as on:
+        tenants = [Tenant(on, token) for token in tokens]
+        for tenant, prompt in zip(tenants, prompts, strict=True):
+            await tenant.cache(prompt, "r", "same")
+        for at, (tenant, prompt) in enumerate(zip(tenants, prompts, strict=True)):
+            body = {"ticket_id": "same", "request_id": "c", "deadline_s": 5}
+            other = await tenant.ask("POST", "/v1/claims", body | {"tokens": prompts[1 - at]})
+            assert (other.status, other.body["reason"]) == (502, "other_prompt")
+            claimed = await tenant.ask("POST", "/v1/claims", body | {"tokens": prompt})
+            assert (claimed.status, claimed.body["cached_tokens"]) == (200, len(prompt))
+            assert (await tenant.ask("POST", "/v1/requests/c/finish")).status == 200
+            assert (await tenant.ask("DELETE", "/v1/tickets/same")).status == 200
+        assert on.node.service.verify() == []

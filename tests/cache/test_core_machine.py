@@ -23,6 +23,7 @@ from tierkv.cache.pool import BlockPool
 from tierkv.cache.space import Space
 from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tokens import unpack
+from tierkv.cache.write_policy import WritePolicy, WriteRule
 from tierkv.errors import OwnershipError
 
 SIZE = 2
@@ -104,8 +105,8 @@ class Machine:
         steps = [
             self.match, self.insert, self.insert, self.insert, self.hold, self.release,
             self.release, self.begin_load, self.begin_offload, self.arrive, self.arrive,
-            self.fail, self.evict, self.evict, self.evict_own, self.pin, self.resize, self.digest,
-            self.quota, self.open_or_close,
+            self.fail, self.evict, self.evict_leaves, self.evict_own, self.pin, self.resize,
+            self.digest, self.quota, self.open_or_close,
         ]  # fmt: skip
         self.rng.choice(steps)()
         self.compare()
@@ -285,6 +286,33 @@ class Machine:
     def evict(self) -> None:
         tier = self.rng.choice(list(Tier))
         self.evict_from(tier, self.index.order[tier], None)
+
+    def evict_leaves(self) -> None:
+        """One by one, without a plan: what a plan would let go first, and nothing is below it."""
+        tier, count = self.rng.choice(list(Tier)), self.rng.randrange(1, 6)
+        order, other = self.index.order[tier], Tier(1 - tier)
+        assert order.leaf_to_go(count, WriteRule(WritePolicy.WRITE_BACK)) is None
+        while count > 0:
+            leaf = order.leaf_to_go(count, WriteRule(WritePolicy.WRITE_THROUGH))
+            planned = order.victims(count)
+            if leaf is None:
+                run = planned[0].node if planned else self.index.root
+                is_mixed = run.copies[tier].uniform is not CopyState.READY
+                assert (
+                    not planned
+                    or order.policy.has_memory
+                    or run.children
+                    or run.copies[other].num_present
+                    or is_mixed
+                )
+                return
+            assert leaf == planned[0]
+            blocks = blocks_of(*leaf)
+            cached = [block for each in Tier for block in self.copies[each]]
+            assert sorted(b for b in cached if is_below(b, blocks[0])) == sorted(blocks)
+            assert not any(self.is_held(block) for block in blocks)
+            self.drop(tier, *leaf)
+            count -= len(blocks)
 
     def evict_own(self) -> None:
         tier = self.rng.choice(list(Tier))

@@ -17,9 +17,10 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy, WriteRule
 
 # A trace of one JSON object a line with `hash_ids`; not part of the project.
-TRACE = Path(os.environ.get("TIERKV_TRACE", "../shared/traces/conversation_trace.jsonl"))
+TRACE = Path(os.environ.get("TIERKV_TRACE", ""))
 
 
 def simulate(requests: Sequence[Sequence[int]], capacity: int) -> list[int]:
@@ -58,6 +59,11 @@ def run_index(requests: Sequence[Sequence[int]], capacity: int) -> tuple[list[in
         match = index.match(prompt)
         lease = index.hold(match.node, match.num_blocks)
         needed = prompt.num_blocks - match.num_blocks
+        # One by one, as requests take them, for every other request; else by plan.
+        while len(hits) % 2 and needed > pool.num_free:
+            leaf = order.leaf_to_go(needed - pool.num_free, WriteRule(WritePolicy.SELECTIVE))
+            assert leaf is not None, "all that goes are leaves"
+            pool.release(index.drop(Tier.DEVICE, *leaf))
         for victim in order.victims(needed - pool.num_free):
             pool.release(index.drop(Tier.DEVICE, *victim))
         slots = pool.allocate(needed)

@@ -20,6 +20,7 @@ from tierkv.cache.policies import (
 )
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.s3fifo import S3Fifo
+from tierkv.cache.space import Space
 
 
 class Cached:
@@ -199,3 +200,43 @@ def test_a_soft_pin_follows_its_blocks_through_splits() -> None:
     cache.index.unpin_softly(pinned)
     cache.check()
     assert all(node.soft_pins == 0 for node in cache.index.nodes())
+
+
+def test_slru_protects_its_share_of_what_the_tier_has_after_a_resize() -> None:
+    cache = Cached(make_policy(EvictionKind.SLRU, 20), capacity=20)
+    for number in range(8):
+        cache.use(number)
+        cache.use(number)
+    cache.use(50)
+    cache.index.order[Tier.DEVICE].resized(5)
+    cache.check()
+    for number in range(8, 12):  # the share is used up: each of these sends an older one back
+        cache.use(number)
+        cache.use(number)
+    cache.evict(8)
+    cache.check()
+    assert [number for number in range(12) if cache.has(number)] == [8, 9, 10, 11]
+    assert cache.has(50)
+
+
+def test_s3fifo_lets_its_newcomers_overflow_at_once_when_the_tier_shrinks() -> None:
+    cache = Cached(make_policy(EvictionKind.S3FIFO, 100), capacity=100)
+    for number in range(8):
+        cache.use(number)
+    cache.use(1000)
+    order = cache.index.order[Tier.DEVICE]
+    assert {order.rank(node) >> 48 for node in cache.index.nodes()} == {2}, "within their share"
+    order.resized(20)
+    cache.check()
+    assert [order.rank(node) >> 48 for node in cache.index.nodes()].count(2) == 2
+
+
+def test_a_quota_that_changes_has_its_share_protected() -> None:
+    index = Index(1)
+    space = Space("tenant", bytes(32), quota=(10, None))
+    index.open_space(space, EvictionKind.SLRU)
+    index.set_quota(space, (5, None))
+    order = index.own_order(space, Tier.DEVICE)
+    assert order is not None
+    assert isinstance(order.policy, Slru)
+    assert order.policy.max_protected == 4

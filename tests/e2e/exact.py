@@ -131,6 +131,7 @@ async def exact_node(
     storage_write: WritePolicy = WritePolicy.NONE,
     fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT,
     device: CpuDevice | None = None,
+    handoff: HandoffSettings | None = None,
 ) -> AsyncIterator[ExactNode]:
     """A running node; its books must be in order at the end, as `Service.running` checks."""
     device = device or CpuDevice()
@@ -145,7 +146,7 @@ async def exact_node(
             storage_write=storage_write,
             fetch_policy=fetch_policy,
         ),
-        HandoffSettings(),
+        handoff or HandoffSettings(),
         store,
     )
     engine = ReferenceEngine(service, MODEL, EngineSettings())

@@ -81,7 +81,7 @@ def test_wrong_input_gets_one_clear_sentence(tmp_path: Path) -> None:
         (["--prompt-file", str(tmp_path / "missing")], "does not exist"),
         (["--prompt-file", str(tmp_path)], "cannot be read"),
         (["--prompt", "x", "--storage", "redis://127.0.0.1:1/0"], "cannot be reached"),
-        (["--prompt", "x", "--storage", file_in_the_way], "cannot hold a store"),
+        (["--prompt", "x", "--storage", file_in_the_way], "is no directory, or below a file"),
         (["--prompt", "x", "--storage", "gopher://x"], "accepted"),
         (["--prompt", "x", "--storage", "memory://"], "not shared"),
     ):

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.cuda import cupy_or_skip
-from tests.latch import finish
-from tests.pd.direct_producer import Producer, producer
+from tests.pd.direct_producer import claim, no_leases, producer
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Ids
 from tierkv.gpu.shared import SharedPlanes
@@ -52,27 +51,6 @@ def on_gpu(url: str, **fields: Any) -> Any:
     return producer(url, device="cuda", cache=CACHE, **fields)
 
 
-async def claim(node: CudaWorld, ticket: str = "t") -> None:
-    """All of it, every byte as the producer computed it; nothing is left afterwards."""
-    prompt = list(range(COUNT))
-    request, found = await finish(
-        node.service.claim("claim", ticket, node.prompt(prompt), max_new_tokens=1)
-    )
-    await finish(request.gate.all_layers(20))
-    assert found is not None
-    assert request.cached_tokens == COUNT
-    node.check_kv(request, prompt, COUNT)
-    node.service.end(request)
-    await node.settle()
-
-
-async def no_leases(running: Producer) -> None:
-    async with asyncio.timeout(10):
-        while (await asyncio.to_thread(running.state))["leases"]:  # noqa: ASYNC110 - a process
-            await asyncio.sleep(0.01)
-    assert (await asyncio.to_thread(running.state))["findings"] == []
-
-
 def counts(node: CudaWorld) -> dict[str, int]:
     handoff = node.service.stats().handoff
     found = {
@@ -88,7 +66,7 @@ async def test_by_itself_a_prompt_goes_from_gpu_memory_to_gpu_memory(url: str) -
         with on_gpu(url) as other:
             for number in range(3):
                 await asyncio.to_thread(other.publish, COUNT, f"t{number}")
-                await claim(node, f"t{number}")
+                await claim(node, COUNT, f"t{number}")
                 assert counts(node)["device"] == (number + 1) * BLOCKS
                 node.service.reset()
             assert counts(node) == {"device": 3 * BLOCKS, "storage": 3}
@@ -101,7 +79,7 @@ async def test_a_prompt_goes_from_one_gpu_to_another(url: str) -> None:
     async with claimer(url, gpu=1) as node:
         with on_gpu(url) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             assert counts(node) == FROM_DEVICE
             await no_leases(other)
 
@@ -111,7 +89,7 @@ async def test_a_node_that_may_not_reads_another_way(url: str, way: str) -> None
     async with claimer(url, direct=DirectPath(way)) as node:
         with on_gpu(url) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             found = counts(node)
             assert "device" not in found
             assert found.get("memory", 0) + found["storage"] == BLOCKS + 1
@@ -143,14 +121,14 @@ async def test_a_producer_that_is_killed_is_no_loss(
             before = {"before": other.kill, "during": killer.start}.get(when, lambda: None)
             after = {"during": killer.join, "after": other.kill}.get(when, lambda: None)
             hooked(monkeypatch, before, after)
-            await claim(node)
+            await claim(node, COUNT)
             assert counts(node) == FROM_STORAGE
             assert node.service.stats().handoff.failed_direct_reads == 1
         with on_gpu(url) as other:  # and the next one is read as ever
             monkeypatch.undo()
             node.service.reset()
             await asyncio.to_thread(other.publish, COUNT, "again")
-            await claim(node, "again")
+            await claim(node, COUNT, "again")
             assert counts(node)["device"] == BLOCKS
 
 
@@ -170,7 +148,7 @@ async def test_a_producer_that_loses_patience_in_the_middle_is_not_believed(
                 other.publish(COUNT, "yet more", base=30_000)
 
             hooked(monkeypatch, rewrite, lambda: None)
-            await claim(node)
+            await claim(node, COUNT)
             assert counts(node) == FROM_STORAGE
 
 
@@ -178,7 +156,7 @@ async def test_a_producer_that_is_gone_is_no_loss(url: str) -> None:
     async with claimer(url) as node:
         with on_gpu(url) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-        await claim(node)
+        await claim(node, COUNT)
         assert counts(node) == FROM_STORAGE
 
 
@@ -186,10 +164,10 @@ async def test_a_producer_that_ends_in_order_while_it_is_open_here_harms_nobody(
     async with claimer(url) as node:
         with on_gpu(url) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             assert other.popen.stdin is not None
             other.popen.stdin.close()
             assert await asyncio.to_thread(other.popen.wait, 30) == 0
         node.service.reset()
-        await claim(node)
+        await claim(node, COUNT)
         assert counts(node) == {"device": BLOCKS, "storage": 1 + BLOCKS + 1}

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from tests.latch import finish
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import HandoffSettings
@@ -70,6 +71,28 @@ def producer(url: str, **fields: Any) -> Iterator[Producer]:
         for pipe in (running.popen.stdin, running.popen.stdout):
             assert pipe is not None
             pipe.close()
+
+
+async def claim(node: World, count: int, ticket: str = "t") -> None:
+    """All of a prompt of `count` tokens from 0 on, every byte as the producer computed it; nothing
+    is left afterwards."""
+    prompt = list(range(count))
+    request, found = await finish(
+        node.service.claim("claim", ticket, node.prompt(prompt), max_new_tokens=1)
+    )
+    await finish(request.gate.all_layers(20))
+    assert found is not None
+    assert request.cached_tokens == count
+    node.check_kv(request, prompt, count)
+    node.service.end(request)
+    await node.settle()
+
+
+async def no_leases(running: Producer) -> None:
+    async with asyncio.timeout(10):
+        while (await asyncio.to_thread(running.state))["leases"]:  # noqa: ASYNC110 - a process
+            await asyncio.sleep(0.01)
+    assert (await asyncio.to_thread(running.state))["findings"] == []
 
 
 async def _publish(node: World, count: int, ticket: str, base: int) -> None:

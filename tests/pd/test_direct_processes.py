@@ -19,8 +19,7 @@ import pytest
 
 from tests.e2e.exact import text, truth
 from tests.e2e.test_processes import pair
-from tests.latch import finish
-from tests.pd.direct_producer import Producer, producer
+from tests.pd.direct_producer import claim, no_leases, producer
 from tests.redis_server import RedisServer, redis_server
 from tests.world import World, world
 from tierkv.clock import SystemClock
@@ -71,27 +70,6 @@ async def claimer(url: str, **fields: Any) -> AsyncIterator[World]:
         yield node
 
 
-async def claim(node: World, ticket: str = "t", count: int = COUNT) -> None:
-    """All of it, every byte as the producer computed it; nothing is left afterwards."""
-    prompt = list(range(count))
-    request, found = await finish(
-        node.service.claim("claim", ticket, node.prompt(prompt), max_new_tokens=1)
-    )
-    await finish(request.gate.all_layers(20))
-    assert found is not None
-    assert request.cached_tokens == count
-    node.check_kv(request, prompt, count)
-    node.service.end(request)
-    await node.settle()
-
-
-async def no_leases(running: Producer) -> None:
-    async with asyncio.timeout(10):
-        while (await asyncio.to_thread(running.state))["leases"]:  # noqa: ASYNC110 - a process
-            await asyncio.sleep(0.01)
-    assert (await asyncio.to_thread(running.state))["findings"] == []
-
-
 def counts(node: World) -> dict[str, int]:
     """How many blocks came which way, where any did."""
     handoff = node.service.stats().handoff
@@ -113,7 +91,7 @@ async def test_blocks_come_from_the_producer_and_only_the_tail_from_storage(
     async with claimer(url, **WAYS[way]) as node:
         with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             assert counts(node) == {way: BLOCKS, "storage": 1}
             assert other.state()["shown"] == BLOCKS
             await no_leases(other)
@@ -123,7 +101,7 @@ async def test_by_itself_a_node_without_a_gpu_takes_the_way_of_memory(url: str) 
     async with claimer(url) as node:
         with producer(url) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             assert counts(node) == {"memory": BLOCKS, "storage": 1}
 
 
@@ -132,7 +110,7 @@ async def test_what_is_read_from_the_device_needs_no_host_tier_at_either_end(url
     async with claimer(url, **WAYS["device"]) as node:
         with producer(url, **WAYS["device"], cache=tiny) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             assert counts(node) == {"device": BLOCKS, "storage": 1}
             assert node.latch.count(Direction.LOAD) == 1  # of the tail
 
@@ -143,7 +121,7 @@ async def test_blocks_that_the_producers_host_tier_has_no_room_for_come_from_sto
     async with claimer(url) as node:
         with producer(url, cache={"host_blocks": 7}) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             found = counts(node)
             assert 0 < found["memory"] <= 7
             assert found == {"memory": found["memory"], "storage": BLOCKS + 1 - found["memory"]}
@@ -166,7 +144,7 @@ async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_los
                 await near.ask(node.prompt(range(COUNT)))
                 assert handoff.direct.offers.num_offers == BLOCKS
                 other.kill()
-                await claim(node)
+                await claim(node, COUNT)
             assert handoff.direct.offers.num_offers == 0
         assert counts(node) == FROM_STORAGE
         assert node.service.stats().handoff.failed_direct_reads == 1
@@ -189,7 +167,7 @@ async def test_a_producer_that_dies_while_it_is_read_is_no_loss(
                 other.kill()
 
             monkeypatch.setattr(memory, "read", dying)
-            await claim(node)
+            await claim(node, COUNT)
         # A checksum says that what came is right; without one only the producer could.
         is_told = (way, when) == ("memory", "after")
         assert counts(node) == ({"memory": BLOCKS, "storage": 1} if is_told else FROM_STORAGE)
@@ -200,7 +178,7 @@ async def test_a_producer_that_is_gone_is_no_loss(url: str, way: str) -> None:
     async with claimer(url, **WAYS[way]) as node:
         with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-        await claim(node)
+        await claim(node, COUNT)
         assert counts(node) == FROM_STORAGE
 
 
@@ -210,7 +188,7 @@ async def test_a_producer_that_hangs_costs_a_second(url: str, way: str) -> None:
             await asyncio.to_thread(other.publish, COUNT, "t")
             other.popen.send_signal(signal.SIGSTOP)
             started = asyncio.get_running_loop().time()
-            await claim(node)
+            await claim(node, COUNT)
             assert asyncio.get_running_loop().time() - started < 5  # with room for a slow machine
             assert counts(node) == FROM_STORAGE
 
@@ -222,7 +200,7 @@ async def test_a_node_that_may_not_is_handed_over_to_through_storage(
     async with claimer(url, **({"direct": "off"} if who == "claimer" else WAYS[way])) as node:
         with producer(url, **({"direct": "off"} if who == "producer" else WAYS[way])) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             assert counts(node) == FROM_STORAGE
             assert other.state()["shown"] == 0
 
@@ -235,7 +213,7 @@ async def test_without_the_transfer_library_blocks_come_from_storage(
         assert "no direct hand-off over the network" in caplog.text
         with producer(url, **WAYS["memory"]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)
+            await claim(node, COUNT)
             assert counts(node) == FROM_STORAGE
 
 
@@ -293,12 +271,12 @@ async def test_hand_offs_leave_no_connection_and_no_thread(url: str, way: str) -
     async with claimer(url, **WAYS[way]) as node:
         with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
-            await claim(node)  # what is opened once for all
+            await claim(node, COUNT)  # what is opened once for all
             threads = threading.active_count()
             for number in range(10):
                 node.service.reset()
                 await asyncio.to_thread(other.publish, COUNT, f"t{number}")
-                await claim(node, f"t{number}")
+                await claim(node, COUNT, f"t{number}")
             assert counts(node)[way] == 11 * BLOCKS
             await no_leases(other)
             handoff = node.service.handoff

@@ -19,6 +19,7 @@ from tests.world import World, fingerprint, kv_of, world
 from tierkv import wire
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Names
+from tierkv.cache.layout import Layout, attention_layout
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
@@ -226,7 +227,7 @@ async def test_a_publish_whose_copy_fails_says_so() -> None:
     async with world(with_store=True) as here:
         request = await here.admit(tokens(9))
         await here.prefill(request, tokens(9))
-        here.latch.fail_next(Direction.OFFLOAD)
+        here.latch.fail_next(Direction.OFFLOAD, 2)  # the host's own copy, and the publish's
         with pytest.raises(HandoffError, match="caught fire"):
             await finish(here.service.publish(request, "ticket", [1]))
         await finish(here.service.publish(request, "ticket", [1]))
@@ -341,6 +342,12 @@ async def test_something_else_in_the_tickets_place_is_damaged(content: bytes) ->
         assert (await refused(decode, tokens(9))).reason == "damaged"
 
 
+def _other_size() -> Layout:
+    return attention_layout(
+        num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", item_bytes=4, block_size=8
+    )
+
+
 OTHERS = {
     "model": Fingerprint("other", LAYOUTS["gqa"]),
     "revision": fingerprint(revision="v2"),
@@ -348,6 +355,8 @@ OTHERS = {
     "adapter": fingerprint(adapter="lora"),
     "tenant": fingerprint(tenant="someone else"),
     "layout": dataclasses.replace(fingerprint(), layout=LAYOUTS["mla"]),
+    "block_size": dataclasses.replace(fingerprint(), layout=_other_size()),
+    "key_format": dataclasses.replace(fingerprint(), key_format=99),
 }
 
 

@@ -88,3 +88,21 @@ async def test_computing_although_another_one_does_since_that_one_is_behind() ->
         on.service.end(request)
         on.service.end(owner)
         await on.settle()
+
+
+async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> None:
+    async with world(device_blocks=12) as on:
+        on.service.note_prefill(1000, 10.0)
+        owner = await on.admit(tokens(32))
+        busy = await on.admit(tokens(12, 900))
+        on.service.scheduler.computing.note_wait(was_worth_it=False)  # so the next is passed by
+        waits = asyncio.ensure_future(on.admit([*tokens(12), 99]))
+        await until(lambda: on.service.scheduler.num_waiting == 1)
+        for _ in range(5):
+            on.service.tiers.capacity_changed()
+        assert decided(on) == {}
+        on.service.end(busy)
+        on.service.end(await finish(waits))
+        assert decided(on) == {"recompute_device": 1}
+        on.service.end(owner)
+        await on.settle()

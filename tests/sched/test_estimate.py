@@ -160,9 +160,11 @@ def test_waiting_for_owners_costs_little_when_they_fail_and_saves_when_they_deli
         claim = computing.begin(index.root, 0, prompt, 0.0)
         assert claim is not None
         compute_s, elapsed = prefill.seconds(64), rng.random() * prefill.seconds(64)
-        wait = computing.worth_a_wait(index.match(prompt), prompt, 16, elapsed)
+        wait = computing.possible_wait(index.match(prompt), prompt, 16, elapsed)
         took = compute_s
-        if wait is not None:
+        if wait is not None and not computing.is_worth_it(wait):
+            computing.passed_by(wait)
+        elif wait is not None:
             assert wait.patience_s <= compute_s * (1 + HEDGE)
             is_fine = rng.random() < delivers
             took = compute_s - elapsed if is_fine else wait.patience_s + compute_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -103,3 +104,14 @@ async def test_of_what_is_cached_here_and_what_is_stored(seed: int) -> None:
                 await on.run(one)
             lookup = await on.service.lookup(on.prompt(prompt))
             assert said(lookup) == await found(on, prompt)
+
+
+async def test_what_goes_while_storage_is_asked_is_told_as_it_was() -> None:
+    async with world(with_store=True, storage_write=WritePolicy.NONE) as on:
+        await on.run(list(range(10)))
+        on.the_store.hold()
+        asking_now = asyncio.ensure_future(on.service.lookup(on.prompt(list(range(12)))))
+        await finish(on.the_store.until_held(1))
+        on.service.reset()
+        on.the_store.release()
+        assert said(await finish(asking_now)) == Matched(10, 0, 0)

@@ -101,7 +101,7 @@ async def test_a_sleep_and_a_shrink_do_not_wait_for_each_other() -> None:
         request = await on.admit(tokens(15))
         sleeps = asyncio.ensure_future(on.service.sleep())
         await turns(5)
-        with pytest.raises(OwnershipError, match="being resized or emptied"):
+        with pytest.raises(OwnershipError, match="being resized, emptied or filled"):
             await finish(on.service.resize(Tier.DEVICE, 2))
         on.service.end(request)
         await finish(sleeps)
@@ -176,4 +176,46 @@ async def test_a_drain_in_the_middle_of_a_shrink_lets_both_end() -> None:
         on.service.end(request)
         await finish(shrinks)
         assert on.service.stats().device.capacity == 4
+        await on.settle()
+
+
+async def test_who_waits_for_room_does_not_get_the_slots_that_a_shrink_has_freed() -> None:
+    async with world(device_blocks=8, host_write=WritePolicy.NONE) as on:
+        first, second = await on.admit(tokens(8)), await on.admit(tokens(16, 100))
+        shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 5))
+        await turns(5)
+        waits = asyncio.ensure_future(on.admit(tokens(20, 200)))  # 5 blocks
+        await turns(5)
+        on.service.end(second)  # 4 are free, and then, for a moment, the shrink's 3 as well
+        await finish(shrinks)
+        assert on.service.stats().device.capacity == 5
+        on.service.end(first)
+        on.service.end(await finish(waits))
+        await on.settle()
+
+
+async def test_a_second_sleep_is_refused_and_lets_nobody_in() -> None:
+    async with world(device_blocks=8) as on:
+        request = await on.admit(tokens(15))
+        sleeps = asyncio.ensure_future(on.service.sleep())
+        await turns(5)
+        with pytest.raises(OwnershipError):
+            await finish(on.service.sleep())
+        assert on.service.scheduler.is_paused
+        on.service.end(request)
+        await finish(sleeps)
+        await on.service.wake()
+
+
+async def test_of_two_wakes_at_once_one_is_refused_and_takes_no_memory() -> None:
+    async with world(device_blocks=8) as on:
+        await on.service.sleep()
+        first = asyncio.ensure_future(on.service.wake(8))
+        await turns(1)
+        with pytest.raises(OwnershipError, match="filled"):
+            await on.service.wake(16)
+        await finish(first)
+        assert on.service.stats().device.capacity == 8
+        assert on.service.planes.num_blocks == 8
+        await on.run(tokens(31))
         await on.settle()

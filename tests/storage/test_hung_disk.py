@@ -20,8 +20,9 @@ from tests.world import BLOCK, World, fingerprint
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.text import decode as decode_text
 from tierkv.sched import books
 from tierkv.sched.settings import CacheSettings
@@ -60,8 +61,15 @@ class HungReads:
 
 
 @asynccontextmanager
-async def node(root: Path, **resilience: float) -> AsyncIterator[World]:
-    """A service that stores every block at once, in files behind a breaker, as a node's are."""
+async def node(
+    root: Path,
+    handoff: HandoffSettings | None = None,
+    host_write: WritePolicy = WritePolicy.WRITE_THROUGH,
+    storage_write: WritePolicy = WritePolicy.WRITE_THROUGH,
+    **resilience: float,
+) -> AsyncIterator[World]:
+    """A service that stores every block at once, unless told otherwise, in files behind a breaker,
+    as a node's are."""
     chosen = ResilienceSettings(**({"timeout_s": 0.1} | resilience))  # type: ignore[arg-type]
     files = FileStore(root, FileSettings(), SystemClock())
     latch = CopyLatch()
@@ -72,10 +80,11 @@ async def node(root: Path, **resilience: float) -> AsyncIterator[World]:
             block_size=BLOCK,
             device_blocks=32,
             host_blocks=32,
-            storage_write=WritePolicy.WRITE_THROUGH,
+            host_write=host_write,
+            storage_write=storage_write,
             fetch_deadline_s=0.2,
         ),
-        HandoffSettings(),
+        handoff or HandoffSettings(),
         ResilientStore(files, chosen, SystemClock()),
     )
     async with service.running():
@@ -159,6 +168,94 @@ async def test_closing_waits_for_a_hung_read_and_says_so(
         finally:
             disk.release()
         await finish(closing)
+
+
+class HungWrites:
+    """Each write of a value waits in the kernel, in a read of a FIFO, until `release`."""
+
+    def __init__(self, fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        os.mkfifo(fifo)
+        self.num_hung = 0
+        self._fd = os.open(fifo, os.O_RDWR)
+        self._lock = threading.Lock()
+        writev = os.writev
+
+        def hung_writev(fd: int, pieces: Sequence[memoryview]) -> int:
+            with self._lock:
+                self.num_hung += 1
+            os.read(self._fd, 1)
+            with self._lock:
+                self.num_hung -= 1
+            return writev(fd, pieces)
+
+        monkeypatch.setattr(os, "writev", hung_writev)
+
+    def release(self) -> None:
+        """These writes and all to come return."""
+        os.write(self._fd, bytes(4096))
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_hung_write_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_host: bool
+) -> None:
+    """on_host: its blocks are written from the host tier's slots, not from staging slots."""
+    settings = HandoffSettings(publish_deadline_s=0.3, direct=DirectPath.OFF)
+    rule = WritePolicy.WRITE_THROUGH if on_host else WritePolicy.NONE
+    async with node(
+        tmp_path / "store", handoff=settings, host_write=rule, storage_write=WritePolicy.NONE
+    ) as here:
+        request = await here.admit(TOKENS)
+        await here.prefill(request, TOKENS)
+        await until(lambda: (here.service.stats().host.used > 0) == on_host, "copies to the host")
+        disk = HungWrites(tmp_path / "fifo", monkeypatch)
+        try:
+            publishing = asyncio.ensure_future(here.service.publish(request, "ticket", [1]))
+            await asyncio.wait([publishing], timeout=5)
+            assert publishing.done()
+            with pytest.raises(HandoffError) as problem:
+                publishing.result()
+            assert problem.value.reason == "storage_unavailable"
+            assert disk.num_hung > 0
+            here.service.end(request)
+            assert here.service.verify() == []
+            here.service.reset()
+            assert (here.service.stats().host.used > 0) == on_host  # what is read may not go
+        finally:
+            disk.release()
+        await here.settle()
+        here.service.reset()
+        assert here.service.stats().host.used == 0
+        request = await here.admit(TOKENS)
+        await here.prefill(request, TOKENS)
+
+        circuit = here.service.storage_state
+        await until(lambda: circuit()[0].circuit == BreakerState.CLOSED.value, "a closed breaker")
+        await finish(here.service.publish(request, "ticket", [1]))
+        here.service.end(request)
+
+
+async def test_a_ticket_whose_write_hangs_holds_nobody_beyond_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = HandoffSettings(publish_deadline_s=0.3, direct=DirectPath.OFF)
+    async with node(tmp_path / "store", handoff=settings) as here:
+        await here.run(TOKENS)
+        request = await here.admit(TOKENS)
+        await here.prefill(request, TOKENS)
+        await finish(here.service.publish(request, "first", [1]))  # the tail is stored, too
+        disk = HungWrites(tmp_path / "fifo", monkeypatch)
+        try:
+            publishing = asyncio.ensure_future(here.service.publish(request, "ticket", [1]))
+            await asyncio.wait([publishing], timeout=5)
+            assert publishing.done()
+            with pytest.raises(HandoffError):
+                publishing.result()
+            assert disk.num_hung == 1
+            here.service.end(request)
+        finally:
+            disk.release()
+        await here.settle()
 
 
 # Locks of others, which hang what waits for them in the system

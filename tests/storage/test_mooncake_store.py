@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import pytest
 
+from tests.latch import CopyLatch, until
 from tests.mooncake_server import (  # noqa: F401 - fixtures
     MooncakeServer,
     empty_mooncake,
@@ -15,11 +17,22 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
 )
 from tests.redis_server import free_port
 from tests.storage.values import content_of, get_one, landing, put_one
+from tests.world import BLOCK, World, fingerprint
+from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.staging import STAGING_BLOCKS
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+from tierkv.storage import mooncake_values
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.mooncake_client import Client, Config
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 
 async def test_values_go_there_and_come_back(empty_mooncake: MooncakeServer) -> None:
@@ -77,3 +90,117 @@ def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in ({"num_threads": 0}, {"replicas": 0}, {"protocol": "udp"}):
         with pytest.raises(ConfigError):
             MooncakeSettings(**wrong)
+
+
+class Watched:
+    """Mooncake's client, with what it is told of memory and which memory it is asked to use."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.registered: dict[int, int] = {}
+        self.asked: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._client, name)
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        self.registered[buffer_ptr] = size
+        return self._client.register_buffer(buffer_ptr, size)
+
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        del self.registered[buffer_ptr]
+        return self._client.unregister_buffer(buffer_ptr)
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    ) -> list[int]:
+        self._note(pointers, sizes)
+        return self._client.batch_get_into_multi_buffers(keys, pointers, sizes)
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]], config: Config
+    ) -> list[int]:
+        self._note(pointers, sizes)
+        return self._client.batch_put_from_multi_buffers(keys, pointers, sizes, config)
+
+    def _note(self, pointers: list[list[int]], sizes: list[list[int]]) -> None:
+        for some, lengths in zip(pointers, sizes, strict=True):
+            self.asked += zip(some, lengths, strict=True)
+
+    def is_told_of(self, pointer: int, size: int) -> bool:
+        return any(
+            start <= pointer and pointer + size <= start + length
+            for start, length in self.registered.items()
+        )
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
+    """Every client that is made."""
+    made: list[Watched] = []
+    package = importlib.import_module("mooncake.store")
+
+    class Package:
+        """The real one, whose clients are watched."""
+
+        SoftPinAction = package.SoftPinAction
+        ReplicateConfig = staticmethod(package.ReplicateConfig)
+
+        @staticmethod
+        def MooncakeDistributedStore() -> Watched:  # noqa: N802 - theirs
+            made.append(Watched(package.MooncakeDistributedStore()))
+            return made[-1]
+
+    monkeypatch.setattr(mooncake_values, "_load_package", lambda: Package)
+    return made
+
+
+@pytest.mark.parametrize("form", ["itself", "resilient", "attached"])
+async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was_told_of(
+    empty_mooncake: MooncakeServer, watched: list[Watched], form: str
+) -> None:
+    """Over RDMA nothing else is reached, headers included."""
+    store: Store = open_store(empty_mooncake.url, StoreSettings(), SystemClock())
+    if form == "resilient":
+        store = ResilientStore(store, ResilienceSettings(timeout_s=5.0), SystemClock())
+    at_start = store if form != "attached" else MemoryStore(MemorySettings(), SystemClock())
+    cache = CacheSettings(
+        block_size=BLOCK,
+        device_blocks=32,
+        host_blocks=32,
+        storage_write=WritePolicy.WRITE_THROUGH,
+        fetch_deadline_s=5.0,
+    )
+    service = Service(CpuDevice(), fingerprint(), cache, HandoffSettings(), at_start)
+    tokens = list(range(4 * BLOCK + 1))
+    async with service.running():
+        if form == "attached":
+            await service.attach_storage(store)
+        here = World(service, CopyLatch())
+        await here.run(tokens)
+        await here.settle()
+        service.reset()
+        again = await here.run(tokens)
+        assert again.storage_tokens == 4 * BLOCK
+        [client] = watched
+        assert len(client.asked) >= 2 * 2 * 4  # put and got, a header and a payload of each
+        assert [one for one in client.asked if not client.is_told_of(*one)] == []
+        pool_bytes = (32 + STAGING_BLOCKS) * here.layout.block_bytes
+        [start] = [at for at, size in client.registered.items() if size == pool_bytes]
+        payloads = [at for at, size in client.asked if size == here.layout.block_bytes]
+        assert len(payloads) == 2 * 4
+        assert all(start <= at < start + pool_bytes for at in payloads)  # nothing copied them
+        service.detach_storage()
+        await until(lambda: not client.registered, "the memory is its own again")
+
+
+async def test_memory_that_cannot_be_registered_is_reported(
+    empty_mooncake: MooncakeServer, watched: list[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watched, "register_buffer", lambda *_: -1)
+    store = MooncakeStore(empty_mooncake.url, MooncakeSettings())
+    store.use_memory([memoryview(bytearray(4096))])
+    with pytest.raises(StoreUnavailableError, match="cannot register 4096 bytes"):
+        async with store.running():
+            pass
+    assert watched[0].registered == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,9 +15,13 @@ _TICKS = 1200  # one minute
 
 
 class Heartbeat:
-    """Beats inside `running()`. on_beat: told by how many seconds each beat was late."""
+    """Beats inside `running()`.
 
-    def __init__(self, on_beat: Callable[[float], None] = lambda _: None) -> None:
+    on_beat: told by how many seconds each beat was late, and in how many of these, at most, the
+    loop's thread was at work; in the rest it was not given a core, or waited in a system call.
+    """
+
+    def __init__(self, on_beat: Callable[[float, float], None] = lambda *_: None) -> None:
         self.on_beat = on_beat
         self._last: float | None = None
         self._late: deque[float] = deque(maxlen=_TICKS)
@@ -39,8 +44,8 @@ class Heartbeat:
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._last = loop.time()
+            self._last, worked_s = loop.time(), time.thread_time()
             await asyncio.sleep(TICK_S)
             late_s = max(loop.time() - self._last - TICK_S, 0.0)
             self._late.append(late_s)
-            self.on_beat(late_s)
+            self.on_beat(late_s, min(late_s, time.thread_time() - worked_s))

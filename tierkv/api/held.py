@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.api.refusals import WrongStateError
@@ -77,7 +78,9 @@ class Held:
         for stream in self.streams.values():
             stream.advance(min(num_tokens, self.prompt_tokens))
 
-    def finish_stream(self, ticket_id: str, first_tokens: list[int]) -> None:
+    def finish_stream(
+        self, ticket_id: str, first_tokens: Sequence[int], sampling: Mapping[str, str]
+    ) -> None:
         """The prompt is computed, if it goes out under this ticket. Raises WrongStateError."""
         if ticket_id not in self.streams:
             return
@@ -85,7 +88,7 @@ class Held:
             raise WrongStateError(
                 f"only {self.computed_tokens} of {self.prompt_tokens} prompt tokens are committed"
             )
-        self.streams.pop(ticket_id).finish(first_tokens)
+        self.streams.pop(ticket_id).finish(first_tokens, sampling=sampling)
 
     def fail_streams(self, reason: str) -> None:
         """No more of the prompt will be computed; who waits for its tickets is told why."""

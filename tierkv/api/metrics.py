@@ -51,7 +51,18 @@ class Metrics:
             buckets=_LAG_SECONDS,
             registry=self._registry,
         )
-        node.heartbeat.on_beat = lag.observe
+        busy = Histogram(
+            "tierkv_event_loop_busy_seconds",
+            "Of that lateness, in how much at most the loop's thread had a core and used it",
+            buckets=_LAG_SECONDS,
+            registry=self._registry,
+        )
+
+        def beat(late_s: float, busy_s: float) -> None:
+            lag.observe(late_s)
+            busy.observe(busy_s)
+
+        node.heartbeat.on_beat = beat
         self._handoff = Counter(
             "tierkv_handoff_failures",
             "Prompts that could not be published or claimed, by reason",

@@ -65,7 +65,7 @@ class HandoffRoutes(Routes):
             ticket_id = bodies.check_id(body.ticket_id or held.key[1], "ticket_id")
             name = node.ticket_name(ticket_id, principal_of(request).tenant)
             try:
-                streams = node.desk.stream(held, name)
+                streams = await node.desk.outgoing.stream(held, name)
             except HandoffError as error:
                 self._metrics.count_handoff_failure("publish", error.reason)
                 raise
@@ -81,7 +81,9 @@ class HandoffRoutes(Routes):
             ticket_id = bodies.check_id(body.ticket_id or held.key[1], "ticket_id")
             name = node.ticket_name(ticket_id, principal_of(request).tenant)
             try:
-                published = await node.desk.publish(held, name, body.first_tokens)
+                published = await node.desk.outgoing.publish(
+                    held, name, body.first_tokens, body.sampling
+                )
             except HandoffError as error:
                 self._metrics.count_handoff_failure("publish", error.reason)
                 raise
@@ -117,6 +119,7 @@ class HandoffRoutes(Routes):
                     max_new_tokens=body.max_new_tokens,
                     policy=body.policy,
                     deadline_s=body.deadline_s,
+                    sampling=body.sampling,
                 )
 
             try:
@@ -138,5 +141,6 @@ class HandoffRoutes(Routes):
                 ticket_id=body.ticket_id,
                 producer=claimed.producer if claimed else None,
                 first_tokens=list(claimed.first_tokens) if claimed else [],
+                sampling=claimed.sampling if claimed else {},
             ),
         )

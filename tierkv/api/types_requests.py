@@ -15,6 +15,8 @@ NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 WaitSeconds = Annotated[float, msgspec.Meta(gt=0, le=600)]
+_Word = Annotated[str, msgspec.Meta(max_length=256)]
+Sampling = Annotated[dict[_Word, _Word], msgspec.Meta(max_length=64)]
 
 DEFAULT_LEASE_S = 60.0
 DEFAULT_WAIT_S = 30.0
@@ -68,7 +70,8 @@ class AdmitBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ClaimBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prompt must be the one that was published. deadline_s: how long to wait for the ticket.
 
-    policy: what to do if not every block can be had.
+    policy: what to do if not every block can be had. sampling: how the engine would go on; a ticket
+    that says otherwise is refused as `incompatible`, one that says nothing is not.
     """
 
     ticket_id: str
@@ -78,6 +81,7 @@ class ClaimBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     wait: Wait = Wait.ADMITTED
     deadline_s: WaitSeconds | None = None
     ttl_s: LeaseSeconds = DEFAULT_LEASE_S
+    sampling: Sampling = msgspec.field(default_factory=dict)
 
 
 class CommitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,11 +131,13 @@ class ResumeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class PublishBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """ticket_id: what the decode node asks for; the request's id without it.
 
-    first_tokens: those generated already. The prompt must be committed.
+    first_tokens: those generated already. sampling: how, in the engine's own words: equal texts
+    where equal tokens would be chosen. The prompt must be committed.
     """
 
     ticket_id: str | None = None
     first_tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]] = []
+    sampling: Sampling = {}
 
 
 class StreamBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,12 +174,13 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimAnswer(RequestAnswer, frozen=True, kw_only=True):
-    """producer: the node that published the prompt. first_tokens: what it had generated. Null and
-    none if the policy went on without a ticket."""
+    """producer: the node that published the prompt. first_tokens: what it had generated. sampling:
+    how, if it says. Null and none if the policy went on without a ticket."""
 
     ticket_id: str
     producer: str | None
     first_tokens: list[int]
+    sampling: dict[str, str]
 
 
 class EndAnswer(msgspec.Struct, frozen=True, kw_only=True):

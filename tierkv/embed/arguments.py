@@ -7,7 +7,7 @@ here it is the caller's alone, and its traceback shows where it came from.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
@@ -22,9 +22,14 @@ class _Waitable(Protocol):
 
 
 def check_text(**values: str) -> None:
+    """Strings that can be written as UTF-8, since they become names in storage."""
     for name, value in values.items():
         if not isinstance(value, str):
             raise _wrong(name, "a string", value)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _wrong(name, "text that UTF-8 can write", value) from None
 
 
 def check_count(**values: int) -> None:
@@ -67,16 +72,27 @@ def events(after: Sequence[Event]) -> tuple[Event, ...]:
     return tuple(after)
 
 
-def integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    """A copy that nobody changes."""
+def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """A copy that nobody changes, of plain integers, whatever kind they came as."""
     try:
         copy = tuple(values)
     except TypeError:
-        raise _wrong(name, "a sequence of integers", values) from None
+        raise _wrong(name, "a sequence of token ids", values) from None
     for value in copy:
-        if not isinstance(value, Integral):
-            raise _wrong(name, "a sequence of integers", value)
-    return copy
+        if not (isinstance(value, Integral) and 0 <= value < 2**31):
+            raise _wrong(name, "a sequence of token ids", value)
+    return tuple(int(value) for value in copy)
+
+
+def texts(name: str, values: Mapping[str, str] | None) -> dict[str, str]:
+    """A copy that nobody changes; empty for None."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise _wrong(name, "a mapping of texts to texts", values)
+    for key, value in values.items():
+        check_text(**{f"a name in {name}": key, f"a value in {name}": value})
+    return dict(values)
 
 
 def _wrong(name: str, expected: str, found: object) -> BadRequestError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -16,7 +16,8 @@ from tierkv.embed.arguments import (
     check_integer,
     check_text,
     events,
-    integers,
+    texts,
+    token_ids,
 )
 from tierkv.embed.exchange import Call
 from tierkv.embed.requests import Requests
@@ -138,7 +139,7 @@ class Embedded:
 
         return self._submit("admit", request_id, work)
 
-    def claim(
+    def claim(  # noqa: PLR0913 - what an admission says, the ticket, and how to go on
         self,
         request_id: str,
         ticket_id: str,
@@ -147,18 +148,21 @@ class Embedded:
         max_new_tokens: int,
         policy: ClaimPolicy = ClaimPolicy.WHOLE,
         deadline_s: float | None = None,
+        sampling: Mapping[str, str] | None = None,
     ) -> Call[Admitted]:
         """Wait for a published prompt and get all its tokens; see Service.claim. With
-        ClaimPolicy.RECOMPUTE `cached_tokens` may be fewer."""
+        ClaimPolicy.RECOMPUTE `cached_tokens` may be fewer. sampling: how this engine would go on,
+        see `publish`; a ticket that says otherwise is refused as incompatible, naming what differs.
+        What the ticket says is in the result's `ticket`."""
         check_text(request_id=request_id, ticket_id=ticket_id)
         check_count(max_new_tokens=max_new_tokens)
         check_choice(ClaimPolicy, policy=policy)
         check_deadline(deadline_s)
-        prompt = _frozen(tokens)
+        prompt, ours = _frozen(tokens), texts("sampling", sampling)
 
         async def work() -> Admitted:
             spec = RequestSpec(request_id, self._prompt(prompt), max_new_tokens, needs_logits=False)
-            return await self._requests.claim(spec, ticket_id, policy, deadline_s)
+            return await self._requests.claim(spec, ticket_id, policy, deadline_s, ours)
 
         return self._submit("claim", request_id, work)
 
@@ -213,14 +217,21 @@ class Embedded:
         first_tokens: Sequence[int],
         *,
         after: Sequence[Event] = (),
+        sampling: Mapping[str, str] | None = None,
     ) -> Call[Published]:
-        """Store the committed prompt and a ticket for it. An `end` may follow at once: it waits."""
+        """Store the committed prompt and a ticket for it. An `end` may follow at once: it waits.
+
+        sampling: how `first_tokens` were chosen, in the engine's own words, as equal texts where
+        equal tokens would be chosen. Refused with DuplicateRequestError if another prompt's ticket
+        of this id can still be claimed.
+        """
         check_text(request_id=request_id, ticket_id=ticket_id)
-        first, done = integers("first_tokens", first_tokens), events(after)
+        first, done = token_ids("first_tokens", first_tokens), events(after)
+        how = texts("sampling", sampling)
         return self._submit(
             "publish",
             request_id,
-            lambda: self._requests.publish(request_id, ticket_id, first, done),
+            lambda: self._requests.publish(request_id, ticket_id, first, done, how),
         )
 
     def end(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -72,7 +72,12 @@ class Requests:
             return await self._ready(held, until)
 
     async def claim(
-        self, spec: RequestSpec, ticket_id: str, policy: ClaimPolicy, deadline_s: float | None
+        self,
+        spec: RequestSpec,
+        ticket_id: str,
+        policy: ClaimPolicy,
+        deadline_s: float | None,
+        sampling: Mapping[str, str],
     ) -> Admitted:
         async with self._new(spec.request_id) as held:
             held.request, held.ticket = await self.service.claim(
@@ -82,6 +87,7 @@ class Requests:
                 max_new_tokens=spec.max_new_tokens,
                 policy=policy,
                 deadline_s=deadline_s,
+                sampling=sampling,
             )
             return await self._ready(
                 held, Until.LOADED, may_recompute=policy is not ClaimPolicy.WHOLE
@@ -166,11 +172,19 @@ class Requests:
             return admitted(request, ticket=held.ticket)
 
     async def publish(
-        self, request_id: str, ticket_id: str, first_tokens: Sequence[int], after: Sequence[Event]
+        self,
+        request_id: str,
+        ticket_id: str,
+        first_tokens: Sequence[int],
+        after: Sequence[Event],
+        sampling: Mapping[str, str],
     ) -> Published:
         async with self._turn(request_id) as held:
             request = self._request(held, request_id)
-            return await self.service.publish(request, ticket_id, first_tokens, after=after)
+            await self.service.check_ticket_is_free(ticket_id, request.spec.prompt)
+            return await self.service.publish(
+                request, ticket_id, first_tokens, after=after, sampling=sampling
+            )
 
     async def preempt(self, request_id: str, after: Sequence[Event]) -> None:
         async with self._turn(request_id) as held:

@@ -35,7 +35,12 @@ from tierkv.gpu.protocol import (
 )
 
 _PAGE = 4096
+# A step of Python, and of the lock that goes with it, for each run: not for less than this.
+_LEAST_RUN_BYTES = 64 << 10
 _AFTER_TIMEOUT_S = 600.0  # a copy whose predecessor never ends must not hold its thread for ever
+
+
+_Run = tuple[int, int, int]  # first slot, first block, how many
 
 
 class CpuEvent:
@@ -168,8 +173,9 @@ class CpuLane:
                 event.block_until_done(max(deadline - time.monotonic(), 0.0))
             if self._before_copy is not None:
                 self._before_copy(copy)
+            runs = runs_of(copy)
             for at, event in enumerate(events):
-                self._copy_layer(copy, at)
+                self._copy_layer(copy, runs, at)
                 event.reach()
         except Exception as error:  # noqa: BLE001 - whatever it is, waiters must hear of it
             failed = TransferError(
@@ -180,19 +186,38 @@ class CpuLane:
             for event in events[at:]:
                 event.reach(failed)
 
-    def _copy_layer(self, copy: BlockCopy, layer: int) -> None:
+    def _copy_layer(self, copy: BlockCopy, runs: Sequence[_Run], layer: int) -> None:
         layout, host = self._planes.layout, self._host.array
         for index in layout.planes_of_layer[layer]:
             start = layout.offsets[index]
             stop = start + layout.planes[index].block_bytes
-            plane = self._planes.arrays[index]
-            if self._direction is Direction.LOAD:
-                plane[copy.block_ids] = host[copy.slot_ids, start:stop]
+            slots, plane = host[:, start:stop], self._planes.arrays[index]
+            if len(runs) * _LEAST_RUN_BYTES <= len(copy) * (stop - start):
+                # 13 GB/s; by ids NumPy copies twice, through fresh memory: 7.5.
+                for slot, block, count in runs:
+                    if self._direction is Direction.LOAD:
+                        plane[block : block + count] = slots[slot : slot + count]
+                    else:
+                        slots[slot : slot + count] = plane[block : block + count]
+            elif self._direction is Direction.LOAD:
+                plane[copy.block_ids] = slots[copy.slot_ids]
             else:
-                host[copy.slot_ids, start:stop] = plane[copy.block_ids]
+                slots[copy.slot_ids] = plane[copy.block_ids]
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+
+
+def runs_of(copy: BlockCopy) -> Sequence[_Run]:
+    """The copy, in another order, as pieces in which slots and blocks both lie side by side."""
+    order = np.argsort(copy.slot_ids)
+    slots, blocks = copy.slot_ids[order], copy.block_ids[order]
+    ends = np.flatnonzero((np.diff(slots) != 1) | (np.diff(blocks) != 1)) + 1
+    starts = [0, *ends.tolist()]
+    counts = np.diff([*starts, len(copy)]).tolist()
+    return [
+        (int(slots[at]), int(blocks[at]), count) for at, count in zip(starts, counts, strict=True)
+    ]
 
 
 def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots: int) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.errors import TierKVError
+from tierkv.errors import TransferError
 from tierkv.sched.fetcher import Fetched, Fetcher
 from tierkv.sched.request import RequestSpec
 from tierkv.sched.scheduler import Scheduler
@@ -59,8 +58,7 @@ class Ahead:
                     self._done = prefix.num_blocks
                 else:
                     self._wanted = self._done
-                with suppress(TierKVError):
-                    await self._load(prefix, fetched)
+                await self._load(prefix, fetched)
             finally:
                 fetched.release()
 
@@ -68,9 +66,10 @@ class Ahead:
         """Bring to the device what is on the host now, if there is room that nobody waits for."""
         tiers = self._scheduler.tiers
         has_room = tiers.available(Tier.DEVICE) >= 2 * self._spec.num_blocks
-        if self._scheduler.num_waiting or not has_room or not fetched.tokens:
-            return
-        await _load(self._scheduler, self._spec, fetched.tokens.stop // prefix.block_size)
+        if has_room and fetched.tokens:
+            with suppress(TransferError):
+                num_blocks = fetched.tokens.stop // prefix.block_size
+                await self._scheduler.load_ahead(_first_blocks(prefix, num_blocks))
 
 
 class LoadsAhead:
@@ -100,23 +99,9 @@ class LoadsAhead:
             self._came.clear()
             on_host = self._on_host
             if self._has_room(self._spec.num_blocks - self._on_device):
-                with suppress(TierKVError):  # the request itself is told
-                    await _load(self._scheduler, self._spec, on_host)
+                with suppress(TransferError):  # the request tries again, and is told
+                    await self._scheduler.load_ahead(_first_blocks(self._spec.prompt, on_host))
                     self._on_device = on_host
-
-
-async def _load(scheduler: Scheduler, spec: RequestSpec, num_blocks: int) -> None:
-    """Have the first blocks of a request's prompt, which are on the host, on the device too."""
-    come = _first_blocks(spec.prompt, num_blocks)
-    if not come.num_tokens:
-        return
-    part = replace(spec, request_id=f"{spec.request_id}~ahead", prompt=come, max_new_tokens=0)
-    request = await scheduler.admit(part)
-    try:
-        for movement in request.loads:
-            await movement.done()
-    finally:
-        scheduler.end(request)
 
 
 def _first_blocks(prompt: Prompt, count: int) -> Prompt:

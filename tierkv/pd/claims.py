@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 
+from tierkv.cache.fingerprint import differences
 from tierkv.cache.node import Tier
 from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.pd.ahead import Ahead, LoadsAhead
@@ -68,12 +70,18 @@ class Claims:
         self._stats = stats
 
     async def claim(
-        self, spec: RequestSpec, ticket_id: str, *, policy: ClaimPolicy, deadline_s: float
+        self,
+        spec: RequestSpec,
+        ticket_id: str,
+        *,
+        policy: ClaimPolicy,
+        deadline_s: float,
+        sampling: Mapping[str, str],
     ) -> tuple[Request, Ticket | None]:
         """Wait for a published prompt and get its blocks; see Service.claim."""
         self._scheduler.check(spec)
         try:
-            request, ticket = await self._claim(spec, ticket_id, policy, deadline_s)
+            request, ticket = await self._claim(spec, ticket_id, policy, deadline_s, sampling)
         except HandoffError:
             self._stats.refused_claims += 1
             raise
@@ -85,7 +93,12 @@ class Claims:
         return request, ticket
 
     async def _claim(
-        self, spec: RequestSpec, ticket_id: str, policy: ClaimPolicy, deadline_s: float
+        self,
+        spec: RequestSpec,
+        ticket_id: str,
+        policy: ClaimPolicy,
+        deadline_s: float,
+        sampling: Mapping[str, str],
     ) -> tuple[Request, Ticket | None]:
         give_up_at = asyncio.get_running_loop().time() + deadline_s
         if policy is ClaimPolicy.RECOMPUTE_ALL:
@@ -94,6 +107,7 @@ class Claims:
         with self._direct.claimer(ticket_id, lambda: self._has_room(spec.num_blocks)) as near:
             try:
                 ticket = await self._wait(spec, ticket_id, deadline_s, near)
+                _check_sampling(ticket, sampling)
             except HandoffError as error:
                 if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
                     raise
@@ -180,6 +194,17 @@ class Claims:
     async def _acknowledge(self, ticket: Ticket) -> None:
         with suppress(StoreUnavailableError):  # then the ticket goes when its time is over
             await self._tickets.acknowledge(ticket)
+
+
+def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
+    """Raise HandoffError if both say how they sample, and differ: tokens of two ways to sample
+    would be neither node's."""
+    if ticket.sampling and ours and ticket.sampling != ours:
+        raise HandoffError(
+            ClaimProblem.INCOMPATIBLE.value,
+            "the ticket's first tokens were sampled in another way: "
+            + ", ".join(differences(dict(ours), ticket.sampling)),
+        )
 
 
 def _incomplete(request: Request, fetched: Fetched) -> HandoffError:

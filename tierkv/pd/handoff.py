@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Event
+from tierkv.pd.abandon import abandonable
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.lease import ProducerLease
@@ -204,8 +206,9 @@ class Handoff:
             for at in groups:
                 if problems:
                     return
+                group = partial(self._stage_and_flush, request, keys[:stop], at, after)
                 try:
-                    await self._stage_and_flush(request, keys[:stop], at, after)
+                    await abandonable(self._tiers, group, "tierkv-publish-group")
                 except (StoreUnavailableError, TransferError) as problem:
                     problems.append(problem)
 
@@ -221,9 +224,10 @@ class Handoff:
         self, request: Request, keys: Sequence[StoredKey], at: int, after: Sequence[Event]
     ) -> None:
         """Flush keys[at:] up to a group's size. Blocks that the host has are flushed from there,
-        the others through staging slots."""
+        the others through staging slots. All of them are held until the store is done with them,
+        be the request there or not."""
         count = min(GROUP_BLOCKS, len(keys) - at)
-        async with self._staging.group() as group:
+        async with self._staging.group() as group, self._held(request):
             slots = group.slots[:count].copy()
             cached = [self._host_slot(request, at + i) for i in range(count)]
             missing = np.array([slot is None for slot in cached], np.bool_)
@@ -237,6 +241,15 @@ class Handoff:
             # The tail is listed when the ticket is there: nobody waits for that.
             outcomes = await self._storage.flush(keys[at : at + count], slots, notes_tails=False)
         check_written(self._storage, outcomes)
+
+    @asynccontextmanager
+    async def _held(self, request: Request) -> AsyncIterator[None]:
+        lease = self._tiers.index.hold_as_is(request.lease.node)
+        try:
+            yield
+        finally:
+            self._tiers.index.release(lease)
+            self._tiers.capacity_changed()
 
     def _host_slot(self, request: Request, block: int) -> int | None:
         """The host slot of a block of the request's path, None if the host has no whole copy."""

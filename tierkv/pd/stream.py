@@ -33,6 +33,7 @@ _LAST_WORD_S = 0.5
 class _Finish:
     first_tokens: tuple[int, ...]
     after: tuple[Event, ...]
+    sampling: dict[str, str]
 
 
 class Stream:
@@ -49,14 +50,12 @@ class Stream:
         request: Request,
         ticket_id: str,
         *,
-        sampling: Mapping[str, str] | None = None,
         deadline_s: float,
     ) -> None:
-        """sampling: see Ticket. deadline_s: for what is left to do when the prompt is computed."""
+        """deadline_s: for what is left to do when the prompt is computed."""
         self._handoff = handoff
         self._request = request
         self._ticket_id = ticket_id
-        self._sampling = sampling
         self._deadline_s = deadline_s
         self._computed_blocks = 0
         self._after: tuple[Event, ...] = ()
@@ -74,9 +73,14 @@ class Stream:
         self._after = tuple(after)
         self._changed.set()
 
-    def finish(self, first_tokens: Sequence[int], after: Sequence[Event] = ()) -> None:
-        """The whole prompt is committed; write the rest and the ticket."""
-        self._finish = _Finish(tuple(first_tokens), tuple(after))
+    def finish(
+        self,
+        first_tokens: Sequence[int],
+        after: Sequence[Event] = (),
+        sampling: Mapping[str, str] | None = None,
+    ) -> None:
+        """The whole prompt is committed; write the rest and the ticket. sampling: see Ticket."""
+        self._finish = _Finish(tuple(first_tokens), tuple(after), dict(sampling or {}))
         self._end_in(self._deadline_s)
 
     def fail(self, reason: str) -> None:
@@ -137,7 +141,7 @@ class Stream:
             self._ticket_id,
             finish.first_tokens,
             after=finish.after,
-            sampling=self._sampling,
+            sampling=finish.sampling,
             deadline_s=self._deadline_s,
             stored_blocks=ready,
         )

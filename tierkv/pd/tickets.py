@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from tierkv.cache.fingerprint import Fingerprint, differences
 from tierkv.cache.keys import Prompt, StoredKey
@@ -15,6 +16,7 @@ from tierkv.errors import (
     StoreCorruptError,
     StoreUnavailableError,
 )
+from tierkv.pd.abandon import abandonable
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.small import SmallValues
@@ -246,7 +248,8 @@ class Tickets:
             raise _damaged(error) from error
 
     async def _put(self, name: str, value: bytes, ttl_s: float) -> None:
-        await self._values.put(name, value, ttl_s=ttl_s + _EXPIRED_GRACE_S)
+        put = partial(self._values.put, name, value, ttl_s=ttl_s + _EXPIRED_GRACE_S)
+        await abandonable(self._tiers, put, "tierkv-write-ticket")
 
 
 def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:

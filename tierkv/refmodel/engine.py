@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import msgspec
 
-from tierkv.cache.fingerprint import differences
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import count
 from tierkv.errors import (
@@ -156,12 +155,12 @@ class ReferenceEngine:
         sampling = run.job.sampling.readable()
         try:
             if run.job.uses_cache:
-                run.stream = self._service.stream(run.request, ticket_id, sampling=sampling)
+                run.stream = self._service.stream(run.request, ticket_id)
             if run.stream is not None:
                 streaming = self._start_publish(run, run.stream.run())
             await self._first_token(run)
             if streaming is not None:
-                streaming.computed(run.tokens, self._computed())
+                streaming.computed(run.tokens, self._computed(), sampling)
                 return streaming
             work = self._service.publish(
                 run.request, ticket_id, run.tokens, after=self._computed(), sampling=sampling
@@ -198,6 +197,7 @@ class ReferenceEngine:
             max_new_tokens=job.max_tokens - 1,
             policy=policy,
             deadline_s=deadline_s,
+            sampling=job.sampling.readable(),
         )
         run = Run(request, job, started)
         try:
@@ -222,7 +222,6 @@ class ReferenceEngine:
                     ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token"
                 )
             if ticket is not None:
-                _check_sampling(run.job, ticket)
                 run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
                 run.tell()
             await self._continue(run)
@@ -373,14 +372,3 @@ def _reason(error: BaseException) -> str:
 
 def _forget(call: Future[None]) -> None:
     call.cancel()  # has an effect only if the thread has not begun it
-
-
-def _check_sampling(job: GenerateRequest, ticket: Ticket) -> None:
-    """Tokens of two ways to sample would be neither node's."""
-    ours = job.sampling.readable()
-    if ticket.sampling and ticket.sampling != ours:
-        raise HandoffError(
-            ClaimProblem.INCOMPATIBLE.value,
-            "the ticket's first tokens were sampled in another way: "
-            + ", ".join(differences(ours, ticket.sampling)),
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 
 from tierkv.errors import ShuttingDownError, TierKVError
@@ -34,10 +34,12 @@ class Publishing:
         """Cancelling it ends only the wait. Raises HandoffError, ShuttingDownError."""
         return await asyncio.shield(self.outcome)
 
-    def computed(self, first_tokens: Sequence[int], after: Sequence[Event]) -> None:
+    def computed(
+        self, first_tokens: Sequence[int], after: Sequence[Event], sampling: Mapping[str, str]
+    ) -> None:
         """The prompt is computed and committed; nothing but publishing uses the request now."""
         assert self._stream is not None, "a publish without a stream begins with that"
-        self._stream.finish(first_tokens, after)
+        self._stream.finish(first_tokens, after, sampling)
         self._is_computing = False
         self._end_if_done()
 

@@ -9,7 +9,7 @@ from tierkv.errors import OutOfBlocksError, OverQuotaError, TierKVError
 from tierkv.sched.growing import Growing
 from tierkv.sched.limits import TenantLimits
 from tierkv.sched.parking import Parking
-from tierkv.sched.planner import plan_admission
+from tierkv.sched.planner import AdmissionPlan, plan_admission
 from tierkv.sched.request import Request
 from tierkv.sched.running import Running
 from tierkv.sched.starting import Starting
@@ -60,7 +60,7 @@ class Admitting:
                 plan = plan_admission(self._index, self._device_pool, waiting.spec)
                 wait = self._parking.worth_a_wait(waiting, plan)
                 if wait is None:
-                    request = self._starting.try_start(waiting, plan)
+                    request = self._start(waiting, plan)
                     self._line.given(waiting.tenant, waiting.spec.num_blocks)
                     return request
             except OutOfBlocksError:
@@ -73,6 +73,11 @@ class Admitting:
         if not self._is_stuck_still():
             self.pump()
         return None
+
+    def _start(self, waiting: Waiting, plan: AdmissionPlan) -> Request:
+        request = self._starting.try_start(waiting, plan)
+        self._parking.started(waiting)
+        return request
 
     def _is_first(self, waiting: Waiting) -> bool:
         """Whether it would have the next turn, with nobody else in line."""
@@ -126,7 +131,7 @@ class Admitting:
                 if wait is not None:
                     self._parking.park(waiting, wait)
                     continue
-                request = self._starting.try_start(waiting, plan)
+                request = self._start(waiting, plan)
             except OutOfBlocksError as error:
                 if not self._is_busy and self._unblock(waiting):
                     continue

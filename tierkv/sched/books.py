@@ -120,6 +120,10 @@ class TierBooks:
     def start(self, work: Coroutine[None, None, None], name: str) -> None:
         """Run `work` in a task that this object owns and waits for. Raises ShuttingDownError once
         something has failed that stops the service."""
+        _ = self.started(work, name)
+
+    def started(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        """As `start`; the task, for who may want to cancel it."""
         assert self._tasks is not None, "the tiers are running"
         try:
             task = self._tasks.create_task(work, name=name)
@@ -128,6 +132,7 @@ class TierBooks:
             raise ShuttingDownError("this node has failed and is shutting down") from None
         self.num_tasks += 1
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, _: asyncio.Task[None]) -> None:
         self.num_tasks -= 1

@@ -41,11 +41,13 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """For a claim to reach block `stop`; for `patience_s` seconds at the most."""
+    """For a claim to reach block `stop`; for `patience_s` seconds at the most. is_sooner: than
+    computing the same, as far as is known."""
 
     claim: Claim
     stop: int
     patience_s: float
+    is_sooner: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -129,13 +131,8 @@ class Computing:
                 best = claim, shared
         return best
 
-    def worth_a_wait(self, match: Match, prompt: Prompt, stop: int, now: float) -> Wait | None:
-        """What to wait for instead of computing it again; None if that is not cheaper.
-
-        A wait that comes to nothing costs what its owner was expected to need still, which is less
-        than computing the same here, and HEDGE of the latter. After each such wait in a row twice
-        as many chances are passed by, so that owners who never deliver cost ever less.
-        """
+    def possible_wait(self, match: Match, prompt: Prompt, stop: int, now: float) -> Wait | None:
+        """What could be waited for instead of computing it again. Changes nothing."""
         if not self._claims or not self._prefill.is_known:
             return None
         found = self.find(match, prompt, stop)
@@ -146,12 +143,26 @@ class Computing:
         compute_s = self._prefill.seconds((shared - match.num_blocks) * size)
         expected_s = self._prefill.seconds((shared - claim.begun_at) * size)
         left_s = max(expected_s - (now - claim.begun), 0.0)
-        if left_s > compute_s or self._skip:
-            self._skip -= left_s <= compute_s  # one of the chances that are passed by
-            self._decisions.recompute_device += 1
-            return None
+        patience_s = left_s + HEDGE * compute_s
+        return Wait(claim, shared, patience_s, is_sooner=left_s <= compute_s)
+
+    def is_worth_it(self, wait: Wait) -> bool:
+        """Whether it is better than to compute.
+
+        A wait that comes to nothing costs what its owner was expected to need still, which is less
+        than computing the same here, and HEDGE of the latter. After each such wait in a row twice
+        as many chances are passed by, so that owners who never deliver cost ever less.
+        """
+        return wait.is_sooner and not self._skip
+
+    def passed_by(self, wait: Wait) -> None:
+        """A request has started without it."""
+        self._skip -= bool(self._skip and wait.is_sooner)
+        self._decisions.recompute_device += 1
+
+    def waits(self) -> None:
+        """A request waits from now on."""
         self._decisions.wait_device += 1
-        return Wait(claim, shared, left_s + HEDGE * compute_s)
 
     def note_wait(self, *, was_worth_it: bool) -> None:
         if was_worth_it:

@@ -103,7 +103,7 @@ class Growing:
 
     def _try_extend(self, request: Request, count: int) -> Ids | None:
         try:
-            return self._starting.take(request.spec, count)
+            return self._starting.take(request.prompt, count)
         except OutOfBlocksError as error:
             if self._must_yield(request):
                 raise

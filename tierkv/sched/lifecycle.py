@@ -64,21 +64,24 @@ class Lifecycle:
                 f"not {capacity}; for more, {_MORE[tier]}"
             )
         tiers, pool = self._tiers, self._tiers.pools[tier]
-        with self._alone(tier):
+        with self.alone(tier):
             if capacity >= pool.capacity:
                 pool.grow(capacity)
             else:
                 with self._retiring(tier) as retired:
                     await self._retire(tier, capacity, retired, keeps_blocks=True)
-                if not len(pool.taken_from(capacity)):
-                    pool.shrink(capacity)
+                pool.shrink(capacity)
+            tiers.index.order[tier].resized(capacity)
         tiers.capacity_changed()
 
     @contextmanager
-    def _alone(self, tier: Tier) -> Iterator[None]:
+    def alone(self, tier: Tier) -> Iterator[None]:
+        """Nobody else resizes, empties or refills the tier inside. Raises OwnershipError if
+        somebody does."""
         if tier in self._changing:
             raise OwnershipError(
-                f"the {tier.name.lower()} tier is being resized or emptied: wait, or end that"
+                f"the {tier.name.lower()} tier is being resized, emptied or filled: wait, or end "
+                "that"
             )
         self._changing.add(tier)
         try:
@@ -88,18 +91,21 @@ class Lifecycle:
 
     @contextmanager
     def _retiring(self, tier: Tier) -> Iterator[list[Ids]]:
-        """Slots that the body takes out of use go back at its end."""
+        """Slots that the body takes out of use are free at its end. If that is a good one, nobody
+        has been told yet, so that they are free still."""
         retired: list[Ids] = []
         try:
             yield retired
-        finally:
+        except BaseException:
             self._give_back(tier, retired)
+            self._tiers.capacity_changed()
+            raise
+        self._give_back(tier, retired)
 
     def _give_back(self, tier: Tier, retired: list[Ids]) -> None:
         for slots in retired:
             self._tiers.unlend(tier, slots)
             self._tiers.pools[tier].release(slots)
-        self._tiers.capacity_changed()
 
     async def _retire(
         self, tier: Tier, first: int, retired: list[Ids], *, keeps_blocks: bool
@@ -158,22 +164,16 @@ class Lifecycle:
     async def empty_device(self, *, keeps_blocks: bool) -> None:
         """Take every device slot out of use; returns when nothing is on the device any more and
         no copy moves. keeps_blocks: what is only there goes to the host, as far as that has room.
-        Nobody may be admitted meanwhile. Waits for requests and pins; cancelling it undoes it.
+        Nobody may be admitted meanwhile, and the caller is `alone`. Waits for requests and pins;
+        cancelling it undoes it.
         """
         if self._asleep is not None:
             raise OwnershipError("the device sleeps already")
-        retired: list[Ids] = []
-        with self._alone(Tier.DEVICE):
-            try:
-                await self._retire(Tier.DEVICE, 0, retired, keeps_blocks=keeps_blocks)
-                while self._tiers.num_tasks:
-                    await self._tiers.next_change()
-            except BaseException:
-                self._give_back(Tier.DEVICE, retired)
-                raise
-        for slots in retired:
-            self._tiers.unlend(Tier.DEVICE, slots)
-        self._asleep = np.concatenate(retired)
+        with self._retiring(Tier.DEVICE) as retired:
+            await self._retire(Tier.DEVICE, 0, retired, keeps_blocks=keeps_blocks)
+            while self._tiers.num_tasks:
+                await self._tiers.next_change()
+        self._asleep = self._tiers.pools[Tier.DEVICE].take_from(0)
         self._tiers.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
@@ -188,6 +188,7 @@ class Lifecycle:
             pool.shrink(num_blocks)
         else:
             pool.grow(num_blocks)
+        self._tiers.index.order[Tier.DEVICE].resized(num_blocks)
         self._slots[Tier.DEVICE] = num_blocks
         self._tiers.capacity_changed()
 

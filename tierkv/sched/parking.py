@@ -27,7 +27,8 @@ class Parking:
         self._on_timeout = on_timeout
 
     def worth_a_wait(self, waiting: Waiting, plan: AdmissionPlan) -> Wait | None:
-        """What to stand aside for; None if it is better to start now."""
+        """What to stand aside for; None if it is better to start now, which `started` is told."""
+        waiting.passes_by = None
         spec = waiting.spec
         if not spec.uses_cache or not self._computing.num_claims:
             return None
@@ -35,11 +36,20 @@ class Parking:
         if waiting.give_up_at is not None and now >= waiting.give_up_at:
             return None
         stop = spec.max_cached_tokens // spec.prompt.block_size
-        return self._computing.worth_a_wait(plan.match, spec.prompt, stop, now)
+        wait = self._computing.possible_wait(plan.match, spec.prompt, stop, now)
+        if wait is None or self._computing.is_worth_it(wait):
+            return wait
+        waiting.passes_by = wait
+        return None
+
+    def started(self, waiting: Waiting) -> None:
+        if waiting.passes_by is not None:
+            self._computing.passed_by(waiting.passes_by)
 
     def park(self, waiting: Waiting, wait: Wait) -> None:
         """It is in line, and stands aside from now on."""
         self._stats.shared_waits += waiting.give_up_at is None
+        self._computing.waits()
         now = asyncio.get_running_loop().time()
         self._line.stand_aside(waiting, wait, now, lambda: self._wait_is_up(waiting))
 

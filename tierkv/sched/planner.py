@@ -67,36 +67,28 @@ class Step:
     must_copy: bool
 
 
-def plan_room(
-    index: Index, pool: BlockPool, tier: Tier, *, needed: int, on_the_way: int, rule: WriteRule
-) -> list[Step]:
-    """What has to go so that `needed` slots of `tier` are free; [] if they are.
+def missing_slots(order: EvictionOrder, pool: BlockPool, *, needed: int, on_the_way: int) -> int:
+    """How many copies have to go so that `needed` slots are free; 0 or less if they are.
 
     on_the_way: slots that running copies will free. Raises OutOfBlocksError if that can't be had
     while other requests hold their blocks.
     """
     missing = needed - pool.num_free - on_the_way
-    order = index.order[tier]
     if missing > order.num_unheld:
         available = pool.num_free + on_the_way + order.num_unheld
-        raise OutOfBlocksError(tier.name.lower(), needed=needed, available=available)
-    return plan_eviction(order, tier, missing, rule)
+        raise OutOfBlocksError(pool.tier, needed=needed, available=available)
+    return missing
 
 
 def plan_eviction(order: EvictionOrder, tier: Tier, missing: int, rule: WriteRule) -> list[Step]:
-    """What goes so that `order` has `missing` copies less."""
+    """What goes so that `order` has `missing` copies less; [] for none. Leaves that need no plan
+    need not come here: see `EvictionOrder.leaf_to_go`."""
     if missing <= 0:
         return []
     writes = rule.writes_on_eviction
     steps: list[Step] = []
     forgotten: set[tuple[int, int]] = set()  # (uid, first forgotten block of the run)
     for victim in order.victims(missing):
-        node = victim.node
-        is_a_leafs_end = victim.stop == node.num_blocks and not node.children
-        if is_a_leafs_end and not (writes or node.copies[1 - tier].num_present):
-            forgotten.add((node.uid, victim.start))  # the common case, without a closer look
-            steps.append(Step(victim, must_copy=False))
-            continue
         for part, has_copy_below in _parts(victim, tier):
             if has_copy_below:
                 steps.append(Step(part, must_copy=False))

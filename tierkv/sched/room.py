@@ -17,7 +17,7 @@ from tierkv.cache.states import CopyState
 from tierkv.errors import ConfigError, OverQuotaError
 from tierkv.sched.books import Parts, TierBooks
 from tierkv.sched.events import Happening
-from tierkv.sched.planner import Step, plan_eviction, plan_room
+from tierkv.sched.planner import Step, missing_slots, plan_eviction
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +68,32 @@ class Room(TierBooks, ABC):
         """
         if space is not None:
             self._stay_within_quota(tier, space, count + reserved)
-        pool = self.pools[tier]
-        slots: Ids | None = None
-        while slots is None:
-            steps = plan_room(
-                self.index,
-                pool,
-                tier,
-                needed=count,
-                on_the_way=self._on_the_way[tier],
-                rule=self.rules[tier],
-            )
-            if steps and not any(step.must_copy for step in steps):
-                slots = pool.swap([self._drop(tier, *step.victim) for step in steps], count)
-            elif not steps or not self._make_room(tier, steps):
-                slots = pool.allocate(count)
+        pool, order, rule = self.pools[tier], self.index.order[tier], self.rules[tier]
+        freed: list[Ids] = []
+        missing = missing_slots(order, pool, needed=count, on_the_way=self._on_the_way[tier])
+        while missing > 0 and (leaf := order.leaf_to_go(missing, rule)) is not None:
+            freed.append(self._drop(tier, *leaf))  # as nearly all go
+            missing -= len(freed[-1])
+        steps = plan_eviction(order, tier, missing, rule) if missing > 0 else []
+        if not any(step.must_copy for step in steps):
+            freed += [self._drop(tier, *step.victim) for step in steps]
+            slots = pool.swap(freed, count)
+        else:
+            for part in freed:
+                pool.release(part)
+            slots = self._take_by_plan(tier, count)
         if self._watermarks[tier].low:
             self._keep_free(tier)
         return slots
+
+    def _take_by_plan(self, tier: Tier, count: int) -> Ids:
+        pool, order = self.pools[tier], self.index.order[tier]
+        while True:
+            on_the_way = self._on_the_way[tier]
+            missing = missing_slots(order, pool, needed=count, on_the_way=on_the_way)
+            steps = plan_eviction(order, tier, missing, self.rules[tier])
+            if not steps or not self._make_room(tier, steps):
+                return pool.allocate(count)
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int) -> None:
         """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way."""

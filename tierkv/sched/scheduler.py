@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.errors import (
     DuplicateRequestError,
+    OutOfBlocksError,
     OwnershipError,
     RequestAbortedError,
     ShuttingDownError,
@@ -183,6 +185,19 @@ class Scheduler:
             raise
         finally:
             waiting.let_go()
+
+    async def load_ahead(self, prompt: Prompt) -> None:
+        """Bring to the device what the host has of `prompt`, for a request that is to come; return
+        when it is there. Nothing happens if there is no room, or somebody waits for it. Raises
+        TransferError; cancelling the wait does not touch the copy."""
+        if self.is_paused or self._is_draining or self._waiting or self._growing.extending:
+            return
+        try:
+            movement = self._starting.load(prompt)
+        except OutOfBlocksError:
+            return
+        if movement is not None:
+            await movement.done()
 
     def abort(self, request_id: str) -> bool:
         """Nobody wants this request any more; whether there was one.

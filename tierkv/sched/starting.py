@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tierkv.cache.index import Lease
+from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import CopyState
 from tierkv.errors import OutOfBlocksError, TransferError
 from tierkv.sched.computing import Computing
-from tierkv.sched.loads import Loads
+from tierkv.sched.loads import Load, Loads
 from tierkv.sched.planner import AdmissionPlan
-from tierkv.sched.request import Matched, Request, RequestSpec
+from tierkv.sched.request import Matched, Request
 from tierkv.sched.running import Running
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.waiting import Waiting
@@ -58,7 +59,7 @@ class Starting:
         partial = match.partial
         source = self._index.hold(partial.node, partial.block + 1) if partial else None
         try:
-            slots = self.take(spec, plan.num_slots)
+            slots = self.take(spec.prompt, plan.num_slots)
         except OutOfBlocksError:
             if source is not None:
                 self._index.release(source)
@@ -66,9 +67,28 @@ class Starting:
             raise
         return self._start(waiting, plan, lease, source, slots)
 
-    def take(self, spec: RequestSpec, count: int) -> Ids:
+    def load(self, prompt: Prompt) -> Movement | None:
+        """Bring to the device what the host has of `prompt`, for nobody yet; None if that is
+        nothing. Raises OutOfBlocksError, with nothing held."""
+        match = self._index.match(prompt)
+        count, stop = match.host_blocks, match.num_blocks
+        if not count:
+            return None
+        lease = self._index.hold(match.node, stop)
+        try:
+            load = self._load(lease, stop - count, stop, self.take(prompt, count))
+        finally:
+            self._index.release(lease)
+        self._loads.let_go(load)
+        return load.movement
+
+    def _load(self, lease: Lease, first: int, stop: int, slots: Ids) -> Load:
+        self._tiers.decisions.load_host += 1
+        return self._loads.start(lease, first, stop, slots)
+
+    def take(self, prompt: Prompt, count: int) -> Ids:
         """Device slots within the tenant's quota, of which private blocks are a part too."""
-        space = self._index.root_of(spec.prompt).space
+        space = self._index.root_of(prompt).space
         if not space.has_quota:
             return self._tiers.take(Tier.DEVICE, count)
         reserved = self._running.private_blocks(space.name)
@@ -97,8 +117,7 @@ class Starting:
         for joined in loads:
             joined.num_users += 1
         if len(loading):
-            self._tiers.decisions.load_host += 1
-            loads.append(self._loads.start(lease, first_load, match.num_blocks, loading))
+            loads.append(self._load(lease, first_load, match.num_blocks, loading))
         movements += [load.movement for load in loads]
 
         self._index.count_hit(lease)

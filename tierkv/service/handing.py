@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from tierkv.cache.keys import Prompt
 from tierkv.errors import HandoffError
@@ -64,25 +66,30 @@ class Handing:
             deadline_s=deadline_s,
         )
 
-    def stream(
-        self, request: Request, ticket_id: str, *, sampling: Mapping[str, str] | None = None
-    ) -> Stream | None:
+    def stream(self, request: Request, ticket_id: str) -> Stream | None:
         """Publish the request's prompt while it is computed; None if the settings say otherwise.
         See Stream."""
         handoff = self._the_handoff()
         if not self._settings.streams:
             return None
         deadline_s = self._settings.publish_deadline_s
-        return Stream(handoff, request, ticket_id, sampling=sampling, deadline_s=deadline_s)
+        return Stream(handoff, request, ticket_id, deadline_s=deadline_s)
 
     async def claim(
-        self, spec: RequestSpec, ticket_id: str, policy: ClaimPolicy, deadline_s: float | None
+        self,
+        spec: RequestSpec,
+        ticket_id: str,
+        policy: ClaimPolicy,
+        deadline_s: float | None,
+        sampling: Mapping[str, str] | None = None,
     ) -> tuple[Request, Ticket | None]:
         """See Service.claim."""
         self._the_handoff()
         if deadline_s is None:
             deadline_s = self._settings.claim_deadline_s
-        return await self._claims.claim(spec, ticket_id, policy=policy, deadline_s=deadline_s)
+        return await self._claims.claim(
+            spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
+        )
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
         """How a ticket stands, of whatever node it is; without waiting for it."""
@@ -90,9 +97,11 @@ class Handing:
         return await status.look(handoff.tickets, handoff.lease, ticket_id)
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """See Tickets.check_free."""
+        """See Tickets.check_free. A store that does not answer in time is in nobody's way."""
         handoff = self._the_handoff()
-        await handoff.tickets.check_free(ticket_id, prompt, handoff.lease)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.lookup_deadline_s):
+                await handoff.tickets.check_free(ticket_id, prompt, handoff.lease)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
         """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""

@@ -20,6 +20,11 @@ from tierkv.service.parts import Parts
 async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
     """See Service.lookup."""
     match, size = parts.index.match(prompt), prompt.block_size
+    partial = match.partial
+    is_on_device = False
+    if partial is not None:  # looked at before the wait, after which it may be gone
+        [state] = parts.index.states(Tier.DEVICE, partial.node, partial.block, partial.block + 1)
+        is_on_device = state is CopyState.READY
     storage, stored = parts.tiers.storage, 0
     is_known = True
     if storage is not None:
@@ -29,10 +34,8 @@ async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
             is_known = False
     device = (match.device_blocks + match.loading_blocks) * size
     host = match.host_blocks * size
-    partial = match.partial
     if partial is not None and not stored:  # else storage has more of that block
-        [state] = parts.index.states(Tier.DEVICE, partial.node, partial.block, partial.block + 1)
-        if state is CopyState.READY:
+        if is_on_device:
             device += partial.num_tokens
         else:
             host += partial.num_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from tierkv.cache.fingerprint import Fingerprint
@@ -257,7 +257,7 @@ class Service:
 
     # Hand-off
 
-    async def claim(
+    async def claim(  # noqa: PLR0913 - what an admission says, the ticket, and how to go on
         self,
         request_id: str,
         ticket_id: str,
@@ -266,15 +266,17 @@ class Service:
         max_new_tokens: int,
         policy: ClaimPolicy = ClaimPolicy.WHOLE,
         deadline_s: float | None = None,
+        sampling: Mapping[str, str] | None = None,
     ) -> tuple[Request, Ticket | None]:
         """Wait for a published prompt and get its blocks, every token of them on the way.
 
         With ClaimPolicy.RECOMPUTE the request may have fewer `cached_tokens`, the rest of which
         the engine computes, and there may be no ticket; with RECOMPUTE_ALL there is neither.
+        sampling: how the engine would go on; a ticket that says otherwise is incompatible.
         Raises HandoffError, its reason a ClaimProblem, and what admit does.
         """
         spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
-        return await self._handing.claim(spec, ticket_id, policy, deadline_s)
+        return await self._handing.claim(spec, ticket_id, policy, deadline_s, sampling)
 
     @property
     def handoff(self) -> Handoff | None:

@@ -10,31 +10,33 @@ from tierkv.service.parts import Parts
 
 async def sleep(parts: Parts, memory: Memory, *, keeps_blocks: bool) -> None:
     """See Service.sleep."""
-    parts.scheduler.pause()
-    try:
-        await parts.lifecycle.empty_device(keeps_blocks=keeps_blocks)
-    except BaseException:
-        if not parts.lifecycle.is_asleep:
-            parts.scheduler.unpause()
-        raise
-    try:
-        await parts.mover.suspend()  # goes to its end even if it is cancelled
-    finally:
-        memory.give_planes_back()
+    with parts.lifecycle.alone(Tier.DEVICE):
+        parts.scheduler.pause()
+        try:
+            await parts.lifecycle.empty_device(keeps_blocks=keeps_blocks)
+        except BaseException:
+            if not parts.lifecycle.is_asleep:
+                parts.scheduler.unpause()
+            raise
+        try:
+            await parts.mover.suspend()  # goes to its end even if it is cancelled
+        finally:
+            memory.give_planes_back()
 
 
 async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
     """See Service.wake."""
-    if not parts.lifecycle.is_asleep:
-        raise OwnershipError("the device does not sleep")
-    count = device_blocks or parts.tiers.pools[Tier.DEVICE].capacity
-    planes = await memory.new_planes(count)
-    try:
-        await parts.mover.reopen(planes)
-    except BaseException:
-        await parts.mover.suspend()
-        planes.close()
-        raise
-    memory.use(planes)
-    parts.lifecycle.refill_device(count)
-    parts.scheduler.unpause()
+    with parts.lifecycle.alone(Tier.DEVICE):
+        if not parts.lifecycle.is_asleep:
+            raise OwnershipError("the device does not sleep")
+        count = device_blocks or parts.tiers.pools[Tier.DEVICE].capacity
+        planes = await memory.new_planes(count)
+        try:
+            await parts.mover.reopen(planes)
+        except BaseException:
+            await parts.mover.suspend()
+            planes.close()
+            raise
+        memory.use(planes)
+        parts.lifecycle.refill_device(count)
+        parts.scheduler.unpause()

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.around import StoreAround
+from tierkv.storage.host_memory import use_memory
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
     Capabilities,
@@ -90,6 +91,9 @@ class FaultyStore(StoreAround):
 
     def notifier(self) -> Notifier:
         return notifier_of(self._inner)
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None:
+        use_memory(self._inner, pools)
 
     @property
     def url(self) -> str:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.around import StoreAround
+from tierkv.storage.host_memory import use_memory
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
@@ -63,6 +64,10 @@ class LayeredStore(StoreAround):
 
     def notifier(self) -> Notifier:
         return notifier_of(self._far)
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None:
+        for store in (self._near, self._far):
+            use_memory(store, pools)
 
     @property
     def url(self) -> str:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.storage.host_memory import use_memory
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -35,6 +36,10 @@ class MirroredStore:
         if len(stores) < 2:  # noqa: PLR2004
             raise ConfigError("mirroring needs two stores or more, as mirrored:URL|URL")
         self._stores = tuple(stores)
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None:
+        for store in self._stores:
+            use_memory(store, pools)
 
     @property
     def url(self) -> str:

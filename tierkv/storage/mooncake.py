@@ -54,6 +54,12 @@ class MooncakeStore:
         self._settings = settings
         self._threads = WorkerThreads(self.url, settings.num_threads)
         self._values: MooncakeValues | None = None
+        self._pools: Sequence[memoryview] = ()
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None:
+        """Told to the network card when the store is opened. Over RDMA values in other memory
+        fail; over TCP they do not."""
+        self._pools = tuple(pools)
 
     @property
     def url(self) -> str:
@@ -68,20 +74,15 @@ class MooncakeStore:
     async def running(self) -> AsyncIterator[None]:
         async with self._threads.running():
             values = await self._threads.run(
-                lambda: MooncakeValues(self._address, self.url, self._settings)
+                lambda: MooncakeValues(self._address, self.url, self._settings, self._pools)
             )
             self._values = values
             try:
                 yield
             finally:
-                self._values = None
+                self._values, self._pools = None, ()
                 await self._threads.idle()
                 await self._threads.run(values.close)
-
-    async def register(self, memory: memoryview) -> None:
-        """Tell the network card of the host pool, once; values elsewhere work over TCP only."""
-        values = self._opened()
-        await self._threads.run(lambda: values.register(memory))
 
     async def ping(self) -> None:
         await self._threads.run(self._opened().ping)

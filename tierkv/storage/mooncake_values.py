@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
-
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.buffers import copy_into, flat
 from tierkv.storage.mooncake_client import Client, Config, Package
+from tierkv.storage.mooncake_memory import KnownMemory, pointer
 from tierkv.storage.protocol import (
-    Buffer,
     GetItem,
     GetOutcome,
     GetStatus,
@@ -58,8 +56,14 @@ class MooncakeSettings:
 class MooncakeValues:
     """Blocking, safe from several threads. Connected when made, until `close`."""
 
-    def __init__(self, address: tuple[str, int], url: str, settings: MooncakeSettings) -> None:
-        """address: of the master. Raises StoreUnavailableError."""
+    def __init__(
+        self,
+        address: tuple[str, int],
+        url: str,
+        settings: MooncakeSettings,
+        pools: Sequence[memoryview] = (),
+    ) -> None:
+        """address: of the master. pools: where most values lie. Raises StoreUnavailableError."""
         os.environ.setdefault("GLOG_minloglevel", "2")  # it logs each miss otherwise
         self._url = url
         self._settings = settings
@@ -81,15 +85,16 @@ class MooncakeValues:
         )
         if status:
             raise StoreUnavailableError(f"{url} cannot be reached ({status})")
+        self._memory = KnownMemory(self._client, pools, num_users=settings.num_threads)
+        try:
+            self._memory.register()
+        except StoreUnavailableError:
+            self.close()
+            raise
 
     def close(self) -> None:
+        self._memory.unregister()
         self._client.close()
-
-    def register(self, memory: memoryview) -> None:
-        """Raises StoreUnavailableError."""
-        [pointer] = _pointers([memory])
-        if status := self._client.register_buffer(pointer, memory.nbytes):
-            raise StoreUnavailableError(f"{self._url} cannot register memory ({status})")
 
     def ping(self) -> None:
         """Raises StoreUnavailableError."""
@@ -119,11 +124,14 @@ class MooncakeValues:
 
     def get(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
         landings = [_few(flat(item.into), item.num_bytes) for item in items]
-        statuses = self._client.batch_get_into_multi_buffers(
-            [item.name for item in items],
-            [_pointers(views) for views in landings],
-            [[len(view) for view in views] for views in landings],
-        )
+        with self._memory.known(landings) as (known, scattered):
+            statuses = self._client.batch_get_into_multi_buffers(
+                [item.name for item in items],
+                [[pointer(view) for view in views] for views in known],
+                [[len(view) for view in views] for views in known],
+            )
+            for view, copy in scattered:
+                view[:] = copy
         for item, views, status in zip(items, landings, statuses, strict=True):
             if len(item.into) > _MAX_PIECES and status == item.num_bytes:
                 copy_into(views[0], item.into)
@@ -186,12 +194,15 @@ class MooncakeValues:
                 else [memoryview(b"".join(parts))]
                 for index in fresh
             ]
-            statuses = self._client.batch_put_from_multi_buffers(
-                [items[index].name for index in fresh],
-                [_pointers(some) for some in views],
-                [[len(view) for view in some] for some in views],
-                self._config(is_pinned=False),
-            )
+            with self._memory.known(views) as (known, scattered):
+                for view, copy in scattered:
+                    copy[:] = view
+                statuses = self._client.batch_put_from_multi_buffers(
+                    [items[index].name for index in fresh],
+                    [[pointer(view) for view in some] for some in known],
+                    [[len(view) for view in some] for some in known],
+                    self._config(is_pinned=False),
+                )
             for index, status in zip(fresh, statuses, strict=True):
                 outcomes[index] = _put_outcome(items[index], status)
         return [outcome for outcome in outcomes if outcome is not None]
@@ -225,7 +236,3 @@ def _put_outcome(item: PutItem, status: int) -> PutOutcome:
 def _few(views: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
     """The views, or one as large as they are where Mooncake refuses as many."""
     return views if len(views) <= _MAX_PIECES else [memoryview(bytearray(num_bytes))]
-
-
-def _pointers(views: Sequence[Buffer]) -> list[int]:
-    return [int(np.frombuffer(view, np.uint8).ctypes.data) for view in views]

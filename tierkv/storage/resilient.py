@@ -17,6 +17,7 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.around import StoreAround
 from tierkv.storage.breaker import BreakerSnapshot
 from tierkv.storage.guard import Guard
+from tierkv.storage.host_memory import use_memory
 from tierkv.storage.negative import NegativeCache
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.presence import present
@@ -84,6 +85,9 @@ class ResilientStore(StoreAround):
 
     def notifier(self) -> Notifier:
         return notifier_of(self.inner)
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None:
+        use_memory(self.inner, pools)
 
     def when_back(self, call: Callable[[], None]) -> None:
         """Call `call` whenever the store answers again: it may have lost all it had."""

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from tierkv.cache.keys import Names, StoredKey
 from tierkv.cache.layout import Layout
@@ -197,7 +198,11 @@ class StorageIO:
         outcomes = await self.store.get_into([read.item for read in reads])
         for read, outcome in zip(reads, outcomes, strict=True):
             read.outcome = outcome
-        blocks = await self._checkers.run(lambda: self._values.check(keys, slot_ids, sizes, reads))
+        if self._values.reads_bytes(keys, sizes, reads):
+            check = partial(self._values.check, keys, slot_ids, sizes, reads)
+            blocks = await self._checkers.run(check)
+        else:  # a thread would take as long to begin
+            blocks = self._values.check(keys, slot_ids, sizes, reads)
         damaged = [r.item.name for r in reads if r.outcome.status is GetStatus.DAMAGED]
         if damaged:
             with suppress(StoreUnavailableError):  # then it will be found damaged again

@@ -18,6 +18,7 @@ from tierkv.storage.breaker import BreakerState
 from tierkv.storage.codec import Codec
 from tierkv.storage.codec_keyed import Trust
 from tierkv.storage.codec_small import SmallCodec
+from tierkv.storage.host_memory import use_memory
 from tierkv.storage.protocol import Store
 from tierkv.storage.resilient import ResilientStore
 from tierkv.transfer.storage_io import StorageIO
@@ -79,7 +80,9 @@ class StorageTier:
         self, store: Store | None, options: StorageOptions, on_change: Callable[[], None]
     ) -> None:
         self.options = options
+        self._first = store
         self._stores = AttachedStores(store)
+        self._pools: Sequence[memoryview] = ()
         self._on_change = on_change
         self._prefix = ""
         if store is not None:
@@ -117,6 +120,9 @@ class StorageTier:
             codecs=self.options.codecs,
             slices=slices,
         )
+        self._pools = [part.host.array.reshape(-1).data for part in slices.parts]
+        if self._first is not None:
+            use_memory(self._first, self._pools)
         async with self._stores.running():
             for tenant, store in self.options.tenants.items():
                 await self.attach(store, tenant)
@@ -143,6 +149,7 @@ class StorageTier:
             if self.options.open is None:
                 raise ConfigError("this service was not told how to open a store: give it one")
             store = self.options.open(store)
+        use_memory(store, self._pools)
         await self._stores.attach(store, self._route(tenant))
         self._watch(store)
         self._on_change()
