@@ -53,7 +53,7 @@ def run_index(requests: Sequence[Sequence[int]], capacity: int) -> tuple[list[in
     """Hits of each request, one token a block, and what is wrong in the end."""
     index, pool = Index(1), BlockPool("device", capacity)
     order = index.order[Tier.DEVICE]
-    hits = []
+    hits: list[int] = []
     for request in requests:
         prompt = Prompt(pack(list(request[:capacity])), 1)
         match = index.match(prompt)
