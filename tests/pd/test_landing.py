@@ -16,6 +16,7 @@ import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
 from tests.world import GQA, World, world
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
@@ -185,11 +186,15 @@ async def test_blocks_whose_beginning_was_evicted_meanwhile_do_not_land() -> Non
     async with pair() as (prefill, decode):
         shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
         prompt, ids = decode.prompt(TOKENS), np.arange(5, dtype=np.int32)
-        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats())
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), take=never)
         async with own.running():
             assert not await finish(own.land(prompt, 5, shown, ids, asked))
         assert decode.service.index.match(prompt).num_blocks == 0
         await decode.settle()
+
+
+def never(_: Prompt, __: int) -> Ids:
+    raise AssertionError("nothing is to land")
 
 
 async def asked() -> bool:
@@ -209,6 +214,21 @@ async def test_blocks_land_after_the_copies_that_make_room_for_them() -> None:
         await finish(claiming)
         assert counts(decode) == (BLOCKS, 0, 1)
         assert decode.service.index.match(decode.prompt(other)).num_blocks == 11  # none forgotten
+
+
+async def test_blocks_land_within_the_tenants_quota_beside_what_its_requests_write() -> None:
+    async with pair() as (prefill, decode):
+        shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
+        prompt, ids = decode.prompt(TOKENS[:16]), np.arange(4, dtype=np.int32)
+        decode.service.set_quota("", (8, None))
+        take = decode.service.scheduler.take_device
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), take=take)
+        async with own.running():
+            request = await decode.admit(list(range(700, 724)))  # 6 blocks, to be computed
+            assert not await finish(own.land(prompt, 0, shown, ids, asked))
+            decode.service.end(request)
+            assert await finish(own.land(prompt, 0, shown, ids, asked))
+        await decode.settle()
 
 
 async def test_a_device_without_room_is_left_alone() -> None:

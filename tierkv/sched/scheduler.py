@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
+from tierkv.cache.pool import Ids
 from tierkv.errors import (
     DuplicateRequestError,
     OutOfBlocksError,
@@ -198,6 +199,11 @@ class Scheduler:
             return
         if movement is not None:
             await movement.done()
+
+    def take_device(self, prompt: Prompt, count: int) -> Ids:
+        """Device slots for blocks of `prompt` that somebody else brings, within its tenant's quota.
+        Raises OutOfBlocksError with none taken."""
+        return self._starting.take(prompt, count)
 
     def abort(self, request_id: str) -> bool:
         """Nobody wants this request any more; whether there was one.

@@ -77,7 +77,13 @@ class Parts:
         )
         stats = HandoffStats()
         direct = Direct(
-            self.tiers, storage.io, host, handoff, codecs=storage.options.codecs, stats=stats
+            self.tiers,
+            storage.io,
+            host,
+            handoff,
+            codecs=storage.options.codecs,
+            stats=stats,
+            take=self.scheduler.take_device,
         )
         self.fetcher = Fetcher(self.tiers, storage.io, self.estimator, source=direct.offers)
         self.arriving = Arriving()

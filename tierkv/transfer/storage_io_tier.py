@@ -123,11 +123,14 @@ class StorageTier:
         self._pools = [part.host.array.reshape(-1).data for part in slices.parts]
         if self._first is not None:
             use_memory(self._first, self._pools)
-        async with self._stores.running():
-            for tenant, store in self.options.tenants.items():
-                await self.attach(store, tenant)
-            async with self.io.running():
-                yield
+        try:
+            async with self._stores.running():
+                for tenant, store in self.options.tenants.items():
+                    await self.attach(store, tenant)
+                async with self.io.running():
+                    yield
+        finally:
+            self._pools = ()  # views of memory that others give back
 
     @property
     def attached_io(self) -> StorageIO | None:

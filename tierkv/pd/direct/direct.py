@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 import msgspec
 
 from tierkv.cache.keys import Prompt
+from tierkv.cache.pool import Ids
 from tierkv.errors import ConfigError
 from tierkv.gpu.protocol import HostSlots
 from tierkv.gpu.shared import Sharing
@@ -42,9 +43,10 @@ class Direct:
     codecs: how a fingerprint's blocks are stored, None for a plain checksum. A ticket lies in the
     store, so whoever reads the store may read what the ticket opens: blocks that are signed or
     sealed against others there are not shown.
+    take: see Scheduler.take_device.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - collaborators
         self,
         tiers: Tiers,
         storage: StorageIO,
@@ -53,8 +55,10 @@ class Direct:
         *,
         codecs: Callable[[str], Codec] | None,
         stats: HandoffStats,
+        take: Callable[[Prompt, int], Ids],
     ) -> None:
         self._tiers = tiers
+        self._take = take
         self._storage = storage
         self._slots = slots
         self._settings = settings
@@ -117,7 +121,7 @@ class Direct:
             if is_asked_for:
                 log.warning("no direct hand-off from device to device: this one has no way to")
             return
-        self._landing = Landing(self._tiers, sharing, self._stats)
+        self._landing = Landing(self._tiers, sharing, self._stats, take=self._take)
         await stack.enter_async_context(self._landing.running())
         await self._show_planes(sharing)
 

@@ -15,7 +15,6 @@ from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.space import Space
 from tierkv.errors import ConfigError, OutOfBlocksError, TransferError
 from tierkv.gpu.shared import SharedPlanes, Sharing
 from tierkv.pd.direct.planes import OpenPlanes
@@ -34,8 +33,17 @@ _ROOM_S = 2.0
 class Landing:
     """Others' planes stay open until they were not read from for CLOSE_UNUSED_S."""
 
-    def __init__(self, tiers: Tiers, sharing: Sharing, stats: HandoffStats) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        sharing: Sharing,
+        stats: HandoffStats,
+        *,
+        take: Callable[[Prompt, int], Ids],
+    ) -> None:
+        """take: device slots for so many blocks of a prompt; see Scheduler.take_device."""
         self._tiers = tiers
+        self._take_now = take
         self._stats = stats
         self._threads = WorkerThreads("direct hand-off", 1)
         self._planes = OpenPlanes(sharing, lambda: tiers.mover.planes)
@@ -103,7 +111,7 @@ class Landing:
         has_landed = False
         try:
             if match.device_blocks >= first:  # nothing of it was evicted since
-                slots = await self._take(len(source_ids), index.root_of(prompt).space)
+                slots = await self._take(prompt, len(source_ids))
                 tiers.lend(Tier.DEVICE, slots)
                 left = slots
                 try:
@@ -129,13 +137,13 @@ class Landing:
             if not outcome.done():
                 outcome.set_result(has_landed)
 
-    async def _take(self, count: int, space: Space) -> Ids:
+    async def _take(self, prompt: Prompt, count: int) -> Ids:
         """Device slots, after the copies that make room for them, as admission would wait for.
         Raises OutOfBlocksError if there are none, TimeoutError if there are none in time."""
         async with asyncio.timeout(_ROOM_S):
             while True:
                 try:
-                    return self._tiers.take(Tier.DEVICE, count, space)
+                    return self._take_now(prompt, count)
                 except OutOfBlocksError:
                     if not self._tiers.is_making_room(Tier.DEVICE):
                         raise
