@@ -131,7 +131,9 @@ def _responses(row: Route, ref_of: dict[type, Json]) -> Json:
     if row.content_type is not None:
         content[row.content_type] = {"schema": {"type": "string"}}
     if row.is_stream:
-        content[EVENT_STREAM] = {"schema": {"type": "string"}}
+        content[
+            EVENT_STREAM
+        ] = {}  # a schema is taken for the whole by some, for one event by others
     status = HTTPStatus(row.status)
     good: Json = {"description": status.phrase, "headers": {"X-Request-Id": {"schema": _ID}}}
     if content:
