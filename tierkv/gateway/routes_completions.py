@@ -14,7 +14,7 @@ from tierkv.api import bodies
 from tierkv.api.streaming import open_stream
 from tierkv.gateway.answers import failure_of, log_if_unexpected
 from tierkv.gateway.completion import PromptAnswer
-from tierkv.gateway.failures import GatewayError, InvalidRequestError
+from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.openai import CachedDetails, Choice, Completion, CompletionBody, Usage
 from tierkv.tasks import task_group
@@ -122,15 +122,9 @@ class CompletionRoutes:
 
     async def _run(self, answers: Sequence[PromptAnswer], say: SayTo) -> None:
         """Run all prompts; the first that fails ends the others. Raises GatewayError."""
-        try:
-            async with task_group() as tasks:
-                for index, answer in enumerate(answers):
-                    tasks.create_task(self._run_one(index, answer, say))
-        except BaseExceptionGroup as errors:  # several at once: one is enough to tell
-            ours, others = errors.split(GatewayError)
-            if ours is None or others is not None:
-                raise
-            raise ours.exceptions[0] from errors
+        async with task_group() as tasks:
+            for index, answer in enumerate(answers):
+                tasks.create_task(self._run_one(index, answer, say))
 
     async def _run_one(self, index: int, answer: PromptAnswer, say: SayTo) -> None:
         async with self._gateway.work():
