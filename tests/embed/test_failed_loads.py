@@ -46,11 +46,19 @@ def _finish(here: Engine, name: str, start: int) -> None:
 
 
 def test_the_blocks_that_failed_are_named_and_the_others_stay(here: Engine) -> None:
-    here.latch.fail_next(Direction.LOAD)
+    here.latch.fail_next(Direction.LOAD, 2)  # the partly matched block, and the others
     found = here.cache.admit("fourth", PROMPT, max_new_tokens=1).wait(PATIENCE_S)
     assert found.cached_tokens == len(START)
     assert found.failed_blocks == (2, 3, 4, 5, 6, 7)
     assert "caught fire" in (found.load_problem or "")
+    _finish(here, "fourth", found.cached_tokens)
+
+
+def test_what_arrives_after_another_load_failed_is_not_computed_again(here: Engine) -> None:
+    here.latch.fail_next(Direction.LOAD)  # the partly matched block, which goes first
+    found = here.cache.admit("fourth", PROMPT, max_new_tokens=1).wait(PATIENCE_S)
+    assert found.failed_blocks == (7,)
+    assert found.cached_tokens == 7 * 4
     _finish(here, "fourth", found.cached_tokens)
 
 

@@ -124,15 +124,23 @@ class Requests:
         """Return when every cached token is in the block table, and the index knows it. Raises
         TransferError."""
         loads = self.service.scheduler.loads.of(request.block_table)
+        problem: TransferError | None = None
         try:
             async with asyncio.timeout(self._load_timeout_s):
                 for movement in request.loads:
-                    await movement.done()
+                    try:
+                        await movement.done()
+                    except DeviceFailedError:
+                        raise
+                    except TransferError as error:  # the others may still bring what they carry
+                        problem = problem or error
                 for load in loads:
                     await asyncio.shield(load.settled)
         except TimeoutError as error:
             text = f"cached blocks did not arrive within {self._load_timeout_s:g} s"
             raise GateTimeoutError(text) from error
+        if problem is not None:
+            raise problem
         if any(load.is_failed for load in loads):
             raise TransferError("cached blocks above these did not arrive")
 
