@@ -42,6 +42,7 @@ from tierkv.clock import SystemClock
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileSettings
+from tierkv.storage.mooncake import MooncakeSettings
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.threads import WorkerThreads
@@ -51,6 +52,7 @@ CODEC = PlainCodec()
 WORK_BYTES = 128 << 20
 PART_BYTES = 16 << 20  # blocks of one call, as a fetch asks for them
 MOONCAKE_BATCH = 8  # values in one call of its client, as in tierkv's
+MOONCAKE_FILL_BYTES = 400 << 20
 Measured = Callable[[], Awaitable[float]]  # GB/s
 Contender = tuple[str, Measured, Measured]  # who, writing values, reading them
 
@@ -448,7 +450,7 @@ def address_of(view: memoryview) -> int:
 
 
 class DirectMooncake:
-    """Mooncake's own client, in batches and threads as many as tierkv has; blocks."""
+    """Mooncake's own client, in batches of as many values as tierkv's; blocks."""
 
     def __init__(self, port: int, job: Job, slots: Sequence[memoryview]) -> None:
         self._client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
@@ -467,7 +469,8 @@ class DirectMooncake:
         self._client.close()
 
     def _timed(self, call: Callable[[list[str], list[int], list[int]], list[int]]) -> float:
-        def one(at: int) -> None:
+        started = time.perf_counter()
+        for at in range(0, self._job.count, MOONCAKE_BATCH):
             slots = self._slots[at : at + MOONCAKE_BATCH]
             statuses = call(
                 self._keys[at : at + MOONCAKE_BATCH],
@@ -475,20 +478,32 @@ class DirectMooncake:
                 [slot.nbytes for slot in slots],
             )
             assert min(statuses) >= 0, statuses
+        return self._job.rate(time.perf_counter() - started)
 
-        with ThreadPoolExecutor(2) as pool:
-            started = time.perf_counter()
-            for _ in pool.map(one, range(0, self._job.count, MOONCAKE_BATCH)):
-                pass
-            return self._job.rate(time.perf_counter() - started)
+
+async def touch_all_memory(ours: Tierkv, job: Job) -> None:
+    """Fill the provider: memory that is used for the first time takes it as long as the bytes."""
+    names = [f"f:{i}:a" for i in range(MOONCAKE_FILL_BYTES // job.num_bytes)]
+    parts = [names[at : at + job.count] for at in range(0, len(names), job.count)]
+    for part in parts:
+        items = [PutItem(name, (slot,)) for name, slot in zip(part, ours.slots, strict=False)]
+        assert {one.status for one in await ours.store.put(items)} == {PutStatus.STORED}
+    for part in parts:
+        await ours.store.delete(part)
 
 
 async def measure_mooncake(scale: Scale) -> list[Row]:
-    figures: dict[str, list[float]] = {}
-    job = Job(2 << 20, min(64, scale.work_bytes >> 21), 1)
+    """One thread on either side, as both wait by looking again and again: with two of them, what
+    carries the bytes of its client and of the provider has none of two cores to itself. Many short
+    rounds in turns; of them the middle half counts, and each round's ratio for itself."""
+    rates: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
+    job = Job(2 << 20, 32, 1)
     slots = slots_for(job)
-    with mooncake_server("2 GB") as server:
-        async with tierkv_at(server.url, job, slots, StoreSettings(), replaces=False) as ours:
+    settings = StoreSettings(mooncake=MooncakeSettings(num_threads=1))
+    with mooncake_server("512 MB") as server:
+        async with tierkv_at(server.url, job, slots, settings, replaces=False) as ours:
+            await touch_all_memory(ours, job)
             direct = await asyncio.to_thread(DirectMooncake, server.master_port, job, slots)
 
             async def put() -> float:
@@ -497,39 +512,45 @@ async def measure_mooncake(scale: Scale) -> list[Row]:
 
             contenders: list[Contender] = [
                 (
-                    "client",
+                    "its client",
                     lambda: asyncio.to_thread(direct.put),
                     lambda: asyncio.to_thread(direct.get),
                 ),
                 ("tierkv", put, lambda: ours.get(job)),
             ]
-            for round_number in range(4 * scale.rounds + 1):
+            for round_number in range(8 * scale.rounds + 1):
                 for who, put_values, get_values in contenders:
                     for verb, measured in (("put", put_values), ("get", get_values)):
                         before = time.process_time()
                         rate = await measured()
                         cpu_ms = (time.process_time() - before) / job.count * 1e3
                         if round_number:  # the first one warms up
-                            figures.setdefault(f"{verb} {who}", []).append(rate)
-                            figures.setdefault(f"{verb} {who}, CPU", []).append(cpu_ms)
+                            rates.setdefault(f"{who}, {verb}", []).append(rate)
+                            cpu.setdefault(f"{who}, {verb}", []).append(cpu_ms)
                 contenders.reverse()
             await asyncio.to_thread(direct.close)
     rows = []
     for verb in ("put", "get"):
-        theirs = row(f"Mooncake: its client, {verb}", figures[f"{verb} client"], "GB/s")
-        ours_row = row(
-            f"Mooncake: tierkv, {verb}", figures[f"{verb} tierkv"], "GB/s", against=theirs
-        )
+        client, mine = f"its client, {verb}", f"tierkv, {verb}"
+        theirs = row(f"Mooncake: {client}", middle_half(rates[client]), "GB/s")
         # What no neighbour takes away: the CPU time of this process, its client's threads included.
-        cpu = row(f"{theirs.what}, CPU for 2 MiB", figures[f"{verb} client, CPU"], "ms")
-        our_cpu = figures[f"{verb} tierkv, CPU"]
+        their_cpu = row(f"Mooncake: {client}, CPU for 2 MiB", middle_half(cpu[client]), "ms")
+        pairs = zip(rates[mine], rates[client], strict=True)
         rows += [
             theirs,
-            ours_row,
-            cpu,
-            row(f"{ours_row.what}, CPU for 2 MiB", our_cpu, "ms", against=cpu),
+            row(f"Mooncake: {mine}", middle_half(rates[mine]), "GB/s", against=theirs),
+            row(f"Mooncake: {mine}, to that", middle_half([o / t for o, t in pairs]), "x"),
+            their_cpu,
+            row(
+                f"Mooncake: {mine}, CPU for 2 MiB", middle_half(cpu[mine]), "ms", against=their_cpu
+            ),
         ]
     return rows
+
+
+def middle_half(samples: Sequence[float]) -> Sequence[float]:
+    """Without the quarter below and the quarter above."""
+    return sorted(samples)[len(samples) // 4 : len(samples) - len(samples) // 4]
 
 
 PARTS: dict[str, Callable[[Scale], Awaitable[list[Row]]]] = {

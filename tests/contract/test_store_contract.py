@@ -515,19 +515,19 @@ async def test_a_page_of_nothing_is_refused(store: Store) -> None:
         await store.list("t:f:", limit=0)
 
 
-@pytest.mark.parametrize("keep_existing", [True, False])
+@pytest.mark.parametrize("how", ["keep_existing", "only_new", "replace"])
 async def test_of_concurrent_writers_of_one_name_one_is_kept_whole(
-    ground: Ground, keep_existing: bool
+    ground: Ground, how: str
 ) -> None:
+    is_first_kept = how != "replace"
+    options = {"keep_existing": how == "keep_existing", "only_new": how == "only_new"}
     stores = [await ground.open()]
     if stores[0].capabilities.is_shared:
         stores.append(await ground.open())
     contents = [bytes([writer]) * 300_001 for writer in range(12)]
     async with asyncio.TaskGroup() as group:
         writers = [
-            group.create_task(
-                put_one(stores[i % len(stores)], "t:f:a:0", c, keep_existing=keep_existing)
-            )
+            group.create_task(put_one(stores[i % len(stores)], "t:f:a:0", c, **options))
             for i, c in enumerate(contents)
         ]
         readers = [
@@ -535,11 +535,12 @@ async def test_of_concurrent_writers_of_one_name_one_is_kept_whole(
             for i in range(12)
         ]
     statuses = [writer.result() for writer in writers]
-    if keep_existing and not ground.is_exact:
+    if is_first_kept and not ground.is_exact:
         winner = await stores[0].get("t:f:a:0", max_bytes=300_001) or b""
         assert winner in contents
-        assert set(statuses) <= {PutStatus.EXISTED, PutStatus.STORED}
-    elif keep_existing:
+        allowed = {PutStatus.EXISTED, PutStatus.STORED}
+        assert set(statuses) <= (allowed | {PutStatus.FAILED} if how == "only_new" else allowed)
+    elif is_first_kept:
         assert sorted(s.value for s in statuses) == ["existed"] * 11 + ["stored"]
         winner = contents[statuses.index(PutStatus.STORED)]
     else:

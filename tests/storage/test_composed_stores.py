@@ -10,6 +10,7 @@ import pytest
 
 from tests.latch import until
 from tests.redis_server import redis_server
+from tests.storage.test_hung_disk import HungReads
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
@@ -64,6 +65,33 @@ async def test_a_near_store_that_fails_is_a_slower_far_one() -> None:
         await fill(store)
         assert await store.exists(NAMES) == len(NAMES)
         await check(store)
+
+
+@pytest.mark.parametrize("kind", ["layered", "mirrored"])
+async def test_a_first_store_that_hangs_leaves_the_second_one_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=0.4))
+    url = f"{kind}:{(tmp_path / 'first').as_uri()}|{(tmp_path / 'second').as_uri()}"
+    store = open_resilient_store(url, settings, SystemClock())
+    async with store.running():
+        for name in NAMES[:7]:
+            assert await put_one(store, name, b"value") is PutStatus.STORED
+        disk = HungReads(tmp_path / "fifo", monkeypatch)
+        async with asyncio.TaskGroup() as group:
+            try:
+                for count, name in enumerate(NAMES[:4], 1):  # as many as it has threads
+                    group.create_task(get_one(store, name, 5))
+                    await until(lambda count=count: disk.num_hung == count)  # type: ignore[misc]
+                monkeypatch.undo()  # the second disk is another
+                took_s = []
+                for name in NAMES[4:7]:
+                    started = time.monotonic()
+                    assert await get_one(store, name, 5) == (GetStatus.HIT, b"value")
+                    took_s.append(time.monotonic() - started)
+                assert min(took_s) < 0.2, "the first store is left alone by now"
+            finally:
+                disk.release()
 
 
 async def test_a_prompt_that_is_partly_near_is_found_whole() -> None:

@@ -34,6 +34,7 @@ def opened(url: str) -> Store:
         ("redis+cluster://a,b:7", RedisStore, "redis+cluster://a:6379,b:7"),
         ("redis+sentinel://u:p@a,b/m/2", RedisStore, "redis+sentinel://a:26379,b:26379/m/2"),
         ("unix:///run/redis.sock", RedisStore, "unix:///run/redis.sock"),
+        ("unix:///run/my%20redis.sock", RedisStore, "unix:///run/my redis.sock"),
         ("unix://:s3cret@/run/redis.sock?db=2", RedisStore, "unix:///run/redis.sock?db=2"),
     ],
 )
@@ -76,6 +77,8 @@ def test_a_url_names_its_store(url: str, kind: type, shown: str) -> None:
         "unix://host/socket",
         "unix:///socket?db=x",
         "unix:///socket?x=1",
+        "unix:///socket?1",
+        "unix:///socket?db=1&x=1",
     ],
 )
 def test_a_url_that_names_none_is_refused_with_what_is_accepted(url: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,11 +19,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.latch import until
 from tests.storage.values import Taken, TurnedClock, content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.file_paths import relative_path
+from tierkv.storage.file_scratch import WRITERS
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 
 # Replaces and adds values of one repeated byte each, for ever, and tells how far it is.
@@ -220,6 +224,42 @@ async def test_the_disk_is_not_filled_beyond_the_floor(small_disk: Path) -> None
         assert await put_one(store, "t:f:more:0", bytes(100_000)) is PutStatus.FULL
 
 
+async def test_a_disk_that_may_only_be_read_any_more_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel makes of one that fails."""
+    clock = TurnedClock()
+    store = file_store(tmp_path, clock)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    open_file = os.open
+
+    def open_to_read(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            refuse()
+        return open_file(path, flags, mode)
+
+    async with store.running():
+        assert await put_one(store, "t:f:stays:0", b"value") is PutStatus.STORED
+        assert await put_one(store, "t:f:ends:0", b"value", ttl_s=10) is PutStatus.STORED
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "open", open_to_read)
+            for call in ("unlink", "rename", "utime", "mkdir"):
+                disk.setattr(os, call, refuse)
+            clock.now += 3600.0  # also its access time is due to be noted
+            assert await get_one(store, "t:f:stays:0", 5) == (GetStatus.HIT, b"value")
+            assert (await get_one(store, "t:f:ends:0", 5))[0] is GetStatus.MISS
+            assert await store.exists(["t:f:stays:0", "t:f:ends:0"]) == 1
+            assert await put_one(store, "t:f:stays:0", b"value") is PutStatus.EXISTED
+            [outcome] = await store.put([PutItem("t:f:new:0", (b"x",))])
+            assert (outcome.status, "Read-only" in outcome.reason) == (PutStatus.FAILED, True)
+            with pytest.raises(StoreUnavailableError, match="Read-only"):
+                await store.delete(["t:f:stays:0"])
+        assert await put_one(store, "t:f:new:0", b"x") is PutStatus.STORED
+
+
 async def test_a_value_larger_than_files_may_be_is_full_and_leaves_nothing(tmp_path: Path) -> None:
     store = file_store(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -409,6 +449,71 @@ async def test_a_file_system_that_cannot_write_directly_is_written_as_usual(
             assert await get_one(store, f"t:f:{index}:0", 300_000) == (GetStatus.HIT, content)
 
 
+async def test_reads_do_not_wait_behind_writes_that_hang(tmp_path: Path) -> None:
+    store = file_store(tmp_path)
+    async with store.running():
+        assert await put_one(store, "t:f:1:0", b"value") is PutStatus.STORED
+        directory = (tmp_path / "/".join(relative_path("t:f:2:0"))).parent
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)  # as a process that is frozen has it
+        try:
+            items = [PutItem("t:f:2:0", (b"x",), keep_existing=False)] * 64
+            async with asyncio.TaskGroup() as group:
+                writes = group.create_task(store.put(items))
+                await asyncio.sleep(0)
+                async with asyncio.timeout(5):
+                    assert await get_one(store, "t:f:1:0", 5) == (GetStatus.HIT, b"value")
+                    assert await store.exists(["t:f:1:0"]) == 1
+                    await store.ping()
+                assert not writes.done()
+                os.close(fd)
+                fd = -1
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        assert {one.status for one in writes.result()} == {PutStatus.STORED}
+
+
+@pytest.mark.parametrize("what", ["root", "content", "writers"])
+async def test_what_somebody_removes_is_a_miss_and_made_again(tmp_path: Path, what: str) -> None:
+    root = tmp_path / "store"
+    store = file_store(root, capacity_bytes=1000)
+    async with store.running():
+        assert await put_one(store, "t:f:1:0", bytes(800)) is PutStatus.STORED
+        for path in {"root": [root], "content": [*root.iterdir()], "writers": [root / WRITERS]}[
+            what
+        ]:
+            shutil.rmtree(path)
+        expected = GetStatus.HIT if what == "writers" else GetStatus.MISS
+        assert (await get_one(store, "t:f:1:0", 800))[0] is expected
+        await store.ping()
+        # Also what was counted is known to be gone.
+        assert await put_one(store, "t:f:2:0", bytes(800)) is PutStatus.STORED
+        assert (await get_one(store, "t:f:2:0", 800))[0] is GetStatus.HIT
+        async with file_store(root).running():  # which clears away what the dead left, not ours
+            assert await put_one(store, "t:f:3:0", b"x") is PutStatus.STORED
+        assert await store.delete(["t:f:2:0", "t:f:3:0"]) >= 1
+    assert list((root / WRITERS).iterdir()) == []
+
+
+async def test_a_file_system_that_is_gone_is_not_replaced_by_the_one_below(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    """As when it is unmounted: values would fill a disk that nobody meant."""
+    root = tmp_path / "store"
+    root.symlink_to(small_disk, target_is_directory=True)
+    store = file_store(root, min_free_bytes=0)
+    async with store.running():
+        assert await put_one(store, "t:f:1:0", b"x") is PutStatus.STORED
+        root.unlink()
+        root.mkdir()
+        [outcome] = await store.put([PutItem("t:f:2:0", (b"x",))])
+        assert outcome.status is PutStatus.FAILED
+        assert "not mounted" in outcome.reason
+        assert list(root.iterdir()) == []
+
+
 async def test_nothing_is_left_open_after_the_lifetime(tmp_path: Path) -> None:
     open_before = len(os.listdir("/proc/self/fd"))
     store = file_store(tmp_path)
@@ -416,7 +521,8 @@ async def test_nothing_is_left_open_after_the_lifetime(tmp_path: Path) -> None:
         await store.put([PutItem(f"t:f:{i}:0", (b"x",)) for i in range(50)])
         await get_one(store, "t:f:1:0", 1)
         await get_one(store, "t:f:nothing:0", 1)
-        assert len(os.listdir("/proc/self/fd")) == open_before + 1  # the lock
+        # The lock; and, until it is through, what the sweep looks at.
+        await until(lambda: len(os.listdir("/proc/self/fd")) == open_before + 1)
     assert len(os.listdir("/proc/self/fd")) == open_before
     async with asyncio.timeout(5):
         for thread in threading.enumerate():

@@ -18,6 +18,7 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
 from tests.redis_server import free_port
 from tests.storage.values import content_of, get_one, landing, put_one
 from tests.world import BLOCK, World, fingerprint
+from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
@@ -192,6 +193,40 @@ async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was
         assert all(start <= at < start + pool_bytes for at in payloads)  # nothing copied them
         service.detach_storage()
         await until(lambda: not client.registered, "the memory is its own again")
+
+
+async def test_blocks_in_host_memory_that_came_into_use_later_go_and_come_without_a_copy(
+    empty_mooncake: MooncakeServer, watched: list[Watched]
+) -> None:
+    """The host tier grows into memory that was there, and told of, from the start."""
+    store = open_store(empty_mooncake.url, StoreSettings(), SystemClock())
+    cache = CacheSettings(
+        block_size=BLOCK,
+        device_blocks=32,
+        host_blocks=2,
+        host_max_blocks=32,
+        host_write=WritePolicy.WRITE_THROUGH,
+        storage_write=WritePolicy.WRITE_THROUGH,
+        fetch_deadline_s=5.0,
+    )
+    service = Service(CpuDevice(), fingerprint(), cache, HandoffSettings(), store)
+    tokens = list(range(12 * BLOCK + 1))
+    async with service.running():
+        here = World(service, CopyLatch())
+        await service.resize(Tier.HOST, 32)
+        await here.run(tokens)
+        await here.settle()
+        service.reset()
+        again = await here.run(tokens)
+        assert again.storage_tokens == 12 * BLOCK
+        [client] = watched
+        block_bytes = here.layout.block_bytes
+        pool_bytes = (32 + STAGING_BLOCKS) * block_bytes
+        [start] = [at for at, size in client.registered.items() if size == pool_bytes]
+        payloads = [at for at, size in client.asked if size == block_bytes]
+        assert len(payloads) == 2 * 12, "each put and got once"
+        assert all(start <= at < start + 32 * block_bytes for at in payloads), "nothing copied them"
+        assert sum(at >= start + 2 * block_bytes for at in payloads) >= 2 * 10, "in the new slots"
 
 
 async def test_memory_that_cannot_be_registered_is_reported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import subprocess
@@ -167,6 +168,31 @@ async def test_without_inotify_files_are_polled_and_it_is_said_once(
             assert await listener.next(0.1) is None
             assert not listener.is_live
     assert len([r for r in caplog.records if "polled" in r.getMessage()]) == 1
+
+
+async def test_hints_that_hang_with_their_disk_hold_up_nobody_else(tmp_path: Path) -> None:
+    directory = tmp_path / DIRECTORY
+    directory.mkdir()
+    # To open a FIFO that nobody reads hangs in the kernel.
+    fifo = directory / f"{hashlib.sha256(TOPIC.encode()).hexdigest()[:32]}.hello"
+    os.mkfifo(fifo)
+    notifier = FileNotifier(tmp_path)
+    async with notifier.running():
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            for _ in range(200):
+                group.create_task(notifier.tell(TOPIC, "hello"))
+        async with asyncio.timeout(10):  # the threads that all others share
+            await asyncio.gather(*(asyncio.to_thread(int) for _ in range(40)))
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            with notifier.listen("t:other") as listener:
+                await live(listener)
+                assert await listener.next(5) == LOOK
+                async with asyncio.timeout(10):
+                    while await listener.next(0.1) != "there":
+                        await notifier.tell("t:other", "there")
+        finally:
+            os.close(reader)
 
 
 async def test_a_watch_that_comes_after_the_end_is_closed(

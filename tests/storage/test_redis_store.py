@@ -16,10 +16,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from click.testing import CliRunner
 
+from tests.latch import until
 from tests.redis_proxy import redis_proxy
 from tests.redis_server import (  # noqa: F401 - fixtures
     RedisServer,
@@ -34,7 +36,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_socket import TlsFiles
+from tierkv.storage.redis_socket import Address, TlsFiles, open_pipe
 from tierkv.storage.redis_url import parse_redis_url
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
@@ -205,6 +207,17 @@ def small_redis() -> Iterator[RedisServer]:
         yield server
 
 
+async def test_an_idle_connection_shows_that_it_is_in_use(empty_redis: RedisServer) -> None:
+    """What lies between forgets it otherwise, after 350 s say, and the next request is lost."""
+    pipe = await open_pipe(Address("127.0.0.1", empty_redis.port), None)
+    try:
+        with socket.socket(fileno=os.dup(pipe.fd)) as same:
+            assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 120
+    finally:
+        pipe.close()
+
+
 async def test_a_server_without_room_is_full_and_asked_once_per_value(
     small_redis: RedisServer,
 ) -> None:
@@ -233,6 +246,35 @@ async def test_the_right_password_opens(locked_redis: RedisServer) -> None:
         store = redis_store(f"redis://{login}@127.0.0.1:{locked_redis.port}/3")
         async with store.running():
             assert await put_one(store, "t:f:a:0", b"x", keep_existing=False) is PutStatus.STORED
+
+
+async def test_addresses_and_passwords_of_any_spelling_reach_the_server(tmp_path: Path) -> None:
+    """Over each of the ways to it: values, the listing and the hints have sockets of their own."""
+    directory = tmp_path / "a b#%?"
+    directory.mkdir()
+    words = ("--unixsocket", str(directory / "r s.sock"), "--bind", "127.0.0.1", "-::1")
+    with redis_server(*words, password="p@s:s/w%rd \u00fc#?") as server:
+        login = quote(server.password or "", safe="")
+        urls = [
+            f"unix://:{login}@{quote(str(directory))}/r s.sock?db=3",
+            f"redis://:{login}@LOCALHOST:{server.port}/4/",
+        ]
+        if os.path.exists("/proc/net/if_inet6"):  # noqa: ASYNC240 - of the kernel, not a disk
+            urls += [
+                f"redis://default:{login}@[::1]:{server.port}/5",
+                f"redis://:{login}@[::1%25lo]:{server.port}/6",
+            ]
+        for url in urls:
+            store = redis_store(url)
+            async with store.running(), store.notifier().running():
+                assert await put_one(store, "t:f:1:0", b"value") is PutStatus.STORED, url
+                assert await get_one(store, "t:f:1:0", 5) == (GetStatus.HIT, b"value")
+                assert await store.usage("t:f") == Usage(1, 5)
+                notifier = store.notifier()
+                async with notifier.running():
+                    with notifier.listen("t:topic") as listener:
+                        await until(lambda: listener.is_live)
+            assert login not in store.url
 
 
 @pytest.mark.parametrize("login", ["", ":s3cret@", "someone:s3cret@"])
@@ -323,6 +365,24 @@ async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisS
     async with asyncio.timeout(5):
         while await asyncio.to_thread(empty_redis.num_connections):  # the server's own pace
             pass
+
+
+async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(
+    empty_redis: RedisServer,
+) -> None:
+    """However many connections there are, so that the loop's other work is not held up."""
+    store = redis_store(empty_redis.url, RedisSettings(write_connections=16, timeout_s=10.0))
+    items = [PutItem(f"t:f:{i}:0", (bytes(1 << 20),)) for i in range(64)]
+    most = 0
+    async with store.running():
+        writing = asyncio.create_task(store.put(items))
+        before = store.stats.sent_bytes
+        while not writing.done():
+            await asyncio.sleep(0)
+            most = max(most, store.stats.sent_bytes - before)
+            before = store.stats.sent_bytes
+        assert {outcome.status for outcome in await writing} == {PutStatus.STORED}
+    assert 0 < most <= 2 << 20, "what one turn begins with, and what tasks do in it"
 
 
 async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServer) -> None:

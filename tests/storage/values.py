@@ -48,6 +48,7 @@ async def put_one(store: Store, name: str, content: bytes, **options: float | bo
         (content,),
         ttl_s=options.get("ttl_s"),
         keep_existing=bool(options.get("keep_existing", True)),
+        only_new=bool(options.get("only_new", False)),
     )
     [outcome] = await store.put([item])
     return outcome.status

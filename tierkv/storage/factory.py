@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -64,14 +64,20 @@ def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
     urls = urls_in(url)
     if len(urls) != 2:  # noqa: PLR2004 - near and far
         raise ConfigError(f"a layered store needs two URLs; accepted: {_LAYERED}")
-    near, far = (open_store(one, settings, clock) for one in urls)
-    return LayeredStore(near, far, settings.layered)
+    [near, _] = _with_breakers(urls, settings, clock)
+    return LayeredStore(near, open_store(urls[1], settings, clock), settings.layered)
 
 
 def _mirrored(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    urls = urls_in(url)
-    # Each with a breaker of its own: one that is silent would use up the others' time as well.
-    return MirroredStore([open_resilient_store(one, settings, clock) for one in urls])
+    return MirroredStore(_with_breakers(urls_in(url), settings, clock))
+
+
+def _with_breakers(urls: Sequence[str], settings: StoreSettings, clock: Clock) -> Sequence[Store]:
+    """Stores that are asked one after the other, each with its part of the time and a breaker of
+    its own: one that is silent would use up the others' time as well."""
+    resilience = settings.resilience
+    part = replace(resilience, timeout_s=resilience.timeout_s / len(urls))
+    return [open_resilient_store(url, replace(settings, resilience=part), clock) for url in urls]
 
 
 _LAYERED = "layered:NEAR-URL|FAR-URL"

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FileSettings:
-    """num_threads: reads and writes at the same time.
+    """num_threads: reads at the same time, and as many writes.
 
     syncs_values: flush every value to the disk before it counts as stored. Off by default: a block
         lost in a power cut is a miss, a torn one is caught by its length and checksum, and with
@@ -76,9 +76,11 @@ class FileSettings:
 class FileStore:
     """`Store` in files below a directory, which any number of processes may share.
 
-    All file work is done in the store's own threads; a cancelled caller is held until the thread
-    that has its buffers is done with them. There is no deadline here: no system call on a file has
-    one, and a read that hangs has its buffers for as long.
+    All file work is done in the store's own threads: some for reads and questions, others for what
+    these shall not wait behind. A cancelled caller is held until the thread that has its buffers is
+    done with them.
+    There is no deadline here: no system call on a file has one, and a read that hangs has its
+    buffers for as long. A directory that somebody removes is made again for the next value.
     """
 
     def __init__(self, root: Path, settings: FileSettings, clock: Clock) -> None:
@@ -86,7 +88,9 @@ class FileStore:
         self._root = Path(os.path.normpath(root if root.is_absolute() else Path.cwd() / root))
         self._settings = settings
         self._clock = clock
-        self._threads = WorkerThreads(self.url, settings.num_threads)
+        # A question waits behind reads that hang, and so shows that the disk does.
+        self._readers = WorkerThreads(self.url, settings.num_threads)
+        self._writers = WorkerThreads(self.url, settings.num_threads)
         self._files: ValueFiles | None = None
 
     def notifier(self) -> Notifier:
@@ -107,8 +111,8 @@ class FileStore:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         stop = threading.Event()
-        async with self._threads.running():
-            scratch = await self._threads.run(self._open)
+        async with self._readers.running(), self._writers.running():
+            scratch = await self._writers.run(self._open)
             room = Room(
                 self._root,
                 capacity_bytes=self._settings.capacity_bytes,
@@ -132,76 +136,76 @@ class FileStore:
                         stop.set()
             finally:
                 try:
-                    await self._threads.idle()
+                    await self._writers.idle()
                 finally:
-                    await self._threads.run(scratch.close)
+                    await self._writers.run(scratch.close)
 
     async def ping(self) -> None:
-        self._opened()
+        files = self._opened()
         try:
-            await self._threads.run(lambda: os.stat(self._root))
+            await self._readers.run(files.ping)
         except OSError as error:
             raise StoreUnavailableError(f"{self.url}: {error.strerror}") from error
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
         files = self._opened()
-        return await self._threads.run(lambda: files.count_leading(names))
+        return await self._readers.run(lambda: files.count_leading(names))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         files = self._opened()
-        return await self._threads.run(lambda: files.present(names))
+        return await self._readers.run(lambda: files.present(names))
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         if self._files is None:
             return [GetOutcome(GetStatus.FAILED, f"{self.url} is closed")] * len(items)
-        return await self._threads.run_each(self._files.get, items)
+        return await self._readers.run_each(self._files.get, items)
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
         files = self._opened()
-        return await self._threads.run(lambda: files.get_small(name, max_bytes))
+        return await self._readers.run(lambda: files.get_small(name, max_bytes))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._files is None:
             return [PutOutcome(PutStatus.FAILED, f"{self.url} is closed")] * len(items)
-        return await self._threads.run_each(self._files.put, items)
+        return await self._writers.run_each(self._files.put, items)
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
         files = self._opened()
-        return sum(await self._threads.run_each(files.delete, names))
+        return sum(await self._writers.run_each(files.delete, names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
         check_names(names)
         check_ttl(ttl_s)
         files = self._opened()
-        return sum(await self._threads.run_each(lambda name: files.touch(name, ttl_s), names))
+        return sum(await self._writers.run_each(lambda name: files.touch(name, ttl_s), names))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)
         check_limit(limit)
         files = self._opened()
-        return await self._threads.run(lambda: files.listing.page(prefix, limit, cursor))
+        return await self._writers.run(lambda: files.listing.page(prefix, limit, cursor))
 
     async def usage(self, prefix: str) -> Usage:
         check_prefix(prefix)
         files = self._opened()
-        return await self._threads.run(lambda: files.listing.usage(prefix))
+        return await self._writers.run(lambda: files.listing.usage(prefix))
 
     async def sweep(self) -> int:
         """Remove expired values now; returns how many. Raises StoreUnavailableError."""
         files = self._opened()
         try:
-            return await self._threads.run(lambda: files.sweep(threading.Event()))
+            return await self._writers.run(lambda: files.sweep(threading.Event()))
         except OSError as error:
             raise StoreUnavailableError(f"{self.url}: {error.strerror}") from error
 
     async def _keep_sweeping(self, files: ValueFiles, stop: threading.Event) -> None:
         while True:
             try:
-                removed = await self._threads.run(lambda: files.sweep(stop))
+                removed = await self._writers.run(lambda: files.sweep(stop))
                 _log.debug("%s: removed %d expired values", self.url, removed)
             except OSError as error:
                 _log.warning("%s: expired values stay for now: %s", self.url, error)

@@ -12,9 +12,11 @@ between containers, and survives process ids used again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -29,23 +31,42 @@ _MAX_TRIES = 10
 class Scratch:
     """A directory of our own below `root`, cleared when closed or, at the latest, by a successor.
 
-    All methods block. `new_path` is safe from several threads.
+    All methods block. `new_path` and `renew` are safe from several threads.
     """
 
     def __init__(self, root: Path) -> None:
         """Clear away what the dead left, then make the directory. Raises OSError."""
-        writers = root / WRITERS
+        self._writers = writers = root / WRITERS
         os.makedirs(writers, mode=0o700, exist_ok=True)
         with os.scandir(writers) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     _clear_if_dead(Path(entry.path))
         self._directory, self._lock_fd = _make(writers)
+        self._device = os.fstat(self._lock_fd).st_dev
         self._serial = count()
+        self._renewing = threading.Lock()
 
     def new_path(self) -> str:
         """A path below the directory that was never given before."""
         return f"{self._directory}/{next(self._serial)}"
+
+    def renew(self) -> None:
+        """Make another directory if somebody has removed ours, such as with all values.
+
+        Raises OSError, also where that would be on another file system: then the disk that the
+        values were on is gone, not they.
+        """
+        with self._renewing:
+            if os.path.exists(self._directory / _LOCK):
+                return
+            there = next(path for path in self._writers.parents if path.exists())
+            if os.stat(there).st_dev != self._device:
+                raise OSError(errno.ENODEV, "the file system it was on is not mounted")
+            os.makedirs(self._writers, mode=0o700, exist_ok=True)
+            gone = self._lock_fd
+            self._directory, self._lock_fd = _make(self._writers)
+            os.close(gone)
 
     def close(self) -> None:
         """Clear the directory away. What cannot be removed is left to a successor."""

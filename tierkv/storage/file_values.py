@@ -105,23 +105,44 @@ class ValueFiles:
     def put(self, item: PutItem) -> PutOutcome:
         path = self._path(item.name)
         try:
-            if item.keep_existing and self._is_live(path):
-                return PutOutcome(PutStatus.EXISTED)
-            if reason := self._room.make(item.num_bytes, _unlink):
-                return PutOutcome(PutStatus.FULL, f"{item.name}: {reason}")
-            temporary = self._scratch.new_path()
             try:
-                self._write(temporary, item)
-                status = self._publish(temporary, path, item)
-                if status is PutStatus.STORED:
-                    self._room.added(item.num_bytes)
-                return PutOutcome(status)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary)
+                return self._put(path, item)
+            except FileNotFoundError:
+                self._renew()
+                return self._put(path, item)
         except OSError as error:
             status = PutStatus.FULL if error.errno in _NO_ROOM else PutStatus.FAILED
             return PutOutcome(status, sentence(item.name, error))
+
+    def _put(self, path: str, item: PutItem) -> PutOutcome:
+        """Raises OSError."""
+        if item.leaves_existing and self._is_live(path):
+            return PutOutcome(PutStatus.EXISTED)
+        if reason := self._room.make(item.num_bytes, _unlink):
+            return PutOutcome(PutStatus.FULL, f"{item.name}: {reason}")
+        temporary = self._scratch.new_path()
+        try:
+            self._write(temporary, item)
+            status = self._publish(temporary, path, item)
+            if status is PutStatus.STORED:
+                self._room.added(item.num_bytes)
+            return PutOutcome(status)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def ping(self) -> None:
+        """Raises OSError."""
+        try:
+            os.stat(self._root)
+        except FileNotFoundError:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Somebody has removed the directory, or all that is in it: there are no values now.
+        Raises OSError."""
+        self._scratch.renew()
+        self._room.forget_size()
 
     def delete(self, name: str) -> bool:
         """Whether there was a value. Raises StoreUnavailableError."""
@@ -199,7 +220,8 @@ class ValueFiles:
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file")
             if self.listing.is_expired(status):
-                self._remove_expired(path)
+                with contextlib.suppress(OSError):  # such as of a disk that may only be read
+                    self._remove_expired(path)
                 yield None
             else:
                 self._mark_used(path, status)
@@ -256,7 +278,7 @@ class ValueFiles:
     def _publish(self, temporary: str, path: str, item: PutItem) -> PutStatus:
         os.makedirs(_parent(path), mode=0o700, exist_ok=True)
         with locked_directory(_parent(path)):
-            if item.keep_existing and self._is_live(path):
+            if item.leaves_existing and self._is_live(path):
                 return PutStatus.EXISTED
             os.rename(temporary, path)
         if self._syncs:

@@ -207,7 +207,7 @@ class MemoryStore:
         if not self._is_open:
             return PutOutcome(PutStatus.FAILED, f"{self.url} is closed")
         existing = self._live(item.name)
-        if existing is not None and item.keep_existing:
+        if existing is not None and item.leaves_existing:
             return PutOutcome(PutStatus.EXISTED)
         freed = 0 if existing is None else len(existing.content)
         if not self._has_room(item.num_bytes - freed):

@@ -52,7 +52,9 @@ class MooncakeStore:
         """Raises ConfigError if `url` names no master."""
         self._address = _master(url)
         self._settings = settings
-        self._threads = WorkerThreads(self.url, settings.num_threads)
+        # A frozen provider holds a thread for 30 s: reads and writes have threads of their own.
+        self._readers = WorkerThreads(self.url, settings.num_threads)
+        self._writers = WorkerThreads(self.url, settings.num_threads)
         self._values: MooncakeValues | None = None
         self._pools: Sequence[memoryview] = ()
 
@@ -72,8 +74,8 @@ class MooncakeStore:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self._threads.running():
-            values = await self._threads.run(
+        async with self._readers.running(), self._writers.running():
+            values = await self._readers.run(
                 lambda: MooncakeValues(self._address, self.url, self._settings, self._pools)
             )
             self._values = values
@@ -81,11 +83,14 @@ class MooncakeStore:
                 yield
             finally:
                 self._values, self._pools = None, ()
-                await self._threads.idle()
-                await self._threads.run(values.close)
+                try:
+                    await self._readers.idle()
+                    await self._writers.idle()
+                finally:
+                    await self._readers.run(values.close)
 
     async def ping(self) -> None:
-        await self._threads.run(self._opened().ping)
+        await self._readers.run(self._opened().ping)
 
     async def exists(self, names: Sequence[str]) -> int:
         there = await self.present(names)
@@ -94,29 +99,29 @@ class MooncakeStore:
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         values = self._opened()
-        return await self._threads.run(lambda: values.present(names))
+        return await self._readers.run(lambda: values.present(names))
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         if self._values is None:
             return [GetOutcome(GetStatus.FAILED, f"{self.url} is closed")] * len(items)
-        parts = await self._threads.run_each(self._values.get, [*_cut(items)])
+        parts = await self._readers.run_each(self._values.get, [*_cut(items)])
         return [outcome for part in parts for outcome in part]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
         values = self._opened()
-        return await self._threads.run(lambda: values.get_small(name, max_bytes))
+        return await self._readers.run(lambda: values.get_small(name, max_bytes))
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._values is None:
             return [PutOutcome(PutStatus.FAILED, f"{self.url} is closed")] * len(items)
-        parts = await self._threads.run_each(self._values.put, [*_cut(items)])
+        parts = await self._writers.run_each(self._values.put, [*_cut(items)])
         return [outcome for part in parts for outcome in part]
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
         values = self._opened()
-        return await self._threads.run(lambda: values.delete(names))
+        return await self._writers.run(lambda: values.delete(names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
         """Values live for as long as they are used; returns how many there are."""

@@ -30,7 +30,9 @@ _NOT_FOUND = -704
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """local_host: the address that providers reach this node at. num_threads: calls at a time.
+    """local_host: the address that providers reach this node at.
+    num_threads: reads at a time, and as many writes. Each waits by looking again and again: on a
+        machine of two cores one thread was 1.2 times as fast as two.
     local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
     replicas: copies of each value. connect_timeout_s: for the master.
     protocol: tcp or rdma; rdma_devices: for the latter, by commas.
@@ -85,7 +87,7 @@ class MooncakeValues:
         )
         if status:
             raise StoreUnavailableError(f"{url} cannot be reached ({status})")
-        self._memory = KnownMemory(self._client, pools, num_users=settings.num_threads)
+        self._memory = KnownMemory(self._client, pools, num_users=2 * settings.num_threads)
         try:
             self._memory.register()
         except StoreUnavailableError:
@@ -178,13 +180,13 @@ class MooncakeValues:
             if not item.num_bytes:
                 reason = f"{item.name}: Mooncake keeps no values of no bytes"
                 outcomes[index] = PutOutcome(PutStatus.FAILED, reason)
+            elif item.leaves_existing and there[index] == 1:
+                outcomes[index] = PutOutcome(PutStatus.EXISTED)
             elif not item.keep_existing:
                 content = b"".join(item.parts)
                 outcomes[index] = _put_outcome(
                     item, self._client.upsert(item.name, content, self._config(is_pinned=True))
                 )
-            elif there[index] == 1:
-                outcomes[index] = PutOutcome(PutStatus.EXISTED)
             else:
                 fresh.append(index)
         if fresh:

@@ -18,6 +18,7 @@ import os
 import struct
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -34,6 +35,8 @@ _BUFFER_BYTES = 64 * 1024
 _LEFT_BEHIND_S = 60.0
 _TRY_AGAIN_S = 5.0
 _TELL_S = 0.3
+_THREADS = 3
+_MOST_TELLING = 1024  # more at a time are lost: the disk hangs
 
 
 class FileNotifier:
@@ -45,18 +48,33 @@ class FileNotifier:
         self._is_watching = False
         self._lost = asyncio.Event()
         self._has_warned = False
+        self._threads: ThreadPoolExecutor | None = None
+        self._num_telling = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with background({"tierkv-file-notify": self._serve()}):
-            yield
+        # Threads of its own: those that a disk holds for ever are nobody else's.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierkv-notify")
+        try:
+            async with background({"tierkv-file-notify": self._serve()}):
+                yield
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
 
     async def tell(self, topic: str, message: str = LOOK) -> None:
         path = self._directory / f"{_digest(topic)}.{check_message(message)}"
         # A hint that is lost, or is stuck with the disk, costs its reader a look.
-        with suppress(OSError):
-            async with asyncio.timeout(_TELL_S):
-                await asyncio.to_thread(_flash, path)
+        if self._threads is not None and self._num_telling < _MOST_TELLING:
+            telling = asyncio.get_running_loop().run_in_executor(self._threads, _flash, path)
+            self._num_telling += 1
+            telling.add_done_callback(self._has_told)
+            await asyncio.wait([telling], timeout=_TELL_S)
+
+    def _has_told(self, telling: asyncio.Future[None]) -> None:
+        self._num_telling -= 1
+        if not telling.cancelled():
+            telling.exception()  # seen: the hint is lost
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         return self._topics.listening(topic, is_live=self._is_watching)
@@ -77,7 +95,8 @@ class FileNotifier:
 
     async def _open(self) -> int:
         """As `_watch`; one that comes after a cancel is closed again. Raises OSError."""
-        opening = asyncio.get_running_loop().run_in_executor(None, _watch, self._directory)
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(self._threads, _watch, self._directory)
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:

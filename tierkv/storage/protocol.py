@@ -139,6 +139,7 @@ class PutItem:
 
     keep_existing: a value already there is the same by construction (block keys), so leave it.
         False replaces it atomically (tickets).
+    only_new: of values that differ, the first one stays, and who comes later is told EXISTED.
     worth: of writes that wait for a store too slow for them, the one worth least is dropped first.
     A value of no bytes at all is a value. Raises BadRequestError if the name is bad, or ttl_s is
     not above 0 and at most ten years.
@@ -149,6 +150,7 @@ class PutItem:
     ttl_s: float | None = None
     keep_existing: bool = True
     worth: float = 0.0
+    only_new: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -160,6 +162,10 @@ class PutItem:
     @property
     def num_bytes(self) -> int:
         return sum(memoryview(part).nbytes for part in self.parts)
+
+    @property
+    def leaves_existing(self) -> bool:
+        return self.keep_existing or self.only_new
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from tierkv.storage.protocol import (
 from tierkv.storage.redis_bulk import FixedAddress, Login
 from tierkv.storage.redis_cluster import ClusterRouter
 from tierkv.storage.redis_connection import connection_factory
+from tierkv.storage.redis_exchange import Failure, WireStats
 from tierkv.storage.redis_lanes import RedisConnection
 from tierkv.storage.redis_node import (
     NAMES_PER_COMMAND,
@@ -54,7 +55,6 @@ from tierkv.storage.redis_requests import (
 from tierkv.storage.redis_router import Call, OneNode, Router
 from tierkv.storage.redis_sentinel import SentinelLocator
 from tierkv.storage.redis_url import RedisUrl, Setup
-from tierkv.storage.redis_wire import Failure, WireStats
 from tierkv.storage.resp import Refused, Reply
 
 _CURSOR_CHARS = 25  # of a node's index, a dot, and a 64-bit number

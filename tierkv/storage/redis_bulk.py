@@ -11,9 +11,10 @@ from ssl import SSLContext
 from typing import Protocol, cast
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.redis_exchange import Failure, Outcome, Pace, Request, Turn, WireStats
 from tierkv.storage.redis_requests import new_request
 from tierkv.storage.redis_socket import Address, open_pipe
-from tierkv.storage.redis_wire import Failure, Outcome, Pace, Request, Wire, WireStats
+from tierkv.storage.redis_wire import Wire
 from tierkv.storage.resp import Argument, Refused, pack
 from tierkv.storage.unreachable import why_unreachable
 from tierkv.tasks import background, outlast
@@ -62,6 +63,7 @@ class Dialer:
     connect_timeout_s: float
     pace: Pace
     stats: WireStats = field(default_factory=WireStats)
+    turn: Turn = field(default_factory=Turn)
 
 
 class BulkLanes:
@@ -115,9 +117,11 @@ class BulkLanes:
 
     async def _serve(self) -> None:
         wire: Wire | None = None
+        loop = asyncio.get_running_loop()
         try:
             while True:
                 request = await self._next()
+                since = loop.time()
                 if wire is None or wire.is_lost:
                     try:
                         wire = await self._connect()
@@ -130,7 +134,7 @@ class BulkLanes:
                         raise
                 if request.outcome.done():  # its caller has gone meanwhile, and its buffers too
                     continue
-                wire.submit(request)
+                wire.submit(request, since=since)
                 await asyncio.sleep(0)  # the other lanes take their share
                 await wire.until_room()
         finally:
@@ -160,7 +164,7 @@ class BulkLanes:
         except OSError as error:
             why = why_unreachable(error)
             raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
-        wire = Wire(pipe, dialer.pace, dialer.stats, on_lost=self._take_back)
+        wire = Wire(pipe, dialer.pace, dialer.stats, turn=dialer.turn, on_lost=self._take_back)
         try:
             await self._log_in(wire)
         except BaseException:
@@ -172,7 +176,7 @@ class BulkLanes:
         for command in self._dialer.login.commands():
             request = new_request([memoryview(pack(*command))], None, 0)
             request.was_retried = True
-            wire.submit(request)
+            wire.submit(request, since=asyncio.get_running_loop().time())
             outcome = await request.outcome
             if isinstance(outcome, Failure):
                 raise StoreUnavailableError(outcome.reason)

@@ -17,6 +17,7 @@ from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_bulk import FixedAddress, finished
 from tierkv.storage.redis_connection import ask_once, connection_factory
+from tierkv.storage.redis_exchange import Failure, Request
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Access, Lane, RedisNode, cut, expect
 from tierkv.storage.redis_node import understood as checked
 from tierkv.storage.redis_requests import pipeline
@@ -24,7 +25,6 @@ from tierkv.storage.redis_router import Call
 from tierkv.storage.redis_slots import masters, parse_slots, redirection, slot_of
 from tierkv.storage.redis_socket import Address
 from tierkv.storage.redis_url import RedisUrl
-from tierkv.storage.redis_wire import Failure, Request
 from tierkv.storage.resp import Refused, Reply, pack, pack_each
 from tierkv.tasks import task_group
 

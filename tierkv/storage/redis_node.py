@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from ssl import SSLContext
 from typing import TypeVar
@@ -17,11 +17,11 @@ from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import StoredValue, is_name
 from tierkv.storage.redis_bulk import BulkLanes, Dialer, Locator, Login
 from tierkv.storage.redis_connection import connection_factory
+from tierkv.storage.redis_exchange import Failure, Pace, Turn, WireStats
 from tierkv.storage.redis_lanes import Command, RedisLanes
 from tierkv.storage.redis_lanes import Reply as ControlReply
 from tierkv.storage.redis_requests import question
 from tierkv.storage.redis_socket import TlsFiles
-from tierkv.storage.redis_wire import Failure, Pace, WireStats
 from tierkv.storage.resp import Refused, Reply
 
 # Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
@@ -84,13 +84,14 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How this store gets at any of its servers."""
+    """How this store gets at any of its servers. turn: of all connections that write values."""
 
     settings: RedisSettings
     login: Login
     tls_files: TlsFiles | None
     tls: SSLContext | None
     stats: WireStats
+    turn: Turn = field(default_factory=Turn)
 
 
 class RedisNode:
@@ -112,7 +113,13 @@ class RedisNode:
             Lane.QUESTION: (1, _MAX_QUESTIONS_WAITING),
         }
         self.lanes = {
-            lane: BulkLanes(dialer, num_connections=count, max_waiting=max_waiting, url=url)
+            lane: BulkLanes(
+                # What asks is never held up by what writes.
+                replace(dialer, turn=access.turn) if lane is Lane.WRITE else dialer,
+                num_connections=count,
+                max_waiting=max_waiting,
+                url=url,
+            )
             for lane, (count, max_waiting) in numbers.items()
         }
 

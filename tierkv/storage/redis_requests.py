@@ -17,7 +17,7 @@ from tierkv.storage.protocol import (
     PutOutcome,
     PutStatus,
 )
-from tierkv.storage.redis_wire import Failure, Request
+from tierkv.storage.redis_exchange import Failure, Request
 from tierkv.storage.resp import Argument, Landed, OtherLength, Refused, Reply, pack, pack_set
 
 # What is longer is read in ranges of about _RANGE_BYTES: a server delivers 8 MiB in one piece at
@@ -87,7 +87,7 @@ def put_request(item: PutItem) -> Request:
     options: list[Argument] = []
     if item.ttl_s is not None:
         options += ["PX", math.ceil(item.ttl_s * 1000)]
-    if item.keep_existing:
+    if item.leaves_existing:
         options.append("NX")
     return new_request(pack_set(item.name, item.parts, options), None, item.num_bytes)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.redis_exchange import Failure, Request
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Lane, RedisNode, cut, expect, understood
 from tierkv.storage.redis_requests import pipeline
-from tierkv.storage.redis_wire import Failure, Request
 from tierkv.storage.resp import Reply, pack_all, pack_each
 
 # Names are counted in so many parts at once: a gap among 1,000 is found in three exchanges, whose

@@ -12,6 +12,12 @@ from typing import Protocol
 from tierkv.errors import ConfigError
 
 _MAX_PIECES = 1024  # UIO_MAXIOV
+# Balancers and firewalls forget a connection that is idle for some minutes, and say so to nobody.
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 60),
+    (socket.TCP_KEEPINTVL, 10),
+    (socket.TCP_KEEPCNT, 3),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +159,10 @@ async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
 
 
 async def _connect(address: Address) -> socket.socket:
-    loop = asyncio.get_running_loop()
     if address.socket_path is not None:
         return await _connected(socket.AF_UNIX, address.socket_path)
-    found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     failure = OSError(f"{address.host} has no address")
-    for family, _, _, _, where in found:
+    for family, where in await _resolved(address):
         try:
             sock = await _connected(family, where)
         except OSError as error:
@@ -166,8 +170,24 @@ async def _connect(address: Address) -> socket.socket:
             continue
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds_or_tries in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, seconds_or_tries)
         return sock
     raise failure
+
+
+async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
+    """Families and socket addresses of a host, in the system's order. Raises OSError."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:  # what needs no look-up waits for no thread: 17 ms on a machine with no core to spare
+            socket.inet_pton(family, address.host)
+        except OSError:
+            continue
+        return [(family, (address.host, address.port))]
+    found = await asyncio.get_running_loop().getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM
+    )
+    return [(family, where) for family, _, _, _, where in found]
 
 
 async def _connected(family: int, where: object) -> socket.socket:

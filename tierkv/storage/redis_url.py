@@ -141,7 +141,9 @@ def _db(parts: SplitResult, setup: Setup) -> int:
         case Setup.SENTINEL:
             text = parts.path.strip("/").partition("/")[2]
         case Setup.SERVER if parts.scheme == "unix":
-            text = parts.query.removeprefix("db=")
+            key, _, text = parts.query.partition("=")
+            if parts.query and key != "db":
+                raise _wrong("part after ? means nothing")
         case Setup.SERVER:
             text = parts.path.strip("/")
     if not text:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tierkv.storage.protocol import Digest
+from tierkv.storage.redis_exchange import Failure, Pace, Request, Turn, WireStats
 from tierkv.storage.redis_socket import Pipe
 from tierkv.storage.resp import NotRedisError, Refused, Replies, Reply
 from tierkv.storage.unreachable import why_unreachable
@@ -29,66 +29,6 @@ _WRITE_TURN_BYTES = 512 << 10
 _WINDOW_BYTES = 1 << 20
 _WINDOW_MIN_REQUESTS = 2
 _WINDOW_MAX_REQUESTS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a request has no reply. was_silent: not even a byte came since the connection was last
-    idle, so that the peer has probably closed it before it saw the request."""
-
-    reason: str
-    was_silent: bool = False
-
-
-Outcome = list[Reply] | Failure
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A command in pieces, and where its value lands.
-
-    num_bytes: of the value it carries or asks for. num_replies: of several commands in `pieces`;
-    only the last one's value lands in `into`, and is given to `digest`. outcome: all replies, set
-    once, when the buffers are the caller's again.
-    """
-
-    pieces: Sequence[memoryview]
-    into: tuple[memoryview, ...] | None
-    num_bytes: int
-    outcome: asyncio.Future[Outcome]
-    num_replies: int = 1
-    digest: Digest | None = None
-    was_sent: bool = False
-    was_retried: bool = False
-
-    def settle(self, outcome: Outcome) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
-
-    def abandon(self) -> None:
-        """Nobody waits any more: do not begin it. What has begun goes on to its end."""
-        if not self.was_sent:
-            self.settle(Failure("nobody waits for it"))
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How long an exchange may take: timeout_s, and its bytes at slowest_bytes_per_s."""
-
-    timeout_s: float
-    slowest_bytes_per_s: float
-
-    def deadline_s(self, num_bytes: int) -> float:
-        return self.timeout_s + num_bytes / self.slowest_bytes_per_s
-
-
-@dataclass(slots=True)
-class WireStats:
-    """Counts over all connections that share this object."""
-
-    connections: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -107,12 +47,14 @@ class Wire:
         pace: Pace,
         stats: WireStats,
         *,
+        turn: Turn,
         on_lost: Callable[[Sequence[Request], Failure], None],
     ) -> None:
         """on_lost: called with the requests that will get no reply, whose buffers are free."""
         self._pipe = pipe
         self._pace = pace
         self._stats = stats
+        self._turn = turn
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._replies = Replies()
@@ -125,17 +67,23 @@ class Wire:
         self._room = asyncio.Event()
         self._room.set()
         self.is_lost = False
+        self._reads_on: asyncio.Handle | None = None
         self._loop.add_reader(pipe.fd, self._read)
         stats.connections += 1
 
-    def submit(self, request: Request) -> None:
-        """Send `request` as soon as what is before it has been sent."""
+    def submit(self, request: Request, *, since: float) -> None:
+        """Send `request` as soon as what is before it has been sent.
+
+        since: when it could have been sent, had there been a connection. That the connection had to
+        be made counts towards the time it has, of which it keeps at least half.
+        """
         assert not self.is_lost, "the lane looks before it submits"
         if not self._in_flight:
             self._was_heard = False
         request.was_sent = True
         self._in_flight_bytes += request.num_bytes
-        due = self._loop.time() + self._pace.deadline_s(self._in_flight_bytes)
+        allowed_s = self._pace.deadline_s(self._in_flight_bytes)
+        due = max(since + allowed_s, self._loop.time() + allowed_s / 2)
         self._in_flight.append(_InFlight(request, due))
         for _ in range(request.num_replies - 1):
             self._replies.expect(None)
@@ -175,6 +123,14 @@ class Wire:
         )
 
     def _read(self) -> None:
+        if self._reads_on is None:  # else it has its turn
+            self._read_turn()
+
+    def _read_on(self) -> None:
+        self._reads_on = None
+        self._read_turn()
+
+    def _read_turn(self) -> None:
         left = _READ_TURN_BYTES
         while not self.is_lost and left > 0:
             try:
@@ -202,7 +158,7 @@ class Wire:
             if not (self._in_flight or self._pipe.has_more):
                 return
         if not self.is_lost:
-            self._loop.call_soon(self._read)
+            self._reads_on = self._loop.call_soon(self._read_on)
 
     def _answer(self, replies: list[Reply]) -> list[Reply]:
         """Give the oldest request its replies; returns those that are not its."""
@@ -224,15 +180,16 @@ class Wire:
 
     def _write(self) -> None:
         left = _WRITE_TURN_BYTES
-        while self._to_send and left > 0:
+        while self._to_send and left > 0 and self._turn.left > 0:
             try:
-                num_bytes = self._pipe.write(self._next_pieces(left))
+                num_bytes = self._pipe.write(self._next_pieces(min(left, self._turn.left)))
             except BlockingIOError:
                 break
             except OSError as error:
                 self._lose(why_unreachable(error))
                 return
             self._stats.sent_bytes += num_bytes
+            self._turn.spend(num_bytes)
             left -= num_bytes
             self._drop_sent(num_bytes)
         if bool(self._to_send) is not self._is_writing:

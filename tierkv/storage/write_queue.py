@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 from tierkv.tasks import background, outlast
@@ -16,10 +18,23 @@ _BATCH_BYTES = 16 << 20
 _BATCH_ITEMS = 64
 
 
+# Ranks of writes that wait no more are cleared away when they are most of all.
+_STALE_RANKS = 64
+
+
 @dataclass(eq=False, slots=True)
 class _Write:
+    """serial: the lower, the longer it waits."""
+
+    serial: int
     item: PutItem
     outcome: asyncio.Future[PutOutcome]
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """The lowest is dropped first: tickets (replacing) are small and somebody waits for them;
+        then worth; then the newest."""
+        return (not self.item.keep_existing, self.item.worth, -self.serial)
 
 
 class WriteQueue:
@@ -40,7 +55,9 @@ class WriteQueue:
         self._num_writers = num_writers
         self._max_bytes = max_bytes
         self._owner = owner
-        self._waiting: OrderedDict[int, _Write] = OrderedDict()
+        self._waiting: OrderedDict[int, _Write] = OrderedDict()  # by serial
+        self._ranks: list[tuple[bool, float, int]] = []  # a heap; also of some that wait no more
+        self._serials = count()
         self._came = asyncio.Event()
         self._is_open = False
         self.waiting_bytes = 0
@@ -63,45 +80,42 @@ class WriteQueue:
         if not self._is_open:
             return [PutOutcome(PutStatus.FAILED, f"{self._owner} is closed")] * len(items)
         loop = asyncio.get_running_loop()
-        writes = [_Write(item, loop.create_future()) for item in items]
+        writes = [_Write(next(self._serials), item, loop.create_future()) for item in items]
         for write in writes:
-            self._waiting[id(write)] = write
+            self._waiting[write.serial] = write
             self.waiting_bytes += write.item.num_bytes
+            heappush(self._ranks, write.rank)
         self._drop_the_least()
         self._came.set()
 
         def withdraw() -> None:
             for write in writes:
-                if id(write) in self._waiting:
-                    self._settle(id(write), PutOutcome(PutStatus.FAILED, "nobody waits for it"))
+                if write.serial in self._waiting:
+                    self._settle(write.serial, PutOutcome(PutStatus.FAILED, "nobody waits for it"))
 
         await outlast({write.outcome for write in writes}, on_cancel=withdraw)  # type: ignore[misc]
         return [write.outcome.result() for write in writes]
 
     def give_up(self, reason: str) -> None:
         """Fail all that waits, such as behind writes that are stuck."""
-        for key in list(self._waiting):
-            self._settle(key, PutOutcome(PutStatus.FAILED, reason))
+        for serial in list(self._waiting):
+            self._settle(serial, PutOutcome(PutStatus.FAILED, reason))
 
     def _drop_the_least(self) -> None:
-        if self.waiting_bytes <= self._max_bytes:
-            return
+        if len(self._ranks) > 2 * len(self._waiting) + _STALE_RANKS:
+            self._ranks = [write.rank for write in self._waiting.values()]
+            heapify(self._ranks)
         outcome = PutOutcome(
             PutStatus.FULL, f"dropped: more is written to {self._owner} than it takes"
         )
-        # Tickets (replacing) are small and somebody waits for them; then worth; then the newest.
-        by_worth = sorted(
-            (not write.item.keep_existing, write.item.worth, -index, key)
-            for index, (key, write) in enumerate(self._waiting.items())
-        )
-        for *_, key in by_worth:
-            if self.waiting_bytes <= self._max_bytes:
-                return
-            self.num_dropped += 1
-            self._settle(key, outcome)
+        while self.waiting_bytes > self._max_bytes:
+            *_, newness = heappop(self._ranks)
+            if -newness in self._waiting:
+                self.num_dropped += 1
+                self._settle(-newness, outcome)
 
-    def _settle(self, key: int, outcome: PutOutcome) -> None:
-        write = self._waiting.pop(key)
+    def _settle(self, serial: int, outcome: PutOutcome) -> None:
+        write = self._waiting.pop(serial)
         self.waiting_bytes -= write.item.num_bytes
         write.outcome.set_result(outcome)
 
@@ -124,10 +138,10 @@ class WriteQueue:
         batch: list[_Write] = []
         num_bytes = 0
         while self._waiting and len(batch) < _BATCH_ITEMS:
-            key, write = next(iter(self._waiting.items()))
+            serial, write = next(iter(self._waiting.items()))
             if batch and num_bytes + write.item.num_bytes > _BATCH_BYTES:
                 break
-            del self._waiting[key]
+            del self._waiting[serial]
             self.waiting_bytes -= write.item.num_bytes
             num_bytes += write.item.num_bytes
             batch.append(write)

@@ -1,0 +1,139 @@
+"""TLS, with certificates of ours and passwords, to servers that lead to others."""
+
+# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.latch import until
+from tests.redis_groups import wait_until
+from tests.redis_server import free_port, redis_server
+from tests.storage.test_redis_store import certificates  # noqa: F401 - a fixture
+from tests.storage.values import content_of, get_one
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.notify import LOOK
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
+from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_socket import TlsFiles
+from tierkv.storage.redis_url import parse_redis_url
+
+
+def tls_words(certificates: Path, port: int) -> list[str]:
+    """A server with these options wants to see a certificate of its clients, too."""
+    certificate, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
+    # fmt: off
+    return [
+        "--tls-port", str(port), "--tls-ca-cert-file", certificate,
+        "--tls-cert-file", certificate, "--tls-key-file", key,
+    ]
+    # fmt: on
+
+
+@contextmanager
+def tls_cluster(certificates: Path) -> Iterator[str]:
+    """The URL of a cluster of one node, which has all slots."""
+    tls, bus = free_port(), free_port()
+    words = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--tls-cluster", "yes")
+    with redis_server(*words, *tls_words(certificates, tls), password="pw") as server:
+        server.execute("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)
+        wait_until(
+            lambda: b"cluster_state:ok" in _bytes(server.execute("CLUSTER", "INFO")), "slots"
+        )
+        yield f"rediss+cluster://:pw@127.0.0.1:{tls}"
+
+
+@contextmanager
+def tls_sentinel(certificates: Path, directory: Path) -> Iterator[str]:
+    """The URL of a sentinel, with a password of its own, and its master, with another."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("no redis-server on this machine")
+    tls, port = free_port(), free_port()
+    with redis_server(*tls_words(certificates, tls), "--tls-replication", "yes", password="pw"):
+        words = [word.removeprefix("--") for word in tls_words(certificates, port)]
+        pairs = zip(words[::2], words[1::2], strict=True)
+        lines = [f"{name} {value}" for name, value in pairs]
+        lines += [
+            "port 0", "bind 127.0.0.1", f"dir {directory}", "tls-replication yes",
+            "requirepass other", f"sentinel monitor kv 127.0.0.1 {tls} 1",
+            "sentinel auth-pass kv pw",
+        ]  # fmt: skip
+        config = directory / "sentinel.conf"
+        config.write_text("\n".join(lines) + "\n")
+        command = [program, str(config), "--sentinel"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as popen:
+            try:
+                wait_until(lambda: _answers(certificates, port), "a sentinel")
+                yield f"rediss+sentinel://:pw@127.0.0.1:{port}/kv"
+            finally:
+                popen.kill()
+
+
+def _answers(certificates: Path, port: int) -> bool:
+    certificate, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
+    with redis.Redis(
+        host="127.0.0.1", port=port, password="other", ssl=True, ssl_ca_certs=certificate,
+        ssl_certfile=certificate, ssl_keyfile=key,
+    ) as client:  # fmt: skip
+        return bool(client.ping())
+
+
+def _bytes(reply: object) -> bytes:
+    """redis-py makes a dict of what it knows."""
+    if isinstance(reply, dict):
+        return "\n".join(f"{key}:{value}" for key, value in reply.items()).encode()
+    assert isinstance(reply, bytes)
+    return reply
+
+
+@pytest.mark.parametrize("kind", ["cluster", "sentinel"])
+async def test_all_connections_are_encrypted_and_show_our_certificate(
+    certificates: Path, tmp_path: Path, kind: str
+) -> None:
+    pem, key = str(certificates / "cert.pem"), str(certificates / "key.pem")
+    settings = RedisSettings(
+        timeout_s=10.0,
+        connect_timeout_s=5.0,
+        tls=TlsFiles(ca=pem, certificate=pem, key=key),
+        sentinel_password="other" if kind == "sentinel" else None,
+    )
+    group = tls_cluster(certificates) if kind == "cluster" else tls_sentinel(certificates, tmp_path)
+    url = await asyncio.to_thread(group.__enter__)
+    try:
+        store = RedisStore(parse_redis_url(url), settings, SystemClock())
+        notifier = store.notifier()
+        async with store.running(), notifier.running():
+            names = [f"t:f:{index}:0" for index in range(8)]
+            sizes = [1, 5_000, 1 << 20, (5 << 20) + 3] * 2  # the last ones are read in ranges
+            items = [
+                PutItem(name, (content_of(name, size),))
+                for name, size in zip(names, sizes, strict=True)
+            ]
+            assert {one.status for one in await store.put(items)} == {PutStatus.STORED}
+            for name, size in zip(names, sizes, strict=True):
+                assert await get_one(store, name, size) == (
+                    GetStatus.HIT, content_of(name, size),
+                )  # fmt: skip
+            assert await store.exists([*names, "t:f:none:0"]) == 8
+            assert await store.usage("t:f") == Usage(8, sum(sizes))
+            with notifier.listen("t:topic") as listener:
+                await until(lambda: listener.is_live)
+                assert await listener.next(5) == LOOK
+                await notifier.tell("t:topic", "hello")
+                assert await listener.next(5) == "hello"
+        without = RedisSettings(timeout_s=2.0, connect_timeout_s=2.0, tls=TlsFiles(ca=pem))
+        with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+            async with RedisStore(parse_redis_url(url), without, SystemClock()).running():
+                pass
+    finally:
+        await asyncio.to_thread(group.__exit__, None, None, None)

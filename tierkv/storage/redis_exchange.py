@@ -1,0 +1,90 @@
+"""What goes over a connection for values: a request and its outcome, how long it may take, how much
+of it in one turn of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierkv.storage.protocol import Digest
+from tierkv.storage.resp import Reply
+
+# Most bytes sent in one turn of the loop, over all connections of a store: a MiB takes 0.3 ms. SET
+# of 512 KiB over 8 connections kept the loop for 5.2 ms at times (p99) without.
+_TURN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request has no reply. was_silent: not even a byte came since the connection was last
+    idle, so that the peer has probably closed it before it saw the request."""
+
+    reason: str
+    was_silent: bool = False
+
+
+Outcome = list[Reply] | Failure
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A command in pieces, and where its value lands.
+
+    num_bytes: of the value it carries or asks for. num_replies: of several commands in `pieces`;
+    only the last one's value lands in `into`, and is given to `digest`. outcome: all replies, set
+    once, when the buffers are the caller's again.
+    """
+
+    pieces: Sequence[memoryview]
+    into: tuple[memoryview, ...] | None
+    num_bytes: int
+    outcome: asyncio.Future[Outcome]
+    num_replies: int = 1
+    digest: Digest | None = None
+    was_sent: bool = False
+    was_retried: bool = False
+
+    def settle(self, outcome: Outcome) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def abandon(self) -> None:
+        """Nobody waits any more: do not begin it. What has begun goes on to its end."""
+        if not self.was_sent:
+            self.settle(Failure("nobody waits for it"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long an exchange may take: timeout_s, and its bytes at slowest_bytes_per_s."""
+
+    timeout_s: float
+    slowest_bytes_per_s: float
+
+    def deadline_s(self, num_bytes: int) -> float:
+        return self.timeout_s + num_bytes / self.slowest_bytes_per_s
+
+
+@dataclass(slots=True)
+class WireStats:
+    """Counts over all connections that share this object."""
+
+    connections: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Turn:
+    """What may still be sent in this turn of the loop, over all connections that share this."""
+
+    def __init__(self) -> None:
+        self.left = _TURN_BYTES
+
+    def spend(self, num_bytes: int) -> None:
+        if self.left == _TURN_BYTES:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self.left -= num_bytes
+
+    def _begin(self) -> None:
+        self.left = _TURN_BYTES
