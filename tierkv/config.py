@@ -4,6 +4,7 @@ them. Nothing unknown is ignored."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,14 @@ def load(kind: type[T], path: Path | None, environ: Mapping[str, str]) -> T:
         return msgspec.convert(table, kind, strict=False)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def all_above_zero(table: str, settings: msgspec.Struct, *names: str) -> None:
+    """Raise ConfigError unless each of these is a number above 0: TOML has nan and inf, too."""
+    for name in names:
+        value: float = getattr(settings, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{table}.{name} must be a number above 0")
 
 
 def _read(path: Path) -> dict[str, Any]:

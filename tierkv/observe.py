@@ -64,9 +64,7 @@ def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff
     )
 
 
-def verify(
-    scheduler: Scheduler, mover: Mover, fetcher: Fetcher | None, handoff: Handoff
-) -> list[str]:
+def verify(scheduler: Scheduler, mover: Mover, fetcher: Fetcher, handoff: Handoff) -> list[str]:
     """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
     tiers, index = scheduler.tiers, scheduler.index
     requests = (*scheduler.running_requests, *scheduler.ending_requests)
@@ -81,16 +79,10 @@ def verify(
     )
     wrong += scheduler.findings() + tiers.pins.findings()
     is_busy = private or tiers.num_tasks or scheduler.num_waiting or mover.num_in_flight
-    if is_busy or (fetcher is not None and fetcher.num_held):
+    if is_busy or fetcher.num_held:
         return wrong
     num_leases = index.num_held_leases - tiers.pins.num_leases - handoff.direct.num_leases
     if num_leases:
         wrong.append(f"nothing runs, but {num_leases} leases are out")
-    if fetcher is not None and fetcher.num_in_flight:
-        wrong.append(f"nothing runs, but {fetcher.num_in_flight} blocks are marked as in flight")
-    if tiers.num_loads:
-        wrong.append(f"nothing runs, but {tiers.num_loads} loads are counted")
-    if tiers.num_offloads:
-        wrong.append(f"nothing runs, but {tiers.num_offloads} offloads are counted")
-    wrong += tiers.background.findings()
-    return wrong + handoff.findings()
+    wrong += fetcher.findings() + scheduler.loads.findings()
+    return wrong + tiers.findings() + handoff.findings()

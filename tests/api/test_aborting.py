@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.api.nodes import here
-from tests.latch import until
+from tests.latch import turns, until
 
 FULL = list(range(64 * 16))  # all 64 blocks
 
@@ -18,6 +18,8 @@ async def test_a_request_in_the_line_is_ended_and_whoever_waits_for_it_is_told()
             body = {"tokens": [1, 2, 3], "request_id": "second"}
             asked = [group.create_task(on.client.post("/v1/requests", body)) for _ in range(3)]
             await until(lambda: on.node.service.stats().waiting_requests == 1, "one in the line")
+            await until(lambda: on.node.num_working == len(asked), "all three calls")
+            await turns(50)  # until the last one's body has been read
             ended = await on.client.ask("DELETE", "/v1/requests/second")
         assert (ended.status, ended.body["state"]) == (200, "aborted")
         for task in asked:

@@ -13,10 +13,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientConnectionResetError, web
 
 from tests.api.guarded import Authority, guarded
 from tests.api.nodes import Here, here
 from tests.latch import until
+from tierkv.api.connections import Limits
+from tierkv.api.server import bind, url_of
+from tierkv.api.serving import serving
 from tierkv.api.settings import NodeSection, TlsSection
 
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -52,6 +56,7 @@ async def exchange(url: str, sent: bytes) -> tuple[int, dict[str, str]]:
     lines = head.decode().split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     assert headers["content-type"] == "application/problem+json", answered[:300]
+    assert headers["server"] == "tierkv"  # and no version of anything
     problem = json.loads(body)
     assert problem["request_id"] == headers["x-request-id"]
     status = int(lines[0].split()[1])
@@ -173,6 +178,25 @@ async def test_a_body_that_breaks_off_behind_a_refusal_is_not_logged_as_a_bug(
     assert_quiet(caplog)
 
 
+async def test_a_client_that_goes_while_it_is_answered_is_no_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        raise ClientConnectionResetError("Cannot write to closing transport")  # as aiohttp does
+
+    app = web.Application()
+    app.router.add_get("/livez", answer)
+    section = NodeSection(port=0)
+    listener = bind(section)
+    async with (
+        serving(app, [listener], limits=Limits.of(section)),
+        connected(url_of(listener, has_tls=False)) as (reader, writer),
+    ):
+        writer.write(LIVE)
+        assert await until_closed(reader) == b""
+    assert_quiet(caplog)
+
+
 # How long
 
 
@@ -282,6 +306,14 @@ async def test_a_body_over_the_limit_is_refused_with_or_without_a_length(trials:
             for data in (b" " * 40_000, pieces()):
                 answer = await on.client.ask("POST", "/v1/generate", data=data, headers=headers)
                 assert (answer.status, answer.code) == (413, "body_too_large")
+        await on.settle()
+
+
+async def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes() -> None:
+    async with here() as on:
+        sent = HEAD + b"Connection: close\r\nContent-Length: 99999999999\r\n\r\n{"
+        status, problem = await exchange(on.client.url, sent)
+        assert (status, problem["code"]) == (413, "body_too_large")
         await on.settle()
 
 

@@ -49,6 +49,19 @@ def test_examples_are_what_the_types_take(kind: type) -> None:
     decode(msgspec.json.encode(EXAMPLES[kind]), kind, content_type=JSON)
 
 
+async def test_every_answer_names_its_request() -> None:
+    async with here() as on:
+        for path in ("/livez", "/metrics", "/openapi.json", "/v1/blocks", "/v1/stats", "/nothing"):
+            for method in ("GET", "HEAD", "PATCH"):
+                answer = await on.client.ask(method, path, headers={"X-Request-Id": "mine"})
+                assert answer.headers["X-Request-Id"] == "mine", (method, path)
+                assert answer.headers["Server"] == "tierkv"
+        answer = await on.client.post("/v1/generate", {"prompt": "a", "stream": True})
+        assert answer.headers["X-Request-Id"]
+        answer = await on.client.ask("HEAD", "/v1/events", headers={"X-Request-Id": "mine"})
+        assert answer.headers["X-Request-Id"] == "mine"
+
+
 async def test_a_node_tells_its_document() -> None:
     async with here() as on:
         answer = await on.client.get("/openapi.json")

@@ -220,6 +220,12 @@ async def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> No
         ("[engine]\nchunk_tokens = 0\n", "chunk_tokens must be at least 1"),
         ("[storage.file]\nnum_threads = 0\n", "1 to 64 threads"),
         ("[node]\nidle_timeout_s = nan\n", "idle_timeout_s"),
+        ('[node]\nname = "two\\nlines"\n', "node.name must be printable"),
+        ("[handoff]\nticket_ttl_s = nan\n", "handoff.ticket_ttl_s"),
+        ("[handoff]\nblock_ttl_s = 1e300\n", "handoff.block_ttl_s"),
+        ("[handoff]\nclaim_deadline_s = inf\n", "handoff.claim_deadline_s"),
+        ("[cache]\nfetch_deadline_s = nan\n", "cache.fetch_deadline_s"),
+        ("[engine]\nload_timeout_s = inf\n", "engine.load_timeout_s"),
     ],
 )
 async def test_a_wrong_setting_is_one_sentence_that_names_it(

@@ -9,6 +9,7 @@ import pytest
 
 from tests.api.nodes import Answer, Client, Here, here
 from tests.latch import until
+from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
@@ -181,6 +182,27 @@ async def test_a_ticket_with_a_lost_block_is_incomplete() -> None:
         assert await on.store.delete(partial) == 1
         state = (await on.client.get("/v1/tickets/t")).body
         assert (state["state"], state["present_blocks"]) == ("incomplete", 2)
+
+
+async def test_a_ticket_whose_producer_died_is_lost_and_not_open() -> None:
+    async with here() as on:
+        handoff = on.node.service.handoff
+        assert handoff is not None
+        prompt = on.node.prompt(pack(TOKENS), "")
+        of_the_dead = handoff.tickets.new_open("t", prompt, "a node that is gone")
+        await handoff.tickets.put(of_the_dead)
+        state = (await on.client.get("/v1/tickets/t")).body
+        assert (state["state"], state["num_tokens"]) == ("lost", len(TOKENS))
+
+
+async def test_a_ticket_that_is_gone_since_it_was_claimed_is_still_claimed() -> None:
+    async with here() as on:
+        await publish(on.client)
+        assert (await on.client.ask("POST", "/v1/tickets/t/ack")).status == 200
+        page = await on.store.list("tierkv:ticket", limit=100)
+        assert await on.store.delete([one.name for one in page.values]) == 1
+        state = (await on.client.get("/v1/tickets/t")).body
+        assert (state["state"], state["claimer"]) == ("claimed", on.node.name)
 
 
 async def test_a_claim_without_a_ticket_says_not_yet() -> None:

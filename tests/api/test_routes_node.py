@@ -148,6 +148,14 @@ async def test_storage_is_detached_and_attached_while_the_node_runs(tmp_path: Pa
         await on.settle()
 
 
+@pytest.mark.parametrize("url", ["redis://a\r\nb", "file:///a\tb", "memory://\x00", "file:///\x7f"])
+async def test_a_storage_url_with_control_characters_is_refused(url: str) -> None:
+    async with here() as on:
+        refused = await on.client.ask("PUT", "/v1/tiers/storage", json={"url": url})
+        assert (refused.status, refused.code) == (422, "invalid_body")
+        assert len((await on.client.get("/v1/tiers")).body["storage"]) == 1
+
+
 async def test_quotas_are_set_told_and_taken_away() -> None:
     async with here() as on:
         path = "/v1/quotas/someone"

@@ -28,6 +28,9 @@ async def test_a_node_is_ready_and_says_what_it_depends_on_if_asked(path: str) -
                 "storage": {"status": "ok", "detail": "memory://"},
             },
         }
+        assert (await on.client.get(f"{path}?verbose=true")).body == verbose
+        for no in ("false", "False", "0"):
+            assert (await on.client.get(f"{path}?verbose={no}")).body == {"status": "ok"}
 
 
 async def test_a_node_whose_store_is_down_is_ready_but_degraded() -> None:

@@ -204,6 +204,30 @@ async def test_a_ticket_says_how_its_first_tokens_were_sampled(streams: bool) ->
         await other.settle()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_publish_that_is_repeated_with_other_content_is_refused(streams: bool) -> None:
+    body = {"ticket_id": "t", "first_tokens": [9], "sampling": {"seed": "5"}}
+    async with here() as on:
+        await admit(on)
+        if streams:
+            await stream(on)
+        await on.client.post("/v1/requests/r/commit", {})
+        path = "/v1/requests/r/publish"
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(on.client.post(path, body)) for _ in range(4)]
+        first = calls[0].result()
+        assert first.status == 200
+        assert [call.result().body for call in calls] == [first.body] * 4
+        others: list[Json] = [{"first_tokens": [8]}, {"first_tokens": []}, {"sampling": {}}]
+        for other in others:
+            refused = await on.client.post(path, body | other)
+            assert (refused.status, refused.code) == (409, "duplicate_request")
+            assert "'t'" in refused.body["detail"]
+        assert (await on.client.post(path, body)).body == first.body
+        assert (await on.client.post("/v1/requests/r/finish", {})).status == 200
+        await on.settle()
+
+
 async def test_a_store_that_hangs_keeps_a_stream_from_beginning_for_its_deadline_only() -> None:
     async with here() as on:
         await admit(on)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tierkv.api.settings import Role
 from tierkv.cache.tokens import pack
+from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
 from tierkv.gateway.prefixes import PrefixMemory
@@ -196,9 +197,17 @@ def test_nodes_are_named_by_urls_in_a_list_or_one_text() -> None:
     expected = ("http://a:1", "https://b")
     assert urls_of("http://a:1/, https://b") == urls_of(("http://a:1", "https://b/")) == expected
     assert urls_of("unix:/run/a.sock") == ("unix:/run/a.sock",)
-    for wrong in ("a:1", "ftp://a", "http://user:password@a", "unix:relative"):
+    for wrong in ("a:1", "ftp://a", "unix:relative"):
         with pytest.raises(ConfigError, match="not the URL"):
             urls_of(wrong)
+
+
+@pytest.mark.parametrize("url", ["http://user:s3cret@a", "user:s3cret@a", "redis://:s3cret@a:1"])
+def test_a_password_in_a_nodes_url_is_refused_and_not_repeated(url: str) -> None:
+    for ask in (urls_of, AsyncClient):
+        with pytest.raises(ConfigError, match="no user or password") as refused:
+            ask(url)
+        assert "s3cret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ async def connected(address: DirectAddress) -> AsyncIterator[Channel]:
 async def ask(
     channel: Channel, address: DirectAddress, first: int = 0, stop: int = BLOCKS
 ) -> Answer:
-    await channel.send_ask(Ask(ticket_id="t", first=first, stop=stop), address.secret)
+    await channel.send_ask(Ask(offer=address.offer, first=first, stop=stop), address.secret)
     return await finish(channel.answer(address.secret))
 
 
@@ -121,10 +121,15 @@ async def test_only_a_holder_of_the_ticket_is_told_anything() -> None:
         address = await address_of(prefill)
         other = await address_of(prefill, "other")
         assert address.secret != other.secret
-        for secret, ticket in ((bytes(16), "t"), (other.secret, "t"), (address.secret, "x")):
+        for secret, offer in (
+            (bytes(16), address.offer),
+            (other.secret, address.offer),
+            (address.secret, other.offer),
+            (address.secret, "x"),
+        ):
             wrong = msgspec.structs.replace(address, secret=secret)
             async with connected(wrong) as channel:
-                await channel.send_ask(Ask(ticket_id=ticket, first=0, stop=1), secret)
+                await channel.send_ask(Ask(offer=offer, first=0, stop=1), secret)
                 await is_hung_up_on(channel, wrong)
         assert leases(prefill) == 0
 
@@ -183,7 +188,7 @@ async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
         address = await address_of(prefill)
         assert decode.service.handoff is not None
         direct = decode.service.handoff.direct
-        with direct.claimer("t") as near:
+        with direct.claimer() as near:
             near.learn(address)
             await finish(near.ask(decode.prompt(TOKENS)))
             async with connected(address) as channel:
@@ -210,7 +215,7 @@ async def test_a_question_that_was_cancelled_anywhere_can_be_asked_again() -> No
         direct = decode.service.handoff.direct
         prompt = decode.prompt(TOKENS)
         for num_turns in range(30):
-            with direct.claimer("t") as near:
+            with direct.claimer() as near:
                 near.learn(address)
                 asking = asyncio.create_task(near.ask(prompt))
                 await turns(num_turns)

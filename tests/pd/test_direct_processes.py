@@ -139,7 +139,7 @@ async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_los
             assert handoff is not None
             ticket = await handoff.tickets.read("t")
             assert ticket is not None
-            with handoff.direct.claimer("t") as near:
+            with handoff.direct.claimer() as near:
                 near.learn(ticket.direct)
                 await near.ask(node.prompt(range(COUNT)))
                 assert handoff.direct.offers.num_offers == BLOCKS
@@ -225,7 +225,7 @@ async def main():
     address = msgspec.json.decode(sys.argv[1], type=DirectAddress)
     channel = Channel(*await asyncio.open_connection(address.host, address.port))
     await channel.be_greeted()
-    await channel.send_ask(Ask(ticket_id="t", first=0, stop=20), address.secret)
+    await channel.send_ask(Ask(offer=address.offer, first=0, stop=20), address.secret)
     print(len((await channel.answer(address.secret)).blocks), flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

@@ -164,6 +164,18 @@ async def test_bytes_that_the_producer_let_go_of_while_they_were_read_are_not_us
         assert counts(decode) == (0, 1, BLOCKS + 1)
 
 
+async def test_an_id_that_another_prompt_uses_by_now_never_shows_its_blocks() -> None:
+    """A claimer has read the ticket when its producer begins with another prompt under that id:
+    what it is shown is checked by nobody, so it must not be the other's."""
+    async with pair() as (prefill, decode):
+        other = [1000 + token for token in TOKENS]
+        await prefill.run(other)
+        handoff = prefill.service.handoff
+        assert handoff is not None
+        assert handoff.direct.offer("t", prefill.prompt(other), handoff.ledger) is not None
+        await claim(decode)  # every byte is looked at
+
+
 async def test_what_is_being_read_cannot_be_evicted(held_reads: Reads) -> None:
     async with pair() as (prefill, decode):
         claiming = asyncio.create_task(claim(decode))
@@ -329,7 +341,7 @@ async def shown(address: DirectAddress, machine: str, *, is_near: bool) -> int:
         streams = await finish(asyncio.open_connection(address.host, address.port))
     channel = Channel(*streams)
     await finish(channel.be_greeted())
-    ask = Ask(ticket_id="t", first=0, stop=BLOCKS, machine=machine)
+    ask = Ask(offer=address.offer, first=0, stop=BLOCKS, machine=machine)
     await channel.send_ask(ask, address.secret)
     answer = await finish(channel.answer(address.secret))
     channel.close()
@@ -479,7 +491,7 @@ def test_planes_are_described_once_and_anew_when_they_are_others() -> None:
 
 async def test_the_tier_that_blocks_landed_on_is_the_device() -> None:
     async with pair() as (_, decode):
-        with decode.service.handoff.direct.claimer("t") as near:  # type: ignore[union-attr]
+        with decode.service.handoff.direct.claimer() as near:  # type: ignore[union-attr]
             ticket = await finish(decode.service.handoff.tickets.read("t"))  # type: ignore[union-attr]
             assert ticket is not None
             near.learn(ticket.direct)

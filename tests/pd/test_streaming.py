@@ -23,7 +23,7 @@ from tierkv.pd.handoff import Published
 from tierkv.pd.ledger import TicketState
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.stream import Stream
-from tierkv.sched.request import Request
+from tierkv.sched.request import Matched, Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 BLOCK = 4
@@ -140,6 +140,27 @@ async def test_blocks_are_fetched_and_loaded_before_the_ticket_is_there() -> Non
         request = await finish(claiming)
         decode.check_kv(request, prompt, 42)
         decode.service.end(request)
+        await decode.settle()
+
+
+async def test_what_came_for_a_claim_before_its_ticket_counts_as_from_storage() -> None:
+    prompt = tokens(42)
+    async with pair() as (prefill, decode):
+        assert (await decode.run(tokens(9))).total_tokens == 0  # its first 8 tokens stay here
+        claiming = asyncio.create_task(claim(decode, prompt))
+        async with prefilling(prefill, prompt) as here:
+            for count in (20, 28, 42):
+                await here.compute(count)
+                await here.stored(count // BLOCK)
+                most = count // BLOCK - 2
+                await until(lambda: decode.storage_stats.fetched_blocks >= most, "a fetch")  # noqa: B023
+            here.finish()
+        request = await finish(claiming)
+        assert request.matched == Matched(device_tokens=8, storage_tokens=34)
+        decode.service.end(request)
+        again = await claim(decode, prompt)
+        assert again.matched == Matched(device_tokens=40, host_tokens=2)
+        decode.service.end(again)
         await decode.settle()
 
 

@@ -9,6 +9,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from tierkv.api.access import Access
 from tierkv.api.auth import Guard, auth_middleware
+from tierkv.api.framing import add_headers
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.problems import problem_middleware
@@ -32,7 +33,7 @@ def make_app(node: Node, guard: Guard) -> web.Application:
     )
     app[TABLE] = _register(routes(node, metrics), app.router)
     metrics.know_routes([_NO_ROUTE, *(one.canonical for one in app.router.resources())])
-    app.on_response_prepare.append(_name_no_versions)
+    app.on_response_prepare.append(add_headers)
     return app
 
 
@@ -58,7 +59,3 @@ def _counting(metrics: Metrics) -> Middleware:
         return response
 
     return count
-
-
-async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "tierkv"

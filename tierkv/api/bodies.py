@@ -56,6 +56,8 @@ async def read_body(request: web.Request, kind: type[T], *, timeout_s: float) ->
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() not in _ENCODINGS:  # aiohttp leaves those it does not know as they are
         raise MediaTypeError(f"bodies are encoded with gzip or deflate, not {encoding[:80]!r}")
+    if (request.content_length or 0) > request.client_max_size:  # none of it need be read
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size)
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
@@ -86,6 +88,11 @@ def from_query(request: web.Request, kind: type[T], more: Mapping[str, bytes] | 
         return msgspec.convert({**request.query, **(more or {})}, kind, strict=False)
     except msgspec.ValidationError as error:
         raise FieldError(str(error)) from error
+
+
+def is_set(request: web.Request, flag: str) -> bool:
+    """Whether the query has this flag, be it alone or with a value that does not deny it."""
+    return request.query.get(flag, "false").lower() not in ("false", "0")
 
 
 def _has_tokens(kind: type) -> bool:
@@ -141,12 +148,11 @@ def decode(raw: bytes, kind: type[T], *, content_type: str) -> T:
 
 def answer(request: web.Request, value: object, *, status: int = 200) -> web.Response:
     """`value` as JSON, or as msgpack if that is what the request accepts."""
-    headers = {REQUEST_ID_HEADER: request[REQUEST_ID]}
     if wants_msgpack(request):
         body, content_type = msgspec.msgpack.encode(value), MSGPACK
     else:
         body, content_type = msgspec.json.encode(value), JSON
-    return web.Response(body=body, status=status, content_type=content_type, headers=headers)
+    return web.Response(body=body, status=status, content_type=content_type)
 
 
 def wants_msgpack(request: web.Request) -> bool:

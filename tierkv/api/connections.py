@@ -184,7 +184,10 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - aiohttp's words, which may quote the client
     ) -> web.StreamResponse:
-        """What aiohttp could not read, or an error of what goes around our own middlewares."""
+        """What aiohttp could not read, or an error of what goes around our own middlewares. Raises
+        ConnectionError where nobody is left to answer."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client went while its answer was written, which is no error of ours
         request_id = uuid4().hex
         if isinstance(exc, HttpProcessingError):
             log.info("request %s is no HTTP: %s", request_id, _one_line(exc))

@@ -7,8 +7,10 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from tierkv.api.bodies import REQUEST_ID_HEADER
+from tierkv.api.bodies import REQUEST_ID, REQUEST_ID_HEADER
 from tierkv.api.problems import PROBLEM_JSON, Problem, problem_response
+
+SERVER = "tierkv"  # in every answer: aiohttp would tell its version, and Python's
 
 # status: code, title, detail. Details name no bytes of the client: they may be anything.
 PROBLEMS = {
@@ -27,10 +29,18 @@ PROBLEMS = {
 }
 
 
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """What every answer has. For an application's `on_response_prepare`."""
+    response.headers["Server"] = SERVER
+    if REQUEST_ID_HEADER not in response.headers:
+        response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+
+
 def framing_problem(status: int, request_id: str) -> web.Response:
     """One of the statuses above, else 500."""
     body = _body(status, request_id)
-    return problem_response(body, body.status, {REQUEST_ID_HEADER: request_id})
+    headers = {REQUEST_ID_HEADER: request_id, "Server": SERVER}
+    return problem_response(body, body.status, headers)
 
 
 def overload_answer(request_id: str) -> bytes:
@@ -43,7 +53,7 @@ def overload_answer(request_id: str) -> bytes:
         f"Content-Length: {len(body)}\r\n"
         f"{REQUEST_ID_HEADER}: {request_id}\r\n"
         "Retry-After: 1\r\n"
-        "Server: tierkv\r\n"
+        f"Server: {SERVER}\r\n"
         "Connection: close\r\n\r\n"
     )
     return head.encode("ascii") + body

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError
 
 _MAX_PORT = 65_535
@@ -46,11 +47,3 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if getattr(self, name) < 1:
                 raise ConfigError(f"{table}.{name} must be at least 1")
         all_above_zero(table, self, "idle_timeout_s", "body_timeout_s", "send_timeout_s")
-
-
-def all_above_zero(table: str, settings: msgspec.Struct, *names: str) -> None:
-    """Raise ConfigError unless each of these is a number above 0."""
-    for name in names:
-        value: float = getattr(settings, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{table}.{name} must be a number above 0")

@@ -28,12 +28,7 @@ def masked_url(url: str) -> str:
 
 def _masked(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape
     if isinstance(value, dict):
-        return {
-            name: MASK
-            if isinstance(part, str) and part and _SECRETS.search(name)
-            else _masked(part)
-            for name, part in value.items()
-        }
+        return {name: _masked_field(name, part) for name, part in value.items()}
     if isinstance(value, list):
         return [_masked(part) for part in value]
     return masked_url(value) if isinstance(value, str) else value

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from tierkv.api.held import Held
 from tierkv.api.leases import Leases
 from tierkv.api.refusals import WrongStateError
-from tierkv.errors import OwnershipError, TierKVError
+from tierkv.errors import DuplicateRequestError, OwnershipError, TierKVError
 from tierkv.pd.handoff import Published
 from tierkv.sched.request import Request
 from tierkv.service import Service
@@ -43,7 +43,8 @@ class Outgoing:
     async def publish(
         self, held: Held, ticket_id: str, first_tokens: Sequence[int], sampling: Mapping[str, str]
     ) -> Published:
-        """Publish once per ticket id; who goes away does not stop it. Raises as `stream` does."""
+        """Publish once per ticket id; who goes away does not stop it. Raises as `stream` does, and
+        DuplicateRequestError too if the ticket says something else about the first tokens."""
         held.finish_stream(ticket_id, first_tokens, sampling)
         task = held.publishes.get(ticket_id)
         if task is None:
@@ -61,6 +62,11 @@ class Outgoing:
             if isinstance(outcome, OwnershipError):  # it is not computed, or has ended meanwhile
                 raise WrongStateError(str(outcome)) from outcome
             raise outcome
+        said = outcome.ticket
+        if (said.first_tokens, said.sampling) != (tuple(first_tokens), sampling):
+            raise DuplicateRequestError(
+                f"the prompt was published under {ticket_id!r} with other first tokens or sampling"
+            )
         return outcome
 
     async def _publish(

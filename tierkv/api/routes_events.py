@@ -10,7 +10,6 @@ import msgspec
 from aiohttp import hdrs, web
 
 from tierkv.api.access import Access
-from tierkv.api.bodies import REQUEST_ID, REQUEST_ID_HEADER
 from tierkv.api.route import Route
 from tierkv.api.routes_base import Routes
 from tierkv.errors import ShuttingDownError
@@ -47,11 +46,7 @@ class EventRoutes(Routes):
         epoch = int(known[1]) if known else None
         number = int(known[2]) if known else 0
         response = web.StreamResponse(
-            headers={
-                "Content-Type": EVENT_STREAM,
-                "Cache-Control": "no-store",
-                REQUEST_ID_HEADER: request[REQUEST_ID],
-            }
+            headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"}
         )
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
             return response

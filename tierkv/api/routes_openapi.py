@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from tierkv.api.access import Access
-from tierkv.api.bodies import JSON, REQUEST_ID, REQUEST_ID_HEADER
+from tierkv.api.bodies import JSON
 from tierkv.api.openapi import document
 from tierkv.api.route import Route
 
@@ -29,6 +29,5 @@ class OpenApiRoutes:
             )
         ]
 
-    async def tell(self, request: web.Request) -> web.Response:
-        headers = {REQUEST_ID_HEADER: request[REQUEST_ID]}
-        return web.Response(body=self._document, content_type=JSON, headers=headers)
+    async def tell(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._document, content_type=JSON)

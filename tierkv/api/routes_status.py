@@ -95,7 +95,7 @@ class StatusRoutes:
         health = await health_of(self._node)
         states = [state for state, _ in health.values()]
         parts = {name: PartHealth(state.value, detail) for name, (state, detail) in health.items()}
-        is_verbose = "verbose" in request.query
+        is_verbose = bodies.is_set(request, "verbose")
         if Health.DOWN in states:
             raise NotReadyError(
                 "; ".join(

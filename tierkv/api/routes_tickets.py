@@ -12,12 +12,21 @@ from tierkv.api.refusals import UnknownIdError
 from tierkv.api.route import Route
 from tierkv.api.routes_base import Routes, principal_of
 from tierkv.api.types_node import TicketAnswer, TicketState
-from tierkv.cache.fingerprint import differences
-from tierkv.errors import HandoffError, StoreUnavailableError
+from tierkv.errors import StoreUnavailableError
 from tierkv.pd.handoff import Handoff
-from tierkv.pd.ticket import OpenTicket, Ticket
+from tierkv.pd.status import Standing
 
 _PATH = "/v1/tickets/{id}"
+_STATES = {
+    Standing.OPEN: TicketState.OPEN,
+    Standing.PRODUCER_FAILED: TicketState.FAILED,
+    Standing.PRODUCER_LOST: TicketState.LOST,
+    Standing.WHOLE: TicketState.WHOLE,
+    Standing.ACKNOWLEDGED: TicketState.CLAIMED,
+    Standing.EXPIRED: TicketState.EXPIRED,
+    Standing.INCOMPATIBLE: TicketState.INCOMPATIBLE,
+    Standing.DAMAGED: TicketState.DAMAGED,
+}
 
 
 class TicketRoutes(Routes):
@@ -56,10 +65,7 @@ class TicketRoutes(Routes):
     async def forget(self, request: web.Request) -> web.Response:
         async with self._node.call():
             answer = await self._state(request)
-            name = self._ticket_name(request)
-            tickets = self._handoff().tickets
-            await tickets.forget(name)
-            await tickets.forget_open(name)
+            await self._node.service.forget_ticket(self._ticket_name(request))
         return bodies.answer(request, answer)
 
     async def acknowledge(self, request: web.Request) -> web.Response:
@@ -87,60 +93,30 @@ class TicketRoutes(Routes):
 
     async def _state(self, request: web.Request) -> TicketAnswer:
         """Raises UnknownIdError and StoreUnavailableError."""
-        handoff = self._handoff()
-        name = self._ticket_name(request)
-        ticket_id = request.match_info["id"]
-        try:
-            ticket = await handoff.tickets.read(name)
-            coming = None if ticket else await handoff.tickets.read_open(name)
-        except HandoffError as error:
-            return TicketAnswer(ticket_id=ticket_id, state=TicketState.DAMAGED, detail=str(error))
-        if ticket is None and coming is None:
+        handoff, name = self._handoff(), self._ticket_name(request)
+        found = await self._node.service.ticket_state(name)
+        if found.state is Standing.NOT_YET:
             raise self._unknown(request)
-        if ticket is None:
-            assert coming is not None, "one of the two is there"
-            state = TicketState.FAILED if coming.failure else TicketState.OPEN
-            return _answer(ticket_id, coming, state, detail=coming.failure)
-        return await self._state_of(request, handoff, ticket, name)
+        if found.state is Standing.UNAVAILABLE:
+            raise StoreUnavailableError(found.detail)
+        state, present = _STATES[found.state], None
+        if state is TicketState.WHOLE:
+            present = await self._count_present(request, handoff, name)
+            state = TicketState.WHOLE if present == found.num_blocks else TicketState.INCOMPLETE
+        return TicketAnswer(
+            ticket_id=request.match_info["id"],
+            state=state,
+            detail=found.detail,
+            num_tokens=found.num_tokens,
+            num_blocks=found.num_blocks,
+            present_blocks=present,
+            producer=found.producer,
+            claimer=found.claimer,
+            expires_at=found.expires_at,
+        )
 
-    async def _state_of(
-        self, request: web.Request, handoff: Handoff, ticket: Ticket, name: str
-    ) -> TicketAnswer:
-        ticket_id, node = request.match_info["id"], self._node
-        space = node.space(principal_of(request).tenant)
-        ours = node.service.fingerprint_of(space).readable()
-        if ours != ticket.fingerprint:
-            detail = ", ".join(differences(ours, ticket.fingerprint))
-            return _answer(ticket_id, ticket, TicketState.INCOMPATIBLE, detail=detail)
-        if node.clock.wall() > ticket.expires_at:
-            return _answer(ticket_id, ticket, TicketState.EXPIRED)
-        claimed = await handoff.tickets.read_acknowledgement(name)
-        if claimed is not None and claimed.created_at == ticket.created_at:
-            return _answer(ticket_id, ticket, TicketState.CLAIMED, claimer=claimed.claimer)
-        keys = ticket.keys()
-        present = await handoff.count_present([replace(key, space=space) for key in keys])
-        is_whole = present == len(ticket.digests)
-        state = TicketState.WHOLE if is_whole else TicketState.INCOMPLETE
-        return _answer(ticket_id, ticket, state, present=present)
-
-
-def _answer(
-    ticket_id: str,
-    ticket: Ticket | OpenTicket,
-    state: TicketState,
-    *,
-    detail: str = "",
-    present: int | None = None,
-    claimer: str | None = None,
-) -> TicketAnswer:
-    return TicketAnswer(
-        ticket_id=ticket_id,
-        state=state,
-        detail=detail,
-        num_tokens=ticket.num_tokens,
-        num_blocks=len(ticket.digests),
-        present_blocks=present,
-        producer=ticket.producer,
-        claimer=claimer,
-        expires_at=ticket.expires_at,
-    )
+    async def _count_present(self, request: web.Request, handoff: Handoff, name: str) -> int:
+        space = self._node.space(principal_of(request).tenant)
+        ticket = await handoff.tickets.read(name)
+        keys = ticket.keys() if ticket else []
+        return await handoff.count_present([replace(key, space=space) for key in keys])

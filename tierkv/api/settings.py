@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from tierkv.api.listen_settings import ListenSection, all_above_zero
+from tierkv.api.listen_settings import ListenSection
+from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
@@ -60,6 +61,8 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
         if not (self.listens_tcp or self.unix_socket):
             raise ConfigError("without node.listens_tcp, node.unix_socket must name a path")
         all_above_zero("node", self, "close_limit_s")
+        if not self.name.isprintable():
+            raise ConfigError("node.name must be printable, on one line")
 
 
 class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

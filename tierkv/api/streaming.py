@@ -121,7 +121,6 @@ async def open_stream(request: web.Request) -> web.StreamResponse:
             "Content-Type": EVENT_STREAM,
             "Cache-Control": "no-store",
             "X-Accel-Buffering": "no",  # a proxy in between is not to collect events
-            bodies.REQUEST_ID_HEADER: request[bodies.REQUEST_ID],
         }
     )
     await response.prepare(request)

@@ -10,6 +10,7 @@ import msgspec
 from tierkv.api.types_requests import WaitSeconds
 from tierkv.transfer.storage_io_tier import StoreState
 
+_ONE_LINE = r"^[^\x00-\x1f\x7f]+$"  # what reads URLs drops line ends without a word
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -18,6 +19,7 @@ class TicketState(Enum):
 
     OPEN = "open"
     FAILED = "failed"  # its producer gave up
+    LOST = "lost"  # its producer says no more that it lives
     WHOLE = "whole"
     INCOMPLETE = "incomplete"  # a block of it is gone
     CLAIMED = "claimed"
@@ -63,7 +65,7 @@ class TiersAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """url: of the store, as in the setting storage.url."""
 
-    url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096, pattern=_ONE_LINE)]
 
 
 class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

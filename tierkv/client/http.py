@@ -59,8 +59,22 @@ def client_tls(
     return context
 
 
+def node_url(given: str) -> str:
+    """`given`, http://, https:// or unix:/path, without a slash at its end. Raises ConfigError,
+    whose words tell no password."""
+    if given.startswith(f"{_UNIX}/"):
+        return given
+    if "@" in given:
+        raise ConfigError("the URL of a node has no user or password in it: callers have a token")
+    if not given.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{given!r} is not the URL of a node, such as http://127.0.0.1:8100 or unix:/PATH"
+        )
+    return given.rstrip("/")
+
+
 class Http:
-    """Use it inside `running()`. url: http://, https:// or unix:/path of a node.
+    """Use it inside `running()`. url: see `node_url`.
 
     max_connections: more calls at a time wait for one; 0 is no limit.
     """
@@ -75,14 +89,13 @@ class Http:
         max_connections: int,
         connect_s: float = _CONNECT_S,
     ) -> None:
+        url = node_url(url)
         if url.startswith(_UNIX):
             uds, url = url.removeprefix(_UNIX), "http://localhost"
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is not the URL of a node, such as http://127.0.0.1:8100")
         if token is not None and not (token.isascii() and token.isprintable() and token):
             raise ConfigError("a token has visible ASCII characters only")
         self.where = f"{_UNIX}{uds}" if uds is not None else url
-        self._base = url.rstrip("/")
+        self._base = url
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         self._tls = tls
         self._uds = uds

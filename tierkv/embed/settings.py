@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
+from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError, TierKVError
 
 
@@ -37,8 +40,6 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.max_calls < 1:
             raise ConfigError("embed.max_calls must be at least 1")
-        for name in ("load_timeout_s", "open_deadline_s", "close_deadline_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"embed.{name} must be more than 0")
-        if self.grace_s < 0:
-            raise ConfigError("embed.grace_s must not be negative")
+        all_above_zero("embed", self, "load_timeout_s", "open_deadline_s", "close_deadline_s")
+        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
+            raise ConfigError("embed.grace_s must be a number that is not negative")

@@ -10,6 +10,7 @@ import tierkv
 from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.auth import Guard, auth_middleware
+from tierkv.api.framing import add_headers
 from tierkv.api.types import PartHealth, ReadyAnswer
 from tierkv.gateway.answers import failure_middleware
 from tierkv.gateway.failures import GatewayShuttingDownError, NoNodesError
@@ -42,17 +43,13 @@ def make_app(gateway: Gateway, guard: Guard) -> web.Application:
     app.router.add_get("/readyz", probes.ready)
     app.router.add_get("/version", probes.version)
     app.router.add_get("/metrics", probes.metrics)
-    app.on_response_prepare.append(_name_no_versions)
+    app.on_response_prepare.append(add_headers)
     return app
 
 
 def _access_of(request: web.Request) -> Access:
     resource = request.match_info.route.resource
     return _NEEDS.get(resource.canonical, Access.READ) if resource else Access.READ
-
-
-async def _name_no_versions(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "tierkv"
 
 
 class ProbeRoutes:
@@ -79,7 +76,7 @@ class ProbeRoutes:
             raise NoNodesError("no node is ready")
         is_whole = found == {NodeState.READY}
         parts = None
-        if "verbose" in request.query:
+        if bodies.is_set(request, "verbose"):
             parts = {url: PartHealth(state.value, word) for url, (state, word) in states.items()}
         return bodies.answer(request, ReadyAnswer("ok" if is_whole else "degraded", parts))
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from tierkv.api.listen_settings import ListenSection, all_above_zero
+from tierkv.api.listen_settings import ListenSection
 from tierkv.api.settings import AuthSection, TlsSection
-from tierkv.client.http import client_tls
+from tierkv.client.http import client_tls, node_url
+from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError
-
-_SCHEMES = ("http://", "https://", "unix:/")
 
 
 class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,12 +125,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 def urls_of(given: str | tuple[str, ...]) -> tuple[str, ...]:
     """The URLs, without a slash at their ends. Raises ConfigError if one is none."""
     several = given.replace(",", " ").split() if isinstance(given, str) else given
-    for url in several:
-        if not url.startswith(_SCHEMES) or "@" in url:
-            raise ConfigError(
-                f"{url!r} is not the URL of a node, such as http://127.0.0.1:8100 or unix:/PATH"
-            )
-    return tuple(url.rstrip("/") for url in several)
+    return tuple(node_url(url) for url in several)
 
 
 def node_tls(section: GatewaySection) -> ssl.SSLContext | None:

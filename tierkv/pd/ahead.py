@@ -25,13 +25,16 @@ class Ahead:
         fetcher: Fetcher,
         *,
         before_fetch: Callable[[Prompt], Awaitable[None]],
+        came: list[range],
         deadline_s: float,
     ) -> None:
-        """before_fetch: ask the producer where blocks are. deadline_s: for one step's fetch."""
+        """before_fetch: ask the producer where blocks are. came: takes which tokens were fetched.
+        deadline_s: for one step's fetch."""
         self._spec = spec
         self._scheduler = scheduler
         self._fetcher = fetcher
         self._before_fetch = before_fetch
+        self._came_here = came
         self._deadline_s = deadline_s
         self._wanted = 0
         self._done = 0
@@ -53,6 +56,7 @@ class Ahead:
             prefix = _first_blocks(self._spec.prompt, self._wanted)
             await self._before_fetch(prefix)
             fetched = await self._fetcher.fetch(prefix, deadline_s=self._deadline_s)
+            self._came_here.append(fetched.tokens)
             try:
                 if fetched.first_problem is None:
                     self._done = prefix.num_blocks

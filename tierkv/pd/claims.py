@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
@@ -104,7 +104,7 @@ class Claims:
         if policy is ClaimPolicy.RECOMPUTE_ALL:
             alone = replace(spec, needs_logits=True, uses_cache=False)
             return await self._scheduler.admit(alone), None
-        with self._direct.claimer(ticket_id, lambda: self._has_room(spec.num_blocks)) as near:
+        with self._direct.claimer(lambda: self._has_room(spec.num_blocks)) as near:
             try:
                 ticket = await self._wait(spec, ticket_id, deadline_s, near)
                 _check_sampling(ticket, sampling)
@@ -112,7 +112,7 @@ class Claims:
                 if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
                     raise
                 log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
-                return await self._without_ticket(spec, error), None
+                return await self._without_ticket(spec, error, near.came), None
             near.learn(ticket.direct)
             return await self._get(spec, policy, give_up_at, near), ticket
 
@@ -130,6 +130,7 @@ class Claims:
             self._scheduler,
             self._fetcher,
             before_fetch=near.ask,
+            came=near.came,
             deadline_s=self._fetch_deadline_s,
         )
         watch = Watch(
@@ -153,6 +154,8 @@ class Claims:
         while True:
             await near.ask(prompt)
             fetched = await self._fetch_and_load(spec)
+            fetched.earlier = tuple(near.came)
+            near.came.append(fetched.tokens)  # this may not be the last attempt
             problem = fetched.first_problem
             if problem is not None and problem.status is GetStatus.FAILED:
                 is_worth_a_wait = loop.time() + pause_s < give_up_at
@@ -185,10 +188,13 @@ class Claims:
             raise
         return fetched
 
-    async def _without_ticket(self, spec: RequestSpec, error: HandoffError) -> Request:
+    async def _without_ticket(
+        self, spec: RequestSpec, error: HandoffError, came: Sequence[range]
+    ) -> Request:
         fetched = None
         if error.reason != ClaimProblem.UNAVAILABLE.value:
             fetched = await self._fetcher.fetch(spec.prompt, deadline_s=self._fetch_deadline_s)
+            fetched.earlier = tuple(came)
         return await self._scheduler.admit(replace(spec, needs_logits=True), fetched)
 
     async def _acknowledge(self, ticket: Ticket) -> None:

@@ -12,22 +12,26 @@ from functools import partial
 
 import numpy as np
 
+from tierkv.cache.copies import Mask
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
+from tierkv.cache.pool import Ids
 from tierkv.cache.states import CopyState
 from tierkv.errors import (
+    DuplicateRequestError,
     HandoffError,
     OwnershipError,
     StoreUnavailableError,
     TransferError,
 )
 from tierkv.gpu.protocol import Event
+from tierkv.pd import issuing
 from tierkv.pd.abandon import abandonable
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ledger import Ledger
-from tierkv.pd.staging import GROUP_BLOCKS, NUM_GROUPS, Staging
+from tierkv.pd.staging import NUM_GROUPS, Staging, groups_of
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_written
@@ -118,8 +122,9 @@ class Handoff:
         The request is running and its prompt is computed; it must not end before this returns.
         after: events of the kernels that wrote the blocks. sampling: see Ticket. stored_blocks: the
         first so many were stored a moment ago; it is looked whether they still are.
-        Raises HandoffError if storage did not take it all in `deadline_s`, and OwnershipError if
-        the request has ended or is not computed; no ticket exists then.
+        Raises HandoffError if storage did not take it all in `deadline_s`, OwnershipError if the
+        request has ended or is not computed, and DuplicateRequestError if the ticket is another
+        prompt's by now; none exists then.
         """
         prompt = request.spec.prompt
         request.check_running()
@@ -139,7 +144,7 @@ class Handoff:
                         ticket_id, prompt, self.lease.incarnation, direct
                     )
                     ticket = self.tickets.new(opened, first_tokens, sampling)
-                    await self.tickets.write(ticket)
+                    await issuing.complete(self.tickets, self.lease, ticket)
         except TimeoutError as error:
             self.stats.failed_publishes += 1
             raise HandoffError(
@@ -149,6 +154,9 @@ class Handoff:
         except (StoreUnavailableError, TransferError) as error:
             self.stats.failed_publishes += 1
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(error)) from error
+        except DuplicateRequestError:
+            self.stats.failed_publishes += 1
+            raise
         self.ledger.published(ticket)
         self.stats.published_prompts += 1
         self.stats.published_blocks += len(keys)
@@ -199,14 +207,14 @@ class Handoff:
         """
         after = (*after, *request.written)
         self._show(request, start, stop)
-        groups = iter(range(start, stop, GROUP_BLOCKS))
+        groups = groups_of(start, stop)
         problems: list[StoreUnavailableError | TransferError] = []
 
         async def work() -> None:
-            for at in groups:
+            for blocks in groups:
                 if problems:
                     return
-                group = partial(self._stage_and_flush, request, keys[:stop], at, after)
+                group = partial(self._stage_and_flush, request, keys, blocks, after)
                 try:
                     await abandonable(self._tiers, group, "tierkv-publish-group")
                 except (StoreUnavailableError, TransferError) as problem:
@@ -221,25 +229,22 @@ class Handoff:
             raise problems[0]
 
     async def _stage_and_flush(
-        self, request: Request, keys: Sequence[StoredKey], at: int, after: Sequence[Event]
+        self, request: Request, keys: Sequence[StoredKey], blocks: range, after: Sequence[Event]
     ) -> None:
-        """Flush keys[at:] up to a group's size. Blocks that the host has are flushed from there,
-        the others through staging slots. All of them are held until the store is done with them,
-        be the request there or not."""
-        count = min(GROUP_BLOCKS, len(keys) - at)
+        """Flush these blocks, a group's size at most. Those that the host has are flushed from
+        there, the others through staging slots. All of them are held until the store is done with
+        them, be the request there or not."""
         async with self._staging.group() as group, self._held(request):
-            slots = group.slots[:count].copy()
-            cached = [self._host_slot(request, at + i) for i in range(count)]
-            missing = np.array([slot is None for slot in cached], np.bool_)
+            cached, cached_slots = self._on_host(request, blocks)
+            slots = np.where(cached, cached_slots, group.slots[: len(blocks)])
             group.movement = self._tiers.mover.offload(
-                slots[missing], request.block_table[at : at + count][missing], after
+                slots[~cached], request.block_table[blocks.start : blocks.stop][~cached], after
             )
             await group.movement.done()
-            for i, slot in enumerate(cached):
-                if slot is not None:
-                    slots[i] = slot
             # The tail is listed when the ticket is there: nobody waits for that.
-            outcomes = await self._storage.flush(keys[at : at + count], slots, notes_tails=False)
+            outcomes = await self._storage.flush(
+                keys[blocks.start : blocks.stop], slots, notes_tails=False
+            )
         check_written(self._storage, outcomes)
 
     @asynccontextmanager
@@ -251,12 +256,14 @@ class Handoff:
             self._tiers.index.release(lease)
             self._tiers.capacity_changed()
 
-    def _host_slot(self, request: Request, block: int) -> int | None:
-        """The host slot of a block of the request's path, None if the host has no whole copy."""
-        lease = request.lease
-        if block >= min(lease.num_blocks, request.spec.prompt.num_blocks):
-            return None
-        index = self._tiers.index
-        if index.states(Tier.HOST, lease.node, block, block + 1)[0] is not CopyState.READY:
-            return None
-        return int(index.slots(Tier.HOST, lease.node, block, block + 1)[0])
+    def _on_host(self, request: Request, blocks: range) -> tuple[Mask, Ids]:
+        """Which of the request's blocks have a whole copy on the host, and its slot."""
+        lease, index = request.lease, self._tiers.index
+        ready, slots = np.zeros(len(blocks), np.bool_), np.zeros(len(blocks), np.int32)
+        # What is computed since the request began has no run in the index yet; a tail has none.
+        count = min(blocks.stop, lease.num_blocks, request.spec.prompt.num_blocks) - blocks.start
+        if count > 0:
+            which = (Tier.HOST, lease.node, blocks.start, blocks.start + count)
+            ready[:count] = [state is CopyState.READY for state in index.states(*which)]
+            slots[:count] = index.slots(*which)
+        return ready, slots

@@ -7,8 +7,9 @@ from enum import Enum
 
 import msgspec
 
-from tierkv.errors import ConfigError
-from tierkv.storage.protocol import is_name
+from tierkv.config import all_above_zero
+from tierkv.errors import BadRequestError, ConfigError
+from tierkv.storage.protocol import check_ttl, is_name
 
 _MAX_PORT = 65_535
 
@@ -53,23 +54,30 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lookup_deadline_s: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "ticket_ttl_s",
-            "claimed_ttl_s",
-            "producer_lease_s",
+        all_above_zero(
+            "handoff",
+            self,
             "publish_deadline_s",
             "claim_deadline_s",
             "lookup_deadline_s",
             "direct_lease_s",
-        ):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"handoff.{name} must be more than 0")
+        )
+        self._check_lifetimes()
         self._check_direct()
         if not is_name(self.prefix) or ":" in self.prefix:
             raise ConfigError(
                 "handoff.prefix must be 1 to 64 letters, digits or ._-, the first a letter or "
                 f"digit, not {self.prefix[:80]!r}"
             )
+
+    def _check_lifetimes(self) -> None:
+        for name in ("ticket_ttl_s", "claimed_ttl_s", "producer_lease_s", "block_ttl_s"):
+            value: float | None = getattr(self, name)
+            try:
+                if value is not None:
+                    check_ttl(value)
+            except BadRequestError as error:
+                raise ConfigError(f"handoff.{name}: {error}") from error
         if self.block_ttl_s is not None and self.block_ttl_s < self.ticket_ttl_s:
             raise ConfigError("handoff.block_ttl_s must not be less than handoff.ticket_ttl_s")
 

@@ -22,10 +22,12 @@ class SmallValues:
         value = await self._store.get(name, max_bytes=max_bytes + _SEAL_BYTES)
         return None if value is None else self._codec.unseal_small(name, value)
 
-    async def put(self, name: str, content: bytes, *, ttl_s: float) -> None:
-        """In place of what is there. Raises StoreUnavailableError if the store did not take it."""
+    async def put(self, name: str, content: bytes, *, ttl_s: float, only_new: bool = False) -> bool:
+        """In place of what is there, or, with `only_new`, where nothing is; whether it was put.
+        Raises StoreUnavailableError if the store did not take it."""
         sealed = self._codec.seal_small(name, content)
-        item = PutItem(name, (sealed,), ttl_s=ttl_s, keep_existing=False)
+        item = PutItem(name, (sealed,), ttl_s=ttl_s, keep_existing=False, only_new=only_new)
         [outcome] = await self._store.put([item])
         if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
             raise StoreUnavailableError(f"{self._store.url} did not take it: {outcome.reason}")
+        return outcome.status is PutStatus.STORED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -14,6 +14,16 @@ from tierkv.transfer.mover import Movement
 GROUP_BLOCKS = 32
 NUM_GROUPS = 2  # one is filled from the device while another goes to storage
 STAGING_BLOCKS = GROUP_BLOCKS * NUM_GROUPS
+_FIRST_BLOCKS = 8
+
+
+def groups_of(start: int, stop: int) -> Iterator[range]:
+    """[start, stop) in parts of GROUP_BLOCKS, and a shorter one first: the store has something to
+    do as soon as that is staged, and the next one is while it is stored."""
+    if start < stop:
+        yield range(start, min(start + _FIRST_BLOCKS, stop))
+    for at in range(start + _FIRST_BLOCKS, stop, GROUP_BLOCKS):
+        yield range(at, min(at + GROUP_BLOCKS, stop))
 
 
 class Group:

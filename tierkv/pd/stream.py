@@ -13,11 +13,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from tierkv.cache.keys import StoredKey
-from tierkv.errors import HandoffError, StoreUnavailableError, TierKVError, TransferError
+from tierkv.errors import (
+    DuplicateRequestError,
+    HandoffError,
+    StoreUnavailableError,
+    TierKVError,
+    TransferError,
+)
 from tierkv.gpu.protocol import Event
+from tierkv.pd import issuing
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.staging import GROUP_BLOCKS
 from tierkv.pd.ticket import ClaimProblem, OpenTicket
@@ -95,7 +100,8 @@ class Stream:
             self._scope.reschedule(self._end_at)
 
     async def run(self) -> Published:
-        """Raises HandoffError, also after `fail`."""
+        """Raises HandoffError, also after `fail`, and DuplicateRequestError if another prompt took
+        the ticket's id in the same moment."""
         handoff, prompt = self._handoff, self._request.spec.prompt
         tickets = handoff.tickets
         open_ticket = tickets.new_open(
@@ -152,10 +158,12 @@ class Stream:
         handoff = self._handoff
         try:
             await handoff.lease.is_said()
-            await handoff.tickets.forget(self._ticket_id)
-            await handoff.tickets.write_open(open_ticket)
+            await issuing.begin(handoff.tickets, handoff.lease, open_ticket)
         except StoreUnavailableError as error:
             log.warning("ticket %s is not announced: %s", self._ticket_id, error)
+        except DuplicateRequestError:
+            handoff.stats.failed_publishes += 1
+            raise
 
     async def _store_ahead(self, keys: Sequence[StoredKey]) -> tuple[int, int]:
         """Store full blocks as they come; how many were there, and how many are now."""
@@ -190,7 +198,6 @@ class Stream:
 
     async def _close(self, open_ticket: OpenTicket, failure: str) -> None:
         """Tell those who wait why there will be no ticket, if the store takes it."""
-        closed = msgspec.structs.replace(open_ticket, failure=failure or "it failed")
-        with suppress(TimeoutError, StoreUnavailableError):
+        with suppress(TimeoutError, StoreUnavailableError, HandoffError):
             async with asyncio.timeout(_LAST_WORD_S):
-                await self._handoff.tickets.write_open(closed)
+                await issuing.give_up(self._handoff.tickets, open_ticket, failure or "it failed")

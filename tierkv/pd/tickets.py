@@ -11,14 +11,12 @@ from tierkv.cache.fingerprint import Fingerprint, differences
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.clock import Clock
 from tierkv.errors import (
-    DuplicateRequestError,
     HandoffError,
     StoreCorruptError,
     StoreUnavailableError,
 )
 from tierkv.pd.abandon import abandonable
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.lease import ProducerLease
 from tierkv.pd.small import SmallValues
 from tierkv.pd.ticket import (
     MAX_TICKET_BYTES,
@@ -116,38 +114,19 @@ class Tickets:
             direct=direct,
         )
 
-    async def check_free(self, ticket_id: str, prompt: Prompt, lease: ProducerLease) -> None:
-        """Raise DuplicateRequestError if somebody may still claim another prompt under this id: it
-        is whole and nobody claimed it, or is being computed. The same prompt may be handed over
-        again. What cannot be read is in nobody's way."""
-        with suppress(HandoffError, StoreUnavailableError):
-            found: Ticket | OpenTicket | None
-            found = ticket = await self.read(ticket_id)
-            is_over = False
-            if ticket is not None:
-                claimed = await self.read_acknowledgement(ticket_id)
-                is_over = claimed is not None and claimed.created_at == ticket.created_at
-            elif (opened := await self.read_open(ticket_id)) is not None:
-                found = opened
-                is_over = bool(opened.failure) or not await lease.is_alive(opened.incarnation)
-            if found is None or is_over or self._clock.wall() > found.expires_at:
-                return
-            if found.digests != tuple(key.digest for key in self.keys_of(prompt)):
-                raise DuplicateRequestError(
-                    f"the ticket id is in use by {found.producer}, for another prompt of "
-                    f"{found.num_tokens} tokens that nobody has claimed yet"
-                )
+    async def put(self, ticket: Ticket | OpenTicket, *, only_new: bool = False) -> bool:
+        """In place of what is there, or, with `only_new`, where nothing is; whether it was put.
+        Raises StoreUnavailableError."""
+        name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
+        name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + _EXPIRED_GRACE_S
+        put = partial(self._values.put, name, ticket.encode(), ttl_s=ttl_s, only_new=only_new)
+        return await abandonable(self._tiers, put, "tierkv-write-ticket")
 
-    async def write(self, ticket: Ticket) -> None:
-        """Raises StoreUnavailableError."""
-        await self._put(self.names.ticket(ticket.ticket_id), ticket.encode(), self._ticket_ttl_s)
-        await self.tell(ticket.ticket_id, WHOLE)
-
-    async def write_open(self, ticket: OpenTicket) -> None:
-        """Raises StoreUnavailableError."""
-        name = self.names.open_ticket(ticket.ticket_id)
-        await self._put(name, ticket.encode(), self._ticket_ttl_s)
-        await self.tell(ticket.ticket_id, FAILED if ticket.failure else f"{PROGRESS}0")
+    async def forget_ended(self, ticket_id: str) -> None:
+        """What a hand-off of this id left that was written to its end. Raises
+        StoreUnavailableError."""
+        names = [self.names.ticket(ticket_id), self.names.acknowledgement(ticket_id)]
+        await self._storage.store.delete(names)
 
     async def forget_open(self, ticket_id: str) -> None:
         """The ticket is there. What cannot be forgotten now goes when its time is over."""
@@ -215,11 +194,14 @@ class Tickets:
                 ClaimProblem.INCOMPATIBLE.value,
                 f"{ticket.producer} made this KV for another model or layout: {fields}",
             )
-        if self._clock.wall() > ticket.expires_at:
+        if self.has_expired(ticket):
             return HandoffError(
                 ClaimProblem.EXPIRED.value, "the ticket has expired: prefill the prompt again"
             )
         return None
+
+    def has_expired(self, ticket: Ticket | OpenTicket) -> bool:
+        return self._clock.wall() > ticket.expires_at
 
     async def acknowledge(self, ticket: Ticket) -> None:
         """Say that it was claimed, to its producer too, and let it go soon. Raises
@@ -246,10 +228,6 @@ class Tickets:
             return await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
         except StoreCorruptError as error:
             raise _damaged(error) from error
-
-    async def _put(self, name: str, value: bytes, ttl_s: float) -> None:
-        put = partial(self._values.put, name, value, ttl_s=ttl_s + _EXPIRED_GRACE_S)
-        await abandonable(self._tiers, put, "tierkv-write-ticket")
 
 
 def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:

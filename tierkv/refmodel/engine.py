@@ -15,6 +15,7 @@ import msgspec
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import count
+from tierkv.config import all_above_zero
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
@@ -52,8 +53,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:
             raise ConfigError(f"engine.chunk_tokens must be at least 1, not {self.chunk_tokens}")
-        if not self.load_timeout_s > 0:
-            raise ConfigError("engine.load_timeout_s must be more than 0")
+        all_above_zero("engine", self, "load_timeout_s")
 
 
 @dataclass(slots=True)

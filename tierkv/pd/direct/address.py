@@ -30,7 +30,7 @@ MAX_BLOCKS = 8192  # of one answer: under 1 MiB
 
 class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
     """host, port: where to ask for the ticket's blocks; name: the same, for who is on `machine`.
-    secret: who has it may.
+    offer: what to ask for there. secret: who has it may.
 
     machine: where processes can read each other with the machine's own means, "" if nowhere.
     pid: whose host tier can be read there, 0 if nobody's. place: of planes that can, as
@@ -41,6 +41,7 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     secret: bytes
+    offer: str = ""
     machine: str = ""
     name: str = ""
     pid: int = 0
@@ -49,12 +50,12 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks [first, stop) of the ticket's prompt. Ends what the last answer held.
+    """Blocks [first, stop) of the prompt of an offer. Ends what the last answer held.
 
     machine: where the claimer is, if it wants them from the producer's device; "" for the host.
     """
 
-    ticket_id: str
+    offer: str
     first: int
     stop: int
     machine: str = ""
@@ -114,11 +115,11 @@ class Channel:
         await self._send(wire.seal(_ANSWER, _VERSION, answer), secret)
 
     async def next_ask(self, node_secret: bytes) -> Ask:
-        """Raises StoreCorruptError for what the ticket's secret does not vouch for, and what the
+        """Raises StoreCorruptError for what the offer's secret does not vouch for, and what the
         stream raises when it ends."""
         body, mac = await self._receive()
         ask = wire.unseal(_ASK, _VERSION, body, Ask)
-        self._check(body, mac, ticket_secret(node_secret, ask.ticket_id))
+        self._check(body, mac, secret_of(node_secret, ask.offer))
         return ask
 
     async def answer(self, secret: bytes) -> Answer:
@@ -159,8 +160,8 @@ class Channel:
         return hmac.digest(secret, text, "sha256")[:_MAC_BYTES]
 
 
-def ticket_secret(node_secret: bytes, ticket_id: str) -> bytes:
-    return hmac.digest(node_secret, ticket_id.encode(), "sha256")[:_MAC_BYTES]
+def secret_of(node_secret: bytes, offer: str) -> bytes:
+    return hmac.digest(node_secret, offer.encode(), "sha256")[:_MAC_BYTES]
 
 
 def this_machine() -> str:

@@ -39,7 +39,7 @@ class Held:
 
 
 class Answers:
-    """prompts: of the tickets that may be asked for, by id.
+    """prompts: that may be asked for, by the name of the offer.
 
     planes: this node's, if it shows them, to claimers that say they are on `machine`.
     on_blocks: called with the number of blocks that a claimer was told of.
@@ -89,7 +89,7 @@ class Answers:
             self._tiers.capacity_changed()
 
     async def _answer(self, ask: Ask, held: Held) -> Answer:
-        prompt = self.prompts.get(ask.ticket_id)
+        prompt = self.prompts.get(ask.offer)
         if prompt is None or not 0 <= ask.first < ask.stop <= ask.first + MAX_BLOCKS:
             return Answer()
         if ask.machine:

@@ -28,7 +28,6 @@ class Claimer:
 
     def __init__(
         self,
-        ticket_id: str,
         tiers: Tiers,
         offers: Offers,
         landing: Landing | None,
@@ -38,7 +37,6 @@ class Claimer:
     ) -> None:
         """landing: None if this node reads no other's device. machine: this one's, as
         `this_machine` says. may_land: whether the device has room for the claim's blocks now."""
-        self._ticket_id = ticket_id
         self._tiers = tiers
         self._offers = offers
         self._landing = landing
@@ -50,6 +48,7 @@ class Claimer:
         self._peer: Peer | None = None
         self._channel: Channel | None = None
         self._mine: list[tuple[bytes, Offer]] = []
+        self.came: list[range] = []  # tokens of the prompt that were brought for this claim so far
 
     def learn(self, address: DirectAddress | None) -> None:
         """From a ticket, or an open one; another address means another producer."""
@@ -91,31 +90,34 @@ class Claimer:
         if answer is None or answer.planes is None or not 0 < len(answer.block_ids) <= stop - first:
             return
         assert self._channel is not None, "the answer came by it"
-        was_held = partial(self._was_held, self._channel, self._address.secret)
+        was_held = partial(self._was_held, self._channel, self._address)
         ids = np.array(answer.block_ids, np.int32)
         is_whole = False
         try:
             is_whole = await landing.land(prompt, first, answer.planes, ids, was_held)
+            if is_whole:
+                size = prompt.block_size
+                self.came.append(range(first * size, (first + len(ids)) * size))
         finally:
             if not is_whole:
                 self._hang_up()  # a word of it may still be on its way
 
-    async def _was_held(self, channel: Channel, secret: bytes) -> bool:
+    async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
         """What the last answer named, until now. The claim may have hung up meanwhile."""
-        nothing = Ask(ticket_id=self._ticket_id, first=0, stop=0)
+        nothing = Ask(offer=address.offer, first=0, stop=0)
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await channel.send_ask(nothing, secret)
-                return (await channel.answer(secret)).was_held
+                await channel.send_ask(nothing, address.secret)
+                return (await channel.answer(address.secret)).was_held
         except (OSError, EOFError, TimeoutError, StoreCorruptError) as error:
             log.info("the producer of a ticket does not answer any more: %r", error)
             return False
 
     async def _answer_to(self, first: int, stop: int, machine: str = "") -> Answer | None:
         """None, now and ever after, if the producer does not give one."""
-        if self._is_silent:
+        if self._is_silent or self._address is None:
             return None
-        ask = Ask(ticket_id=self._ticket_id, first=first, stop=stop, machine=machine)
+        ask = Ask(offer=self._address.offer, first=first, stop=stop, machine=machine)
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await self._exchange(ask)

@@ -185,16 +185,18 @@ class Direct:
             return None
         if not (self._shows_host or self._planes):
             return None
-        is_new = not server.is_offered(ticket_id)
+        # Of the prompt too: an id may be another prompt's later, and nobody checks device bytes.
+        offer = f"{self._tiers.prompt_keys(prompt)[-1].digest.hex()}:{ticket_id}"
+        is_new = not server.is_offered(offer)
         try:
-            address = server.offer(ticket_id, prompt)
+            address = server.offer(offer, prompt)
             if self._engine is not None:
                 self._engine.show(self._slots.array)
         except ConfigError as error:
             log.warning("no direct hand-off: %s", error)
             return None
         if is_new:
-            ledger.hold(ticket_id, lambda: server.forget(ticket_id))
+            ledger.hold(ticket_id, lambda: server.forget(offer))
         return msgspec.structs.replace(
             address,
             machine=self._machine,
@@ -217,13 +219,10 @@ class Direct:
     # The decode node's side
 
     @contextmanager
-    def claimer(
-        self, ticket_id: str, may_land: Callable[[], bool] = lambda: True
-    ) -> Iterator[Claimer]:
+    def claimer(self, may_land: Callable[[], bool] = lambda: True) -> Iterator[Claimer]:
         """For one claim; at its end the producer lets go of what it held for it. may_land: whether
         the device has room for the claim's blocks now."""
         claimer = Claimer(
-            ticket_id,
             self._tiers,
             self.offers,
             self._landing,

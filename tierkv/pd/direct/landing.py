@@ -93,7 +93,7 @@ class Landing:
         """
         outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         work = self._land(prompt, first, shared, source_ids, was_held, outcome)
-        self._tiers.start(work, "tierkv-land")
+        self._tiers.start(work, "tierkv-land", space=prompt.space)
         return await asyncio.shield(outcome)
 
     async def _land(  # noqa: PLR0917 - `land`'s arguments, and where its result goes
@@ -118,7 +118,7 @@ class Landing:
                     problem = await self._copy(shared, source_ids, slots)
                     has_landed = problem is None and await was_held()
                     if has_landed:
-                        path, left = self._enter(path, prompt, slots)
+                        left = self._enter(path, prompt, slots)
                     else:
                         self._stats.failed_direct_reads += 1
                         log.warning(
@@ -161,13 +161,13 @@ class Landing:
             return str(error)
         return None
 
-    def _enter(self, path: Lease, prompt: Prompt, slots: Ids) -> tuple[Lease, Ids]:
-        """The blocks in `slots` follow those of `path`; a lease of all in its place, and the slots
-        of blocks that came another way meanwhile."""
+    def _enter(self, path: Lease, prompt: Prompt, slots: Ids) -> Ids:
+        """Let the blocks in `slots` follow those of `path`, which holds them from now on, too; the
+        slots of blocks that came another way meanwhile."""
         tiers, index, first = self._tiers, self._tiers.index, path.num_blocks
         stop = first + len(slots)
-        path, inserted = index.insert(Tier.DEVICE, path, prompt, stop, slots)
-        index.mark_stored(path.node, first, inserted.num_blocks)
-        tiers.events.tell(Happening.LOADED, "device", path.node, first, inserted.num_blocks)
-        self._stats.device_blocks += len(slots) - len(inserted.refused)
-        return path, slots[list(inserted.refused)]
+        refused = index.insert(Tier.DEVICE, path, prompt, stop, slots)
+        index.mark_stored(path.node, first, path.num_blocks)
+        tiers.events.tell(Happening.LOADED, "device", path.node, first, path.num_blocks)
+        self._stats.device_blocks += len(slots) - len(refused)
+        return slots[list(refused)]

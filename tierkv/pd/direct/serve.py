@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from tierkv.cache.keys import Prompt
 from tierkv.errors import ConfigError, StoreCorruptError
 from tierkv.pd.direct import neighbour
-from tierkv.pd.direct.address import Channel, DirectAddress, ticket_secret
+from tierkv.pd.direct.address import Channel, DirectAddress, secret_of
 from tierkv.pd.direct.answers import Answers, Held
 from tierkv.tasks import task_group
 
@@ -65,22 +65,22 @@ class DirectServer:
         """Held for claimers, right now."""
         return self._answers.num_leases
 
-    def offer(self, ticket_id: str, prompt: Prompt) -> DirectAddress:
-        """Tell who has this address where the prompt's blocks are, until `forget`. Raises
-        ConfigError if this node cannot listen."""
+    def offer(self, offer: str, prompt: Prompt) -> DirectAddress:
+        """Tell who has this address where the prompt's blocks are, until `forget`. offer: a name
+        that no other prompt has. Raises ConfigError if this node cannot listen."""
         listener = self._listener or self._listen()
-        self._answers.prompts[ticket_id] = prompt
+        self._answers.prompts[offer] = prompt
         host, port = listener.getsockname()[:2]
-        secret = ticket_secret(self._secret, ticket_id)
+        secret = secret_of(self._secret, offer)
         name = "" if self._near is None else neighbour.name_of(self._near)
-        return DirectAddress(host=host, port=port, secret=secret, name=name)
+        return DirectAddress(host=host, port=port, secret=secret, offer=offer, name=name)
 
-    def is_offered(self, ticket_id: str) -> bool:
-        return ticket_id in self._answers.prompts
+    def is_offered(self, offer: str) -> bool:
+        return offer in self._answers.prompts
 
-    def forget(self, ticket_id: str) -> None:
-        """No new answers for this ticket. What is held meanwhile ends with its connection."""
-        self._answers.prompts.pop(ticket_id, None)
+    def forget(self, offer: str) -> None:
+        """No new answers for it. What is held meanwhile ends with its connection."""
+        self._answers.prompts.pop(offer, None)
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET
@@ -131,7 +131,7 @@ class DirectServer:
                     ask = await channel.next_ask(self._secret)
                 answer = await self._answers.answer(ask, held)
                 async with asyncio.timeout(_SEND_S):
-                    await channel.send_answer(answer, ticket_secret(self._secret, ask.ticket_id))
+                    await channel.send_answer(answer, secret_of(self._secret, ask.offer))
                 left_s = self._held_s
         except (OSError, EOFError, TimeoutError):
             pass  # it has gone, or hangs

@@ -1,0 +1,149 @@
+"""Of two prompts that take one ticket id at the same moment, one has it and the other is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.latch import finish, turns
+from tests.redis_server import RedisServer, module_redis  # noqa: F401 - a fixture
+from tests.world import World, world
+from tierkv.clock import SystemClock
+from tierkv.errors import DuplicateRequestError
+from tierkv.pd.handoff import Published
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.status import Standing
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import Store
+
+PROMPTS = ([1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11])
+QUICK = HandoffSettings(
+    publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, direct=DirectPath.OFF
+)
+
+
+@pytest.fixture(params=["memory", "file", "redis"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Store]]:
+    """Three ways to one store."""
+    if request.param == "memory":
+        yield [MemoryStore(MemorySettings(), SystemClock())] * 3
+        return
+    url = tmp_path.as_uri()
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("module_redis")
+        url = server.url
+    yield [open_store(url, StoreSettings(), SystemClock()) for _ in range(3)]
+
+
+@asynccontextmanager
+async def three(stores: list[Store]) -> AsyncIterator[tuple[World, World, World]]:
+    async with (
+        world(store=stores[0], handoff=QUICK) as first,
+        world(store=stores[1], handoff=QUICK) as second,
+        world(store=stores[2], handoff=QUICK) as claimer,
+    ):
+        yield first, second, claimer
+
+
+async def hand_over(
+    node: World, prompt: list[int], ticket: str, begin: asyncio.Barrier, *, streams: bool
+) -> Published | DuplicateRequestError:
+    """Both are let through by the check; what follows decides."""
+    await node.service.check_ticket_is_free(ticket, node.prompt(prompt))
+    request = await node.admit(prompt)
+    node.compute(request, prompt)
+    await finish(node.service.commit(request, node.prompt(prompt).tokens))
+    await begin.wait()
+    try:
+        if not streams:
+            return await node.service.publish(request, ticket, [prompt[0]])
+        stream = node.service.stream(request, ticket)
+        assert stream is not None
+        stream.advance(len(prompt))
+        stream.finish([prompt[0]])
+        return await stream.run()
+    except DuplicateRequestError as error:
+        return error
+    finally:
+        node.service.end(request)
+
+
+@pytest.mark.parametrize("streams", [(False, False), (True, True), (True, False)])
+async def test_of_two_prompts_that_take_one_id_at_the_same_moment_one_has_it(
+    stores: list[Store], streams: tuple[bool, bool]
+) -> None:
+    async with three(stores) as (first, second, claimer):
+        for round_ in range(10):
+            ticket, begin = f"{streams}-{round_}", asyncio.Barrier(2)
+            async with asyncio.TaskGroup() as group:
+                works = [
+                    group.create_task(hand_over(node, prompt, ticket, begin, streams=one))
+                    for node, prompt, one in zip((first, second), PROMPTS, streams, strict=True)
+                ]
+            outcomes = [work.result() for work in works]
+            winners = [i for i, one in enumerate(outcomes) if isinstance(one, Published)]
+            assert len(winners) == 1, outcomes
+            failed = [node.service.stats().handoff.failed_publishes for node in (first, second)]
+            assert sum(failed) == round_ + 1
+            prompt = PROMPTS[winners[0]]
+            request, claimed = await claimer.service.claim(
+                f"claim {ticket}", ticket, claimer.prompt(prompt), max_new_tokens=0
+            )
+            assert claimed is not None
+            assert claimed.first_tokens == (prompt[0],)
+            claimer.service.end(request)
+        for node in (first, second, claimer):
+            await node.settle()
+
+
+async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
+    stores: list[Store],
+) -> None:
+    async with three(stores) as (first, second, claimer):
+        prompt = PROMPTS[0]
+        requests = [await node.admit(prompt) for node in (first, second)]
+        streams = [
+            node.service.stream(request, "t")
+            for node, request in zip((first, second), requests, strict=True)
+        ]
+        tasks, begun = [], 0.0
+        for stream in streams:
+            assert stream is not None
+            tasks.append(asyncio.create_task(stream.run()))
+            begun = await opened(claimer, begun)
+        slow, helper = streams
+        assert slow is not None
+        assert helper is not None
+        slow.fail("it was too slow")
+        await asyncio.wait([tasks[0]])
+        assert tasks[0].exception() is not None
+        assert (await claimer.service.ticket_state("t")).state is Standing.OPEN
+        second.compute(requests[1], prompt)
+        await finish(second.service.commit(requests[1], second.prompt(prompt).tokens))
+        helper.advance(len(prompt))
+        helper.finish([9])
+        await finish(tasks[1])
+        request, ticket = await claimer.service.claim(
+            "c", "t", claimer.prompt(prompt), max_new_tokens=0
+        )
+        assert ticket is not None
+        claimer.service.end(request)
+        for node, held in zip((first, second), requests, strict=True):
+            node.service.end(held)
+            await node.settle()
+        await claimer.settle()
+
+
+async def opened(node: World, after: float) -> float:
+    """When the ticket was begun, as soon as that is later than `after`."""
+    async with asyncio.timeout(20):
+        while True:
+            state = await node.service.ticket_state("t")
+            if state.state is Standing.OPEN and (state.created_at or 0.0) > after:
+                return state.created_at or 0.0
+            await turns(3)
