@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from benchmarks.bench import Row, row
 from tierkv.cache.layout import Layout, attention_layout, layered
-from tierkv.gpu.cuda import CudaEvent, CudaStream, DeviceMemory, new_stream
 from tierkv.gpu.cuda_device import CudaDevice
 from tierkv.gpu.cuda_lane import CudaLane
+from tierkv.gpu.cuda_memory import DeviceMemory
 from tierkv.gpu.cuda_planes import CudaPlanes
-from tierkv.gpu.driver import load_driver
+from tierkv.gpu.cuda_streams import CudaEvent, CudaStream, new_stream
+from tierkv.gpu.driver import Column, load_driver
 from tierkv.gpu.pending import PendingEvent
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
@@ -88,9 +89,9 @@ class Bench:
     host: PinnedSlots
     flat: DeviceMemory
     streams: dict[Direction, CudaStream]
-    lanes: dict[tuple[Direction, Order], CudaLane]
     num_blocks: int
     copies: dict[Direction, list[BlockCopy]] = field(default_factory=dict)
+    lanes: dict[tuple[Direction, Order], CudaLane] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.copies = {d: [self.make_copy(d, seed) for seed in range(5)] for d in Direction}
@@ -116,8 +117,20 @@ class Bench:
         blocks = rng.permutation(self.num_blocks).astype(np.int32) + np.int32(first)
         return BlockCopy(direction, slots, blocks)
 
+    def lane(self, direction: Direction, order: Order) -> CudaLane:
+        """Open from the first call to `close_lanes`: a node has two of them, and streams share
+        queues of the GPU where there are many."""
+        if (direction, order) not in self.lanes:
+            lane = self.device.open_ordered_lane(direction, self.planes, self.host, order)
+            self.lanes[direction, order] = lane
+        return self.lanes[direction, order]
+
+    def close_lanes(self) -> None:
+        while self.lanes:
+            self.lanes.popitem()[1].close()
+
     def tierkv(self, direction: Direction, order: Order, seed: int) -> Event:
-        return self.lanes[direction, order].submit(self.copy(direction, seed))[-1]
+        return self.lane(direction, order).submit(self.copy(direction, seed))[-1]
 
     def limit(self, direction: Direction, num_bytes: int | None = None) -> Event:
         """One contiguous copy between pinned memory and device memory."""
@@ -148,8 +161,12 @@ class Bench:
         ends = (np.concatenate(device), np.concatenate(host))
         target, source = ends if direction is Direction.LOAD else ends[::-1]
         stream = self.streams[direction]
+        targets, sources, lengths = (Column(len(target)) for _ in range(3))
+        targets.values[:], sources.values[:] = target, source
+        lengths.values[:] = np.concatenate(sizes)
         with self.device.gpu.bound():
-            load_driver().copy_batch(target, source, np.concatenate(sizes), stream=stream.address)
+            pieces = range(len(target))
+            load_driver().copy_batch(targets, sources, lengths, pieces, stream=stream.address)
         return stream.record()
 
     def ancestor(self, direction: Direction, seed: int) -> Event:
@@ -180,18 +197,12 @@ def bench(device: CudaDevice, layout: Layout, total_bytes: int) -> Iterator[Benc
     # In one chunk, since the limit's copy may not span two.
     host = PinnedSlots(device.gpu, layout, 2 * num_blocks, chunk_bytes=1 << 60)
     flat = DeviceMemory(device.gpu, total_bytes)
-    orders = (Order.BLOCKS, Order.LAYERS)
-    lanes = {
-        (direction, order): device.open_ordered_lane(direction, planes, host, order)
-        for direction in Direction
-        for order in orders
-    }
     streams = {direction: new_stream(device.gpu, is_urgent=False) for direction in Direction}
+    made = Bench(device, layout, planes, host, flat, streams, num_blocks)
     try:
-        yield Bench(device, layout, planes, host, flat, streams, lanes, num_blocks)
+        yield made
     finally:
-        for lane in lanes.values():
-            lane.close()
+        made.close_lanes()
         host.close()
         planes.close()
         del flat

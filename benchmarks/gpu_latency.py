@@ -15,9 +15,9 @@ import uvloop
 
 from benchmarks.bench import Row, row
 from benchmarks.gpu_bench import LAYOUTS, PATIENCE_S, Bench, bench, cupy, finish, in_turn, table
-from tierkv.gpu.cuda import DeviceMemory, new_stream
 from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.cuda_lane import CudaLane
+from tierkv.gpu.cuda_memory import DeviceMemory
+from tierkv.gpu.cuda_streams import new_stream
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
 from tierkv.gpu.units import Order
 from tierkv.transfer.completion import EventPoller
@@ -33,8 +33,7 @@ def latency(device: CudaDevice, total_bytes: int, reps: int) -> list[Row]:
         rows += _first_layer(b, reps)
         for direction in Direction:
             rows += _one_block(b, direction, reps)
-    # With lanes of the mover's own only: as in a node.
-    with bench(device, LAYOUTS["GQA 64 x 128 KiB"], total_bytes) as b:
+        b.close_lanes()  # with lanes of the mover's own only: as in a node
         rows += uvloop.run(_on_the_loop(b, reps))
     return rows
 
@@ -48,7 +47,7 @@ def _first_layer(b: Bench, reps: int) -> list[Row]:
 
     def first_layer(rep: int) -> float:
         began = time.perf_counter()
-        events = b.lanes[Direction.LOAD, Order.LAYERS].submit(b.copy(Direction.LOAD, rep))
+        events = b.lane(Direction.LOAD, Order.LAYERS).submit(b.copy(Direction.LOAD, rep))
         finish(events[0])
         took = time.perf_counter() - began
         finish(events[-1])
@@ -76,7 +75,7 @@ def _limit_us(b: Bench, direction: Direction, num_bytes: int) -> Callable[[int],
 
 def _one_block(b: Bench, direction: Direction, reps: int) -> list[Row]:
     _told(f"one block, {direction.value}")
-    lane: CudaLane = b.lanes[direction, ORDER[direction]]
+    lane = b.lane(direction, ORDER[direction])
     first = 0 if direction is Direction.LOAD else b.num_blocks
 
     def one(rep: int) -> float:

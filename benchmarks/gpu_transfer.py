@@ -34,6 +34,7 @@ def alone(device: CudaDevice, total_bytes: int, reps: int) -> list[Row]:
             for direction in Direction:
                 samples = in_turn(_contenders(b, direction), reps)
                 rows += table(f"{name}, {direction.value}", samples, "GB/s", "limit")
+                b.close_lanes()
             if name.startswith(("GQA 64 x 128", "MLA")):
                 rows += _both_at_once(name, b, reps)
     return rows
@@ -44,7 +45,7 @@ def _contenders(b: Bench, direction: Direction) -> dict[str, Callable[[int], flo
         "limit": lambda _: b.limit(direction),
         "tierkv by blocks": lambda rep: b.tierkv(direction, Order.BLOCKS, rep),
         "tierkv by layers": lambda rep: b.tierkv(direction, Order.LAYERS, rep),
-        "tierkv by blocks, adjacent slots": lambda _: b.lanes[direction, Order.BLOCKS].submit(
+        "tierkv by blocks, adjacent slots": lambda _: b.lane(direction, Order.BLOCKS).submit(
             b.adjacent[direction]
         )[-1],
         "copy per plane": lambda rep: b.per_plane(direction, rep),

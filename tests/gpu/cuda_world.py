@@ -63,7 +63,7 @@ class CudaWorld(World):
 
 @asynccontextmanager
 async def cuda_world(
-    *, store: Store, handoff: HandoffSettings, gpu: int = 0, **settings: Any
+    *, store: Store | None, handoff: HandoffSettings, gpu: int = 0, **settings: Any
 ) -> AsyncIterator[CudaWorld]:
     """A running node. settings: fields of CacheSettings."""
     chosen = {"device_blocks": 64, "host_blocks": 64} | settings

@@ -17,6 +17,7 @@ from tierkv.gpu.units import Order, UnitSizes
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.cuda_planes import CudaPlanes, PlaneMemory
 from tierkv.gpu.pipeline import LaneSettings
 
 pytestmark = pytest.mark.gpu
@@ -211,6 +212,61 @@ def test_a_ring_that_is_wrapped_many_times_loses_nothing(cupy: ModuleType) -> No
     assert np.array_equal(host.array, expected)
     for lane in (load, offload):
         lane.close()
+    host.close()
+    planes.close()
+    device.close()
+
+
+def test_planes_are_a_rectangle_only_if_equal_and_equally_far_apart() -> None:
+    def pitch(*places: tuple[int, int], sizes: tuple[int, ...] = (64, 64, 64)) -> int | None:
+        layout = Layout(1, tuple(Plane(n, "key", "uint8", size) for n, size in enumerate(sizes)))
+        return CudaPlanes(layout, 8, [], [PlaneMemory(*place) for place in places]).pitch
+
+    assert pitch((5000, 64), (6000, 64), (7000, 64)) == 1000
+    assert pitch((5000, 192), (5064, 192), (5128, 192)) == 64, "planes may lie within each other"
+    assert pitch((5000, 64), sizes=(64,)) == 64
+    assert pitch((5000, 64), (6000, 64), (7001, 64)) is None
+    assert pitch((7000, 64), (6000, 64), (5000, 64)) is None
+    assert pitch((5000, 64), (6000, 64), (7000, 65)) is None
+    assert pitch((5000, 64), (5063, 64), (5126, 64)) is None
+    assert pitch((0, 64), (1 << 31, 64), (2 << 31, 64)) is None, "no copy engine goes so far"
+    assert pitch((5000, 64), (6000, 64), (7000, 64), sizes=(64, 64, 32)) is None
+
+
+@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
+def test_a_small_copy_does_not_overtake_a_big_one_nor_the_other_way(
+    cupy: ModuleType, direction: Direction
+) -> None:
+    """Small ones go straight where nothing is under way, and then nothing may pass them."""
+
+    layout = BIG_LAYOUTS["gqa-128k"]
+    device = CudaDevice()
+    planes, host = device.allocate_planes(layout, 96), device.allocate_host(layout, 96)
+    lane = device.open_lane(direction, planes, host)
+    every = np.arange(96, dtype=np.int32)
+    rng = np.random.default_rng(11)
+    for number in range(60):
+        source = rng.integers(0, 256, (96, 1), np.uint8)
+        blocks = np.broadcast_to(source, (96, layout.block_bytes))
+        one = int(rng.integers(0, 96))
+        into_one, from_one = ids(one), ids((one + 1) % 96)
+        small = (from_one, into_one) if direction is Direction.LOAD else (into_one, from_one)
+        order = [BlockCopy(direction, every, every), BlockCopy(direction, *small)]
+        if number % 2:
+            order.reverse()
+        if direction is Direction.LOAD:
+            host.array[:] = blocks
+        else:
+            write_blocks(cupy, planes, blocks)
+        ends = [lane.submit(copy)[-1] for copy in order]
+        for end in ends:
+            end.block_until_done(WAIT_S)
+        expected = source.copy()
+        if not number % 2:
+            expected[one] = source[(one + 1) % 96]
+        found = blocks_of(cupy, planes) if direction is Direction.LOAD else host.array
+        assert (found == expected).all(), number
+    lane.close()
     host.close()
     planes.close()
     device.close()

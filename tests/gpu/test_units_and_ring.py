@@ -25,15 +25,24 @@ from tierkv.gpu.units import MAX_BLOCKS, Order, UnitPlanner, UnitSizes, joined
     first=st.integers(1, 10_000),
     least=st.integers(1, 10_000),
     most=st.integers(1, 100_000),
+    last=st.integers(1, 100_000),
     piece=st.integers(1, 2000),
 )
 def test_units_hold_every_byte_once_layers_ascending(
-    name: str, order: Order, num_blocks: int, first: int, least: int, most: int, piece: int
+    name: str,
+    order: Order,
+    num_blocks: int,
+    first: int,
+    least: int,
+    most: int,
+    last: int,
+    piece: int,
 ) -> None:
     layout = ALL_LAYOUTS[name]
     held = np.zeros((num_blocks, layout.block_bytes), np.uint8)
     layer = 0
-    for unit in UnitPlanner(layout, order, UnitSizes(first, least, most, piece)).plan(num_blocks):
+    sizes = UnitSizes(first, least, most, last, piece)
+    for unit in UnitPlanner(layout, order, sizes).plan(num_blocks):
         held[unit.start : unit.stop, unit.first_byte : unit.first_byte + unit.num_bytes] += 1
         assert unit.layers.start >= layer
         layer = unit.layers.start
@@ -119,4 +128,4 @@ def test_a_big_copy_begins_and_ends_with_small_units(order: Order, num_blocks: i
     sizes = UnitSizes()
     units = list(UnitPlanner(layout, order, sizes).plan(num_blocks))
     assert units[0].num_blocks * units[0].num_bytes <= sizes.first
-    assert units[-1].num_blocks * units[-1].num_bytes <= sizes.least
+    assert units[-1].num_blocks * units[-1].num_bytes <= sizes.last

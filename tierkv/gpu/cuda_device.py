@@ -11,7 +11,7 @@ import numpy as np
 from tierkv.cache.layout import Layout
 from tierkv.errors import LayoutError, TransferError
 from tierkv.gpu.cpu import done_event
-from tierkv.gpu.cuda import ARRAY_MODULE, Gpu, adopted_stream, new_stream
+from tierkv.gpu.cuda import ARRAY_MODULE, Gpu
 from tierkv.gpu.cuda_lane import CudaLane
 from tierkv.gpu.cuda_planes import (
     CudaPlanes,
@@ -20,6 +20,7 @@ from tierkv.gpu.cuda_planes import (
     opened_planes,
     shared_planes,
 )
+from tierkv.gpu.cuda_streams import adopted_stream, new_stream
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.pipeline import LaneSettings

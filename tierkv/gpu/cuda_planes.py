@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from tierkv.cache.layout import Layout, Plane
 from tierkv.errors import LayoutError
-from tierkv.gpu.cuda import (
+from tierkv.gpu.cuda import Gpu
+from tierkv.gpu.cuda_memory import (
     DeviceArray,
     DeviceMemory,
-    Gpu,
     adopted_array,
     byte_view,
     ipc_handle,
@@ -24,6 +24,7 @@ from tierkv.gpu.driver import load_driver
 from tierkv.gpu.shared import SharedPlane
 
 _PLANE_ALIGNMENT = 512
+_MOST_PITCH = 1 << 31  # of a copy engine's rectangles
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,19 @@ class CudaPlanes:
         self.memory = tuple(memory)
         self._arrays: tuple[npt.NDArray[np.uint8], ...] | None = tuple(arrays)
         self._on_close = on_close
+
+    @property
+    def pitch(self) -> int | None:
+        """How far each plane is behind the one before, in bytes: a block is a rectangle then, a row
+        per plane. None where planes differ in more than that."""
+        memory, width = self.memory, self.layout.planes[0].block_bytes
+        pitch = memory[1].address - memory[0].address if len(memory) > 1 else width
+        is_rectangle = width <= pitch < _MOST_PITCH and all(
+            place == PlaneMemory(memory[0].address + number * pitch, memory[0].stride)
+            and plane.block_bytes == width
+            for number, (place, plane) in enumerate(zip(memory, self.layout.planes, strict=True))
+        )
+        return pitch if is_rectangle else None
 
     @property
     def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:

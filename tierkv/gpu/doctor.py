@@ -130,7 +130,7 @@ def _of_gpu(gpu: Gpu) -> list[Finding]:
 
 
 def _measured(gpu: Gpu, name: str, wire: float | None) -> list[Finding]:
-    from tierkv.gpu.cuda import DeviceMemory, timed_copies  # noqa: PLC0415 - CuPy is there now
+    from tierkv.gpu.cuda_memory import DeviceMemory, timed_copies  # noqa: PLC0415 - CuPy is there
     from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
 
     probe = Layout(1, (Plane(0, "probe", "uint8", _PROBE_BYTES),))

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 from tierkv.cache.layout import Layout
 from tierkv.errors import ConfigError, LayoutError, TransferError
-from tierkv.gpu.cuda import DeviceMemory, gpu_uuid, is_reachable, new_stream
+from tierkv.gpu.cuda import gpu_uuid, is_reachable
 from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.cuda_memory import DeviceMemory
 from tierkv.gpu.cuda_planes import CudaPlanes
+from tierkv.gpu.cuda_streams import new_stream
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.protocol import Ids, Planes
 from tierkv.gpu.shared import SharedPlane, SharedPlanes

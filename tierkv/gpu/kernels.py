@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
-from tierkv.gpu.cuda import CudaStream, DeviceMemory, Gpu, Kernel
+from tierkv.gpu.cuda import Gpu
+from tierkv.gpu.cuda_memory import DeviceMemory
 from tierkv.gpu.cuda_planes import CudaPlanes, PlaneMemory
+from tierkv.gpu.cuda_streams import CudaStream, Kernel
 from tierkv.gpu.protocol import Ids
 from tierkv.gpu.units import MAX_BLOCKS, Unit
 
@@ -28,6 +32,7 @@ _UNIT = np.dtype(
         ("block_ids", "<i4", MAX_BLOCKS),
     ]
 )
+_UNIT_HEAD = struct.Struct("<QQIIII")  # what stands before its block_ids
 _PAIRS = np.dtype(
     [
         ("tiles", "<u8"),
@@ -66,6 +71,7 @@ class PlaneKernels:
         self._found: dict[tuple[int, int], tuple[int, int]] = {}
         self._num_tiles = len(table)
         self._unit = np.zeros((), _UNIT)
+        self._unit_blocks = self._unit["block_ids"]
         self._pairs = np.zeros((), _PAIRS)
 
     def gather(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
@@ -80,13 +86,14 @@ class PlaneKernels:
         self, name: str, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream
     ) -> None:
         first, stop = self._tiles_of(unit)
-        self._unit["tiles"] = self._table.address + first * _TILE.itemsize
-        self._unit["staging"] = staging
-        self._unit["num_tiles"] = stop - first
-        self._unit["num_blocks"] = len(block_ids)
-        self._unit["row_bytes"] = unit.row_bytes
-        self._unit["first_byte"] = unit.first_byte
-        self._unit["block_ids"][: len(block_ids)] = block_ids
+        _UNIT_HEAD.pack_into(
+            self._unit.data,
+            0,
+            self._table.address + first * _TILE.itemsize,
+            staging,
+            *(stop - first, len(block_ids), unit.row_bytes, unit.first_byte),
+        )
+        self._unit_blocks[: len(block_ids)] = block_ids
         self._launch(name, self._unit, (stop - first) * len(block_ids), stream)
 
     def _tiles_of(self, unit: Unit) -> tuple[int, int]:

@@ -17,22 +17,27 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tierkv.gpu.cuda import CudaEvent, DeviceMemory, Gpu, new_stream
+from tierkv.gpu.cuda import Gpu
+from tierkv.gpu.cuda_memory import DeviceMemory, copy_rectangle
 from tierkv.gpu.cuda_planes import CudaPlanes
-from tierkv.gpu.driver import Addresses, load_driver
+from tierkv.gpu.cuda_streams import CudaEvent, new_stream
+from tierkv.gpu.driver import Addresses, Column, load_driver
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
 from tierkv.gpu.ring import Ring
-from tierkv.gpu.units import Order, Unit, UnitPlanner, UnitSizes, joined
+from tierkv.gpu.units import MAX_BLOCKS, Order, Unit, UnitPlanner, UnitSizes, joined, row_of
 
 # A batch starts when its last piece is submitted, at 1 to 1.5 us a piece, and holds till then the
 # driver's lock, on which the engine's launches wait. So a batch is small where little is under way
 # and the copy engine would wait for it, and large where that loses less: pieces of 256 KiB reach
 # 97.3 % of a contiguous copy with 32 to a batch, 98.8 % with 128 (to the host 95.3 and 96.5), and
 # 84 and 90 with all 8,192 of 2 GiB in one (H100, 2026-11-21).
-_FIRST_BATCH_PIECES = 32
+_FIRST_BATCH_PIECES = 16
 _BATCH_PIECES = 128
+# How many units move their blocks as they come: to sort those of a copy, and to find neighbours
+# among them, takes longer than the first unit moves.
+_UNSORTED_UNITS = 2
 _LEAST_STAGING = 1 << 20
 
 
@@ -69,44 +74,73 @@ class Pipeline:
         self._direction = direction
         self._block_bytes = planes.layout.block_bytes
         self._host = host
-        row = Unit(range(0), 0, self._block_bytes, 0, 1).row_bytes
+        row = row_of(self._block_bytes)
         largest = 2 * row * min(planes.num_blocks, host.num_slots)
         capacity = max(min(settings.staging_bytes, largest), 2 * row, _LEAST_STAGING)
         sizes = replace(settings.units, most=min(settings.units.most, capacity // 4))
         if direction is Direction.OFFLOAD:
-            sizes = replace(sizes, piece=max(sizes.piece, sizes.offload_piece))
+            # No kernel follows the last piece, so that units need not get smaller for its sake.
+            sizes = replace(sizes, piece=max(sizes.piece, sizes.offload_piece), last=sizes.most)
         self._planner = UnitPlanner(planes.layout, order, sizes)
         self._copies, self._copies_next = (new_stream(gpu, is_urgent=False) for _ in range(2))
         self._turn_bytes = settings.turn_bytes
         self._since_turn = 0
-        self._under_way: deque[CudaEvent] = deque()  # ends of batches
+        self._under_way: deque[CudaEvent] = deque(maxlen=4)  # ends of the last batches
         self._kernel_stream = new_stream(gpu, is_urgent=True)
         self._kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas)
         self._ring: Ring[CudaEvent] = Ring(capacity)
         self._staging = DeviceMemory(gpu, capacity)
+        # Where the pieces of a unit are, on either side, and their bytes.
+        self._host_column, self._staging_column, self._sizes = (Column(MAX_BLOCKS) for _ in "hst")
+        self._planes = planes
+        self._pitch = planes.pitch
+        self._last_end: CudaEvent | None = None  # of units
+        self._row_bytes = 0
+        self._rows: Addresses = np.empty(0, np.uint64)  # where rows of so many bytes begin
 
     def wait(self, event: Event, timeout_s: float) -> None:
         """Let no unit submitted after this start before `event`. See Stream.wait."""
         self._kernel_stream.wait(event, timeout_s)
 
     def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent]]:
-        """Each unit with the event of its end, as soon as it is submitted. Within a unit, blocks
-        move in the order of their slots."""
-        slot_ids, block_ids = copy.slot_ids, copy.block_ids
-        if len(copy) > 1:
-            by_slot = np.argsort(slot_ids)
-            slot_ids, block_ids = slot_ids[by_slot], block_ids[by_slot]
-        slots = slot_ids.astype(np.uint64)
+        """Each unit with the event of its end, as soon as it is submitted. The first ones are made
+        with as little Python as can be, since nothing moves meanwhile. Blocks of those after them
+        move in the order of their slots, neighbours as one piece."""
+        slots = copy.slot_ids.astype(np.uint64)
         slots *= np.uint64(self._block_bytes)
         slots += np.uint64(self._host.address)
-        move = self._load if self._direction is Direction.LOAD else self._offload
-        for unit in self._planner.plan(len(copy)):
-            offset, freed_by = self._ring.take(unit.staging_bytes)
-            part = slice(unit.start, unit.stop)
-            pieces = slots[part] + np.uint64(unit.first_byte)
-            end = move(unit, pieces, block_ids[part], self._staging.address + offset, freed_by)
-            self._ring.use_until(end)
-            yield unit, end
+        block_ids = copy.block_ids
+        for number, unit in enumerate(self._planner.plan(len(copy))):
+            if number == _UNSORTED_UNITS:
+                rest = slice(unit.start, None)
+                by_slot = np.argsort(slots[rest])
+                slots[rest] = slots[rest][by_slot]
+                block_ids = np.concatenate((block_ids[: unit.start], block_ids[rest][by_slot]))
+            joins = number >= _UNSORTED_UNITS and unit.num_bytes == self._block_bytes
+            yield unit, self._move(unit, slots, block_ids, joins=joins)
+
+    def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
+        """Submit a copy of a few blocks without staging, by the copy engine alone, to which a block
+        is a rectangle of planes; the event of its end. That is a kernel and two waits less, but for
+        many blocks slower than units. None where it cannot be: the planes are no rectangle, or
+        units are under way, which it might overtake."""
+        if self._pitch is None or (self._last_end is not None and not self._last_end.is_done):
+            return None
+        first, width = self._planes.memory[0], self._planes.layout.planes[0].block_bytes
+        for event in copy.after:
+            self._copies.wait(event, 0.0)
+        for slot, block in zip(copy.slot_ids.tolist(), copy.block_ids.tolist(), strict=True):
+            host = (self._host.address + slot * self._block_bytes, width)
+            device = (first.address + block * first.stride, self._pitch)
+            is_load = self._direction is Direction.LOAD
+            copy_rectangle(
+                target=device if is_load else host,
+                source=host if is_load else device,
+                row_bytes=width,
+                rows=len(self._planes.memory),
+                stream=self._copies,
+            )
+        return self._copies.record_bound()
 
     def let_end(self) -> None:
         """Block until what was begun has ended; then the ring is free."""
@@ -117,54 +151,70 @@ class Pipeline:
         self._ring.reset()
         self._under_way.clear()
 
-    def _load(
-        self, unit: Unit, pieces: Addresses, block_ids: Ids, staging: int, free: CudaEvent | None
-    ) -> CudaEvent:
-        if free is not None:
-            self._copies.wait_bound(free)
-        copied = self._copy(_rows(unit, staging), pieces, unit, host=pieces)
-        self._kernel_stream.wait_bound(copied)
-        self._kernels.scatter(unit, block_ids, staging, self._kernel_stream)
-        return self._kernel_stream.record_bound()
+    def _move(self, unit: Unit, slots: Addresses, block_ids: Ids, *, joins: bool) -> CudaEvent:
+        """Submit one unit; the event of its end. joins: slots are whole and ascending."""
+        offset, free = self._ring.take(unit.staging_bytes)
+        staging = self._staging.address + offset
+        blocks = block_ids[unit.start : unit.stop]
+        pieces = self._write_pieces(unit, slots[unit.start : unit.stop], staging, joins=joins)
+        if self._direction is Direction.LOAD:
+            if free is not None:
+                self._copies.wait_bound(free)
+            self._kernel_stream.wait_bound(self._copy(*pieces))
+            self._kernels.scatter(unit, blocks, staging, self._kernel_stream)
+            end = self._kernel_stream.record_bound()
+        else:
+            if free is not None:
+                self._kernel_stream.wait_bound(free)
+            self._kernels.gather(unit, blocks, staging, self._kernel_stream)
+            self._copies.wait_bound(self._kernel_stream.record_bound())
+            end = self._copy(*pieces)
+        self._ring.use_until(end)
+        self._last_end = end
+        return end
 
-    def _offload(
-        self, unit: Unit, pieces: Addresses, block_ids: Ids, staging: int, free: CudaEvent | None
-    ) -> CudaEvent:
-        if free is not None:
-            self._kernel_stream.wait_bound(free)
-        self._kernels.gather(unit, block_ids, staging, self._kernel_stream)
-        self._copies.wait_bound(self._kernel_stream.record_bound())
-        return self._copy(pieces, _rows(unit, staging), unit, host=pieces)
+    def _write_pieces(
+        self, unit: Unit, slots: Addresses, staging: int, *, joins: bool
+    ) -> tuple[int, int]:
+        """Fill the columns with the unit's pieces; how many they are, and the largest's bytes."""
+        count, host, staged = len(slots), self._host_column.values, self._staging_column.values
+        if unit.row_bytes != self._row_bytes:
+            self._row_bytes = unit.row_bytes
+            self._rows = np.arange(MAX_BLOCKS, dtype=np.uint64) * np.uint64(unit.row_bytes)
+        np.add(slots, np.uint64(unit.first_byte), out=host[:count])
+        np.add(self._rows[:count], np.uint64(staging), out=staged[:count])
+        self._sizes.values[:count] = unit.num_bytes
+        if not joins or count == 1 or unit.num_bytes != unit.row_bytes:
+            return count, unit.num_bytes
+        firsts, sizes = joined(
+            slots,
+            self._block_bytes,
+            start=self._host.address,
+            chunk_bytes=self._host.chunk_bytes,
+            most_bytes=self._turn_bytes,
+        )
+        count = len(firsts)
+        host[:count], staged[:count] = host[firsts], staged[firsts]
+        self._sizes.values[:count] = sizes
+        return count, int(sizes.max())
 
-    def _copy(
-        self, targets: Addresses, sources: Addresses, unit: Unit, *, host: Addresses
-    ) -> CudaEvent:
-        """Submit the unit's pieces; the event of their end."""
-        sizes = np.full(unit.num_blocks, unit.num_bytes, np.uint64)
-        largest = unit.num_bytes
-        if unit.num_blocks > 1 and unit.num_bytes == unit.row_bytes == self._block_bytes:
-            firsts, sizes = joined(
-                host,
-                self._block_bytes,
-                start=self._host.address,
-                chunk_bytes=self._host.chunk_bytes,
-                most_bytes=self._turn_bytes,
-            )
-            targets, sources = targets[firsts], sources[firsts]
-            largest = int(sizes.max())
+    def _copy(self, count: int, largest: int) -> CudaEvent:
+        """Submit the pieces in the columns; the event of their end."""
+        targets, sources = self._host_column, self._staging_column
+        if self._direction is Direction.LOAD:
+            targets, sources = sources, targets
         most = max(self._turn_bytes // largest, 1)
         start = 0
-        while start < len(sizes):
-            stop = start + min(self._batch_pieces(), most)
-            part = slice(start, stop)
+        while start < count:
+            part = range(start, min(start + min(self._batch_pieces(), most), count))
             load_driver().copy_batch(
-                targets[part], sources[part], sizes[part], stream=self._copies.address
+                targets, sources, self._sizes, part, stream=self._copies.address
             )
             self._under_way.append(self._copies.record_bound())
-            self._since_turn += largest * len(sizes[part])
+            self._since_turn += largest * len(part)
             if self._since_turn >= self._turn_bytes:
                 self._take_turns()
-            start = stop
+            start = part.stop
         return self._under_way[-1]
 
     def _batch_pieces(self) -> int:
@@ -177,9 +227,3 @@ class Pipeline:
         self._copies_next.wait_bound(self._under_way[-1])
         self._copies, self._copies_next = self._copies_next, self._copies
         self._since_turn = 0
-
-
-def _rows(unit: Unit, staging: int) -> Addresses:
-    return np.uint64(staging) + np.arange(unit.num_blocks, dtype=np.uint64) * np.uint64(
-        unit.row_bytes
-    )

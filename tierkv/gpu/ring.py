@@ -45,8 +45,6 @@ class Ring(Generic[E]):
         freed_by: E | None = None
         while self._in_use and self._in_use[0][0] < self._head - self.capacity:
             _, freed_by = self._in_use.popleft()  # events come in order: the last one covers all
-        while self._in_use and self._in_use[0][1].is_done:
-            self._in_use.popleft()
         self._taken = start
         return start % self.capacity, freed_by
 
@@ -55,6 +53,8 @@ class Ring(Generic[E]):
         assert self._taken is not None, "take comes first"
         self._in_use.append((self._taken, event))
         self._taken = None
+        while self._in_use[0][1].is_done and len(self._in_use) > 1:
+            self._in_use.popleft()
 
     def reset(self) -> None:
         """Nothing is in use any more."""

@@ -37,17 +37,20 @@ class Order(Enum):
 class UnitSizes:
     """Bytes. A unit aims at a quarter of the copy, within [least, most]. Units start at `first`, or
     half of that quarter, and double, so that the pipeline fills (and the first layer arrives)
-    early; at the end they halve down to `least`, so that little is left to scatter when the last
+    early; at the end they halve down to `last`, so that little is left to scatter when the last
     byte is across. Copies of up to two of `least` are one unit: for a block or a few, another
     kernel costs more than it hides.
 
     first: what the submitting thread brings to the streams itself, of at most FIRST_BLOCKS blocks.
-        It must keep the copy engine busy until the lane's thread goes on, which took 350 to 500 us
-        (H100 in a virtual machine, 2026-11-21); PCIe 5 moves 32 MiB in 600.
+        It must keep the copy engine busy until the lane's thread goes on, 0.5 to 0.7 ms after the
+        first batch (H200 in a virtual machine, 2026-11-21); PCIe 5 moves 32 MiB in 0.6.
     most: beside saturating matmuls a kernel starts only between two of the model's, 1.6 ms apart
         at bf16 8192^3, one per boundary, so a unit must bring what PCIe moves in that time: with
         16 MiB the pipeline fell to 60 % of the limit, with 64 MiB to 75 %, with 128 MiB it kept
         99 % (H200, 2026-11-21).
+    last: not less, for such units have to wait for kernels of the model just as large ones: with 8
+        MiB, 2 GiB were 22 units, which had a boundary each 1.6 ms beside those matmuls and fell to
+        91 % of the limit at times; with 32 they are 20 (a model of it, no measurement).
     piece: what a copy-engine piece should have at least, if need be by taking layers together:
         256 KiB pieces reach 98 % of a contiguous copy, 1 MiB 98.6 (H200, 2026-11-21).
     most_piece: between its first and last layers, where a model is behind, a load takes so much
@@ -56,11 +59,12 @@ class UnitSizes:
         94 %, 512 KiB 95 to 96, 1 MiB 97, 2 MiB 98 (H200, 2026-11-21).
     """
 
-    first: int = 32 << 20
+    first: int = 64 << 20
     least: int = 8 << 20
     most: int = 128 << 20
+    last: int = 32 << 20
     piece: int = 256 << 10
-    most_piece: int = 1 << 20
+    most_piece: int = 2 << 20
     offload_piece: int = 2 << 20
 
 
@@ -80,11 +84,16 @@ class Unit:
 
     @property
     def row_bytes(self) -> int:
-        return -(-self.num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return row_of(self.num_bytes)
 
     @property
     def staging_bytes(self) -> int:
         return self.num_blocks * self.row_bytes
+
+
+def row_of(num_bytes: int) -> int:
+    """Bytes of a row of staging that holds `num_bytes`."""
+    return -(-num_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 class UnitPlanner:
@@ -113,14 +122,15 @@ class UnitPlanner:
     def _cut(self, num_blocks: int) -> Iterator[Unit]:
         total = left = num_blocks * self._starts[-1]
         target = min(max(total // 4, self._sizes.least), self._sizes.most)
-        aim, last = min(target // 2, self._sizes.first), self._sizes.least
-        if total <= min(2 * self._sizes.least, self._sizes.most):
-            target = aim = last = total
+        aim, last = min(target // 2, self._sizes.first), self._sizes.last
+        least = self._sizes.least
+        if total <= min(2 * least, self._sizes.most):
+            target = aim = last = least = total
         most_blocks = FIRST_BLOCKS
-        for layers in self._spans(num_blocks, target, last):
+        for layers in self._spans(num_blocks, target, least, last):
             first_byte = self._starts[layers.start]
             num_bytes = self._starts[layers.stop] - first_byte
-            row = Unit(layers, first_byte, num_bytes, 0, 1).row_bytes
+            row = row_of(num_bytes)
             start = 0
             while start < num_blocks:
                 room = max(min(aim, max(left // 2, last)) // row, 1)
@@ -130,13 +140,13 @@ class UnitPlanner:
                 start = stop
                 aim, most_blocks = min(2 * aim, target), MAX_BLOCKS
 
-    def _spans(self, num_blocks: int, target: int, last: int) -> Iterator[range]:
+    def _spans(self, num_blocks: int, target: int, first: int, last: int) -> Iterator[range]:
         """The layers taken together, in order; with Order.LAYERS as few as a good piece and unit
         allow, and fewest at both ends."""
         if self._order is Order.BLOCKS:
             yield range(self._num_layers)
             return
-        start, aim, piece = 0, last, self._sizes.piece
+        start, aim, piece = 0, first, self._sizes.piece
         while start < self._num_layers:
             left = self._starts[-1] - self._starts[start]  # of each block
             of_unit = min(aim, max(num_blocks * left // 2, last)) // num_blocks
