@@ -101,6 +101,34 @@ async def test_of_two_prompts_that_take_one_id_at_the_same_moment_one_has_it(
             await node.settle()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_who_comes_when_another_prompts_ticket_is_whole_leaves_it_alone(
+    stores: list[Store], streams: bool
+) -> None:
+    async with three(stores) as (first, second, claimer):
+        ticket = f"late {streams}"
+        begin, late = asyncio.Barrier(1), asyncio.Barrier(2)
+        task = asyncio.create_task(hand_over(second, PROMPTS[1], ticket, late, streams=streams))
+        while late.n_waiting == 0:  # the check let it through: nothing is there yet
+            await turns(1)
+        published = await hand_over(first, PROMPTS[0], ticket, begin, streams=True)
+        assert isinstance(published, Published)
+        await late.wait()
+        assert isinstance(await task, DuplicateRequestError)
+        request, claimed = await claimer.service.claim(
+            "c", ticket, claimer.prompt(PROMPTS[0]), max_new_tokens=0
+        )
+        assert claimed is not None
+        assert claimed.first_tokens == (PROMPTS[0][0],)
+        claimer.service.end(request)
+        await claimer.settle()  # it has said that it has it
+        # A hand-off that is over is in nobody's way.
+        again = await hand_over(second, PROMPTS[1], ticket, asyncio.Barrier(1), streams=streams)
+        assert isinstance(again, Published)
+        for node in (first, second, claimer):
+            await node.settle()
+
+
 async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
     stores: list[Store],
 ) -> None:

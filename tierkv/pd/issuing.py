@@ -24,9 +24,10 @@ async def check_free(
     blocks under this id: it is whole and nobody claimed it, or is being computed. The same prompt
     may be handed over again. What cannot be read is in nobody's way."""
     with suppress(HandoffError, StoreUnavailableError):
+        # In the order opposite to that in which they are written: one of the two is seen.
         for found in (
-            await _unclaimed(tickets, ticket_id),
             await _coming(tickets, lease, ticket_id),
+            await _unclaimed(tickets, ticket_id),
         ):
             if found is None or tickets.has_expired(found) or found.digests == tuple(digests):
                 continue
@@ -39,8 +40,14 @@ async def check_free(
 async def begin(tickets: Tickets, lease: ProducerLease, ticket: OpenTicket) -> None:
     """Say that a ticket will come, in the place of what an earlier hand-off of its id left. Raises
     DuplicateRequestError if another prompt was faster, and StoreUnavailableError."""
-    await tickets.forget_ended(ticket.ticket_id)
     await _take(tickets, lease, ticket)
+    if await _is_there(tickets, ticket.ticket_id):
+        try:
+            await check_free(tickets, lease, ticket.ticket_id, ticket.digests)
+        except DuplicateRequestError:
+            await tickets.forget_open(ticket.ticket_id)
+            raise
+        await tickets.forget_ended(ticket.ticket_id)
     await tickets.tell(ticket.ticket_id, f"{PROGRESS}0")
 
 
@@ -64,6 +71,13 @@ async def _take(tickets: Tickets, lease: ProducerLease, ticket: Ticket | OpenTic
     if not await tickets.put(ticket, only_new=True):
         await check_free(tickets, lease, ticket.ticket_id, ticket.digests)
         await tickets.put(ticket)
+
+
+async def _is_there(tickets: Tickets, ticket_id: str) -> bool:
+    try:
+        return await tickets.read(ticket_id) is not None
+    except HandoffError:  # damaged
+        return True
 
 
 async def _unclaimed(tickets: Tickets, ticket_id: str) -> Ticket | None:
