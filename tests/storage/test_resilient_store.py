@@ -89,6 +89,27 @@ async def test_a_success_in_between_keeps_the_breaker_closed(make: Make) -> None
     assert pair.state is BreakerState.CLOSED
 
 
+async def test_writes_that_succeed_do_not_hide_that_all_reads_fail(make: Make) -> None:
+    """As on a disk that hangs, but takes what is written into memory."""
+    pair = await make(failures_to_open=3, probe_interval_s=100.0)
+    for name in NAMES[:3]:
+        assert pair.state is BreakerState.CLOSED
+        pair.faulty.fail_next(1)
+        await failed(pair)
+        if name != NAMES[2]:
+            assert await put_one(pair.store, name, BLOCK) is PutStatus.STORED
+    assert pair.state is BreakerState.OPEN
+
+
+async def test_of_writes_that_fail_now_and_then_a_success_says_enough(make: Make) -> None:
+    pair = await make(failures_to_open=2)
+    for name in NAMES[:5]:
+        pair.faulty.fail_next(1)
+        assert await put_one(pair.store, name, BLOCK) is PutStatus.FAILED
+        assert await put_one(pair.store, name, BLOCK) is PutStatus.STORED
+    assert pair.state is BreakerState.CLOSED
+
+
 async def test_probes_close_the_breaker_when_the_store_is_back(make: Make) -> None:
     pair = await make(failures_to_open=1)
     pair.faulty.fail_next(5)

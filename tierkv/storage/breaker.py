@@ -47,6 +47,7 @@ class Breaker:
         self._state = BreakerState.CLOSED
         self._since = clock.wall()
         self._num_failures = 0
+        self._has_read_failed = False
         self._num_opened = 0
         self._reason = ""
         self._degraded_s = 0.0
@@ -65,16 +66,19 @@ class Breaker:
         degraded_s = self._degraded_s + (0.0 if self.is_closed else now - self._opened_at)
         return BreakerSnapshot(self._state, self._since, self._num_opened, self._reason, degraded_s)
 
-    def succeed(self) -> None:
-        """An operation was answered; one that was begun before the breaker opened says nothing."""
-        if self.is_closed:
+    def succeed(self, *, of_read: bool = True) -> None:
+        """An operation was answered; one that was begun before the breaker opened says nothing, nor
+        does a write of reads that failed: a disk can hang that still takes writes into memory."""
+        if self.is_closed and (of_read or not self._has_read_failed):
             self._num_failures = 0
+            self._has_read_failed = False
 
-    def fail(self, reason: str) -> bool:
+    def fail(self, reason: str, *, of_read: bool = True) -> bool:
         """An operation was not answered; whether that has opened the breaker."""
         if not self.is_closed:
             return False
         self._num_failures += 1
+        self._has_read_failed |= of_read
         self._reason = reason
         if self._num_failures < self._failures_to_open:
             return False
@@ -89,6 +93,7 @@ class Breaker:
     def end_probe(self, failure: str | None) -> None:
         """failure: why the probe was not answered; None if it was."""
         self._num_failures = 0
+        self._has_read_failed = False
         if failure is None:
             self._degraded_s += self._clock.monotonic() - self._opened_at
             self._move(BreakerState.CLOSED)

@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from tierkv.clock import Clock
@@ -106,21 +107,24 @@ class Guard:
         self._breaker.succeed()
         return answer
 
-    async def within(self, ask: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+    async def within(
+        self, ask: Callable[[], Awaitable[T]], deadline_s: float, *, of_read: bool = True
+    ) -> T:
         """What `ask` returns, cancelled after `deadline_s`, which is a failure of the store even if
         the cancel has no effect. Raises StoreUnavailableError."""
         loop = asyncio.get_running_loop()
         late = f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
-        stuck = loop.call_later(deadline_s + _STUCK_S, self.fail, late)
+        fail = partial(self._fail, of_read=of_read)
+        stuck = loop.call_later(deadline_s + _STUCK_S, fail, late)
         try:
             async with asyncio.timeout(deadline_s):
                 return await ask()
         except TimeoutError as error:
             if stuck.when() > loop.time():
-                self.fail(late)
+                fail(late)
             raise StoreUnavailableError(late) from error
         except StoreUnavailableError as error:
-            self.fail(str(error))
+            fail(str(error))
             raise
         finally:
             stuck.cancel()
@@ -183,15 +187,15 @@ class Guard:
         self.num_refused += 1
         return StoreUnavailableError(reason)
 
-    def judge(self, failures: Sequence[str], num_items: int) -> None:
+    def judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
         """A batch that failed whole is a failure; one answered whole a success."""
         if failures and len(failures) == num_items:
-            self.fail(failures[0])
+            self._fail(failures[0], of_read=of_read)
         elif not failures:
-            self._breaker.succeed()
+            self._breaker.succeed(of_read=of_read)
 
-    def fail(self, reason: str) -> None:
-        if self._breaker.fail(reason):
+    def _fail(self, reason: str, *, of_read: bool) -> None:
+        if self._breaker.fail(reason, of_read=of_read):
             _log.warning("%s is left alone from now on: %s", self.url, reason)
             self._opened.set()
             self.num_refused += self._turns.send_away(self._left_alone())

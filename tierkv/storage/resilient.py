@@ -202,6 +202,7 @@ class ResilientStore(StoreAround):
             outcomes = await self._guard.within(
                 lambda: self.inner.put(items),
                 self._guard.deadline_s(num_bytes, self._settings.write_timeout_s),
+                of_read=False,
             )
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
@@ -210,5 +211,6 @@ class ResilientStore(StoreAround):
         self._guard.judge(
             [outcome.reason for outcome in outcomes if outcome.status is PutStatus.FAILED],
             len(items),
+            of_read=False,
         )
         return outcomes
