@@ -165,25 +165,26 @@ class Machine:
         match = self.index.match(prompt)
         lease = self.index.hold(match.node, first)
         slots = self.pools[tier].allocate(len(path) - first)
-        lease, inserted = self.index.insert(tier, lease, prompt, len(path), slots)
+        refused = self.index.insert(tier, lease, prompt, len(path), slots)
         reached = len(path)
         for at, block in enumerate(path[first:]):
             state = self.state(tier, block)
             if state is CopyState.INCOMING and tier is Tier.DEVICE:
                 reached = first + at
                 break
-            assert inserted.adopted[at] == (state is CopyState.ABSENT)
+            assert (at in refused) == (state is not CopyState.ABSENT)
             if state is CopyState.ABSENT:
                 self.copies[tier][block] = (int(slots[at]), CopyState.READY)
-        assert not any(inserted.adopted[reached - first :])
-        assert (inserted.num_blocks, lease.num_blocks) == (reached, reached)
-        self.pools[tier].release(slots[[not adopted for adopted in inserted.adopted]])
+        assert set(range(reached - first, len(slots))) <= set(refused)
+        assert (lease.num_blocks, lease.node.end) == (reached, reached)
+        assert sorted(set(refused)) == list(refused)
+        self.pools[tier].release(slots[list(refused)])
         held = Held(lease, path[:reached])
         if reached == len(path) and prompt.tail_tokens and self.pools[tier].num_free:
             slot = self.pools[tier].allocate(1)
             tail = (tenant, tokens, has_image)
             is_new = self.state(tier, tail) is CopyState.ABSENT
-            assert self.index.insert_tail(tier, lease, prompt, int(slot[0])).adopted == (is_new,)
+            assert self.index.insert_tail(tier, lease, prompt, int(slot[0]))[1] == is_new
             if is_new:
                 self.copies[tier][tail] = (int(slot[0]), CopyState.READY)
             else:

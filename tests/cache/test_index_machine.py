@@ -159,19 +159,20 @@ class IndexMachine(RuleBasedStateMachine):
         match = self.index.match(prompt)
         lease = self.index.hold(match.node, first)
         slots = self.pools[tier].allocate(stop - first)
-        lease, inserted = self.index.insert(tier, lease, prompt, stop, slots)
+        refused = self.index.insert(tier, lease, prompt, stop, slots)
         reached = stop
         for at, prefix in enumerate(blocks_of(tokens)[first:]):
             state = self.state(tier, prefix)
             if state is CopyState.INCOMING and tier is Tier.DEVICE:
                 reached = first + at
                 break
-            assert inserted.adopted[at] == (state is CopyState.ABSENT)
+            assert (at in refused) == (state is not CopyState.ABSENT)
             if state is CopyState.ABSENT:
                 self.copies[tier][prefix] = Copy(int(slots[at]), CopyState.READY)
-        assert not any(inserted.adopted[reached - first :])
-        assert (inserted.num_blocks, lease.num_blocks) == (reached, reached)
-        self.pools[tier].release(slots[[not adopted for adopted in inserted.adopted]])
+        assert set(range(reached - first, len(slots))) <= set(refused)
+        assert (lease.num_blocks, lease.node.end) == (reached, reached)
+        assert sorted(set(refused)) == list(refused)
+        self.pools[tier].release(slots[list(refused)])
         held = Held(lease, tokens[: reached * SIZE])
         if reached == stop and prompt.tail_tokens and data.draw(st.booleans()):
             self._insert_tail(held, prompt, tokens, tier)
@@ -181,10 +182,10 @@ class IndexMachine(RuleBasedStateMachine):
         if not self.pools[tier].num_free:
             return
         slot = self.pools[tier].allocate(1)
-        inserted = self.index.insert_tail(tier, held.lease, prompt, int(slot[0]))
+        tail, is_adopted = self.index.insert_tail(tier, held.lease, prompt, int(slot[0]))
         is_new = self.state(tier, tokens) is CopyState.ABSENT
-        assert inserted.adopted == (is_new,)
-        assert inserted.num_blocks == prompt.num_blocks + 1
+        assert is_adopted == is_new
+        assert (tail.start, tail.end) == (prompt.num_blocks, prompt.num_blocks + 1)
         if is_new:
             self.copies[tier][tokens] = Copy(int(slot[0]), CopyState.READY)
         else:

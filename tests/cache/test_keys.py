@@ -239,7 +239,7 @@ def test_several_images_in_a_block_count_in_order_however_they_are_listed() -> N
 def test_media_change_the_tails_key_and_survive_generated_tokens() -> None:
     prompt = Prompt.of([7] * 6, SIZE, [MediaItem(4, 2, CAT)])
     assert stored_keys(ROOT, prompt)[1] != stored_keys(ROOT, Prompt.of([7] * 6, SIZE))[1]
-    grown = prompt.with_tokens(pack([7] * 6))
+    grown = Prompt(prompt.tokens + pack([7] * 6), prompt.block_size, prompt.extras)
     assert grown == Prompt.of([7] * 12, SIZE, [MediaItem(4, 2, CAT)])
 
 

@@ -67,7 +67,7 @@ def run_index(requests: Sequence[Sequence[int]], capacity: int) -> tuple[list[in
         for victim in order.victims(needed - pool.num_free):
             pool.release(index.drop(Tier.DEVICE, *victim))
         slots = pool.allocate(needed)
-        lease, _ = index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+        index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
         index.release(lease)
         hits.append(match.num_blocks)
     nobody: dict[Tier, list[int]] = {tier: [] for tier in Tier}

@@ -26,7 +26,7 @@ def put(index: Index, prompt: Prompt) -> None:
     match = index.match(prompt)
     lease = index.hold(match.node, match.num_blocks)
     slots = BlockPool("device", 100).allocate(prompt.num_blocks - match.num_blocks)
-    lease, _ = index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+    index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
     index.release(lease)
 
 

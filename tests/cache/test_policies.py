@@ -36,7 +36,7 @@ class Cached:
         lease = self.index.hold(match.node, match.num_blocks)
         self.index.count_hit(lease)
         slots = self.pools[Tier.DEVICE].allocate(prompt.num_blocks - match.num_blocks)
-        lease, _ = self.index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+        self.index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
         node = lease.node
         self.index.release(lease)
         return node
@@ -52,6 +52,17 @@ class Cached:
     def check(self) -> None:
         nobody: dict[Tier, list[int]] = {tier: [] for tier in Tier}
         assert invariants.findings(self.index, self.pools, nobody) == []
+
+
+@pytest.mark.parametrize("kind", EvictionKind)
+def test_a_soft_pin_outweighs_any_number_of_hits(kind: EvictionKind) -> None:
+    cache = Cached(make_policy(kind, 100))
+    cache.index.pin_softly(cache.use(1), 1)
+    cache.use(2).hits = 10**9
+    cache.use(2)
+    cache.evict(1)
+    assert cache.has(1)
+    assert not cache.has(2)
 
 
 def test_lru_lets_the_least_recently_used_go() -> None:

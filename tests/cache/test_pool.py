@@ -51,7 +51,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release([*ids, stranger])
 
     @rule(data=st.data(), count=st.integers(0, CAPACITY + 2))
-    def swap(self, data: st.DataObject, count: int) -> None:
+    def exchange(self, data: st.DataObject, count: int) -> None:
         """Who gives ids and takes others has as many as after a release and an allocation."""
         rest = st.lists(st.sampled_from(sorted(self.taken)), unique=True)
         given = data.draw(rest) if self.taken else []
@@ -60,22 +60,22 @@ class PoolMachine(RuleBasedStateMachine):
         kept = self.taken - set(given)
         if count > CAPACITY - len(kept):
             with pytest.raises(OutOfBlocksError):
-                self.pool.swap(parts, count)
+                self.pool.exchange(parts, count)
             self.taken = kept
             return
-        ids = self.pool.swap(parts, count).tolist()
+        ids = self.pool.exchange(parts, count).tolist()
         assert len(ids) == len(set(ids)) == count
         assert kept.isdisjoint(ids)
         self.taken = kept | set(ids)
 
     @rule(data=st.data(), stranger=st.integers(-3, CAPACITY + 3))
-    def swap_one_that_is_not_taken(self, data: st.DataObject, stranger: int) -> None:
+    def exchange_one_that_is_not_taken(self, data: st.DataObject, stranger: int) -> None:
         if stranger in self.taken:
             return
         rest = st.lists(st.sampled_from(sorted(self.taken)), unique=True)
         ids = [*(data.draw(rest) if self.taken else []), stranger]
         with pytest.raises(OwnershipError, match="device"):
-            self.pool.swap([np.array(ids, np.int32)], len(ids))
+            self.pool.exchange([np.array(ids, np.int32)], len(ids))
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())

@@ -12,7 +12,7 @@ from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Tier, child_key, fitting
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.tokens import common_tokens, common_tokens_at, pack
+from tierkv.cache.tokens import common_blocks, common_tokens, pack
 
 SIZE = 4
 CAPACITY = 200
@@ -29,9 +29,9 @@ class Cache:
         match = self.index.match(prompt)
         lease = self.index.hold(match.node, match.num_blocks)
         slots = self.pool.allocate(prompt.num_blocks - match.num_blocks)
-        lease, inserted = self.index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+        self.index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
         self.index.release(lease)
-        return inserted.node
+        return lease.node
 
     def evict(self, count: int) -> None:
         for victim in self.index.order[Tier.DEVICE].victims(count):
@@ -59,14 +59,12 @@ def test_a_prompt_that_shares_little_is_not_copied() -> None:
     prompt = Prompt(tokens, SIZE)
     match = cache.index.match(prompt)
     lease = cache.index.hold(match.node, match.num_blocks)
-    lease, inserted = cache.index.insert(
-        Tier.DEVICE, lease, prompt, prompt.num_blocks, cache.pool.allocate(40)
-    )
-    assert inserted.node.packed is tokens
-    assert inserted.node.tokens == tokens[2 * SIZE * 4 :]
+    cache.index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, cache.pool.allocate(40))
+    assert lease.node.packed is tokens
+    assert lease.node.tokens == tokens[2 * SIZE * 4 :]
     cache.index.release(lease)
     cache.check()
-    inserted.node.packed = b"\7" * 2 * SIZE * 4 + tokens[2 * SIZE * 4 :]
+    lease.node.packed = b"\7" * 2 * SIZE * 4 + tokens[2 * SIZE * 4 :]
     (wrong,) = cache.findings()
     assert "other tokens before its own" in wrong
 
@@ -131,13 +129,17 @@ def test_different_blocks_have_different_keys(
 
 
 @pytest.mark.parametrize("shared", [0, 1, 256, 257, 2304, 18_687, 18_688, 40_000])
-def test_common_tokens_are_counted_beyond_every_window(shared: int) -> None:
+@pytest.mark.parametrize("size", [1, 3, 16, 50_000])
+def test_common_blocks_are_counted_beyond_every_look(shared: int, size: int) -> None:
     left = np.arange(40_000, dtype=np.int32)
     right = left.copy()
     right[shared:] += 1
     packed, other = left.tobytes(), b"\7" * 8 + right.tobytes()
-    assert common_tokens_at(packed, 0, other, 8, 40_000) == shared
-    if shared > 3:
-        assert common_tokens_at(packed, 12, other, 20, 39_997) == shared - 3
-        assert common_tokens_at(packed, 0, other, 8, 3) == 3
+    most, width = 40_000 // size, 4 * size
+    assert common_blocks(packed, 0, other, 8, most, width) == shared // size
+    if shared > 3 * size:
+        at = 3 * width
+        found = common_blocks(packed, at, other, 8 + at, most - 3, width)
+        assert found == shared // size - 3
+        assert common_blocks(packed, 0, other, 8, 3, width) == 3
     assert common_tokens(packed, other[8:]) == shared

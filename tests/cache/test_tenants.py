@@ -28,7 +28,7 @@ def put(index: Index, pool: BlockPool, prompt: Prompt) -> None:
     match = index.match(prompt)
     lease = index.hold(match.node, match.num_blocks)
     slots = pool.allocate(prompt.num_blocks - match.num_blocks)
-    lease, _ = index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+    index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
     index.release(lease)
 
 

@@ -122,3 +122,18 @@ async def test_a_block_that_is_matched_again_while_its_copy_waits_is_not_queued_
         assert here.service.tiers.num_tasks <= before
         here.latch.release()
         await here.settle()
+
+
+async def test_one_cancelled_in_the_moment_in_which_its_turn_would_come_is_passed_by() -> None:
+    budget = ByteBudget(10, lambda: False)
+    pieces = Pieces(budget)
+    async with asyncio.TaskGroup() as group:
+        jobs = [group.create_task(pieces.piece(number, 10)) for number in range(3)]
+        await turns(2)
+        jobs[0].cancel()  # it makes room, while the next one's cancel is on its way
+        jobs[1].cancel()
+        await turns(3)
+        assert pieces.begun == [0, 2]
+        pieces.ends[2].set()
+    assert budget.findings() == []
+    assert budget.num_waiting == 0

@@ -11,6 +11,7 @@ from tests.world import World, world
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
+from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request
 
 NONE = WritePolicy.NONE
@@ -143,4 +144,47 @@ async def test_a_pause_holds_admissions_back() -> None:
             assert not waits.done()
             here.service.unpause()
         here.service.end(waits.result())
+        await here.settle()
+
+
+async def test_nobody_is_told_to_yield_while_a_copy_is_under_way_after_which_there_is_room() -> (
+    None
+):
+    async with world(device_blocks=8, host_blocks=8, host_write=WritePolicy.WRITE_BACK) as here:
+        await here.run(tokens(16, 500))  # it goes to the host before its blocks go to others
+        first, second = await here.admit(tokens(8)), await here.admit(tokens(8, 100))
+        here.latch.hold(Direction.OFFLOAD)
+        async with asyncio.TaskGroup() as group:
+            grows = [group.create_task(here.service.extend(one, 8)) for one in (first, second)]
+            await here.latch.until_held()
+            await turns(20)
+            assert not any(one.done() for one in grows)
+            here.latch.release()
+        assert [len(one.block_table) for one in (first, second)] == [4, 4]
+        here.service.end(first)
+        here.service.end(second)
+        await here.settle()
+
+
+async def test_of_those_that_all_wait_to_grow_the_lowest_priority_yields_whoever_came_first() -> (
+    None
+):
+    async with world(device_blocks=4, host_write=NONE) as here:
+        low, high = [
+            await here.service.admit(
+                str(priority),
+                here.prompt(tokens(8, 100 * priority)),
+                max_new_tokens=0,
+                priority=priority,
+            )
+            for priority in (0, 5)
+        ]
+        async with asyncio.TaskGroup() as group:
+            grows = group.create_task(here.service.extend(high, 4))
+            await turns(3)
+            with pytest.raises(OutOfBlocksError):
+                await finish(here.service.extend(low, 4))
+            assert not grows.done()
+            here.service.end(low)
+        here.service.end(high)
         await here.settle()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.latch import CopyLatch, ManualEvent, cancelled_at, finish, turns, until
 from tests.world import World, fingerprint, world
+from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import TransferError
@@ -466,3 +467,51 @@ async def test_blocks_whose_kernels_failed_are_not_cached(*, ends_first: bool) -
         await here.settle()
         found = await here.service.lookup(here.prompt(prompt))
         assert found.device_tokens + found.host_tokens == 8
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+async def test_a_later_commit_does_not_tell_of_blocks_that_earlier_kernels_still_write(
+    *, ends_first: bool
+) -> None:
+    async with world(host_write=WritePolicy.NONE) as here:
+        prompt, slow, fast = tokens(16), ManualEvent(), ManualEvent()
+        request = await here.admit(prompt)
+        here.compute(request, prompt)
+        await here.service.commit(request, pack(prompt[:8]), after=[slow])
+        await here.service.commit(request, pack(prompt), after=[fast])
+        fast.finish()
+        if ends_first:
+            here.service.end(request)
+        await turns(10)
+        assert here.service.index.match(here.prompt(prompt)).num_blocks == 0
+        slow.finish()
+        await until(lambda: here.service.index.match(here.prompt(prompt)).num_blocks > 0)
+        if not ends_first:
+            here.service.end(request)
+        await here.settle()
+        assert here.service.index.match(here.prompt(prompt)).num_blocks == 4
+
+
+@pytest.mark.parametrize("starter_ends_first", [True, False])
+async def test_slots_of_a_failed_load_are_lent_until_all_who_shared_it_have_ended(
+    *, starter_ends_first: bool
+) -> None:
+    async with world(device_blocks=16, host_write=WritePolicy.WRITE_THROUGH) as here:
+        await here.run(tokens(16))
+        await here.run(tokens(64, 1000))  # the first is on the host only
+        here.latch.hold(Direction.LOAD)
+        both = [await here.admit([*tokens(16), 90 + number]) for number in range(2)]
+        here.latch.fail_next(Direction.LOAD)
+        here.latch.release()
+        for request in both:
+            with pytest.raises(TransferError):
+                await finish(request.gate.all_layers(20.0))
+        await until(lambda: here.service.tiers.num_loads == 0)
+        first, last = both if starter_ends_first else reversed(both)
+        here.service.end(first)
+        shared = set(last.block_table[:4].tolist())
+        assert shared <= set(here.service.tiers.lent_slots(Tier.DEVICE).tolist())
+        assert here.service.verify() == []
+        here.service.end(last)
+        await here.settle()
+        assert not len(here.service.tiers.lent_slots(Tier.DEVICE))

@@ -130,3 +130,28 @@ def test_a_batch_has_one_list_a_kind_and_every_copy_once() -> None:
 def test_two_blocks_into_one_slot_are_refused() -> None:
     with pytest.raises(OwnershipError, match="slot 10"):
         merge(1, [_plan("a", "load", [1], [10]), _plan("b", "load", [2], [10])])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("block_table", b"abc", "whole slots"),
+        ("cached_tokens", -1, "fewer than 0"),
+        ("num_computed", -1, "fewer than 0"),
+        ("block_table", 7, "cannot be read"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_when_it_is_read(
+    field: str, value: object, words: str
+) -> None:
+    body = {"request_id": "r", "block_table": b"", "cached_tokens": 0, "num_computed": 0}
+    record = {"kind": "request", "body": body | {field: value}}
+    with pytest.raises(StoreCorruptError, match=words):
+        decode(seal(MAGIC, 1, record))
+
+
+def test_a_block_table_is_read_as_the_slots_it_was_made_of() -> None:
+    plan = RequestPlan("r", np.array([5, 0, 2**31 - 1], "<i4").tobytes(), 8, 4)
+    found = decode(encode(plan))
+    assert isinstance(found, RequestPlan)
+    assert found.table().tolist() == [5, 0, 2**31 - 1]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import world
+from tests.world import GQA, world
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError, OwnershipError, ShuttingDownError
@@ -219,3 +219,30 @@ async def test_of_two_wakes_at_once_one_is_refused_and_takes_no_memory() -> None
         assert on.service.planes.num_blocks == 8
         await on.run(tokens(31))
         await on.settle()
+
+
+async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_meanwhile() -> None:
+    async with world(device_blocks=4096, host_blocks=16, host_write=WritePolicy.NONE) as here:
+        service, size = here.service, GQA.block_size
+        for number in range(4000):
+            prompt = here.prompt([number, *range(size - 1)])
+            request = await service.admit(str(number), prompt, max_new_tokens=0)
+            await service.commit(request, prompt.tokens)
+            service.end(request)
+        host = service.tiers.take(Tier.HOST, 16)  # no copy ends meanwhile
+        service.tiers.lend(Tier.HOST, host)
+        newest = here.prompt([3999, *range(size - 1)])  # is looked at first
+        assert service.pin("newest", newest, 1000.0) == 1
+        shrinks = asyncio.ensure_future(service.resize(Tier.DEVICE, 1))
+        await turns(1)
+        used = [service.stats().device.used]
+        service.unpin("newest")  # after it was looked at, and before all were
+        while not shrinks.done():
+            await turns(1)
+            used.append(service.stats().device.used)
+            assert len(used) < 100, "nobody tells it again"
+        service.tiers.unlend(Tier.HOST, host)
+        service.tiers.give(Tier.HOST, host)
+        assert len(used) >= 4, "thousands of runs are not one turn's work"
+        assert service.stats().device.capacity == 1
+        await here.settle()

@@ -16,7 +16,7 @@ from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError, RequestTooLargeError
 from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request
-from tierkv.sched.waiting import MAX_PASSED_OVER
+from tierkv.sched.turns import MAX_PASSED_OVER
 
 NONE = WritePolicy.NONE
 ACME = dataclasses.replace(fingerprint(), tenant="acme")

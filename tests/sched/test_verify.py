@@ -179,7 +179,11 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
         ("num_loads", "loads are counted"),
         ("num_offloads", "offloads are counted"),
         ("budget", "bytes of copies down are counted"),
+        ("stored", "bytes of copies down are counted"),
         ("in_flight", "blocks are marked as in flight"),
+        ("queued", "bytes are counted as queued for fetches"),
+        ("at_work", "copies that make room are counted"),
+        ("loading", "blocks are listed as loading"),
     ],
 )
 async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: str) -> None:
@@ -190,9 +194,31 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
             undo = put(service.tiers, what, 1)
         elif what == "budget":
             undo = put(service.tiers.background, "bytes_in_flight", 10)
+        elif what == "stored":
+            undo = put(service.tiers.storing, "bytes_in_flight", 10)
+        elif what == "queued":
+            undo = put(service.estimator, "queued_bytes", 10.0)
+        elif what == "at_work":
+            undo = put(service.tiers, "_at_work", Counter({"": 1}))
+        elif what == "loading":
+            undo = put(service.scheduler.loads, "_by_slot", {7: None})
         else:
             undo = put(service.fetcher, "_in_flight", {b"x": asyncio.Future()})
         found = service.verify()
         undo()
         assert any(words in one for one in found), found
         assert service.verify() == []
+
+
+async def test_a_table_that_names_other_blocks_than_the_index_is_named() -> None:
+    async with world() as here:
+        request = await here.admit(list(range(16)), name="swapped")
+        await here.prefill(request, list(range(16)))
+        undo = put(request, "block_table", request.block_table[[1, 0, 2, 3]])
+        found = here.service.verify()
+        undo()
+        assert found == [
+            "request 'swapped' has other blocks in its table than the index has for its tokens"
+        ]
+        here.service.end(request)
+        await here.settle()

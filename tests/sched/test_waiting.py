@@ -13,6 +13,7 @@ from tests.world import GQA, World, world
 from tierkv.cache.keys import Prompt
 from tierkv.sched.computing import Claim, Wait
 from tierkv.sched.request import RequestSpec
+from tierkv.sched.turns import MAX_PASSED_OVER
 from tierkv.sched.waiting import Waiting, WaitingLine
 
 MANY = 10_000
@@ -28,40 +29,86 @@ def one(name: str, *, tenant: str = "", priority: int = 0) -> Waiting:
     return Waiting(spec, None, asyncio.get_running_loop().create_future())
 
 
+class Rule:
+    """The order of turns in its simplest words: everything is looked at each time."""
+
+    def __init__(self) -> None:
+        self.in_turn: list[Waiting] = []
+        self.given: dict[str, int] = {}
+        self.served = 0
+        self.passed: dict[int, int] = {}
+
+    def join(self, one: Waiting, tenants: set[str]) -> None:
+        """tenants: of all that wait, those aside included."""
+        if one.tenant not in tenants:
+            level = min((self.given.get(each, 0) for each in tenants), default=self.served)
+            self.given[one.tenant] = max(self.given.get(one.tenant, 0), level)
+        self.in_turn.append(one)
+
+    def place(self, one: Waiting) -> tuple[int, int]:
+        return self.given.get(one.tenant, 0), one.number
+
+    def first(self) -> Waiting | None:
+        levels = {one.priority for one in self.in_turn}
+        self.passed = {level: self.passed.get(level, 0) for level in levels}
+        if not levels:
+            return None
+        overdue = {level: n for level, n in self.passed.items() if n >= MAX_PASSED_OVER}
+        level = max(overdue, key=lambda each: (overdue[each], each)) if overdue else max(levels)
+        return self.of(level)
+
+    def of(self, level: int) -> Waiting:
+        return min((one for one in self.in_turn if one.priority == level), key=self.place)
+
+    def admitted(self, one: Waiting, num_blocks: int) -> None:
+        for level in {other.priority for other in self.in_turn}:
+            if level < one.priority and self.of(level).number < one.number:
+                self.passed[level] = self.passed.get(level, 0) + 1
+        self.passed[one.priority] = 0
+        self.in_turn.remove(one)
+        self.served = max(self.served, self.given[one.tenant])
+        self.given[one.tenant] += num_blocks
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) -> None:
-    rng, line = random.Random(seed), WaitingLine()
+    rng, line, rule = random.Random(seed), WaitingLine(), Rule()
     aside: dict[Waiting, Claim] = {}
-    for number in range(600):
-        what = rng.choice(["join", "join", "leave", "admit", "admit", "aside", "back", "forget"])
-        waiting = [each for each in line.ordered() if each not in aside]
+    ways = ["join", "join", "join", "leave", "admit", "admit", "aside", "back"]
+    for number in range(1500):
+        what = rng.choice(ways)
         if what == "join" or not len(line):
-            tenant, priority = rng.choice("abc"), rng.choice([0, 0, 0, 5])
-            line.join(one(str(number), tenant=tenant, priority=priority))
+            tenant, priority = rng.choice("abc"), rng.choice([0, 0, 5, 5, 5, 9, 9, 9])
+            comes = one(str(number), tenant=tenant, priority=priority)
+            rule.join(comes, {each.tenant for each in line})
+            line.join(comes)
         elif what == "leave":
             gone = rng.choice(list(line))
-            aside.pop(gone, None)
+            if aside.pop(gone, None) is None:
+                rule.in_turn.remove(gone)
             line.leave(gone)
-        elif what == "admit" and waiting:
+        elif what == "admit" and rule.in_turn:
             first = line.next(anybody)
-            assert first is waiting[0]
-            line.admitted(first, rng.randrange(1, 9))
-        elif what == "aside" and waiting:
-            chosen = rng.choice(waiting)
+            assert first is rule.first()
+            assert first is not None
+            num_blocks = rng.randrange(1, 9)
+            line.admitted(first, num_blocks)
+            rule.admitted(first, num_blocks)
+        elif what == "aside" and rule.in_turn:
+            chosen = rng.choice(rule.in_turn)
             claim = Claim(chosen.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
             line.stand_aside(chosen, Wait(claim, 5, 100.0), 0.0, lambda: None)
             aside[chosen] = claim
+            rule.in_turn.remove(chosen)
         elif what == "back" and aside:
             back, claim = rng.choice(list(aside.items()))
             claim.first = 5
             assert line.whose_wait_is_over() == [back]
             line.come_back(back)
             del aside[back]
-        elif what == "forget" and not line.has_tenant("a"):
-            line.forget("a")
+            rule.in_turn.append(back)
         assert line.findings() == []
-        expected = next((each for each in line.ordered() if each not in aside), None)
-        assert line.next(anybody) is expected
+        assert line.next(anybody) is rule.first()
     for each in list(line):
         line.leave(each)
     assert line.next(anybody) is None

@@ -10,7 +10,7 @@ from tierkv.cache.policies import EvictionPolicy, Lru
 from tierkv.cache.states import CopyState
 from tierkv.cache.write_policy import WritePolicy, WriteRule
 
-SOFT_PIN = 1 << 62  # added to a rank: softly pinned runs go when nothing else is left
+SOFT_PIN = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
 
 Entry = tuple[int, int, Node]  # rank, a number that no other entry has, the run
 _READY = CopyState.READY
@@ -46,7 +46,7 @@ class EvictionOrder:
     def is_candidate(self, node: Node) -> bool:
         return (
             node.holders == 0
-            and node.copies[self.tier].num_present > 0
+            and node.num_present(self.tier) > 0
             and node.present_children[self.tier] == 0
         )  # never a root, which has no copies
 
@@ -57,7 +57,7 @@ class EvictionOrder:
     def offer(self, node: Node) -> None:
         """Queue `node` if it can go."""
         tier = self.tier
-        if node.holders or not node.copies[tier].num_present or node.present_children[tier]:
+        if node.holders or node.present_children[tier] or not node.num_present(tier):
             return
         fallen = () if self._memory is None else self._memory.queued(node)
         self._push(node)
@@ -109,12 +109,13 @@ class EvictionOrder:
         if (entry := self._top()) is None:
             return None
         node = entry[2]
-        device, host = node.copies
-        copies, other = (host, device) if self.tier else (device, host)
-        if node.children or other.num_present or copies.uniform is not _READY:
+        copies, other = (node.host, node.device) if self.tier else (node.device, node.host)
+        if node.children or (other and other.num_present):
+            return None
+        if not copies or copies.uniform is not _READY:
             return None
         stop = node.num_blocks
-        return node, max(stop - most, 0), stop
+        return node, stop - most if most < stop else 0, stop
 
     def victims(self, count: int) -> list[Victim]:
         """The next `count` copies to go, the first leaf's last blocks first. Changes nothing.
@@ -152,7 +153,7 @@ class EvictionOrder:
                 continue
             gone = gone_children[parent.uid] = gone_children.get(parent.uid, 0) + 1
             is_next = gone == parent.present_children[tier] and parent.holders == 0
-            if is_next and parent.copies[tier].num_present:
+            if is_next and parent.num_present(tier):
                 if self._spares is not None:
                     self._spares(parent)
                 heapq.heappush(virtual, (self.rank(parent), -parent.uid, parent))

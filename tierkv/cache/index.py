@@ -7,8 +7,6 @@ digest, not remembered here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from tierkv.cache.copies import TierCopies
@@ -19,24 +17,9 @@ from tierkv.cache.node import Node, Tier, child_key
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change, CopyState
 
-__all__ = ["Index", "Inserted", "Lease", "runs_of"]
+__all__ = ["Index", "Lease", "runs_of"]
 
 _READY = CopyState.READY
-
-
-class Inserted(NamedTuple):
-    """Where an insertion ended, and which of the given slots the index now owns."""
-
-    node: Node
-    num_blocks: int
-    num_given: int
-    refused: tuple[int, ...] = ()  # which of the given slots, in order, stay the caller's
-
-    @property
-    def adopted(self) -> tuple[bool, ...]:
-        """For each of the given slots, whether the index owns it now."""
-        refused = set(self.refused)
-        return tuple(at not in refused for at in range(self.num_given))
 
 
 class Index(Leases):
@@ -98,32 +81,32 @@ class Index(Leases):
 
     def insert(
         self, tier: Tier, at: Lease, prompt: Prompt, stop: int, slots: Ids
-    ) -> tuple[Lease, Inserted]:
-        """Add blocks [at.num_blocks, stop) of `prompt`, whole bytes in `slots` of `tier`.
+    ) -> tuple[int, ...]:
+        """Add blocks [at.num_blocks, stop) of `prompt`, whole bytes in `slots` of `tier`, and let
+        `at` hold them, too.
 
-        A block that is there already keeps its copy, and the slot given for it stays the
-        caller's. Returns a lease one path longer in place of `at`, which is released.
+        A block that is there already keeps its copy. Returns which of `slots`, by position, the
+        index does not own: they stay the caller's. On the device all stay from a block on that is
+        still incoming, and `at` ends before it.
         """
-        first = at.num_blocks
-        start = at.node
-        while start.parent is not None and start.start >= first:
-            start = start.parent
-        node, pos = descend(start, first, prompt, stop)
+        assert not at.is_released, "a lease is extended while it holds"
+        first, node = at.num_blocks, at.node
+        while node.parent is not None and node.start >= first:
+            node = node.parent
+        node, pos = descend(node, first, prompt, stop)
         refused: tuple[int, ...] = ()
-        is_new = False
         if pos > first:
             reached, refused = self._fill_in(tier, node, first, pos, slots)
             if reached < pos:
                 refused += tuple(range(reached - first, stop - first))
-                part = self._covering(node, reached)
-                lease = self._moved(at, part, reached)
-                return lease, Inserted(lease.node, reached, stop - first, refused)
+                pos = stop = reached
         if pos < stop:
             below = node
             node = self._grow(tier, node, pos, prompt, stop, slots[pos - first :], at.node)
-            is_new = node.parent is below
-        lease = self._moved(at, node, stop, is_new=is_new)
-        return lease, Inserted(node, stop, stop - first, refused)
+            self._move(at, node, is_new=node is not below)
+        else:
+            self._move(at, self._ending_at(node, stop))
+        return refused
 
     def _fill_in(
         self, tier: Tier, node: Node, first: int, pos: int, slots: Ids
@@ -150,44 +133,23 @@ class Index(Leases):
                     refused.append(at)
         return pos, tuple(refused)
 
-    def _covering(self, node: Node, num_blocks: int) -> Node:
-        while node.parent is not None and node.start >= num_blocks:
-            node = node.parent
-        return node
-
-    def insert_tail(self, tier: Tier, at: Lease, prompt: Prompt, slot: int) -> Inserted:
-        """Add the tail of `prompt` under `at`, which covers its full blocks, in `slot`."""
+    def insert_tail(self, tier: Tier, at: Lease, prompt: Prompt, slot: int) -> tuple[Node, bool]:
+        """Add the tail of `prompt` under `at`, which covers its full blocks, in `slot`. Returns
+        where it is, and whether the index owns `slot` now: else it was there already."""
         assert at.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
         assert prompt.tail_tokens, "the prompt has no tail"
         node = self._ending_at(at.node, at.num_blocks)
         key = child_key(prompt.block(at.num_blocks), prompt.extra(at.num_blocks))
         tail = node.children.get(key)
         if tail is None:
-            tail = self._new_node(node, prompt, (TierCopies(1), TierCopies(1)))
+            tail = self._new_node(node, prompt, TierCopies(1))
             tail.is_tail = True
-            node.last_used = max(node.last_used, tail.last_used)
+            self._use(tail)
+            node.last_used = tail.last_used
         is_new = tail.copies[tier].uniform is CopyState.ABSENT
         if is_new:
             self._change(tier, tail, 0, 1, Change.PLACE, slots=np.array([slot], np.int32))
-        return Inserted(tail, at.num_blocks + 1, 1, () if is_new else (0,))
-
-    def _moved(self, at: Lease, node: Node, num_blocks: int, *, is_new: bool = False) -> Lease:
-        """A lease of the path to `node` in place of `at`. is_new: a child made for this."""
-        if node is at.node and num_blocks == node.end:  # grown in place, or not at all
-            self._end(at)
-            self._tick += 1
-            node.last_used = self._tick
-            self.num_held_leases += 1
-            return Lease(node, num_blocks)
-        if is_new and node.parent is at.node:
-            # The new child took over: its parent's holder is now the child instead of the lease.
-            self._end(at)
-            at.node.last_used = node.last_used  # a tick of its own: the newest
-            self.num_held_leases += 1
-            return Lease(node, num_blocks)
-        lease = self.hold(node, num_blocks)
-        self.release(at)
-        return lease
+        return tail, is_new
 
     # Changing copies
 
@@ -228,12 +190,12 @@ class Index(Leases):
     def drop(self, tier: Tier, node: Node, i: int, j: int) -> Ids:
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"
-        copies, other = node.copies[tier], node.copies[1 - tier]
+        copies, other = (node.on(tier), node.device) if tier else (node.device, node.host)
         self.order[tier].evicted(node)
         if (
             copies.uniform is _READY
             and not node.children
-            and not other.num_present
+            and not (other and other.num_present)
             and j == node.num_blocks
         ):
             # The common case, a leaf's last blocks on their last tier: no state is needed between.
@@ -241,10 +203,9 @@ class Index(Leases):
             if i:
                 return node.drop_ready(tier, i)
             parent = self._unlink(node)
-            parent.present_children[tier] -= 1
+            parent.count_present(tier, -1)
             if not parent.present_children[tier]:  # else there's nothing new for it
                 self._offer(parent)
-                self.prune(parent)
             return copies.drop_ready(0)
         had = self._change(tier, node, i, j, Change.EVICT)
         self.prune(node)

@@ -68,7 +68,9 @@ class Prompt:
     A value: nobody changes one. It is not frozen because that takes 0.6 us more to make, and a
     whole request costs the index 25.
 
-    extras: for each block that media overlap, and for the tail, its extra keys.
+    extras: for each block that media overlap, and for the tail, its extra keys. Those of a prompt
+        that is continued by generated tokens stay as they are: media lie wholly in the prompt, and
+        offsets count from a block's start.
     space: which fingerprint's cache it belongs to, "" for the service's own.
     num_blocks: full ones; the tail is not counted.
     """
@@ -125,11 +127,6 @@ class Prompt:
 
     def extra(self, index: int) -> bytes:
         return self.extras.get(index, b"")
-
-    def with_tokens(self, more: bytes) -> Prompt:
-        """The prompt continued by generated tokens. Media lie wholly in the prompt, so the extra
-        keys of its blocks stay; the tail's, too, since offsets count from the block's start."""
-        return Prompt(self.tokens + more, self.block_size, self.extras, self.space)
 
 
 def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:

@@ -28,10 +28,10 @@ class Leases(Tree):
 
         A run that goes on beyond is split, so that its rest stays free to go.
         """
-        node = self._ending_at(node, num_blocks)
+        if node.end != num_blocks:
+            node = self._ending_at(node, num_blocks)
         self._hold(node)
-        self._tick += 1
-        node.last_used = self._tick  # of the path above: when the lease ends
+        self._use(node)
         self.num_held_leases += 1
         return Lease(node, num_blocks)
 
@@ -43,15 +43,30 @@ class Leases(Tree):
 
     def release(self, lease: Lease) -> None:
         """End a lease. Raises OwnershipError if it has ended already."""
-        self._end(lease)
-        self._unhold(lease.node)
-        self.prune(lease.node)
-
-    def _end(self, lease: Lease) -> None:
         if lease.is_released:
             raise OwnershipError("a lease was released twice")
         lease.is_released = True
         self.num_held_leases -= 1
+        self._unhold(lease.node)
+        self.prune(lease.node)
+
+    def _move(self, lease: Lease, node: Node, *, is_new: bool = False) -> None:
+        """Let `lease` end where `node` does from now on, a use of that.
+
+        is_new: a run made for it, which has its holder already and is one of its parent's.
+        """
+        before, lease.node, lease.num_blocks = lease.node, node, node.end
+        end = node.parent if is_new else node
+        if end is not before and end is not None:
+            self._hold(end)
+            self._unhold(before)
+            self.prune(before)
+        self._use(node)
+
+    def _use(self, node: Node) -> None:
+        """The path to `node` is used now: what is above is told when its holder ends."""
+        self._tick += 1
+        node.last_used = self._tick
 
     def count_hit(self, lease: Lease) -> None:
         for part in lease.node.path():

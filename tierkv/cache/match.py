@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Segment, child_key
 from tierkv.cache.states import CopyState
-from tierkv.cache.tokens import TOKEN_BYTES, common_tokens, common_tokens_at
+from tierkv.cache.tokens import TOKEN_BYTES, common_blocks, common_tokens
 
 _READY = CopyState.READY
 
@@ -42,28 +42,19 @@ def longest_match(root: Node, prompt: Prompt, max_tokens: int) -> Match:
     """The longest run of `prompt`'s first `max_tokens` tokens."""
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)
-    device, loading = (pos, 0) if _is_ready(node) else _on_device(node, pos)
+    is_ready = node.device.uniform is _READY  # then the path above is, too: see `verify`
+    device, loading = (pos, 0) if is_ready else _on_device(node, pos)
     partial = None
     if pos * size < max_tokens and (pos < node.end or node.order):
         partial = _partial(node, pos, prompt, min(max_tokens, (pos + 1) * size))
     return Match(node, pos, device, loading, pos - device - loading, partial)
 
 
-def _is_ready(node: Node) -> bool:
-    """Whether the whole path is on the device, as it is mostly."""
-    part = node
-    while part.parent is not None:
-        if part.copies[0].uniform is not _READY:
-            return False
-        part = part.parent
-    return True
-
-
 def _on_device(node: Node, pos: int) -> tuple[int, int]:
     """How many of the first `pos` blocks of the path are there, and how many after them come."""
     device = loading = 0
     for part, start, stop in segments(node, 0, pos):
-        copies = part.copies[0]
+        copies = part.device
         ready = copies.leading(_READY, start, stop) if loading == 0 else 0
         device += ready
         if start + ready < stop:
@@ -104,8 +95,8 @@ def segments(node: Node, start: int, stop: int) -> list[Segment]:
 
 def _shared_blocks(node: Node, pos: int, prompt: Prompt, stop: int) -> int:
     """How many blocks from `pos` on, at most up to `stop`, `node` shares with the prompt."""
-    size, packed, first = prompt.block_size, node.packed, pos - node.start
-    at = pos * size * TOKEN_BYTES
+    width, packed, first = prompt.block_size * TOKEN_BYTES, node.packed, pos - node.start
+    at = pos * width
     if (
         first == 0
         and node.end <= stop
@@ -114,9 +105,8 @@ def _shared_blocks(node: Node, pos: int, prompt: Prompt, stop: int) -> int:
     ):
         blocks = node.num_blocks  # compared in place, nothing copied
     else:
-        their_at = node.packed_at + first * size * TOKEN_BYTES
-        limit = (min(stop, node.end) - pos) * size
-        blocks = common_tokens_at(prompt.tokens, at, packed, their_at, limit) // size
+        their_at, most = node.packed_at + first * width, min(stop, node.end) - pos
+        blocks = common_blocks(prompt.tokens, at, packed, their_at, most, width)
     if node.extras or prompt.extras:
         for block in range(pos, pos + blocks):
             if node.extra(block) != prompt.extra(block):
@@ -127,17 +117,17 @@ def _shared_blocks(node: Node, pos: int, prompt: Prompt, stop: int) -> int:
 def _partial(node: Node, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
     """What shares most with block `pos`, which ends at token `stop`, if not with all of it."""
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
-    extra = prompt.extra(pos)
+    extra = prompt.extras.get(pos, b"")
     if pos < node.end:
         shared = common_tokens(node.tokens_of(pos - node.start, pos - node.start + 1), rest)
         if shared and node.extra(pos) == extra:
             return PartialMatch(node, pos, shared)
         return None
     # Among sorted byte strings the one that shares most with `rest` is next to its place.
-    head, best, child = child_key(b"", extra), 0, None
-    first = head + rest[:TOKEN_BYTES]
+    head = child_key(b"", extra) if extra else b""
+    first, best, child = head + rest[:TOKEN_BYTES], 0, None
     place = bisect.bisect_left(node.order, head + rest)
-    for key in node.order[max(place - 1, 0) : place + 1]:
+    for key in node.order[place - 1 if place else 0 : place + 1]:
         if key.startswith(first) and (shared := common_tokens(key[len(head) :], rest)) > best:
             best, child = shared, node.children[key]
     return None if child is None else PartialMatch(child, pos, best)

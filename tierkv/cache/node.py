@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -12,7 +13,7 @@ from tierkv.cache.keys import DIGEST_BYTES
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
 
-__all__ = ["MOST_KEPT", "NO_SLOT", "Node", "Segment", "Tier", "TierCopies"]
+__all__ = ["MOST_KEPT", "NO_SLOT", "TIERS", "Node", "Segment", "Tier", "TierCopies"]
 
 _NO_TOKEN = b"\xff" * 4  # a negative number: what comes before extra keys can't be tokens
 
@@ -39,7 +40,12 @@ class Tier(IntEnum):
     HOST = 1
 
 
+TIERS = tuple(Tier)  # going over these takes a tenth of what going over the enum takes
+
 Segment = tuple["Node", int, int]  # blocks [i, j) of a node's run, counted from the run's start
+
+
+_NOBODY: list[bytes] = []  # the order of no children: most runs have none
 
 
 class Node:
@@ -55,6 +61,7 @@ class Node:
     last_used: the newest tick at which a lease that has ended, or ends here, was taken.
     digests: block keys of the first blocks of the run, 32 bytes each, as far as anybody asked.
     present_children[tier]: children, tails included, with a copy on that tier.
+    device: its copies there. host: those there, None where there is none, as mostly.
     order: the keys of `children`, sorted, so that the child sharing the most leading tokens with
         a prompt is a neighbour of where it would stand.
     """
@@ -62,12 +69,13 @@ class Node:
     __slots__ = (
         "_stored",
         "children",
-        "copies",
+        "device",
         "digests",
         "end",
         "extras",
         "hits",
         "holders",
+        "host",
         "is_tail",
         "key",
         "last_used",
@@ -90,10 +98,10 @@ class Node:
         parent: Node | None,
         space: Space,
         key: bytes,
-        copies: tuple[TierCopies, TierCopies],
+        device: TierCopies,
     ) -> None:
-        """A node with no tokens yet: see `put_tokens`."""
-        num_blocks = copies[0].num_blocks
+        """A node with no tokens and no host copies yet: see `put_tokens`, `on`."""
+        num_blocks = device.num_blocks
         start = parent.end if parent is not None else 0
         self.uid = uid
         self.parent = parent
@@ -104,10 +112,11 @@ class Node:
         self.num_blocks = num_blocks
         self.is_tail = False
         self.extras: dict[int, bytes] | None = None
-        self.copies = copies
+        self.device = device
+        self.host: TierCopies | None = None
         self.children: dict[bytes, Node] = {}
-        self.order: list[bytes] = []
-        self.present_children = [0, 0]
+        self.order = _NOBODY
+        self.present_children = (0, 0)
         self.holders = 0
         self.hits = 0
         self.last_used = 0
@@ -144,6 +153,44 @@ class Node:
         self.token_bytes = stop - start
         self.packed, self.packed_at = fitting(packed, start, stop)
 
+    # Copies
+
+    @property
+    def copies(self) -> tuple[TierCopies, TierCopies]:
+        """By tier, to be read only."""
+        return self.device, self.host or TierCopies(self.num_blocks)
+
+    def on(self, tier: Tier) -> TierCopies:
+        """The copies on `tier`, to be changed."""
+        if not tier:
+            return self.device
+        if self.host is None:
+            self.host = TierCopies(self.num_blocks)
+        return self.host
+
+    def num_present(self, tier: Tier) -> int:
+        """Copies on `tier`, whole or incoming."""
+        copies = self.host if tier else self.device
+        return copies.num_present if copies else 0
+
+    # Children
+
+    def adopt(self, child: Node) -> None:
+        """Let `child`, which has its key, be found below."""
+        if not self.children:
+            self.order = []
+        self.children[child.key] = child
+        bisect.insort(self.order, child.key)
+
+    def disown(self, child: Node) -> None:
+        del self.children[child.key]
+        del self.order[bisect.bisect_left(self.order, child.key)]
+
+    def count_present(self, tier: Tier, step: int) -> None:
+        """So many more children have a copy on `tier`."""
+        device, host = self.present_children
+        self.present_children = (device, host + step) if tier else (device + step, host)
+
     # What Storage has been told of: a belief that saves writes, never a match.
 
     def stored_in(self, start: int, stop: int) -> Mask:
@@ -160,13 +207,15 @@ class Node:
 
     # The shape of the run
 
-    def append(self, num_blocks: int, slots: tuple[Ids | None, Ids | None]) -> None:
-        """Add blocks at the end of the run; ready in `slots` on each tier that has some. Their
-        tokens are the caller's business."""
+    def append(self, tier: Tier, slots: Ids) -> None:
+        """Add blocks at the end of the run, ready in `slots` of `tier`. Their tokens are the
+        caller's business."""
+        ready, num_blocks = self.on(tier), len(slots)
         self.num_blocks += num_blocks
         self.end += num_blocks
-        for copies, given in zip(self.copies, slots, strict=True):
-            copies.extend(num_blocks, given)
+        for copies in (self.device, self.host):
+            if copies:
+                copies.extend(num_blocks, slots if copies is ready else None)
         if self._stored is not None:
             self._stored = np.append(self._stored, np.zeros(num_blocks, np.bool_))
 
@@ -174,15 +223,19 @@ class Node:
         """Forget blocks from `num_blocks` on. The tokens behind them stay in memory for a while,
         see `MOST_KEPT`."""
         self._cut(num_blocks)
-        for copies in self.copies:
-            copies.truncate(num_blocks)
+        self.device.truncate(num_blocks)
+        if self.host:
+            self.host.truncate(num_blocks)
 
     def drop_ready(self, tier: Tier, num_blocks: int) -> Ids:
         """`truncate` a run that is ready throughout on `tier` and nowhere else; the slots that
         the blocks had which go."""
         self._cut(num_blocks)
-        self.copies[1 - tier].num_blocks = num_blocks
-        return self.copies[tier].drop_ready(num_blocks)
+        if tier:
+            self.device.num_blocks = num_blocks
+        else:
+            self.host = None
+        return self.on(tier).drop_ready(num_blocks)
 
     def _cut(self, num_blocks: int) -> None:
         self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
@@ -201,8 +254,9 @@ class Node:
         """Cut the run in two: a new node for the first `at` blocks, while this one keeps the
         rest, its children and its leases. Links to and from parents are the caller's."""
         cut = self.token_bytes // self.num_blocks * at
-        device, host = self.copies
-        upper = Node(uid, self.parent, self.space, self.key, (device.behead(at), host.behead(at)))
+        upper = Node(uid, self.parent, self.space, self.key, self.device.behead(at))
+        if self.host:
+            upper.host = self.host.behead(at)
         upper.packed, upper.token_bytes = self.tokens_of(0, at), cut
         upper.hits, upper.last_used, upper.soft_pins = self.hits, self.last_used, self.soft_pins
         if self.digests:

@@ -33,7 +33,7 @@ def pack(tokens: Tokens) -> bytes:
     else:
         packed = _pack_sequence(tokens)
     if packed and np.minimum.reduce(np.frombuffer(packed, _INT32)) < 0:
-        raise BadRequestError("tokens must be integers in 0..2147483647: one is negative")
+        raise BadRequestError("tokens must be integers in 0..2147483647: one is negative or larger")
     return packed
 
 
@@ -85,22 +85,29 @@ def common_tokens(left: bytes, right: bytes) -> int:
     return ((both & -both).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
-_FIRST_LOOK = 256  # tokens
-_LONGEST_LOOK = 16_384  # a copy of more is memory new from the system every time
+_FIRST_LOOK = 1024  # bytes
+_LONGEST_LOOK = 65_536  # a copy of more is memory new from the system every time
 
 
-def common_tokens_at(left: bytes, left_at: int, right: bytes, right_at: int, most: int) -> int:
-    """How many tokens, at most `most`, `left` from byte `left_at` on shares with `right` from
-    byte `right_at` on. Looks at little more than what is shared."""
-    done, size = 0, _FIRST_LOOK
+def common_blocks(  # noqa: PLR0917 - two places, how far, and in what steps
+    left: bytes, left_at: int, right: bytes, right_at: int, most: int, width: int
+) -> int:
+    """How many blocks of `width` bytes, at most `most`, `left` from byte `left_at` on shares with
+    `right` from byte `right_at` on. Looks at little more than what is shared.
+
+    Ever longer looks up to the first that differs, then halves of what is left to tell apart. A
+    slice and a comparison of bytes take a fifth of what a small comparison by NumPy takes.
+    """
+    done, look, limit = 0, max(_FIRST_LOOK // width, 1), most
     while done < most:
-        size = min(size, most - done)
-        at, their_at = left_at + done * TOKEN_BYTES, right_at + done * TOKEN_BYTES
-        # A slice and a comparison of bytes: a fifth of what a small comparison by NumPy takes.
-        if not left.startswith(right[their_at : their_at + size * TOKEN_BYTES], at):
-            ours = np.frombuffer(left, _INT32, size, at)
-            theirs = np.frombuffer(right, _INT32, size, their_at)
-            return done + int((ours != theirs).argmax())
-        done += size
-        size = min(8 * size, _LONGEST_LOOK)
-    return most
+        stop = min(done + look, most)
+        theirs = right[right_at + done * width : right_at + stop * width]
+        if left.startswith(theirs, left_at + done * width):
+            done = stop
+        else:
+            most = stop - 1  # in one of [done, stop) they differ
+        if most == limit:
+            look = min(8 * look, max(_LONGEST_LOOK // width, 1))
+        else:
+            look = (most - done + 1) // 2
+    return done

@@ -10,13 +10,12 @@ is the business of `Index`.
 
 from __future__ import annotations
 
-import bisect
-
 from tierkv.cache.copies import TierCopies
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier, child_key
+from tierkv.cache.node import TIERS, Node, Tier, child_key
 from tierkv.cache.policies import EvictionPolicy
 from tierkv.cache.pool import Ids
+from tierkv.cache.space import Space
 from tierkv.cache.spaces import Spaces
 from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tokens import TOKEN_BYTES
@@ -45,29 +44,36 @@ class Tree(Spaces):
 
     def _hold(self, node: Node) -> None:
         """One more holder at `node`'s end."""
+        device = host = 0
         while True:
             node.holders += 1
             if node.holders > 1 or node.parent is None:
-                return
-            self._count_unheld(node, -1)
+                break
+            device += node.device.num_present
+            host += node.host.num_present if node.host else 0
             node = node.parent
+        self._count_unheld(node.space, -device, -host)
 
     def _unhold(self, node: Node) -> None:
+        device = host = 0
         while True:
             node.holders -= 1
-            if node.holders or node.parent is None:
-                return
             parent = node.parent
-            parent.last_used = max(parent.last_used, node.last_used)
-            self._count_unheld(node, +1)
+            if node.holders or parent is None:
+                break
+            if parent.last_used < node.last_used:  # noqa: PLR1730 - max() takes 0.1 us
+                parent.last_used = node.last_used
+            device += node.device.num_present
+            host += node.host.num_present if node.host else 0
             self._offer(node)
             node = parent
+        self._count_unheld(node.space, device, host)
 
-    def _count_unheld(self, node: Node, sign: int) -> None:
-        device, host = sign * node.copies[0].num_present, sign * node.copies[1].num_present
+    def _count_unheld(self, space: Space, device: int, host: int) -> None:
+        """So many more copies of `space` can be evicted."""
         self.order[0].num_unheld += device
         self.order[1].num_unheld += host
-        if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
+        if self._own_orders and (own := self._own_orders.get(space.name)) is not None:
             own[0].num_unheld += device
             own[1].num_unheld += host
 
@@ -75,7 +81,7 @@ class Tree(Spaces):
         if node.holders:
             return
         self.order[0].offer(node)
-        if node.copies[1].num_present:  # mostly there is none on the host
+        if node.host:
             self.order[1].offer(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
             own[0].offer(node)
@@ -83,54 +89,32 @@ class Tree(Spaces):
 
     # Growing
 
-    def _new_node(
-        self,
-        parent: Node,
-        prompt: Prompt,
-        copies: tuple[TierCopies, TierCopies],
-        *,
-        is_held: bool = False,
-    ) -> Node:
-        """A child with the next blocks of `prompt`, as many as have `copies`; if only the tail is
-        left, with it. is_held: the lease that ends at the parent is to end here instead."""
+    def _new_node(self, parent: Node, prompt: Prompt, device: TierCopies) -> Node:
+        """A child with the next blocks of `prompt`, as many as `device` has; if only the tail is
+        left, with it. To count the copies is the caller's business."""
         tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
         key = tokens[first * width : (first + 1) * width]
         if prompt.extras:
             key = child_key(key, prompt.extra(first))
-        node = Node(self._next_uid, parent, parent.space, key, copies)
+        node = Node(self._next_uid, parent, parent.space, key, device)
         node.put_tokens(tokens, first * width, min(node.end * width, len(tokens)))
         self._next_uid += 1
-        self._tick += 1
-        node.last_used = self._tick
         if prompt.extras:
             node.extras = _extras_of(prompt, first, node.end)
-        parent.children[key] = node
-        bisect.insort(parent.order, key)
-        used, children = node.space.used, parent.present_children
-        if device := copies[0].num_present:
-            children[0] += 1
-            used[0] += device
-        if host := copies[1].num_present:
-            children[1] += 1
-            used[1] += host
-        if is_held:
-            node.holders = 1
-        else:
-            self._count_unheld(node, +1)
-            self._offer(node)
+        parent.adopt(node)
         return node
 
     def _grow(  # noqa: PLR0913, PLR0917 - a place, and what comes there
         self, tier: Tier, node: Node, pos: int, prompt: Prompt, stop: int, slots: Ids, held: Node
     ) -> Node:
         """Add blocks [pos, stop), which are not in the tree, ready in `slots`, below `pos` blocks
-        of the path to `node`; returns the node they end in. held: where the caller's lease ends."""
+        of the path to `node`; returns the node they end in, which is held if it is new.
+        held: where the caller's lease ends."""
         if pos < node.end:
             node = self._split(node, pos - node.start)
         elif self._grows_in_place(node, stop - pos, held):
-            given = (slots, None) if tier is Tier.DEVICE else (None, slots)
-            before = node.copies[tier].num_present
-            node.append(stop - pos, given)
+            before = node.num_present(tier)
+            node.append(tier, slots)
             node.put_tokens(
                 prompt.tokens, node.start * self.block_token_bytes, stop * self.block_token_bytes
             )
@@ -139,9 +123,13 @@ class Tree(Spaces):
             self._recount(tier, node, before)
             return node
         ready = TierCopies(stop - pos, _READY, slots)
-        absent = TierCopies(stop - pos)
-        copies = (ready, absent) if tier is Tier.DEVICE else (absent, ready)
-        return self._new_node(node, prompt, copies, is_held=node is held)
+        child = self._new_node(node, prompt, TierCopies(stop - pos) if tier else ready)
+        if tier:
+            child.host = ready
+        child.holders = 1
+        child.space.used[tier] += stop - pos
+        node.count_present(tier, 1)
+        return child
 
     def _grows_in_place(self, node: Node, num_blocks: int, held: Node) -> bool:
         """Only if nobody but the caller holds it: a lease of others would protect what is added,
@@ -160,19 +148,17 @@ class Tree(Spaces):
         assert 0 < at < node.num_blocks, "a split leaves two non-empty runs"
         parent = node.parent
         assert parent is not None, "the root has no run"
-        before = [copies.num_present > 0 for copies in node.copies]
-        is_mixed = any(copies.uniform is None for copies in node.copies)
+        had = [node.num_present(tier) > 0 for tier in TIERS]
+        is_mixed = any(copies and copies.uniform is None for copies in (node.device, node.host))
         upper = node.behead(self._next_uid, at)
         self._next_uid += 1
         upper.holders = int(node.holders > 0)
-        parent.children[upper.key] = upper
-        upper.children[node.key] = node
-        upper.order = [node.key]
-        for tier in Tier:
-            upper.present_children[tier] = int(node.copies[tier].num_present > 0)
+        parent.children[upper.key] = upper  # in the place of `node`, whose key it has
+        upper.adopt(node)
+        for tier in TIERS:
+            upper.count_present(tier, int(node.num_present(tier) > 0))
             # The parent counted this run once; now it has the upper half for a child.
-            is_present = upper.copies[tier].num_present > 0
-            parent.present_children[tier] += is_present - before[tier]
+            parent.count_present(tier, (upper.num_present(tier) > 0) - had[tier])
         self._offer(node)
         if is_mixed:  # else both halves are where the run was, and neither's turn has come
             self._offer(parent)
@@ -185,15 +171,17 @@ class Tree(Spaces):
         self, tier: Tier, node: Node, i: int, j: int, change: Change, *, slots: Ids | None = None
     ) -> Ids:
         """Advance the copies of run blocks [i, j); returns the slots they had."""
-        copies = node.copies[tier]
+        copies = node.on(tier)
         before = copies.num_present
         had = copies.change(i, j, change, slots)
+        if tier and not copies.num_present:
+            node.host = None
         self._recount(tier, node, before)
         return had
 
     def _recount(self, tier: Tier, node: Node, before: int) -> None:
         """Bring the books in line after `node`'s copies on `tier` were `before` in number."""
-        after = node.copies[tier].num_present
+        after = node.num_present(tier)
         if after == before:
             return
         node.space.used[tier] += after - before
@@ -204,7 +192,7 @@ class Tree(Spaces):
                 own[tier].num_unheld += after - before
         parent = node.parent
         if parent is not None and (before > 0) != (after > 0):
-            parent.present_children[tier] += 1 if after else -1
+            parent.count_present(tier, 1 if after else -1)
             if not after:
                 self._offer(parent)
         if after > before:
@@ -222,9 +210,9 @@ class Tree(Spaces):
     def prune(self, node: Node) -> None:
         """Remove blocks without any copy from the end of `node`'s path."""
         while node.parent is not None and not node.children:
-            device, host = node.copies
-            if device.num_present or host.num_present:
-                if max(device.num_present, host.num_present) < node.num_blocks:
+            device, host = node.device.num_present, node.num_present(Tier.HOST)
+            if device or host:
+                if device < node.num_blocks and host < node.num_blocks:
                     self._trim(node)
                 return
             if node.holders:
@@ -235,8 +223,7 @@ class Tree(Spaces):
         """Take a node that has nothing left out of the tree; returns its parent."""
         parent = node.parent
         assert parent is not None, "the root stays"
-        del parent.children[node.key]
-        del parent.order[bisect.bisect_left(parent.order, node.key)]
+        parent.disown(node)
         self.order[0].forget(node)
         self.order[1].forget(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
@@ -247,7 +234,8 @@ class Tree(Spaces):
     def _trim(self, node: Node) -> None:
         if node.holders:
             return
-        resident = (node.copies[0].states | node.copies[1].states).nonzero()[0]
+        device, host = node.copies
+        resident = (device.states | host.states).nonzero()[0]
         keep = int(resident[-1]) + 1
         if keep < node.num_blocks:
             node.truncate(keep)

@@ -112,7 +112,7 @@ class Admitting:
     def _is_stuck_still(self) -> bool:
         """Whether the first in line is who it was when there was no room, of which there is no
         more now."""
-        return self._stuck is not None and self._is_busy and self._next() is self._stuck
+        return self._stuck is not None and self._is_busy() and self._next() is self._stuck
 
     def _admit_waiting(self, most: int) -> int:
         """Give up to `most` turns; how many there were, fewer if there is nothing more to do."""
@@ -132,14 +132,16 @@ class Admitting:
                     self._parking.park(waiting, wait)
                     continue
                 request = self._start(waiting, plan)
-            except OutOfBlocksError as error:
-                if not self._is_busy and self._unblock(waiting):
-                    continue
-                if not isinstance(error, OverQuotaError):
-                    self._stuck = waiting if self._is_busy else None
-                    return num_turns
-                self._over_quota.add(waiting.tenant)
+            except OverQuotaError:
+                if self._is_busy(waiting.tenant) or not self._unblock(waiting, waiting.tenant):
+                    self._over_quota.add(waiting.tenant)
                 continue
+            except OutOfBlocksError:
+                is_busy = self._is_busy()
+                if not is_busy and self._unblock(waiting):
+                    continue
+                self._stuck = waiting if is_busy else None
+                return num_turns
             except TierKVError as error:
                 self._line.leave(waiting)
                 waiting.outcome.set_exception(error)
@@ -166,22 +168,20 @@ class Admitting:
             return False
         return limits.allow(requests + 1, blocks + spec.num_blocks)
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether something is under way whose end makes room."""
-        return bool(self._running.by_id or self._tiers.num_tasks)
+    def _is_busy(self, tenant: str | None = None) -> bool:
+        """Whether something is under way whose end makes room: of this tenant, or of anybody."""
+        if self._tiers.is_at_work(tenant):
+            return True
+        return bool(self._running.by_id) if tenant is None else self._running.has_tenant(tenant)
 
-    def _unblock(self, first: Waiting) -> bool:
+    def _unblock(self, first: Waiting, tenant: str | None = None) -> bool:
         """Whether something was let go so that the first in line may fit now.
 
-        Called when nothing runs. Then only what waiting requests hold stands in the way: what
-        they had fetched, the last in line lets go first; and then the block of which the first
-        would have copied a part.
+        Called when nothing runs, or nothing of the tenant whose quota is full. Then only what
+        waiting requests hold stands in the way: what they had fetched, the last in line lets go
+        first; and then the block of which the first would have copied a part.
         """
-        waiting = self._line.last_holding()
-        if waiting is not None and waiting.fetched is not None:
-            fetched, waiting.fetched = waiting.fetched, None
-            fetched.release()
+        if self._line.let_go_of_last(tenant):
             return True
         if first.uses_partial:
             first.uses_partial = False

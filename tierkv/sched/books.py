@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.tiers")
+STORE_PATIENCE_S = 0.25  # how long who needs room waits for a store to be done with blocks
 _PATIENCE_S = 5.0  # how often closing says what it still waits for
 
 
@@ -81,6 +83,9 @@ class TierBooks:
         self._listeners: list[Callable[[], None]] = []
         self._changed: asyncio.Event | None = None  # made for those who wait for it
         self.num_tasks = 0
+        self.num_late = 0  # pieces that a store has had for longer than they are waited for
+        self.num_changes = 0  # counts up with each `capacity_changed`
+        self._at_work: Counter[str] = Counter()  # tasks whose end makes room, by space
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -111,16 +116,57 @@ class TierBooks:
         self._listeners.append(listener)
 
     def capacity_changed(self) -> None:
+        self.num_changes += 1
         if self._changed is not None:
             self._changed.set()
             self._changed = None
         for listener in self._listeners:
             listener()
 
-    def start(self, work: Coroutine[None, None, None], name: str) -> None:
+    def is_at_work(self, space: str | None = None) -> bool:
+        """Whether copies are under way whose end makes room, in this space or in any. What is
+        asked of storage for a request makes none: it comes to be held for that request."""
+        return bool(self._at_work if space is None else self._at_work[space])
+
+    def start(
+        self, work: Coroutine[None, None, None], name: str, *, space: str | None = None
+    ) -> None:
         """Run `work` in a task that this object owns and waits for. Raises ShuttingDownError once
-        something has failed that stops the service."""
-        _ = self.started(work, name)
+        something has failed that stops the service. space: whose blocks can go at its end."""
+        task = self.started(work, name)
+        if space is not None:
+            self._at_work[space] += 1
+            task.add_done_callback(lambda _: self._work_ended(space))
+
+    def begin_storing(self, space: str) -> Callable[[], None]:
+        """A store has been given blocks which can go when it is done with them; call what is
+        returned then. STORE_PATIENCE_S long they are waited for, and count in `num_late` after
+        that: a store may be slower than any engine."""
+        is_late = False
+
+        def late() -> None:
+            nonlocal is_late
+            is_late = True
+            self.num_late += 1
+            self._work_ended(space)
+            self.capacity_changed()
+
+        def end() -> None:
+            timer.cancel()
+            if is_late:
+                self.num_late -= 1
+            else:
+                self._work_ended(space)
+
+        self._at_work[space] += 1
+        timer = asyncio.get_running_loop().call_later(STORE_PATIENCE_S, late)
+        return end
+
+    def _work_ended(self, space: str) -> None:
+        self._at_work[space] -= 1
+        if not self._at_work[space]:
+            del self._at_work[space]
+            self.capacity_changed()
 
     def started(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         """As `start`; the task, for who may want to cancel it."""

@@ -33,7 +33,7 @@ class ByteBudget:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._line)
+        return sum(not turn.granted.cancelled() for turn in self._line)
 
     @asynccontextmanager
     async def room(self, num_bytes: int) -> AsyncIterator[None]:
@@ -47,7 +47,7 @@ class ByteBudget:
             if not turn.granted.cancelled() and turn.granted.done():
                 self._ended(turn)
             else:
-                self._line.remove(turn)
+                turn.granted.cancel()  # it may have left the line meanwhile
                 self.look_again()  # those behind it may fit
             raise
         try:
@@ -64,12 +64,13 @@ class ByteBudget:
         """Let go what may go now."""
         while self._line:
             turn = self._line[0]
+            if turn.granted.cancelled():
+                self._line.popleft()
+                continue
             fits = self.bytes_in_flight + turn.num_bytes <= self.max_bytes
             if self._num_in_flight and (not fits or self._is_busy()):
                 return
             self._line.popleft()
-            if turn.granted.cancelled():
-                continue
             self._num_in_flight += 1
             self.bytes_in_flight += turn.num_bytes
             self.most_in_flight = max(self.most_in_flight, self.bytes_in_flight)

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-import numpy as np
-
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Tier
 from tierkv.errors import TransferError
@@ -40,8 +38,9 @@ class Commits:
         known = request.spec.prompt
         request.prompt = Prompt(tokens, self._index.block_size, known.extras, known.space)
         request.computed_tokens = request.prompt.num_tokens
-        request.written = tuple(after)
-        if all(event.is_done for event in after):
+        # Kernels of earlier commits may still write: what comes now is not there before them.
+        request.written = tuple(one for one in (*request.written, *after) if not _is_done(one))
+        if not request.written:
             self._insert(request, request.prompt)
         else:
             self._tiers.start(self._insert_later(request, request.prompt), "tierkv-commit")
@@ -69,16 +68,13 @@ class Commits:
         if not is_computed or prompt.num_blocks <= first:
             return
         slots = request.block_table[first : prompt.num_blocks]
-        request.lease, inserted = self._index.insert(
-            Tier.DEVICE, request.lease, prompt, prompt.num_blocks, slots
-        )
+        refused = self._index.insert(Tier.DEVICE, request.lease, prompt, prompt.num_blocks, slots)
         node = request.lease.node
         self._tiers.events.tell(Happening.STORED, "device", node, first, request.lease.num_blocks)
-        if inserted.refused:
-            request.is_private[first : prompt.num_blocks] &= ~np.array(inserted.adopted, np.bool_)
-        else:
-            request.is_private[first : prompt.num_blocks] = False
-        self._running.cached(request, len(slots) - len(inserted.refused))
+        request.is_private[first : prompt.num_blocks] = False
+        if refused:
+            request.is_private[[first + at for at in refused]] = True
+        self._running.cached(request, len(slots) - len(refused))
         if request.claim is not None:
             self._computing.advance(request.claim, request.lease.node, request.lease.num_blocks)
         self._tiers.write_down(request.lease.node, request.lease.num_blocks)
@@ -95,7 +91,7 @@ class Commits:
             self._finish(request)
         else:
             self._running.ending.add(request)
-            self._tiers.start(self._end_later(request, events), "tierkv-end")
+            self._tiers.start(self._end_later(request, events), "tierkv-end", space=request.space)
 
     async def _end_later(self, request: Request, events: Sequence[Event]) -> None:
         await self._written(request, events)
@@ -139,15 +135,15 @@ class Commits:
         if request.lease.num_blocks != prompt.num_blocks:
             return None  # a block above it could not be inserted
         at = prompt.num_blocks
-        inserted = self._index.insert_tail(
+        tail, is_new = self._index.insert_tail(
             Tier.DEVICE, request.lease, prompt, int(request.block_table[at])
         )
-        if inserted.adopted[0]:
-            self._tiers.events.tell(Happening.STORED, "device", inserted.node, at, at + 1)
+        if is_new:
+            self._tiers.events.tell(Happening.STORED, "device", tail, at, at + 1)
             request.is_private[at] = False
             self._running.cached(request, 1)
-            self._tiers.write_down(inserted.node, inserted.num_blocks)
-        return inserted.node
+            self._tiers.write_down(tail, tail.end)
+        return tail
 
 
 def _is_done(event: Event) -> bool:

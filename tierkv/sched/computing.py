@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
 from tierkv.cache.node import Node
-from tierkv.cache.tokens import TOKEN_BYTES, common_tokens_at
+from tierkv.cache.tokens import common_blocks
 from tierkv.sched.decisions import Decisions
 from tierkv.sched.estimate import HEDGE, Line
 
@@ -198,10 +198,9 @@ def _key(node: Node, block: int, prompt: Prompt) -> _Key:
 
 def _shared(claim: Claim, prompt: Prompt, at: int, stop: int) -> int:
     """How many full blocks from `at` on are the same in both prompts, at most up to `stop`."""
-    size = prompt.block_size
-    start = at * size * TOKEN_BYTES
-    most = (stop - at) * size
-    shared = common_tokens_at(claim.prompt.tokens, start, prompt.tokens, start, most) // size
+    width = prompt.block_token_bytes
+    start = at * width
+    shared = common_blocks(claim.prompt.tokens, start, prompt.tokens, start, stop - at, width)
     if claim.prompt.extras or prompt.extras:
         for block in range(at, at + shared):
             if claim.prompt.extra(block) != prompt.extra(block):

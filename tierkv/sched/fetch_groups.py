@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,7 @@ class _Group:
 
     keys: Sequence[StoredKey]
     slots: Ids
+    space: Space
     kept: Mask = field(init=False)
     has_ended: bool = False
 
@@ -54,19 +56,29 @@ class FetchGroups:
         self._tiers = tiers
         self._index = tiers.index
         self._source = source
+        self._taken: Counter[str] = Counter()  # slots that are not in the index yet, by space
 
     async def take(self, count: int, space: Space) -> Ids | None:
         """1 to `count` host slots, after copies that make room for them, or that hold the host's
-        slots as long as they are on their way; None if there are none of these either."""
+        slots as long as they are on their way; None if there are none of these either. They count
+        in the space's quota until `settled`."""
         tiers = self._tiers
         while True:
             try:
-                wanted = min(count, max(tiers.available(Tier.HOST), 1))
-                return tiers.take(Tier.HOST, wanted, space)
+                reserved = self._taken[space.name]
+                slots = tiers.take_some(Tier.HOST, count, space, reserved=reserved)
+                self._taken[space.name] += len(slots)
+                return slots
             except OutOfBlocksError:
                 if not tiers.is_making_room(Tier.HOST) and not tiers.num_offloads:
                     return None
             await tiers.next_change()
+
+    def settled(self, slots: Ids, space: Space) -> None:
+        """What `take` gave is in the index, or free again."""
+        self._taken[space.name] -= len(slots)
+        if not self._taken[space.name]:
+            del self._taken[space.name]
 
     async def fetch(
         self,
@@ -90,7 +102,7 @@ class FetchGroups:
                     if await _arrived(before):
                         progress.first_problem = _NO_ROOM
                     return False
-                group = _Group(keys[at : at + len(slots)], slots)
+                group = _Group(keys[at : at + len(slots)], slots, space)
                 self._tiers.lend(Tier.HOST, slots)
                 coming = tasks.create_task(
                     self._fetch(prompt, progress, group, before, on_arrival),
@@ -128,20 +140,21 @@ class FetchGroups:
         first = progress.lease.num_blocks
         blocks = sum(not key.is_tail for key in keys[:arrived])
         if blocks:
-            progress.lease, inserted = index.insert(
+            refused = index.insert(
                 Tier.HOST, progress.lease, prompt, first + blocks, slots[:blocks]
             )
-            kept[:blocks] = inserted.adopted
+            kept[:blocks] = True
+            kept[list(refused)] = False
             node = progress.lease.node
             tiers.events.tell(Happening.STORED, "host", node, first, first + blocks)
             index.mark_stored(progress.lease.node, first, first + blocks)
         if arrived > blocks:
-            tail = index.insert_tail(Tier.HOST, progress.lease, prompt, int(slots[blocks]))
-            kept[blocks] = tail.adopted[0]
-            end = tail.num_blocks
-            tiers.events.tell(Happening.STORED, "host", tail.node, end - 1, end)
-            progress.tail = index.hold(tail.node, tail.num_blocks)
-            index.mark_stored(tail.node, tail.num_blocks - 1, tail.num_blocks)
+            tail, kept[blocks] = index.insert_tail(
+                Tier.HOST, progress.lease, prompt, int(slots[blocks])
+            )
+            tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
+            progress.tail = index.hold(tail, tail.end)
+            index.mark_stored(tail, tail.start, tail.end)
         self._end(group)  # with the insertion, or for a turn of the loop two would own the slots
         progress.num_tokens += sum(key.num_tokens for key in keys[:arrived])
         if arrived < len(keys):
@@ -153,6 +166,7 @@ class FetchGroups:
         if group.has_ended:
             return
         group.has_ended = True
+        self.settled(group.slots, group.space)
         self._tiers.unlend(Tier.HOST, group.slots)
         self._tiers.give(Tier.HOST, group.slots[~group.kept])
 

@@ -14,7 +14,8 @@ from tierkv.storage.protocol import GetOutcome, GetStatus
 class Fetched:
     """What is on the host now because it was asked for.
 
-    tokens: the prompt's tokens that came from storage for this call.
+    tokens: the prompt's tokens that came from storage for this call. earlier: those that came for
+        the same request before it, if its owner says so.
     first_problem: why it ended before the end of the prompt, None if it did not.
     It stays on the host until `release`, which the owner calls once the request is admitted, or
     earlier: then it may be evicted, and the request matches less.
@@ -24,6 +25,7 @@ class Fetched:
     first_problem: GetOutcome | None
     _release: Callable[[], None]
     is_released: bool = False
+    earlier: tuple[range, ...] = ()
 
     def release(self) -> None:
         """Let it be evicted again. More than once is as good as once."""

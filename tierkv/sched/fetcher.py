@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
-from tierkv.cache.history import Event, Fate
+from tierkv.cache.history import Fate
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import StoreUnavailableError
-from tierkv.sched.estimate import Decision, Estimator, FetchPolicy
+from tierkv.sched.estimate import Estimator, FetchPolicy
 from tierkv.sched.fetch_groups import FetchGroups, Source
+from tierkv.sched.fetch_worth import FetchWorth
 from tierkv.sched.fetched import Fetched, Progress
 from tierkv.sched.patience import Patience
-from tierkv.sched.seldom import Seldom
 from tierkv.sched.shared_tail import SharedTails
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.transfer.storage_io import StorageIO
 
 __all__ = ["Fetched", "Fetcher", "Source"]
-
-log = logging.getLogger("tierkv.fetcher")
 
 
 class Fetcher:
@@ -47,15 +44,20 @@ class Fetcher:
         self.num_held = 0  # results that have not been released yet
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
         self._tails = SharedTails(tiers, storage)
-        self._ended_early = Seldom(log, "fetch ended early (x%d): %s")
-        self._estimator = estimator or Estimator(
-            bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE
-        )
+        self._worth = FetchWorth(tiers, estimator)
+        self._estimator = self._worth.estimator
 
     @property
     def num_in_flight(self) -> int:
         """Blocks that are being asked for or fetched."""
         return len(self._in_flight)
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words, when nothing is on its way."""
+        wrong = []
+        if self._in_flight:
+            wrong.append(f"nothing runs, but {len(self._in_flight)} blocks are marked as in flight")
+        return wrong + self._worth.findings()
 
     def is_fetching(self, digest: bytes) -> bool:
         return digest in self._in_flight
@@ -104,8 +106,9 @@ class Fetcher:
         progress = Progress(self._index.hold(match.node, match.num_blocks))
         progress.first_token = match.num_blocks * self._index.block_size
         give_up_at = asyncio.get_running_loop().time() + deadline_s
+        scope = asyncio.timeout(deadline_s)
         try:
-            async with asyncio.timeout(deadline_s) as scope:
+            async with scope:
                 patience = Patience(
                     scope, deadline_s, policy, lambda: self._go_on(prompt, progress, outcome)
                 )
@@ -114,7 +117,7 @@ class Fetcher:
         except TimeoutError:
             progress.ends(Fate.LATE, "storage took too long")
             # Before its deadline: the estimate was meant to end it.
-            progress.was_given_up = asyncio.get_running_loop().time() < give_up_at
+            progress.was_given_up = (scope.when() or 0.0) < give_up_at
         except StoreUnavailableError as error:
             progress.ends(Fate.FAILED, str(error))
         except BaseException:
@@ -129,7 +132,7 @@ class Fetcher:
                     self._index.release(lease)
             self._tiers.capacity_changed()
             return
-        self._note(prompt, progress)
+        self._worth.note(prompt, progress)
         lease = progress.lease
         if progress.tail is not None:
             lease = progress.tail
@@ -144,7 +147,7 @@ class Fetcher:
             return
         progress.ends(Fate.LATE, "storage took too long, and still uses the host slots")
         self._finish_claims(progress)
-        self._note(prompt, progress)
+        self._worth.note(prompt, progress)
         end = progress.tail or progress.lease
         outcome.set_result(self._fetched(progress, self._index.hold(end.node, end.num_blocks)))
 
@@ -156,32 +159,6 @@ class Fetcher:
             progress.first_problem,
             lambda: self._release(lease),
         )
-
-    def _is_not_worth_it(self, progress: Progress, decision: Decision) -> None:
-        self._tiers.decisions.recompute_storage += 1
-        progress.ends(Fate.NOT_WORTH_IT, decision.reason)
-
-    def _note(self, prompt: Prompt, progress: Progress) -> None:
-        """What the fetch came to: for the estimate, for `explain`, and for the log."""
-        now = asyncio.get_running_loop().time()
-        self._tiers.decisions.recompute_late += progress.fate is Fate.LATE
-        if progress.expected_bytes:
-            self._estimator.queued_bytes -= progress.expected_bytes
-            moved = progress.num_tokens * self._estimator.bytes_per_token
-            if moved >= progress.expected_bytes or progress.fate is Fate.LATE:
-                self._estimator.note_fetch(moved + progress.queued_before, now - progress.began)
-        problem = progress.first_problem
-        if problem is None:
-            return
-        fate = progress.fate or _FATES.get(problem.status)
-        if fate is not None:
-            event = Event(fate, "storage", now, problem.reason)
-            self._tiers.history.record(prompt, progress.lease.num_blocks, event)
-        if problem.status is not GetStatus.MISS:
-            if progress.was_given_up:
-                log.debug("fetch ended early: %s", problem.reason)
-            else:
-                self._ended_early.warn(problem.reason)
 
     async def _fetch(
         self,
@@ -196,23 +173,22 @@ class Fetcher:
         missing = sum(key.num_tokens for key in keys)
         question = self._estimator.decide_question(missing, patience.policy)
         if not question.fetches:
-            self._is_not_worth_it(progress, question)
+            self._worth.refuse(progress, question)
             return
         loop = asyncio.get_running_loop()
         for key in keys:
             self._in_flight[key.digest] = loop.create_future()
             progress.claimed.append(key.digest)
         patience.until(question.give_up_s)
-        present = await self._ask(keys)
+        present = await self._worth.answer(self._source.count_present(keys))
         if present < len(keys):
             progress.first_problem = GetOutcome(GetStatus.MISS, "not in storage")
         tokens = sum(key.num_tokens for key in keys[:present])
         decision = self._estimator.decide(tokens, patience.policy)
         if present and not decision.fetches:
-            self._is_not_worth_it(progress, decision)
+            self._worth.refuse(progress, decision)
             return
-        self._tiers.decisions.fetch_storage += present > 0
-        self._expect(progress, tokens)
+        self._worth.expect(progress, tokens)
         patience.until(None if patience.policy is FetchPolicy.DEADLINE else decision.give_up_s)
 
         def arrived() -> None:
@@ -238,28 +214,16 @@ class Fetcher:
             return
         self._in_flight[digest] = asyncio.get_running_loop().create_future()
         progress.claimed.append(digest)
-        slots = await self._groups.take(1, self._index.root_of(prompt).space)
+        space = self._index.root_of(prompt).space
+        slots = await self._groups.take(1, space)
         if slots is None:
             return
-        progress.tail = await self._tails.fetch(prompt, progress.lease, found, slots)
+        try:
+            progress.tail = await self._tails.fetch(prompt, progress.lease, found, slots)
+        finally:
+            self._groups.settled(slots, space)
         if progress.tail is not None:
             progress.num_tokens += found.num_shared
-
-    async def _ask(self, keys: list[StoredKey]) -> int:
-        in_time = False
-        try:
-            present = await self._source.count_present(keys)
-            in_time = True
-        finally:
-            self._estimator.note_answer(in_time=in_time)
-        return present
-
-    def _expect(self, progress: Progress, tokens: int) -> None:
-        """From now on others queue behind this fetch."""
-        progress.began = asyncio.get_running_loop().time()
-        progress.queued_before = self._estimator.queued_bytes
-        progress.expected_bytes = tokens * self._estimator.bytes_per_token
-        self._estimator.queued_bytes += progress.expected_bytes
 
     async def _wait_for_others(
         self, prompt: Prompt, progress: Progress, patience: Patience
@@ -283,7 +247,7 @@ class Fetcher:
             tokens = sum(key.num_tokens for key in keys)
             decision = self._estimator.decide(tokens, patience.policy)
             if not decision.fetches:
-                self._is_not_worth_it(progress, decision)
+                self._worth.refuse(progress, decision)
                 return []
             self._tiers.decisions.wait_storage += 1
             patience.until(decision.give_up_s)
@@ -293,9 +257,6 @@ class Fetcher:
         for digest in progress.claimed:
             self._in_flight.pop(digest).set_result(None)
         progress.claimed.clear()
-
-
-_FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
 
 
 def _let_go(outcome: asyncio.Future[Fetched]) -> None:

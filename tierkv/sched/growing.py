@@ -17,20 +17,25 @@ from tierkv.sched.tiers import Tiers
 
 
 class Growing:
-    """extending: requests that wait for more blocks right now. limits_of: a request's tenant's."""
+    """extending: requests that wait for more blocks right now. limits_of: a request's tenant's.
+    let_go: lets one that waits for admission, of one tenant or any, give up what was fetched for
+    it; whether there was one."""
 
     def __init__(
         self,
         tiers: Tiers,
         running: Running,
         starting: Starting,
+        *,
         limits_of: Callable[[RequestSpec], Limits],
+        let_go: Callable[[str | None], bool],
     ) -> None:
         self._tiers = tiers
         self._index = tiers.index
         self._running = running
         self._starting = starting
         self._limits_of = limits_of
+        self._let_go = let_go
         self.extending: list[Request] = []
         self._short_of_quota: set[Request] = set()  # of those, who wait for their own tenant only
 
@@ -48,6 +53,7 @@ class Growing:
             return
         self._check(request, tokens)
         self.extending.append(request)
+        has_waited = False
         try:
             # Another extension of the same request may have brought what this one wants.
             while count := self._missing(request, tokens):
@@ -55,6 +61,9 @@ class Growing:
                 if slots is not None:
                     self._grow(request, slots)
                     break
+                if not has_waited:  # with this one all may wait, and one of the others must yield
+                    has_waited = True
+                    self._tiers.capacity_changed()
                 await self._tiers.next_change()
                 request.check_wanted()
                 self._check(request, tokens)
@@ -102,27 +111,31 @@ class Growing:
             )
 
     def _try_extend(self, request: Request, count: int) -> Ids | None:
-        try:
-            return self._starting.take(request.prompt, count)
-        except OutOfBlocksError as error:
-            if self._must_yield(request):
-                raise
-            if isinstance(error, OverQuotaError):
-                self._short_of_quota.add(request)
-            else:
-                self._short_of_quota.discard(request)
-            return None
+        while True:
+            try:
+                return self._starting.take(request.prompt, count)
+            except OutOfBlocksError as error:
+                if isinstance(error, OverQuotaError):
+                    self._short_of_quota.add(request)
+                    space = request.space
+                else:
+                    self._short_of_quota.discard(request)
+                    space = None
+                rivals = self._who_must_yield(space)
+                if not rivals:
+                    return None
+                if self._let_go(space):
+                    continue  # before one that runs gives up, those that wait let go
+                # The lowest priority yields, and among equals the last that came.
+                if request is min(reversed(rivals), key=lambda one: one.spec.priority):
+                    raise
+                return None
 
-    def _must_yield(self, request: Request) -> bool:
-        """Whether nothing will make room unless one of those that extend gives up, and it is its
-        turn to: the lowest priority, and among equals the last that came."""
-        if self._tiers.num_tasks:
-            return False
-        space = self._index.root_of(request.prompt).space
-        rivals = list(self._running.by_id.values())
-        quota, private = space.quota[Tier.DEVICE], self._running.private_blocks(space.name)
-        if quota is not None and space.used[Tier.DEVICE] + private >= quota:
-            rivals = [one for one in rivals if one.spec.prompt.space == space.name]
-        if not all(one in self.extending for one in rivals):
-            return False
-        return request is min(rivals, key=lambda one: (one.spec.priority, -rivals.index(one)))
+    def _who_must_yield(self, space: str | None) -> list[Request]:
+        """Those that run, of this space or of any, in the order in which they came, if all of them
+        wait and nothing else makes room, so that one must give up; else nobody."""
+        if self._tiers.is_at_work(space):
+            return []
+        running = self._running
+        rivals = [one for one in running.by_id.values() if space is None or one.space == space]
+        return rivals if all(one in self.extending for one in rivals) else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,6 +19,9 @@ _MORE = {
     Tier.DEVICE: "sleep and wake with as many",
     Tier.HOST: "start with a larger cache.host_max_blocks",
 }
+
+
+_SLICE = 1024  # runs that are looked at in one turn of the loop: 4 ms
 
 
 class Lifecycle:
@@ -117,17 +121,32 @@ class Lifecycle:
         tiers, pool = self._tiers, self._tiers.pools[tier]
         tried: set[int] = set()  # runs whose copy was started once: it may have failed
         while True:
-            self._clear(tier, first, tried, keeps_blocks=keeps_blocks)
-            slots = pool.take_from(first)
-            retired.append(slots)
-            tiers.lend(tier, slots)
-            if sum(map(len, retired)) == pool.capacity - first:
-                return
-            await tiers.next_change()
+            seen = tiers.num_changes
+            nodes = list(tiers.index.nodes())
+            for at in range(0, max(len(nodes), 1), _SLICE):
+                part = nodes[at : at + _SLICE]
+                self._clear(tier, first, part, tried, keeps_blocks=keeps_blocks)
+                if len(slots := pool.take_from(first)):
+                    retired.append(slots)
+                    tiers.lend(tier, slots)
+                if sum(map(len, retired)) == pool.capacity - first:
+                    return
+                if at + _SLICE < len(nodes):
+                    await asyncio.sleep(0)
+            if tiers.num_changes == seen:  # else something may go that was looked at before
+                await tiers.next_change()
 
-    def _clear(self, tier: Tier, first: int, tried: set[int], *, keeps_blocks: bool) -> None:
+    def _clear(
+        self,
+        tier: Tier,
+        first: int,
+        nodes: Sequence[Node],
+        tried: set[int],
+        *,
+        keeps_blocks: bool,
+    ) -> None:
         """Evict unheld copies in slots from `first` on, with what depends on them."""
-        for node in list(self._tiers.index.nodes()):
+        for node in nodes:
             in_the_way = np.flatnonzero(node.copies[tier].slots >= first)
             is_gone = not (node.copies[0].num_present or node.copies[1].num_present)
             if not len(in_the_way) or node.holders or is_gone:
@@ -171,7 +190,7 @@ class Lifecycle:
             raise OwnershipError("the device sleeps already")
         with self._retiring(Tier.DEVICE) as retired:
             await self._retire(Tier.DEVICE, 0, retired, keeps_blocks=keeps_blocks)
-            while self._tiers.num_tasks:
+            while self._tiers.mover.num_in_flight:  # a store may be at work on host slots
                 await self._tiers.next_change()
         self._asleep = self._tiers.pools[Tier.DEVICE].take_from(0)
         self._tiers.lend(Tier.DEVICE, self._asleep)

@@ -45,6 +45,11 @@ class Loads:
         self._index = tiers.index
         self._by_slot: dict[int, Load] = {}
 
+    def findings(self) -> list[str]:
+        """What is wrong, in words, when nothing is on its way."""
+        num_slots = len(self._by_slot)
+        return [f"nothing runs, but {num_slots} blocks are listed as loading"] if num_slots else []
+
     def of(self, slots: Ids) -> list[Load]:
         """The loads that write `slots`, each once, in the order of `slots`."""
         found = (self._by_slot.get(slot) for slot in slots.tolist())
@@ -70,7 +75,7 @@ class Loads:
             upper.below.append(load)
         self._by_slot |= dict.fromkeys(slots.tolist(), load)
         self._tiers.num_loads += 1
-        self._tiers.start(self._follow(load), "tierkv-load")
+        self._tiers.start(self._follow(load), "tierkv-load", space=path.node.space.name)
         return load
 
     def let_go(self, load: Load) -> None:

@@ -22,7 +22,7 @@ class _Pin:
 class Pins:
     """A hard pin is a lease: its blocks are not evicted at all. A soft one lets them go last.
 
-    on_change: called when a time is up, for those who wait for room.
+    on_change: called when one has ended, for those who wait for room.
     """
 
     def __init__(self, index: Index, on_change: Callable[[], None]) -> None:
@@ -58,12 +58,18 @@ class Pins:
         else:
             lease = self._index.hold(match.node, match.num_blocks)
         self.unpin(name)
-        timer = asyncio.get_running_loop().call_later(ttl_s, self._time_is_up, name)
+        timer = asyncio.get_running_loop().call_later(ttl_s, self.unpin, name)
         self._pins[name] = _Pin(timer, lease, node)
         return match.num_blocks
 
     def unpin(self, name: str) -> bool:
         """Whether there was such a pin."""
+        was_there = self._end(name)
+        if was_there:
+            self._on_change()
+        return was_there
+
+    def _end(self, name: str) -> bool:
         pin = self._pins.pop(name, None)
         if pin is None:
             return False
@@ -74,10 +80,6 @@ class Pins:
             self._index.unpin_softly(pin.node)
         return True
 
-    def _time_is_up(self, name: str) -> None:
-        self.unpin(name)
-        self._on_change()
-
     def clear(self) -> None:
         for name in list(self._pins):
-            self.unpin(name)
+            self._end(name)

@@ -57,6 +57,15 @@ class RequestPlan(msgspec.Struct, frozen=True):
     num_computed: int
     moves: tuple[Moves, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(self.block_table) % 4:
+            raise StoreCorruptError("a block table is whole slots, of 4 bytes each")
+        if min(self.cached_tokens, self.num_computed) < 0:
+            raise StoreCorruptError("a plan cannot have fewer than 0 tokens")
+
+    def table(self) -> Ids:
+        return _slots(self.block_table)
+
 
 class BatchPlan(msgspec.Struct, frozen=True):
     """One step of a batch. number: counts up; a worker reports completion by it."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tierkv.cache.copies import Mask
-from tierkv.cache.index import Lease
+from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node
+from tierkv.cache.node import NO_SLOT, Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import BadRequestError, OwnershipError, RequestAbortedError
@@ -28,6 +28,7 @@ class RequestSpec:
         already told it the next token.
     uses_cache: False computes everything, as a node without any cache would.
     priority: of those that wait, the higher goes first.
+    num_blocks: that it takes at admission.
     """
 
     request_id: str
@@ -36,17 +37,15 @@ class RequestSpec:
     needs_logits: bool = True
     uses_cache: bool = True
     priority: int = 0
+    num_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt.num_tokens:
             raise BadRequestError("the prompt is empty: give at least one token")
         if self.max_new_tokens < 0:
             raise BadRequestError(f"max_new_tokens must not be negative: {self.max_new_tokens}")
-
-    @property
-    def num_blocks(self) -> int:
         total = self.prompt.num_tokens + self.max_new_tokens
-        return -(-total // self.prompt.block_size)
+        object.__setattr__(self, "num_blocks", -(-total // self.prompt.block_size))
 
     @property
     def max_cached_tokens(self) -> int:
@@ -57,7 +56,8 @@ class RequestSpec:
 class Matched:
     """Where the tokens that need not be computed were found; disjoint, tails included.
 
-    device counts blocks on their way there for another request too.
+    device counts blocks on their way there for another request too. storage counts what was brought
+    here for this request, be it on the host or the device by now, also from other nodes' memory.
     """
 
     device_tokens: int = 0
@@ -86,7 +86,7 @@ class Request:
     block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
     is_private[i]: block i of the table is this request's own, not the index's.
     cached_tokens: the first so many tokens have KV in the table once `gate` is open.
-    written: events of the kernels that write what was committed last.
+    written: events, not over yet when last looked at, of the kernels that write what was committed.
     is_damaged: such a kernel failed, so nothing more of the request is cached.
     pinned: the end of its path while it is preempted.
     is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
@@ -139,6 +139,25 @@ class Request:
             return True
         known = self.prompt.tokens[: self.computed_tokens * TOKEN_BYTES]
         return tokens.startswith(known) and tokens.startswith(wanted[: len(tokens)])
+
+    def findings(self, index: Index) -> list[str]:
+        """What is wrong with a request that is listed as running, in words."""
+        wrong, who = [], f"request {self.request_id!r}"
+        if self.state is not RequestState.RUNNING:
+            wrong.append(f"{who} is listed as running, but {self.state.value}")
+        if self.lease.is_released:
+            wrong.append(f"{who} runs without its lease")
+        if len(self.is_private) != len(self.block_table):
+            wrong.append(f"{who} does not know whose its blocks are")
+        elif self._differs_from(index):
+            wrong.append(f"{who} has other blocks in its table than the index has for its tokens")
+        return wrong
+
+    def _differs_from(self, index: Index) -> bool:
+        num_blocks = self.lease.num_blocks
+        cached = index.slots(Tier.DEVICE, self.lease.node, 0, num_blocks)
+        shared = ~self.is_private[:num_blocks] & (cached != NO_SLOT)  # none: its load has failed
+        return bool((shared & (cached != self.block_table[:num_blocks])).any())
 
     def check_running(self) -> None:
         if self.state is not RequestState.RUNNING:

@@ -77,7 +77,7 @@ class Room(TierBooks, ABC):
         steps = plan_eviction(order, tier, missing, rule) if missing > 0 else []
         if not any(step.must_copy for step in steps):
             freed += [self._drop(tier, *step.victim) for step in steps]
-            slots = pool.swap(freed, count)
+            slots = pool.exchange(freed, count)
         else:
             for part in freed:
                 pool.release(part)
@@ -85,6 +85,11 @@ class Room(TierBooks, ABC):
         if self._watermarks[tier].low:
             self._keep_free(tier)
         return slots
+
+    def take_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
+        """1 to `count` slots, as many as there are for `space`; see `take`."""
+        room = self.available(tier, space, reserved=reserved)
+        return self.take(tier, min(count, max(room, 1)), space, reserved=reserved)
 
     def _take_by_plan(self, tier: Tier, count: int) -> Ids:
         pool, order = self.pools[tier], self.index.order[tier]
@@ -127,9 +132,15 @@ class Room(TierBooks, ABC):
         steps = plan_eviction(self.index.order[tier], tier, missing, self.rules[tier])
         self._make_room(tier, steps)
 
-    def available(self, tier: Tier) -> int:
-        """Slots that `take` could give at once or after copies it would start."""
-        return self.pools[tier].num_free + self.index.order[tier].num_unheld
+    def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
+        """Slots that `take` could give at once or after copies it would start; to `space`, within
+        its quota, of which `reserved` are taken without being in the index."""
+        room = self.pools[tier].num_free + self.index.order[tier].num_unheld
+        if space is None or (quota := space.quota[tier]) is None:
+            return room
+        own = self.index.own_order(space, tier)
+        unheld = own.num_unheld if own is not None else 0
+        return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
         """Carry out `steps`; returns how many slots are free now that were not."""

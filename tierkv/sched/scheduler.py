@@ -63,7 +63,13 @@ class Scheduler:
         self.computing = Computing(prefill or Line(), self._pump, tiers.decisions)
         self._starting = Starting(tiers, self._running, self.loads, self.computing)
         self._commits = Commits(tiers, self._running, self.loads, self.computing)
-        self._growing = Growing(tiers, self._running, self._starting, self._limits.of)
+        self._growing = Growing(
+            tiers,
+            self._running,
+            self._starting,
+            limits_of=self._limits.of,
+            let_go=self._waiting.let_go_of_last,
+        )
         self._admitting = Admitting(
             tiers,
             self._waiting,
@@ -142,13 +148,7 @@ class Scheduler:
         both = {one.spec.request_id for one in self._waiting} & running.by_id.keys()
         wrong += [f"request {name!r} waits and runs" for name in sorted(both)]
         for one in running.by_id.values():
-            name = one.request_id
-            if one.state is not RequestState.RUNNING:
-                wrong.append(f"request {name!r} is listed as running, but {one.state.value}")
-            if one.lease.is_released:
-                wrong.append(f"request {name!r} runs without its lease")
-            if len(one.is_private) != len(one.block_table):
-                wrong.append(f"request {name!r} does not know whose its blocks are")
+            wrong += one.findings(self.index)
         for one in running.loads_of:
             if one not in running:
                 wrong.append(f"request {one.request_id!r} has ended, but its loads are kept")

@@ -7,6 +7,7 @@ import msgspec
 from tierkv.cache.policies import EvictionKind, EvictionPolicy, make_policy
 from tierkv.cache.space import Quota, check_quota
 from tierkv.cache.write_policy import WritePolicy
+from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError
 from tierkv.sched.estimate import FetchPolicy
 from tierkv.sched.limits import Limits
@@ -101,5 +102,4 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(f"cache.{name} must be at least {least}")
         if self.host_slots < self.host_blocks:
             raise ConfigError("cache.host_max_blocks must be at least cache.host_blocks, or 0")
-        if self.fetch_deadline_s <= 0:
-            raise ConfigError("cache.fetch_deadline_s must be more than 0")
+        all_above_zero("cache", self, "fetch_deadline_s")

@@ -61,10 +61,9 @@ class SharedTails:
             if outcome.status is not GetStatus.HIT:
                 return None
             whole = _ending_in(prompt, at.num_blocks, found.tail)
-            tail = index.insert_tail(Tier.HOST, at, whole, int(slots[0]))
-            is_kept = tail.adopted[0]
-            lease = index.hold(tail.node, tail.num_blocks)
-            index.mark_stored(tail.node, tail.num_blocks - 1, tail.num_blocks)
+            tail, is_kept = index.insert_tail(Tier.HOST, at, whole, int(slots[0]))
+            lease = index.hold(tail, tail.end)
+            index.mark_stored(tail, tail.start, tail.end)
             return lease
         finally:
             tiers.unlend(Tier.HOST, slots)

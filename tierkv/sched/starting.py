@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -121,14 +122,14 @@ class Starting:
         movements += [load.movement for load in loads]
 
         self._index.count_hit(lease)
-        table = private.copy()  # of its own: the pool may hand on a view of another array
-        if match.num_blocks:
-            cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
-            table = np.concatenate([cached, private])
+        # A table of its own: the pool may hand on a view of another array.
+        cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
+        table = np.concatenate([cached, private])
         is_private = np.zeros(len(table), np.bool_)
         is_private[match.num_blocks :] = True
-        fetched_tokens = waiting.fetched.tokens if waiting.fetched else range(0)
-        matched = _matched(match, fetched_tokens, self._index.block_size, source)
+        fetched = waiting.fetched
+        came = _joined([fetched.tokens, *fetched.earlier]) if fetched else []
+        matched = _matched(match, came, self._index.block_size, source)
         request = Request(
             spec=spec,
             prompt=spec.prompt,
@@ -165,7 +166,8 @@ class Starting:
             )
         else:
             movement = mover.load(index.slots(Tier.HOST, source.node, block, block + 1), target)
-        self._tiers.start(self._release_after(movement, source), "tierkv-copy-partial")
+        work = self._release_after(movement, source)
+        self._tiers.start(work, "tierkv-copy-partial", space=source.node.space.name)
         return movement
 
     async def _release_after(self, movement: Movement, lease: Lease) -> None:
@@ -177,22 +179,36 @@ class Starting:
         self._tiers.capacity_changed()
 
 
-def _matched(match: Match, fetched_tokens: range, block_size: int, source: Lease | None) -> Matched:
-    """Count the matched tokens by the tier they came from."""
+def _joined(ranges: Sequence[range]) -> list[range]:
+    """The same tokens, each once, in order."""
+    joined: list[range] = []
+    for one in sorted(ranges, key=lambda tokens: tokens.start):
+        if joined and one.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, one.stop))
+        else:
+            joined.append(one)
+    return joined
+
+
+def _matched(match: Match, came: Sequence[range], block_size: int, source: Lease | None) -> Matched:
+    """Count the matched tokens by the tier they came from. came: those that were brought for this
+    request; some of them may be on the device by now, but they came from storage all the same."""
     full = match.num_blocks * block_size
     partial = match.partial.num_tokens if match.partial else 0
-    # Some of what was fetched may be on the device by now: it came from storage all the same.
-    fetched = range(fetched_tokens.start, min(fetched_tokens.stop, full))
-    on_device = range((match.device_blocks + match.loading_blocks) * block_size)
-    device = len(on_device) - len(range(fetched.start, min(fetched.stop, on_device.stop)))
-    storage = len(fetched)
+    on_device = (match.device_blocks + match.loading_blocks) * block_size
+    storage = _count_below(full, came)
+    device = on_device - _count_below(on_device, came)
     host = full - device - storage
     if partial and source is not None:
         block = source.node.copies[Tier.DEVICE].states
-        if full in fetched_tokens:
+        if any(full in tokens for tokens in came):
             storage += partial
         elif block[source.num_blocks - 1 - source.node.start] == CopyState.READY:
             device += partial
         else:
             host += partial
     return Matched(device, host, storage)
+
+
+def _count_below(stop: int, ranges: Sequence[range]) -> int:
+    return sum(len(range(one.start, min(one.stop, stop))) for one in ranges)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Unpack
 
 import numpy as np
@@ -20,10 +21,14 @@ from tierkv.sched.write_back import WriteBack
 __all__ = ["GROUP_BLOCKS", "TierStats", "Tiers", "Watermarks"]
 
 GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a time
+_SHARE_BEING_STORED = 4  # one of so many device blocks, see Tiers
+_MOST_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
 
 
 class Tiers(WriteBack):
-    """background: how many bytes may be on their way down at once, by rule; loads go first."""
+    """background, storing: how many bytes may be on their way down at once, by rule, to the host
+    and to storage; loads go first. A store may be slow: of the device's blocks, which cannot go
+    meanwhile, it has a quarter at a time."""
 
     def __init__(
         self,
@@ -36,9 +41,23 @@ class Tiers(WriteBack):
         super().__init__(watermarks, **parts)
         self._block_bytes = block_bytes
         self.background = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
+        most = self.pools[Tier.DEVICE].capacity * block_bytes // _SHARE_BEING_STORED
+        self.storing = ByteBudget(min(background_copy_bytes, most), lambda: self.num_loads > 0)
         self.on_capacity(self.background.look_again)
+        self.on_capacity(self.storing.look_again)
         # Runs that a task is to copy to the host, and up to which block: nobody starts another.
         self._to_host: dict[Node, int] = {}
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words, when nothing is on its way."""
+        wrong = []
+        if self.num_loads:
+            wrong.append(f"nothing runs, but {self.num_loads} loads are counted")
+        if self.num_offloads:
+            wrong.append(f"nothing runs, but {self.num_offloads} offloads are counted")
+        if self.is_at_work():
+            wrong.append("nothing runs, but copies that make room are counted")
+        return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: Node, num_blocks: int) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
@@ -61,7 +80,7 @@ class Tiers(WriteBack):
             to_host = absent & ~to_storage & wants_host
             if (queued := self._to_host.get(part)) is not None:
                 to_host[: max(queued - part.start - i, 0)] = False
-            room = self.available(Tier.HOST) if room is None else room
+            room = self.available(Tier.HOST, node.space) if room is None else room
             room -= self._cut(absent & (to_storage | to_host), room, to_storage, to_host)
             part.believe_stored(i, j, told | to_storage)  # claimed: no other task writes it too
             for mask, is_stored in ((to_storage, True), (to_host, False)):
@@ -93,7 +112,7 @@ class Tiers(WriteBack):
         lease = self.index.hold_as_is(node)
         work = self._write_down(lease, first, stop, to_storage=to_storage)
         try:
-            self.start(work, "tierkv-write-down")
+            self.start(work, "tierkv-write-down", space=node.space.name)
         except ShuttingDownError:  # who ends a request on a node that has failed hears nothing
             self.index.release(lease)
             return
@@ -102,18 +121,19 @@ class Tiers(WriteBack):
 
     async def _write_down(self, lease: Lease, first: int, stop: int, *, to_storage: bool) -> None:
         index, node = self.index, lease.node
+        to_store: list[tuple[int, int]] = []
         try:
             at = first
             while at < stop:
                 end = min(at + GROUP_BLOCKS, stop)
                 async with self.background.room((end - at) * self._block_bytes):
                     is_whole = await self._host_copy(node, at, end)
-                    if to_storage and is_whole:
-                        await self._flush(node, at, end)
-                    elif to_storage:
-                        index.unmark_stored(node, at, end)
+                if to_storage and is_whole and self.storing.num_waiting < _MOST_TO_STORE:
+                    to_store.append((at, end))
+                elif to_storage:
+                    index.unmark_stored(node, at, end)
                 at = end
-                if not is_whole and not self.available(Tier.HOST):
+                if not is_whole and not self.available(Tier.HOST, node.space):
                     if to_storage:
                         index.unmark_stored(node, at, stop)
                     break  # the others would find no room either
@@ -122,6 +142,39 @@ class Tiers(WriteBack):
                 del self._to_host[node]
             index.release(lease)
             self.capacity_changed()
+        with suppress(ShuttingDownError):
+            for at, end in to_store:
+                self.start(self._store(node, at, end), "tierkv-store")
+
+    async def _store(self, node: Node, first: int, stop: int) -> None:
+        """Store path blocks [first, stop), as far as they are on the host still when it is their
+        turn: until then nothing is held, or a slow store would keep the device full."""
+        async with self.storing.room((stop - first) * self._block_bytes):
+            there, end = self._on_host(node, first, stop)
+            self.index.unmark_stored(node, end, min(stop, node.end))
+            if end == first:
+                return
+            lease = self.index.hold_as_is(there)
+            is_done = self.begin_storing(node.space.name)
+            try:
+                await self._flush(there, first, end)
+            finally:
+                is_done()
+                self.index.release(lease)
+                self.capacity_changed()
+
+    def _on_host(self, node: Node, first: int, stop: int) -> tuple[Node, int]:
+        """Up to where path blocks from `first` to `stop` are on the host, and the run with the last
+        of them. The node may have left the tree; then it has no copies."""
+        last, at = node, first
+        for part, i, j in segments(node, first, min(stop, node.end)):
+            host = part.copies[Tier.HOST]
+            ready = host.is_in(CopyState.READY, i, j) if host.num_present else np.zeros(1, np.bool_)
+            count = j - i if ready.all() else int(np.argmin(ready))
+            last, at = (part, at + count) if count else (last, at)
+            if count < j - i:
+                break
+        return last, at
 
     async def _host_copy(self, node: Node, first: int, stop: int) -> bool:
         """Give path blocks [first, stop) a host copy where they have none; whether all have."""
@@ -129,13 +182,15 @@ class Tiers(WriteBack):
         missing = np.array([state == CopyState.ABSENT for state in states], np.bool_)
         complete = CopyState.INCOMING not in states
         for start, end in runs_of(missing):
-            try:
-                slots = self.take(Tier.HOST, end - start, node.space)
+            try:  # the first of them are of use without the others
+                slots = self.take_some(Tier.HOST, end - start, node.space)
             except OutOfBlocksError:
                 self.stats.skipped_offloads += end - start
                 complete = False
                 continue
-            movement = self._begin_offload(node, first + start, first + end, slots)
-            if not await self._end_offload(node, first + start, first + end, movement):
-                complete = False
+            fitting = start + len(slots)
+            self.stats.skipped_offloads += end - fitting
+            movement = self._begin_offload(node, first + start, first + fitting, slots)
+            is_whole = await self._end_offload(node, first + start, first + fitting, movement)
+            complete = complete and is_whole and fitting == end
         return complete

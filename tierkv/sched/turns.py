@@ -1,5 +1,10 @@
 """Whose turn it is: by priority, then by tenant, then by arrival; in O(log n), nothing is sorted.
 
+Within one priority, tenants are served in turn by the blocks they were given: the one that was
+given least goes next. Within a tenant, the first that came. A priority that was passed over
+MAX_PASSED_OVER times by those that came later gives one turn, whatever the others' priority, so
+that it is slow and never stopped, and a backlog of low priority does not stop those above.
+
     priority ── heap of tenants, by blocks given ── each tenant's requests, in the order of arrival
 
 What a tenant was given and the number of its first request only grow, so an entry of a heap is
@@ -11,6 +16,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
+
+MAX_PASSED_OVER = 32
 
 
 class Entry(Protocol):
@@ -51,9 +58,10 @@ class _Queue(Generic[E]):
 
 
 class _Level(Generic[E]):
-    """Those of one priority."""
+    """Those of one priority. num_passed: how many were served before its first that came later."""
 
     def __init__(self, given: Mapping[str, int]) -> None:
+        self.num_passed = 0
         self._given = given
         self._queues: dict[str, _Queue[E]] = {}
         self._heap: list[_Place] = []
@@ -75,6 +83,15 @@ class _Level(Generic[E]):
         del queue.members[entry.number]
         if not queue.members:
             del self._queues[entry.tenant]
+
+    def passed_by(self, entry: E) -> None:
+        """One of a higher priority is served."""
+        first = self._settled()
+        self.num_passed += first is not None and first[1] < entry.number
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.num_passed >= MAX_PASSED_OVER
 
     def first(self, may_go: Callable[[E], bool], refused: set[str]) -> E | None:
         """The first whose tenant is not `refused`; one that may not go adds its tenant there."""
@@ -136,13 +153,29 @@ class Turns(Generic[E]):
         if not level:
             del self._levels[entry.priority]
 
-    def first(self, may_go: Callable[[E], bool], refused: set[str]) -> E | None:
+    def served(self, entry: E) -> None:
+        """It is in turn still, and goes."""
+        for priority, level in self._levels.items():
+            if priority == entry.priority:
+                level.num_passed = 0
+            elif priority < entry.priority:
+                level.passed_by(entry)
+
+    def first(self, may_go: Callable[[E], bool]) -> E | None:
         """Who goes next. One that may not go refuses the turn for its whole tenant: those behind
         it wait too, or a big request would starve behind small ones of its own."""
-        for level in self._levels.values():
+        refused: set[str] = set()
+        for level in self._in_order():
             if (found := level.first(may_go, refused)) is not None:
                 return found
         return None
+
+    def _in_order(self) -> list[_Level[E]]:
+        """The highest priority first, but for those that were passed over too often."""
+        levels = list(self._levels.values())
+        if any(level.is_overdue for level in levels):
+            levels.sort(key=lambda level: level.num_passed if level.is_overdue else 0, reverse=True)
+        return levels
 
     def __iter__(self) -> Iterator[E]:
         for level in self._levels.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,9 +12,6 @@ from tierkv.sched.computing import Claim, Wait
 from tierkv.sched.fetcher import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.turns import Turns
-
-# Whoever has been passed over so often goes next, whatever the others' priority.
-MAX_PASSED_OVER = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +71,7 @@ class Waiting:
 
 
 class WaitingLine:
-    """The line. Within one priority, tenants are served in turn by the blocks they were given:
-    the one that was given least goes next. Within a tenant, the first that came.
+    """The line, in the order that `Turns` says: by priority, tenants in turn, by arrival.
 
     Nothing is sorted or scanned to admit one: O(log n). Those that wait for blocks that another
     request computes stand aside, and come back to their old place.
@@ -88,10 +84,7 @@ class WaitingLine:
         self._num_of_tenant: Counter[str] = Counter()
         self._num_ever = 0
         self._turns: Turns[Waiting] = Turns(self._given)
-        # Those that were passed over too often: MAX_PASSED_OVER who came later were admitted.
-        self._overdue: Turns[Waiting] = Turns(self._given)
-        self._last_admitted: list[int] = []  # a heap of the highest numbers that were admitted
-        self._young: deque[int] = deque()  # not overdue, in order; some have left already
+        self._served = 0  # what the tenants that were served had been given before that, at most
         self._aside: dict[Claim, list[tuple[int, int]]] = {}  # heaps of (block, number)
         self._holding: list[Waiting] | None = None  # see last_holding
 
@@ -121,20 +114,22 @@ class WaitingLine:
         waiting.number = self._num_ever
         self._num_ever += 1
         tenant = waiting.tenant
-        # A tenant that comes (back) starts level with those who wait, not with an old credit.
+        # A tenant that comes (back) starts level with those who wait, not with an old credit; and
+        # who comes while nobody waits, level with who was served last, or all that one had alone
+        # would be a debt.
         if tenant not in self._num_of_tenant:
-            least = min((self._given.get(one, 0) for one in self._num_of_tenant), default=0)
+            waiting_now = (self._given.get(one, 0) for one in self._num_of_tenant)
+            least = min(waiting_now, default=self._served)
             self._given[tenant] = max(self._given.get(tenant, 0), least)
         self._num_of_tenant[tenant] += 1
         self._line[waiting.number] = waiting
         self._by_id[waiting.spec.request_id] = waiting
-        self._young.append(waiting.number)
         self._turns.add(waiting)
         self._holding = None
 
     def leave(self, waiting: Waiting) -> None:
         if waiting.wait is None:
-            self._turns_of(waiting).remove(waiting)
+            self._turns.remove(waiting)
         waiting.unpark()
         del self._line[waiting.number]
         del self._by_id[waiting.spec.request_id]
@@ -149,33 +144,20 @@ class WaitingLine:
 
     def given(self, tenant: str, num_blocks: int) -> None:
         """A request of `tenant` was admitted with so many blocks."""
-        self._given[tenant] = self._given.get(tenant, 0) + num_blocks
+        before = self._given.get(tenant, 0)
+        self._served = max(self._served, before)
+        self._given[tenant] = before + num_blocks
 
     def admitted(self, waiting: Waiting, num_blocks: int) -> None:
-        """It leaves with `num_blocks`; those that came before it have been passed over."""
+        """It leaves with `num_blocks`; those of lower priority that came before it have been
+        passed over."""
+        self._turns.served(waiting)
         self.leave(waiting)
         self.given(waiting.tenant, num_blocks)
-        heapq.heappush(self._last_admitted, waiting.number)
-        if len(self._last_admitted) > MAX_PASSED_OVER:
-            heapq.heappop(self._last_admitted)
-        while self._young and self._is_overdue(self._young[0]):
-            other = self._line.get(self._young.popleft())
-            if other is not None and other.wait is None:
-                self._turns.remove(other)
-                self._overdue.add(other)
-
-    def _is_overdue(self, number: int) -> bool:
-        last = self._last_admitted
-        return len(last) == MAX_PASSED_OVER and number < last[0]
-
-    def _turns_of(self, waiting: Waiting) -> Turns[Waiting]:
-        return self._overdue if self._is_overdue(waiting.number) else self._turns
 
     def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
         """Who goes next. One that may not holds up its tenant, and nobody else."""
-        refused: set[str] = set()
-        first = self._overdue.first(may_go, refused)
-        return self._turns.first(may_go, refused) if first is None else first
+        return self._turns.first(may_go)
 
     # Standing aside
 
@@ -183,7 +165,7 @@ class WaitingLine:
         self, waiting: Waiting, wait: Wait, now: float, on_timeout: Callable[[], None]
     ) -> None:
         """It waits for blocks that another request computes; those behind it go on."""
-        self._turns_of(waiting).remove(waiting)
+        self._turns.remove(waiting)
         waiting.park(wait, now, on_timeout)
         heapq.heappush(self._aside.setdefault(wait.claim, []), (wait.stop, waiting.number))
 
@@ -191,7 +173,7 @@ class WaitingLine:
         """It waits no more; what it waited for, if it did."""
         wait = waiting.unpark()
         if wait is not None:
-            self._turns_of(waiting).add(waiting)
+            self._turns.add(waiting)
         return wait
 
     def whose_wait_is_over(self) -> list[Waiting]:
@@ -209,24 +191,25 @@ class WaitingLine:
 
     # What they hold
 
-    def last_holding(self) -> Waiting | None:
-        """The last in line that holds what was fetched for it."""
+    def let_go_of_last(self, tenant: str | None = None) -> bool:
+        """Let the last in line, of this tenant or of all, that holds what was fetched for it give
+        that up; whether there was one."""
         if self._holding is None:
             self._holding = [one for one in self.ordered() if one.holds_fetched]
-        while self._holding and not self._holding[-1].holds_fetched:
-            self._holding.pop()
-        return self._holding[-1] if self._holding else None
+        for one in reversed(self._holding):
+            if one.fetched is not None and tenant in (None, one.tenant):
+                self._holding.remove(one)
+                fetched, one.fetched = one.fetched, None
+                if not fetched.is_released:
+                    fetched.release()
+                    return True
+        return False
 
     def ordered(self) -> list[Waiting]:
-        """All of them, next first: it sorts."""
+        """All of them, by priority, tenant and arrival: it sorts."""
         return sorted(
             self._line.values(),
-            key=lambda one: (
-                not self._is_overdue(one.number),
-                -one.spec.priority,
-                self._given.get(one.tenant, 0),
-                one.number,
-            ),
+            key=lambda one: (-one.priority, self._given.get(one.tenant, 0), one.number),
         )
 
     def findings(self) -> list[str]:
@@ -237,8 +220,8 @@ class WaitingLine:
                 wrong.append(f"request {one.spec.request_id!r} waits for blocks without an end")
             if one.wait is not None and one.wait.claim.num_waiting < 1:
                 wrong.append(f"request {one.spec.request_id!r} is not counted by what it waits for")
-        in_turn = [one.number for turns in (self._turns, self._overdue) for one in turns]
-        if sorted(in_turn) != [one.number for one in self if one.wait is None]:
+        in_turn = sorted(one.number for one in self._turns)
+        if in_turn != [one.number for one in self if one.wait is None]:
             wrong.append("those that have a turn are not those that wait for one")
         if self._num_of_tenant != Counter(one.tenant for one in self):
             wrong.append("the tenants that wait are miscounted")

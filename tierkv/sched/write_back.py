@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from tierkv.cache.index import Lease
 from tierkv.cache.node import Node, Tier
@@ -29,10 +30,11 @@ class WriteBack(Room):
                 return CopyDown.IMPOSSIBLE
             lease = self.index.hold_as_is(node)
             self._on_the_way[tier] += stop - first
-            self.start(self._flush_for_room(lease, first, stop), "tierkv-flush")
+            end = self.begin_storing(node.space.name)
+            self.start(self._flush_for_room(lease, first, stop, end), "tierkv-flush")
             return CopyDown.STARTED
         # What the host cannot take of a run is forgotten from its end, so that the rest is kept.
-        room = self.available(Tier.HOST)
+        room = self.available(Tier.HOST, node.space)
         if 0 < room < stop - first and not node.holders and not self.is_making_room(Tier.HOST):
             self.forget(node, step.victim.start + room)
             stop = first + room
@@ -41,10 +43,12 @@ class WriteBack(Room):
             slots = self.take(Tier.HOST, stop - first, node.space)
         except OutOfBlocksError:
             self.index.release(lease)
-            return CopyDown.LATER if self._on_the_way[Tier.HOST] else CopyDown.IMPOSSIBLE
+            is_soon = self._on_the_way[Tier.HOST] and not self.num_late
+            return CopyDown.LATER if is_soon else CopyDown.IMPOSSIBLE
         self._on_the_way[tier] += stop - first
         movement = self._begin_offload(node, first, stop, slots)
-        self.start(self._offload_for_room(lease, first, stop, movement), "tierkv-write-back")
+        work = self._offload_for_room(lease, first, stop, movement)
+        self.start(work, "tierkv-write-back", space=node.space.name)
         return CopyDown.STARTED
 
     async def _offload_for_room(
@@ -61,13 +65,16 @@ class WriteBack(Room):
                 self.forget(node, max(first - node.start, 0))  # or it would be tried for ever
             self.capacity_changed()
 
-    async def _flush_for_room(self, lease: Lease, first: int, stop: int) -> None:
+    async def _flush_for_room(
+        self, lease: Lease, first: int, stop: int, end: Callable[[], None]
+    ) -> None:
         try:
             await self._flush(lease.node, first, stop)
             # Stored or not, it was tried: the slots are needed, and the store must not hold
             # up inference. Without the mark the next plan would try again for ever.
             self.index.mark_stored(lease.node, first, stop)
         finally:
+            end()
             self._on_the_way[Tier.HOST] -= stop - first
             self.index.release(lease)
             self.capacity_changed()

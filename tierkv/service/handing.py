@@ -9,7 +9,7 @@ from contextlib import suppress
 from tierkv.cache.keys import Prompt
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Event
-from tierkv.pd import status
+from tierkv.pd import issuing, status
 from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.ledger import TicketView
@@ -97,11 +97,12 @@ class Handing:
         return await status.look(handoff.tickets, handoff.lease, ticket_id)
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """See Tickets.check_free. A store that does not answer in time is in nobody's way."""
+        """See issuing.check_free. A store that does not answer in time is in nobody's way."""
         handoff = self._the_handoff()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.lookup_deadline_s):
-                await handoff.tickets.check_free(ticket_id, prompt, handoff.lease)
+                digests = [key.digest for key in handoff.tickets.keys_of(prompt)]
+                await issuing.check_free(handoff.tickets, handoff.lease, ticket_id, digests)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
         """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""

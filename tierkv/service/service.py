@@ -180,9 +180,7 @@ class Service:
 
     def unpin(self, name: str) -> bool:
         """End a pin before its time; whether there was one."""
-        was_there = self.tiers.pins.unpin(name)
-        self.tiers.capacity_changed()
-        return was_there
+        return self.tiers.pins.unpin(name)
 
     async def free(self, *, clears_storage: bool = False) -> int:
         """Forget all that nobody holds, as `reset`; with `clears_storage` also every value of this
@@ -236,12 +234,12 @@ class Service:
         if not uses_cache or self.tiers.storage is None:
             return await self.scheduler.admit(spec)
         self.scheduler.check(spec)
-        async with self._arriving.arrival(request_id, prompt.space):
-            fetched = await self.fetcher.fetch(
-                prompt,
-                deadline_s=self.settings.fetch_deadline_s,
-                policy=self.settings.fetch_policy,
-            )
+        fetch = self.fetcher.fetch(
+            prompt, deadline_s=self.settings.fetch_deadline_s, policy=self.settings.fetch_policy
+        )
+        fetched = await self._arriving.brought(
+            request_id, prompt.space, fetch, lambda brought: brought.release()
+        )
         return await self.scheduler.admit(spec, fetched)
 
     def abort(self, request_id: str) -> bool:
@@ -276,7 +274,10 @@ class Service:
         Raises HandoffError, its reason a ClaimProblem, and what admit does.
         """
         spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
-        return await self._handing.claim(spec, ticket_id, policy, deadline_s, sampling)
+        claim = self._handing.claim(spec, ticket_id, policy, deadline_s, sampling)
+        return await self._arriving.brought(
+            request_id, prompt.space, claim, lambda claimed: self.scheduler.end(claimed[0])
+        )
 
     @property
     def handoff(self) -> Handoff | None:

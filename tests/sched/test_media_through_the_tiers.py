@@ -1,0 +1,113 @@
+"""Equal tokens with other media share nothing from there on: on the device, the host, in storage,
+in a hand-off, and in what is waited for because another request computes it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.latch import finish, turns
+from tests.world import GQA, World, world
+from tierkv.cache.keys import MediaItem, Prompt
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import HandoffError
+
+SIZE, IDS = GQA.block_size, [7] * 18
+CAT, DOG = b"c" * 16, b"d" * 16
+Places = tuple[tuple[int, int], ...]  # start and number of tokens
+# Where items lie, and how many blocks come before the first of them.
+SCENES: dict[str, tuple[Places, int]] = {
+    "inside a block": (((5, 2),), 1),
+    "touches the first edge": (((4, 1),), 1),
+    "touches the last edge": (((7, 1),), 1),
+    "across an edge": (((3, 2),), 0),
+    "across many": (((6, 9),), 1),
+    "several in a block": (((4, 1), (6, 2)), 1),
+    "in the tail": (((16, 2),), 4),
+    "one here, one far": (((8, 2), (13, 2)), 2),
+}
+
+
+def prompt(places: Places, *contents: bytes) -> Prompt:
+    items = zip(places, contents * len(places), strict=False)
+    media = [MediaItem(start, count, content) for (start, count), content in items]
+    return Prompt.of(IDS, SIZE, media)
+
+
+async def whole(here: World, wanted: Prompt, name: str) -> int:
+    """How many tokens were found; then the rest is computed."""
+    request = await finish(here.service.admit(name, wanted, max_new_tokens=0))
+    await here.prefill(request, IDS)
+    here.service.end(request)
+    await here.settle()
+    return request.cached_tokens
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "storage"])
+@pytest.mark.parametrize("scene", SCENES)
+async def test_what_comes_after_another_image_is_found_on_no_tier(scene: str, tier: str) -> None:
+    places, before = SCENES[scene]
+    through = WritePolicy.WRITE_THROUGH
+    async with world(host_write=through, storage_write=through, with_store=True) as here:
+        assert await whole(here, prompt(places, CAT), "first") == 0
+        if tier == "host":
+            await here.service.sleep(keeps_blocks=True)
+            await here.service.wake(32)
+        elif tier == "storage":
+            here.service.reset()
+        assert await whole(here, prompt(places, DOG), "another image") == before * SIZE
+        assert await whole(here, Prompt.of(IDS, SIZE), "none") == before * SIZE
+        assert await whole(here, prompt(places, CAT), "the same") == len(IDS) - 1
+
+
+async def test_the_same_two_images_the_other_way_round_are_another_prompt() -> None:
+    places = ((1, 2), (9, 2))
+    async with world() as here:
+        await whole(here, prompt(places, CAT, DOG), "first")
+        assert await whole(here, prompt(places, DOG, CAT), "swapped") == 0
+        assert await whole(here, prompt(places, CAT, CAT), "one twice") == 2 * SIZE
+        assert await whole(here, prompt(((2, 2), (9, 2)), CAT, DOG), "moved by one") == 0
+        assert await whole(here, prompt(places, CAT, DOG), "the same") == len(IDS) - 1
+
+
+async def test_nobody_waits_for_what_is_computed_with_another_image() -> None:
+    places = ((0, 8),)
+    async with world() as here:
+        here.service.note_prefill(1000, 1000.0)
+        owner = await finish(here.service.admit("owner", prompt(places, CAT), max_new_tokens=0))
+        other = await finish(here.service.admit("other", prompt(places, DOG), max_new_tokens=0))
+        async with asyncio.TaskGroup() as group:
+            same = group.create_task(
+                here.service.admit("same", prompt(places, CAT), max_new_tokens=0)
+            )
+            await turns(5)
+            assert not same.done(), "its blocks are being computed"
+            here.compute(owner, IDS)
+            await here.service.commit(owner, pack(IDS))
+        for request in (owner, other, same.result()):
+            here.service.end(request)
+        await here.settle()
+
+
+async def test_a_ticket_is_for_the_prompt_with_its_images() -> None:
+    places = ((3, 6),)
+    async with world(with_store=True) as here:
+        request = await finish(here.service.admit("p", prompt(places, CAT), max_new_tokens=0))
+        await here.prefill(request, IDS)
+        await finish(here.service.publish(request, "ticket", [1]))
+        here.service.end(request)
+        await here.settle()
+        here.service.reset()
+        with pytest.raises(HandoffError, match="prompt"):
+            await here.service.claim(
+                "wrong", "ticket", prompt(places, DOG), max_new_tokens=0, deadline_s=1.0
+            )
+        claimed, _ = await finish(
+            here.service.claim("right", "ticket", prompt(places, CAT), max_new_tokens=0)
+        )
+        await finish(claimed.gate.all_layers(20.0))
+        here.check_kv(claimed, IDS, len(IDS))
+        here.service.end(claimed)
+        await here.settle()

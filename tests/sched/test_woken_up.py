@@ -1,0 +1,394 @@
+"""Who waits is woken when what it waits for comes, or will not come, whatever else happens.
+
+In simulated time: where nobody would ever be woken, the test fails at once, with who waits where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.latch import cancelled_at, turns, until
+from tests.simulated import simulate, simulated_world
+from tests.world import GQA, World, fingerprint
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.errors import OutOfBlocksError, RequestAbortedError
+from tierkv.sched.books import STORE_PATIENCE_S
+from tierkv.sched.request import Request, RequestState
+
+NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
+ACME = replace(fingerprint(), tenant="acme")
+Scene = Callable[[World], Awaitable[None]]
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+def play(scene: Scene, **settings: object) -> None:
+    async def run() -> None:
+        chosen = {"device_blocks": 16, "host_blocks": 16, "host_write": NONE} | settings
+        async with simulated_world(random.Random(1), **chosen) as here:
+            async with asyncio.timeout(1000):
+                await scene(here)
+            await here.settle()
+
+    simulate(run())
+
+
+async def whole(here: World, ids: list[int], name: str, space: str = "") -> None:
+    """A request from its admission to its end, and all that its blocks set going."""
+    prompt = Prompt.of(ids, GQA.block_size, space=space)
+    request = await here.service.admit(name, prompt, max_new_tokens=0)
+    await request.gate.all_layers(20.0)
+    here.compute(request, ids, request.cached_tokens)
+    await here.service.commit(request, pack(ids))
+    here.service.end(request)
+    while here.service.tiers.num_tasks:
+        await here.service.tiers.next_change()
+
+
+async def grown(here: World, request: Request, count: int) -> bool:
+    """Whether the request could grow; if not, it has given all back, as it was told."""
+    try:
+        await here.service.extend(request, count)
+    except OutOfBlocksError:
+        here.service.end(request)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("least_waits_first", [True, False])
+def test_the_least_of_all_that_grow_is_told_to_yield_whoever_waits_first(
+    least_waits_first: bool,
+) -> None:
+    async def scene(here: World) -> None:
+        first, second = await here.admit(tokens(8)), await here.admit(tokens(8, 100))
+        order = [second, first] if least_waits_first else [first, second]
+        async with asyncio.TaskGroup() as group:
+            jobs = {}
+            for one in order:
+                jobs[one] = group.create_task(grown(here, one, 4))
+                await turns(5)
+        assert jobs[first].result()
+        assert not jobs[second].result()
+        here.service.end(first)
+
+    play(scene, device_blocks=4)
+
+
+def test_those_that_grow_do_not_wait_for_a_store_that_hangs() -> None:
+    async def scene(here: World) -> None:
+        first = await here.admit(tokens(8), uses_cache=False)
+        second = await here.admit(tokens(8, 100), uses_cache=False)
+        here.service.note_prefill(1000, 0.1)
+        here.the_store.hold_firmly()
+        stuck = asyncio.ensure_future(here.admit(tokens(8, 500)))
+        await asyncio.sleep(1.0)
+        try:
+            async with asyncio.timeout(1.0):
+                both = await asyncio.gather(grown(here, first, 4), grown(here, second, 4))
+            assert list(both) == [True, False]
+        finally:
+            here.the_store.release()
+        here.service.end(first)
+        here.service.end(await stuck)
+
+    play(scene, device_blocks=4)
+
+
+def test_those_that_grow_wait_a_moment_for_a_store_that_does_not_take_what_it_was_given() -> None:
+    async def scene(here: World) -> None:
+        here.the_store.hold_writes()
+        stored = await here.admit(tokens(8, 500), uses_cache=False)
+        await here.prefill(stored, tokens(8, 500))
+        here.service.end(stored)
+        await until(lambda: here.service.tiers.storing.bytes_in_flight > 0)
+        first = await here.admit(tokens(8), uses_cache=False)
+        second = await here.admit(tokens(8, 100), uses_cache=False)
+        began = asyncio.get_running_loop().time()
+        async with asyncio.timeout(1.0):
+            both = await asyncio.gather(grown(here, first, 4), grown(here, second, 4))
+        assert list(both) == [True, False]
+        assert asyncio.get_running_loop().time() - began <= STORE_PATIENCE_S
+        here.the_store.release()
+        here.service.end(first)
+
+    play(scene, device_blocks=6, storage_write=THROUGH)
+
+
+def test_before_one_that_runs_gives_up_those_that_wait_let_go_what_they_hold() -> None:
+    async def scene(here: World) -> None:
+        await whole(here, tokens(32), "stored")
+        here.service.reset()
+        await whole(here, tokens(16), "half of it is on the device")
+        running = await here.admit(tokens(16, 1000))
+        waits = asyncio.ensure_future(here.admit(tokens(32)))
+        await asyncio.sleep(1.0)
+        assert here.service.stats().waiting_requests == 1
+        await here.service.extend(running, 16)
+        here.service.end(running)
+        here.service.end(await waits)
+
+    play(scene, device_blocks=8, storage_write=THROUGH)
+
+
+def test_a_tenant_whose_waiting_requests_fill_its_quota_goes_on_while_others_run() -> None:
+    async def scene(here: World) -> None:
+        acme = here.service.open_fingerprint(ACME, quota=(8, None))
+        prompts = {"one": tokens(32), "two": tokens(32, 1000)}
+        for name, ids in prompts.items():
+            await whole(here, ids, name, acme)
+        here.service.reset()
+        for name, ids in prompts.items():
+            await whole(here, ids[:16], name, acme)
+        others = await here.admit(tokens(8, 9000))  # runs all the while
+
+        async def again(name: str) -> None:  # half of it is cached, and held while it waits
+            prompt = Prompt.of(prompts[name], GQA.block_size, space=acme)
+            request = await here.service.admit(name, prompt, max_new_tokens=0)
+            await request.gate.all_layers(20.0)
+            here.service.end(request)
+
+        await asyncio.gather(*(again(name) for name in prompts))
+        here.service.end(others)
+
+    play(scene, device_blocks=32, host_blocks=64, storage_write=THROUGH)
+
+
+def test_a_pin_that_replaces_another_lets_those_in_for_whom_there_is_room_now() -> None:
+    async def scene(here: World) -> None:
+        for name, base in (("one", 0), ("two", 1000)):
+            await whole(here, tokens(16, base), name)
+            here.service.pin(name, here.prompt(tokens(16, base)), 1e6)
+        waits = asyncio.ensure_future(here.admit(tokens(16, 5000)))
+        await asyncio.sleep(1.0)
+        assert not waits.done()
+        here.service.pin("one", here.prompt([1]), 1e6)
+        async with asyncio.timeout(1.0):
+            here.service.end(await waits)
+        for name in ("one", "two"):
+            here.service.unpin(name)
+
+    play(scene, device_blocks=8)
+
+
+def test_a_sleep_does_not_wait_for_what_others_ask_of_a_store() -> None:
+    async def scene(here: World) -> None:
+        here.the_store.delay_s = 0.05
+
+        async def one(number: int) -> None:
+            request = await here.admit(tokens(8, 40 * number), name=str(number))
+            here.service.end(request)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(one(0))
+            await asyncio.sleep(0.02)
+            tired = asyncio.ensure_future(here.service.sleep(keeps_blocks=True))
+            for number in range(1, 200):  # there is always one that asks
+                group.create_task(one(number))
+                await asyncio.sleep(0.02)
+                if tired.done():
+                    break
+            assert tired.done(), "it came to rest beside them"
+            await here.service.wake(16)
+
+    play(scene)
+
+
+def test_an_abort_is_one_at_whatever_moment_of_an_arrival_it_comes() -> None:
+    async def scene(here: World) -> None:
+        for moment in range(40):
+            prompt = here.prompt(tokens(16, 50 * moment))
+            arrives = asyncio.ensure_future(
+                here.service.admit(str(moment), prompt, max_new_tokens=0)
+            )
+            await turns(moment)
+            was_there = here.service.abort(str(moment))
+            try:
+                request = await arrives
+            except RequestAbortedError:
+                assert was_there
+                continue
+            assert request.is_aborted == was_there, f"after {moment} turns"
+            here.service.end(request)
+
+    play(scene)
+
+
+def test_a_claim_that_waits_for_its_ticket_can_be_aborted_by_its_id() -> None:
+    async def scene(here: World) -> None:
+        for moment in range(30):
+            claims = asyncio.ensure_future(
+                here.service.claim(
+                    "mine", "no such ticket", here.prompt(tokens(16)), max_new_tokens=0
+                )
+            )
+            await turns(moment)
+            assert here.service.abort("mine") == (moment > 0)
+            if not moment:  # it has not begun
+                claims.cancel()
+                continue
+            async with asyncio.timeout(0.5):
+                with pytest.raises(RequestAbortedError):
+                    await claims
+
+    play(scene)
+
+
+def test_a_claim_that_is_aborted_as_it_gets_its_blocks_does_not_run() -> None:
+    async def scene(here: World) -> None:
+        ids = tokens(12)
+        request = await here.admit(ids)
+        await here.prefill(request, ids)
+        await here.service.publish(request, "ticket", [1])
+        here.service.end(request)
+        moment, has_run = 1, False
+        while not has_run:
+            claims = asyncio.ensure_future(
+                here.service.claim("mine", "ticket", here.prompt(ids), max_new_tokens=0)
+            )
+            await turns(moment)
+            was_there = here.service.abort("mine")
+            try:
+                request, _ = await claims
+            except RequestAbortedError:
+                assert was_there
+            else:
+                assert request.is_aborted == was_there, f"after {moment} turns"
+                has_run = True
+                here.service.end(request)
+            assert here.service.stats().running_requests == 0
+            moment += 1
+        assert moment > 5
+
+    play(scene)
+
+
+async def grow(here: World, mine: Request) -> None:
+    await here.service.extend(mine, 44)
+
+
+async def come_back(here: World, mine: Request) -> None:
+    here.service.preempt(mine)
+    here.service.end(await here.service.resume(mine, max_new_tokens=40))
+
+
+async def share(here: World, mine: Request) -> None:
+    """What another one computes, until that one goes."""
+    here.service.end(mine)
+    request = await here.service.admit("shares", here.prompt([*SHARED, 1]), max_new_tokens=0)
+    here.service.end(request)
+
+
+async def shrink(here: World, mine: Request) -> None:
+    here.service.end(mine)
+    await here.service.resize(Tier.DEVICE, 12)
+
+
+async def shrink_host(here: World, mine: Request) -> None:
+    def end() -> None:
+        if mine.state is RequestState.RUNNING:
+            here.service.end(mine)
+
+    asyncio.get_running_loop().call_later(0.002, end)
+    await here.service.resize(Tier.HOST, 1)  # of which it holds two
+
+
+async def sleep_and_wake(here: World, mine: Request) -> None:
+    here.service.end(mine)
+    await here.service.sleep(keeps_blocks=True)
+    await here.service.wake(16)
+
+
+async def fetch(here: World, mine: Request) -> None:
+    here.service.reset()
+    fetched = await here.service.fetcher.fetch(here.prompt(tokens(24)), deadline_s=1.0)
+    fetched.release()
+
+
+SHARED = tokens(16, 700)
+WAYS = (grow, come_back, share, shrink, shrink_host, sleep_and_wake, fetch)
+
+
+async def run_behind(here: World) -> None:
+    """One that finds no room while the others run."""
+    request = await here.admit(tokens(48, 4000), name="behind")
+    await asyncio.sleep(0.001)
+    here.service.end(request)
+
+
+async def end_later(here: World, request: Request) -> None:
+    await asyncio.sleep(0.005)
+    here.service.end(request)
+
+
+async def tidy(here: World) -> None:
+    """What the way would have undone itself, if it had not been cancelled; all that run end."""
+    if here.service.is_asleep:
+        await here.service.wake(16)
+    for request in here.service.scheduler.running_requests:
+        if request.request_id != "behind":
+            here.service.end(request)
+
+
+async def cancel_on_the_way(
+    way: Callable[[World, Request], Awaitable[None]], here: World, at: int, *, late: bool
+) -> bool:
+    """Whether it has so many awaits: on a node with blocks on all tiers, where one runs, and
+    another one waits for room behind it."""
+    service = here.service
+    service.note_prefill(1000, 10.0)
+    await whole(here, tokens(24), "a")
+    await whole(here, tokens(16, 100), "b")
+    owner = await here.admit(SHARED, name="owner")
+    mine = await here.admit(tokens(8, 800), name="mine")
+    here.compute(mine, tokens(8, 800))
+    await service.commit(mine, pack(tokens(8, 800)))
+    behind = asyncio.ensure_future(run_behind(here))
+    await until(lambda: service.stats().waiting_requests == 1)
+    goes = asyncio.ensure_future(end_later(here, owner))
+
+    async def work() -> None:
+        await way(here, mine)
+
+    was_reached = await cancelled_at(at, work(), late=late)
+    await goes
+    assert service.verify() == []
+    await tidy(here)
+    if mine.state is RequestState.PREEMPTED:
+        service.scheduler.abandon(mine)
+    async with asyncio.timeout(5.0):
+        await behind
+    assert service.scheduler.computing.num_claims == 0
+    num_blocks = service.stats().device.capacity
+    await whole(here, tokens(num_blocks * GQA.block_size, 5000), "all of the device")
+    return was_reached
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["while it waits", "as it wakes"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_cancel_at_any_await_takes_no_wake_up_from_others(
+    way: Callable[[World, Request], Awaitable[None]], late: bool
+) -> None:
+    def once(at: int) -> bool:
+        reached: list[bool] = []
+
+        async def scene(here: World) -> None:
+            reached.append(await cancel_on_the_way(way, here, at, late=late))
+
+        play(scene, host_write=THROUGH, storage_write=THROUGH)
+        return reached[0]
+
+    at = 0
+    while once(at):
+        at += 1
+        assert at < 100, "this coroutine never ends"
+    assert at > 0, "it waits somewhere"

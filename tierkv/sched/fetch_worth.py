@@ -1,0 +1,81 @@
+"""What is known of a tier when a fetch begins, and what the fetch has taught when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+
+from tierkv.cache.history import Event, Fate
+from tierkv.cache.keys import Prompt
+from tierkv.sched.estimate import Decision, Estimator, FetchPolicy
+from tierkv.sched.fetched import Progress
+from tierkv.sched.seldom import Seldom
+from tierkv.sched.tiers import Tiers
+from tierkv.storage.protocol import GetStatus
+
+log = logging.getLogger("tierkv.fetcher")
+
+_FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
+
+
+class FetchWorth:
+    """estimator: decides, and learns; None: every fetch is worth its time."""
+
+    def __init__(self, tiers: Tiers, estimator: Estimator | None) -> None:
+        self._tiers = tiers
+        self._ended_early = Seldom(log, "fetch ended early (x%d): %s")
+        self.estimator = estimator or Estimator(
+            bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE
+        )
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words, when nothing is on its way."""
+        queued = self.estimator.queued_bytes
+        if abs(queued) < 1:
+            return []
+        return [f"nothing runs, but {queued:.0f} bytes are counted as queued for fetches"]
+
+    def refuse(self, progress: Progress, decision: Decision) -> None:
+        self._tiers.decisions.recompute_storage += 1
+        progress.ends(Fate.NOT_WORTH_IT, decision.reason)
+
+    async def answer(self, question: Awaitable[int]) -> int:
+        """The tier's answer; whether it came in time is remembered."""
+        in_time = False
+        try:
+            found = await question
+            in_time = True
+        finally:
+            self.estimator.note_answer(in_time=in_time)
+        return found
+
+    def expect(self, progress: Progress, tokens: int) -> None:
+        """So many are fetched from now on: others queue behind them."""
+        self._tiers.decisions.fetch_storage += tokens > 0
+        progress.began = asyncio.get_running_loop().time()
+        progress.queued_before = self.estimator.queued_bytes
+        progress.expected_bytes = tokens * self.estimator.bytes_per_token
+        self.estimator.queued_bytes += progress.expected_bytes
+
+    def note(self, prompt: Prompt, progress: Progress) -> None:
+        """What the fetch came to: for the estimate, for `explain`, and for the log."""
+        now = asyncio.get_running_loop().time()
+        self._tiers.decisions.recompute_late += progress.fate is Fate.LATE
+        if progress.expected_bytes:
+            self.estimator.queued_bytes -= progress.expected_bytes
+            moved = progress.num_tokens * self.estimator.bytes_per_token
+            if moved >= progress.expected_bytes or progress.fate is Fate.LATE:
+                self.estimator.note_fetch(moved + progress.queued_before, now - progress.began)
+        problem = progress.first_problem
+        if problem is None:
+            return
+        fate = progress.fate or _FATES.get(problem.status)
+        if fate is not None:
+            event = Event(fate, "storage", now, problem.reason)
+            self._tiers.history.record(prompt, progress.lease.num_blocks, event)
+        if problem.status is not GetStatus.MISS:
+            if progress.was_given_up:
+                log.debug("fetch ended early: %s", problem.reason)
+            else:
+                self._ended_early.warn(problem.reason)
