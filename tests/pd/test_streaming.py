@@ -386,6 +386,24 @@ async def test_the_prefill_of_an_id_that_came_before_is_a_hand_off_of_its_own() 
             await decode.settle()
 
 
+async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again() -> None:
+    async with pair() as (prefill, decode):
+        for base in (0, 500):
+            prompt = tokens(13, base)
+            claiming = asyncio.create_task(claim(decode, prompt, "same"))
+            await turns(50)  # it looks, and finds what the last one left
+            async with prefilling(prefill, prompt, "same") as here:
+                await here.compute(13)
+                here.finish()
+            request = await finish(claiming)
+            decode.check_kv(request, prompt, 13)
+            decode.service.end(request)
+            await decode.settle()
+        with pytest.raises(HandoffError) as error:
+            await claim(decode, tokens(13, 900), "same")
+        assert error.value.reason == "other_prompt"
+
+
 async def test_with_a_policy_that_may_compute_a_lost_producer_is_no_failure() -> None:
     clock = TurnedClock()
     async with pair(clock) as (prefill, decode):

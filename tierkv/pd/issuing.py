@@ -40,14 +40,16 @@ async def check_free(
 async def begin(tickets: Tickets, lease: ProducerLease, ticket: OpenTicket) -> None:
     """Say that a ticket will come, in the place of what an earlier hand-off of its id left. Raises
     DuplicateRequestError if another prompt was faster, and StoreUnavailableError."""
-    await _take(tickets, lease, ticket)
     if await _is_there(tickets, ticket.ticket_id):
+        await check_free(tickets, lease, ticket.ticket_id, ticket.digests)
+        await tickets.forget_ended(ticket.ticket_id)
+    await _take(tickets, lease, ticket)
+    if await _is_there(tickets, ticket.ticket_id):  # completed in between
         try:
             await check_free(tickets, lease, ticket.ticket_id, ticket.digests)
         except DuplicateRequestError:
             await tickets.forget_open(ticket.ticket_id)
             raise
-        await tickets.forget_ended(ticket.ticket_id)
     await tickets.tell(ticket.ticket_id, f"{PROGRESS}0")
 
 
@@ -82,11 +84,7 @@ async def _is_there(tickets: Tickets, ticket_id: str) -> bool:
 
 async def _unclaimed(tickets: Tickets, ticket_id: str) -> Ticket | None:
     ticket = await tickets.read(ticket_id)
-    if ticket is None:
-        return None
-    claimed = await tickets.read_acknowledgement(ticket_id)
-    is_claimed = claimed is not None and claimed.created_at == ticket.created_at
-    return None if is_claimed else ticket
+    return None if ticket is None or await tickets.is_claimed(ticket) else ticket
 
 
 async def _coming(tickets: Tickets, lease: ProducerLease, ticket_id: str) -> OpenTicket | None:

@@ -170,6 +170,11 @@ class Tickets:
         except StoreCorruptError:
             return None
 
+    async def is_claimed(self, ticket: Ticket) -> bool:
+        """Raises StoreUnavailableError."""
+        claimed = await self.read_acknowledgement(ticket.ticket_id)
+        return claimed is not None and claimed.created_at == ticket.created_at
+
     def check(self, ticket: Ticket | OpenTicket, prompt: Prompt) -> None:
         """Raise HandoffError unless the ticket is for exactly this prompt, of a node whose KV can
         be used here, and its time is not over."""

@@ -95,8 +95,17 @@ class Watch:
         """Raises HandoffError at once for what will never be right, StoreUnavailableError."""
         ticket = await self._tickets.read(self._ticket_id)
         if ticket is not None:
-            self._tickets.check(ticket, self._prompt)
-            return ticket
+            try:
+                self._tickets.check(ticket, self._prompt)
+            except HandoffError as error:
+                is_over = self._tickets.has_expired(ticket) or await self._tickets.is_claimed(
+                    ticket
+                )
+                if not is_over:
+                    raise
+                self._give_up(error)  # unless the id is in use again
+            else:
+                return ticket
         found = await self._tickets.read_open(self._ticket_id)
         if found is None:
             self._open = None
@@ -105,14 +114,11 @@ class Watch:
         is_new = self._open is None or self._open.incarnation != found.incarnation
         self._open = found
         if found.failure:
-            self._give_up(
-                ClaimProblem.PRODUCER_FAILED, f"{found.producer} gave up: {found.failure}"
-            )
+            text = f"{found.producer} gave up: {found.failure}"
+            self._give_up(HandoffError(ClaimProblem.PRODUCER_FAILED.value, text))
         elif not await self._lease.is_alive(found.incarnation):
-            self._give_up(
-                ClaimProblem.PRODUCER_LOST,
-                f"{found.producer} began with the prompt, but says no more that it lives",
-            )
+            text = f"{found.producer} began with the prompt, but says no more that it lives"
+            self._give_up(HandoffError(ClaimProblem.PRODUCER_LOST.value, text))
         else:
             self._over = None
             if is_new:
@@ -121,10 +127,10 @@ class Watch:
                 self._on_progress(None)
         return None
 
-    def _give_up(self, problem: ClaimProblem, message: str) -> None:
+    def _give_up(self, problem: HandoffError) -> None:
         if self._over is None:
             self._over_since = asyncio.get_running_loop().time()
-        self._over = HandoffError(problem.value, message)
+        self._over = problem
 
     async def _not_there(self, deadline_s: float) -> HandoffError:
         name = repr(self._ticket_id[:80])
