@@ -6,9 +6,8 @@
 // the bytes [first_byte, ...) of the layout's block; rows lie row_bytes apart. Vectors are as wide
 // as the alignment of both ends allows; what a vector does not fill is moved byte by byte, exactly.
 //
-// Tile by tile, and streamed past the L2 cache: block by block, or through the cache, a copy engine
-// takes 5.1 instead of 4.8 us for each 256 KiB that it then brings from staging to the host (H200,
-// 2026-11-21; either alone does not help).
+// Streamed past the L2 cache: through it, a copy engine takes 5.1 instead of 4.8 us for each 256 KiB
+// that it then brings from staging to the host (H200, 2026-11-21).
 
 #define MAX_BLOCKS 960  // ids that fit into the 4 KiB of a kernel's parameters
 #define DEPTH 8         // 8 loads x 32 lanes x 16 bytes = one tile in flight per warp
