@@ -24,6 +24,7 @@ from tierkv.storage.protocol import (
 from tierkv.storage.unreachable import why_unreachable
 
 _MAX_PIECES = 64  # of one value; it refuses 2,500
+_MOST_READS = 10  # of a small value that is being replaced
 _NO_SPACE = -200
 _NOT_FOUND = -704
 
@@ -167,10 +168,15 @@ class MooncakeValues:
             raise StoreCorruptError(
                 f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
             )
-        content = self._client.get(name)
-        if not content:
-            raise StoreUnavailableError(f"{self._url} has lost {name} while it was being read")
-        return content
+        # Mooncake replaces a value where it lies: who reads meanwhile gets parts of both.
+        content, before = self._client.get(name), b""
+        for _ in range(_MOST_READS):
+            if not content:
+                raise StoreUnavailableError(f"{self._url} has lost {name} while it was being read")
+            if content == before:
+                return content
+            content, before = self._client.get(name), content
+        raise StoreUnavailableError(f"{self._url} has another {name} each time it is asked")
 
     def put(self, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
         outcomes: list[PutOutcome | None] = [None] * len(items)
@@ -182,6 +188,8 @@ class MooncakeValues:
                 outcomes[index] = PutOutcome(PutStatus.FAILED, reason)
             elif item.leaves_existing and there[index] == 1:
                 outcomes[index] = PutOutcome(PutStatus.EXISTED)
+            elif item.only_new:
+                outcomes[index] = self._put_new(item)
             elif not item.keep_existing:
                 content = b"".join(item.parts)
                 outcomes[index] = _put_outcome(
@@ -208,6 +216,14 @@ class MooncakeValues:
             for index, status in zip(fresh, statuses, strict=True):
                 outcomes[index] = _put_outcome(items[index], status)
         return [outcome for outcome in outcomes if outcome is not None]
+
+    def _put_new(self, item: PutItem) -> PutOutcome:
+        content = b"".join(item.parts)
+        status = self._client.put(item.name, content, self._config(is_pinned=True))
+        # It is the first one's that stays, and the others are told 0 too.
+        if status == 0 and self._client.get(item.name) != content:
+            return PutOutcome(PutStatus.EXISTED)
+        return _put_outcome(item, status)
 
     def _config(self, *, is_pinned: bool) -> Config:
         config = self._package.ReplicateConfig()
