@@ -17,6 +17,7 @@ from tierkv.errors import DuplicateRequestError
 from tierkv.pd.handoff import Published
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.status import Standing
+from tierkv.pd.ticket import OpenTicket, Ticket
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
@@ -125,6 +126,33 @@ async def test_who_comes_when_another_prompts_ticket_is_whole_leaves_it_alone(
         # A hand-off that is over is in nobody's way.
         again = await hand_over(second, PROMPTS[1], ticket, asyncio.Barrier(1), streams=streams)
         assert isinstance(again, Published)
+        for node in (first, second, claimer):
+            await node.settle()
+
+
+async def test_who_begins_while_another_prompts_ticket_is_completed_is_told_and_leaves_it(
+    stores: list[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with three(stores) as (first, second, claimer):
+        ticket = "in between"
+        published: list[Published | DuplicateRequestError] = []
+        handoff = second.service.handoff
+        assert handoff is not None
+        put = handoff.tickets.put
+
+        async def put_late(one: Ticket | OpenTicket, *, only_new: bool = False) -> bool:
+            if not published:
+                published.append(
+                    await hand_over(first, PROMPTS[0], ticket, asyncio.Barrier(1), streams=False)
+                )
+            return await put(one, only_new=only_new)
+
+        monkeypatch.setattr(handoff.tickets, "put", put_late)
+        late = await hand_over(second, PROMPTS[1], ticket, asyncio.Barrier(1), streams=True)
+        assert isinstance(late, DuplicateRequestError)
+        assert isinstance(published[0], Published)
+        standing = await claimer.service.ticket_state(ticket)
+        assert (standing.state, standing.num_tokens) == (Standing.WHOLE, len(PROMPTS[0]))
         for node in (first, second, claimer):
             await node.settle()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import cast
 
 import pytest
 
@@ -239,3 +240,34 @@ async def test_memory_that_cannot_be_registered_is_reported(
         async with store.running():
             pass
     assert watched[0].registered == {}
+
+
+class Replaced:
+    """A client of which a value is replaced while it is read: what each reading gives, in turn."""
+
+    def __init__(self, *readings: bytes) -> None:
+        self.readings = list(readings)
+
+    def get_size(self, _: str) -> int:
+        return len(self.readings[0])
+
+    def get(self, _: str) -> bytes:
+        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
+
+
+def values_of(client: Replaced) -> mooncake_values.MooncakeValues:
+    """Without a server: none tears a value when asked to."""
+    values = object.__new__(mooncake_values.MooncakeValues)
+    values._client = cast("Client", client)
+    values._url = "mooncake://master:1"
+    return values
+
+
+def test_a_small_value_is_read_until_two_readings_agree() -> None:
+    torn = Replaced(b"bbaa", b"bbba", b"bbbb", b"bbbb", b"else")
+    assert values_of(torn).get_small("t:ticket", 10) == b"bbbb"
+    never = Replaced(*[bytes([i]) * 4 for i in range(50)])
+    with pytest.raises(StoreUnavailableError, match="each time"):
+        values_of(never).get_small("t:ticket", 10)
+    with pytest.raises(StoreUnavailableError, match="lost"):
+        values_of(Replaced(b"aaaa", b"", b"")).get_small("t:ticket", 10)

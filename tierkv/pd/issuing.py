@@ -44,12 +44,6 @@ async def begin(tickets: Tickets, lease: ProducerLease, ticket: OpenTicket) -> N
         await check_free(tickets, lease, ticket.ticket_id, ticket.digests)
         await tickets.forget_ended(ticket.ticket_id)
     await _take(tickets, lease, ticket)
-    if await _is_there(tickets, ticket.ticket_id):  # completed in between
-        try:
-            await check_free(tickets, lease, ticket.ticket_id, ticket.digests)
-        except DuplicateRequestError:
-            await tickets.forget_open(ticket.ticket_id)
-            raise
     await tickets.tell(ticket.ticket_id, f"{PROGRESS}0")
 
 
