@@ -40,6 +40,25 @@ def alone(device: CudaDevice, total_bytes: int, reps: int) -> list[Row]:
     return rows
 
 
+def large(device: CudaDevice, total_bytes: int, reps: int) -> list[Row]:
+    """The same of so many bytes that the first and the last fraction of a millisecond, in which a
+    lane begins and ends, are little of it."""
+    rows = []
+    for name, layout in LAYOUTS.items():
+        print(f"large: {name} ...", file=sys.stderr, flush=True)
+        what = f"{name}, {total_bytes // GIB} GiB"
+        with bench(device, layout, total_bytes) as b:
+            for direction in Direction:
+                all_of_them = _contenders(b, direction)
+                few = {n: all_of_them[n] for n in ("limit", "tierkv by blocks", "tierkv by layers")}
+                samples = in_turn(few, reps)
+                rows += table(f"{what}, {direction.value}", samples, "GB/s", "limit")
+                b.close_lanes()
+            if name.startswith(("GQA 64 x 128", "MLA")):
+                rows += _both_at_once(what, b, reps, kernels=False)
+    return rows
+
+
 def _contenders(b: Bench, direction: Direction) -> dict[str, Callable[[int], float]]:
     starts: dict[str, Callable[[int], Event]] = {
         "limit": lambda _: b.limit(direction),
@@ -58,7 +77,7 @@ def _contenders(b: Bench, direction: Direction) -> dict[str, Callable[[int], flo
     return {name: measured(start) for name, start in starts.items()}
 
 
-def _both_at_once(name: str, b: Bench, reps: int) -> list[Row]:
+def _both_at_once(name: str, b: Bench, reps: int, *, kernels: bool = True) -> list[Row]:
     moved = b.moved_bytes
 
     def lanes(rep: int) -> float:
@@ -70,17 +89,15 @@ def _both_at_once(name: str, b: Bench, reps: int) -> list[Row]:
             ),
         )
 
-    samples = in_turn(
-        {
-            "limit": lambda _: gb_per_s(2 * moved, lambda: [b.limit(d) for d in Direction]),
-            "tierkv": lanes,
-            "kernels over PCIe": lambda rep: gb_per_s(
-                2 * moved, lambda: [b.ancestor(d, rep) for d in Direction]
-            ),
-        },
-        reps,
-    )
-    return table(f"{name}, both at once", samples, "GB/s", "limit")
+    contenders: dict[str, Callable[[int], float]] = {
+        "limit": lambda _: gb_per_s(2 * moved, lambda: [b.limit(d) for d in Direction]),
+        "tierkv": lanes,
+    }
+    if kernels:
+        contenders["kernels over PCIe"] = lambda rep: gb_per_s(
+            2 * moved, lambda: [b.ancestor(d, rep) for d in Direction]
+        )
+    return table(f"{name}, both at once", in_turn(contenders, reps), "GB/s", "limit")
 
 
 def pinning(device: CudaDevice, num_bytes: int) -> list[Row]:
@@ -102,29 +119,31 @@ def pinning(device: CudaDevice, num_bytes: int) -> list[Row]:
     return [*rows, row("pinning, first slots usable", [first * 1e3], "ms")]
 
 
-SECTIONS = ("alone", "beside", "latency", "engine", "pinning")
+SECTIONS = ("alone", "large", "beside", "latency", "engine", "pinning")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS)
     parser.add_argument("--ctas", type=int, default=LaneSettings().num_ctas)
     parser.add_argument("--reps", type=int)
     chosen = parser.parse_args()
+    names = chosen.only or [name for name in SECTIONS if not (chosen.quick and name == "large")]
     reps = chosen.reps or (3 if chosen.quick else 9)
     device = CudaDevice(lanes=LaneSettings(num_ctas=chosen.ctas))
     total = 2 * GIB
     sections: dict[str, Callable[[], list[Row]]] = {
         "alone": lambda: alone(device, total, reps),
+        "large": lambda: large(device, 8 * GIB, reps),
         "beside": lambda: beside(device, total, reps, quick=chosen.quick),
         "latency": lambda: latency(device, total, reps),
         "engine": lambda: engine_copies(device, total, reps),
         "pinning": lambda: pinning(device, 16 * GIB),
     }
     rows: list[Row] = []
-    for name in chosen.only:
+    for name in names:
         found = sections[name]()
         rows += found
         if not chosen.json:

@@ -1,6 +1,7 @@
 """How long a decode node waits after the prefill is done, and what a hand-off costs beyond storage.
 
     python benchmarks/handoff.py [--quick] [--json] [--tokens 10000]
+    python benchmarks/handoff.py --part storage [--device cuda]
     python benchmarks/handoff.py --part direct [--device cuda --store files --ways memory device]
 
 Prefill and decode nodes are processes of their own, on Redis and on a directory. "After the
@@ -8,9 +9,10 @@ prefill" runs from the first token on the prefill node to the first token that t
 computes itself, on one clock. Streaming and publish-after-prefill take turns, each with a new
 prompt; the claim waits from the start of the prefill on in both.
 
-The second part moves a prompt of 512 KiB blocks, not computed by any model, by publish and claim;
-the same bytes from and into pinned host slots by the storage path alone, with header and checksum;
-and by bare puts and gets of the store, without. The third claims such a prompt through
+The second part moves a prompt of 512 KiB blocks, not computed by any model, from device to device
+by publish and claim; the same bytes from and into pinned host slots by the storage path alone, with
+header and checksum, and from device to device by that path and the lanes alone, without index,
+scheduler and ticket; and by bare puts and gets of the store. The third claims such a prompt through
 storage, from the producer's memory, from its host tier over TCP (Mooncake's transfer engine), and
 from its device to the claimer's own.
 """
@@ -55,6 +57,7 @@ from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus
 from tierkv.storage.redis import RedisSettings
+from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO
 
 BLOCK = 16
@@ -62,6 +65,12 @@ BULK_BLOCK, BULK_TOKEN_BYTES = 64, 8192  # 512 KiB blocks
 PART_BLOCKS = 32  # in one call of the storage path; two are under way, as in benchmarks/storage.py
 MOST_OF_PUBLISH_AFTER_PREFILL = 0.25
 MOST_OF_RAW = 1.10
+PATH_STEPS = {  # of one part after the other, two parts at a time
+    "flush": ("flush",),
+    "fetch": ("fetch",),
+    "offload, flush": ("offload", "flush"),
+    "fetch, load": ("fetch", "load"),
+}
 HANDOFF = HandoffSettings(
     publish_deadline_s=60, claim_deadline_s=120, lookup_deadline_s=10, direct=DirectPath.OFF
 )
@@ -106,11 +115,12 @@ class EngineNode:
 
 class BulkNode:
     """A node whose device holds what it holds: for bytes, not for tokens. path: to its store, with
-    pinned host slots of its own."""
+    pinned host slots of its own, between which and a device of its own `mover` copies."""
 
-    def __init__(self, service: Service, path: StorageIO) -> None:
+    def __init__(self, service: Service, path: StorageIO, mover: Mover) -> None:
         self.service = service
         self.path = path
+        self.mover = mover
 
     async def do(self, work: dict[str, Any]) -> dict[str, float]:
         """Answers with seconds taken, and those of all threads of this process on a processor."""
@@ -130,7 +140,7 @@ class BulkNode:
         elif work["do"] == "claim":
             request, _ = await service.claim(name, name, prompt, max_new_tokens=0)
             await request.gate.all_layers(60)
-        elif work["do"] in {"flush", "fetch"}:
+        elif work["do"] in PATH_STEPS:
             return await self._by_path(work)
         else:
             return await self._raw(work)
@@ -152,13 +162,21 @@ class BulkNode:
         ]
         parts = iter([slice(at, at + PART_BLOCKS) for at in range(0, count, PART_BLOCKS)])
         slots = np.arange(count, dtype=np.int32)
-        wanted = GetStatus.HIT if work["do"] == "fetch" else PutStatus.STORED
+        steps = PATH_STEPS[work["do"]]
 
         async def move() -> None:
-            act = self.path.fetch if work["do"] == "fetch" else self.path.flush
             for part in parts:
-                outcomes = await act(keys[part], slots[part])
-                assert {one.status for one in outcomes} == {wanted}, outcomes
+                here = slots[part]
+                if "offload" in steps:
+                    await self.mover.offload(here, here).done()
+                if "flush" in steps:
+                    put = await self.path.flush(keys[part], here)
+                    assert {one.status for one in put} == {PutStatus.STORED}, put
+                if "fetch" in steps:
+                    got = await self.path.fetch(keys[part], here)
+                    assert {one.status for one in got} == {GetStatus.HIT}, got
+                if "load" in steps:
+                    await self.mover.load(here, here).done()
 
         started = now_s()
         async with asyncio.TaskGroup() as tasks:
@@ -202,13 +220,14 @@ async def node(
         layout = layered(BULK_BLOCK, [("latent", "bfloat16", BULK_TOKEN_BYTES // 8)], 8)
         cache = CacheSettings(block_size=BULK_BLOCK, device_blocks=blocks, host_blocks=blocks)
         service = Service(open_device(device), Fingerprint("bulk", layout), cache, handoff, store)
-        own = CpuDevice()
+        own = open_device(device)
         host = own.allocate_host(layout, blocks)
         host.array.fill(1)  # touched, as pinned memory is
+        mover = Mover(own, own.allocate_planes(layout, blocks), host)
         names = Names("tierkv", "path")
         path = StorageIO(store, names, layout, host, deadline_s=60, block_ttl_s=600)
-        async with service.running(), path.running():
-            yield BulkNode(service, path)
+        async with service.running(), path.running(), mover.running():
+            yield BulkNode(service, path, mover)
         return
     config = ModelConfig(max_positions=num_tokens + 64)
     model = ReferenceModel(config, BLOCK)
@@ -314,19 +333,20 @@ def after_prefill(url: str, where: str, num_tokens: int, rounds: int) -> list[Ro
     ]
 
 
-def beyond_storage(redis: RedisServer, num_tokens: int, rounds: int) -> list[Row]:
+def beyond_storage(redis: RedisServer, num_tokens: int, rounds: int, device: str) -> list[Row]:
     steps = {
         "bare": (("raw-put", 0), ("raw-get", 1)),
         "path": (("flush", 0), ("fetch", 1)),
+        "path and lanes": (("offload, flush", 0), ("fetch, load", 1)),
         "handed over": (("publish", 0), ("claim", 1)),
     }
     taken: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
-    with children(redis.url, num_tokens, "bulk", "bulk") as nodes:
+    with children(redis.url, num_tokens, "bulk", "bulk", device=device) as nodes:
         for number in range(rounds + 1):  # the first warms up
             work = {"id": f"bulk{number}", "seed": number, "num_tokens": num_tokens}
             ways = list(steps)
-            for way in ways[number % 3 :] + ways[: number % 3]:
+            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                 # Each writes into the same state; fresh memory is slower than what was freed.
                 redis.execute("FLUSHALL", "SYNC")
                 both = {}
@@ -341,11 +361,16 @@ def beyond_storage(redis: RedisServer, num_tokens: int, rounds: int) -> list[Row
     what = f"of {num_tokens} tokens"
     bare = row(f"redis: puts and gets {what}, no checksums", taken["bare"], "ms")
     path = row(f"redis: from and into slots {what}, checksums", taken["path"], "ms", against=bare)
+    lanes = row(
+        "redis: the same, with the device's lanes", taken["path and lanes"], "ms", against=bare
+    )
     moved, handed = f"redis: publish and claim {what}", taken["handed over"]
     return [
         bare,
         path,
-        row(moved, handed, "ms", against=path, most=MOST_OF_RAW),
+        lanes,
+        row(moved, handed, "ms", against=lanes, most=MOST_OF_RAW),
+        row(moved, handed, "ms", against=path),
         row(moved, handed, "ms", against=bare),
         *(row(f"redis: {do} {what}", taken[do], "ms") for way in steps.values() for do, _ in way),
         # Where a machine's cores are few, this is what there is to share.
@@ -386,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", choices=["all", "storage", "direct"], default="all")
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cpu", help="of the third part's nodes")
+    parser.add_argument("--device", default="cpu", help="of the second and third part's nodes")
     parser.add_argument("--store", choices=["redis", "files"], default="redis", help="the same")
     parser.add_argument("--ways", nargs="+", choices=[*WAY_NAMES], default=[*WAY_NAMES])
     parser.add_argument("--node", choices=["plain", "stream", *WAYS], help=argparse.SUPPRESS)
@@ -406,7 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += after_prefill(redis.url, "redis", options.tokens, rounds)
             redis.execute("FLUSHALL")
         if options.part in {"all", "storage"}:
-            rows += beyond_storage(redis, options.tokens, rounds)
+            rows += beyond_storage(redis, options.tokens, rounds, options.device)
             redis.execute("FLUSHALL")
         if options.part in {"all", "direct"}:
             rows += by_way(redis.url, options, rounds)

@@ -453,9 +453,13 @@ class DirectMooncake:
     """Mooncake's own client, in batches of as many values as tierkv's; blocks."""
 
     def __init__(self, port: int, job: Job, slots: Sequence[memoryview]) -> None:
-        self._client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        package = importlib.import_module("mooncake.store")
+        self._client = package.MooncakeDistributedStore()
         self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{port}")
+        self._config = package.ReplicateConfig()
+        self._config.replica_num = 1
         self._job, self._slots = job, slots
+        self._headers = [bytearray(CODEC.header_bytes) for _ in slots]
         self._keys = [f"d:{i}" for i in range(job.count)]
 
     def put(self) -> float:
@@ -465,18 +469,52 @@ class DirectMooncake:
     def get(self) -> float:
         return self._timed(self._client.batch_get_into)
 
+    def put_checked(self) -> float:
+        """With the header and the checksum that tierkv's values have."""
+        self._client.batch_remove(self._keys, True)  # noqa: FBT003
+
+        def put_part(part: slice) -> Sequence[int]:
+            for header, slot in zip(self._headers[part], self._slots[part], strict=True):
+                header[:] = CODEC.encode(slot, IDENTITY)[0]
+            put: list[int] = self._client.batch_put_from_multi_buffers(
+                self._keys[part], *self._pieces(part), self._config
+            )
+            return put
+
+        return self._timed_parts(put_part)
+
+    def get_checked(self) -> float:
+        def get_part(part: slice) -> Sequence[int]:
+            found: list[int] = self._client.batch_get_into_multi_buffers(
+                self._keys[part], *self._pieces(part)
+            )
+            for header, slot in zip(self._headers[part], self._slots[part], strict=True):
+                CODEC.decode(header, slot, IDENTITY)
+            return found
+
+        return self._timed_parts(get_part)
+
+    def _pieces(self, part: slice) -> tuple[list[list[int]], list[list[int]]]:
+        """Addresses and sizes, of a header and a payload for each value."""
+        both = list(zip(self._headers[part], self._slots[part], strict=True))
+        addresses = [[address_of(memoryview(one)) for one in pair] for pair in both]
+        return addresses, [[len(one) for one in pair] for pair in both]
+
     def close(self) -> None:
         self._client.close()
 
     def _timed(self, call: Callable[[list[str], list[int], list[int]], list[int]]) -> float:
+        def one(part: slice) -> Sequence[int]:
+            slots = self._slots[part]
+            addresses = [address_of(slot) for slot in slots]
+            return call(self._keys[part], addresses, [slot.nbytes for slot in slots])
+
+        return self._timed_parts(one)
+
+    def _timed_parts(self, call: Callable[[slice], Sequence[int]]) -> float:
         started = time.perf_counter()
         for at in range(0, self._job.count, MOONCAKE_BATCH):
-            slots = self._slots[at : at + MOONCAKE_BATCH]
-            statuses = call(
-                self._keys[at : at + MOONCAKE_BATCH],
-                [address_of(slot) for slot in slots],
-                [slot.nbytes for slot in slots],
-            )
+            statuses = call(slice(at, at + MOONCAKE_BATCH))
             assert min(statuses) >= 0, statuses
         return self._job.rate(time.perf_counter() - started)
 
@@ -516,6 +554,11 @@ async def measure_mooncake(scale: Scale) -> list[Row]:
                     lambda: asyncio.to_thread(direct.put),
                     lambda: asyncio.to_thread(direct.get),
                 ),
+                (
+                    "its client with checksums",
+                    lambda: asyncio.to_thread(direct.put_checked),
+                    lambda: asyncio.to_thread(direct.get_checked),
+                ),
                 ("tierkv", put, lambda: ours.get(job)),
             ]
             for round_number in range(8 * scale.rounds + 1):
@@ -527,23 +570,29 @@ async def measure_mooncake(scale: Scale) -> list[Row]:
                         if round_number:  # the first one warms up
                             rates.setdefault(f"{who}, {verb}", []).append(rate)
                             cpu.setdefault(f"{who}, {verb}", []).append(cpu_ms)
-                contenders.reverse()
+                contenders.append(contenders.pop(0))
             await asyncio.to_thread(direct.close)
     rows = []
     for verb in ("put", "get"):
-        client, mine = f"its client, {verb}", f"tierkv, {verb}"
-        theirs = row(f"Mooncake: {client}", middle_half(rates[client]), "GB/s")
+        mine = f"tierkv, {verb}"
+        clients = [f"its client{how}, {verb}" for how in ("", " with checksums")]
+        theirs = [row(f"Mooncake: {who}", middle_half(rates[who]), "GB/s") for who in clients]
         # What no neighbour takes away: the CPU time of this process, its client's threads included.
-        their_cpu = row(f"Mooncake: {client}, CPU for 2 MiB", middle_half(cpu[client]), "ms")
-        pairs = zip(rates[mine], rates[client], strict=True)
+        their_cpu = [
+            row(f"Mooncake: {who}, CPU for 2 MiB", middle_half(cpu[who]), "ms") for who in clients
+        ]
+        rows += theirs
+        for who, base in zip(clients, theirs, strict=True):
+            pairs = zip(rates[mine], rates[who], strict=True)
+            each = middle_half([ours / limit for ours, limit in pairs])
+            rows += [
+                row(f"Mooncake: {mine}", middle_half(rates[mine]), "GB/s", against=base),
+                row(f"Mooncake: {mine}, each round to {who}", each, "x"),
+            ]
+        rows += their_cpu
         rows += [
-            theirs,
-            row(f"Mooncake: {mine}", middle_half(rates[mine]), "GB/s", against=theirs),
-            row(f"Mooncake: {mine}, to that", middle_half([o / t for o, t in pairs]), "x"),
-            their_cpu,
-            row(
-                f"Mooncake: {mine}, CPU for 2 MiB", middle_half(cpu[mine]), "ms", against=their_cpu
-            ),
+            row(f"Mooncake: {mine}, CPU for 2 MiB", middle_half(cpu[mine]), "ms", against=base)
+            for base in their_cpu
         ]
     return rows
 

@@ -20,11 +20,12 @@ from tierkv.gpu.cuda_planes import (
     opened_planes,
     shared_planes,
 )
-from tierkv.gpu.cuda_streams import adopted_stream, new_stream
+from tierkv.gpu.cuda_streams import CudaStream, adopted_stream, new_stream
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.pipeline import LaneSettings
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids, Lane, Planes
+from tierkv.gpu.queues import used_queues
 from tierkv.gpu.shared import SharedPlane
 from tierkv.gpu.units import Order
 
@@ -56,6 +57,7 @@ class CudaDevice:
         self._host: PinnedSlots | None = None  # the last one made
         self._within = new_stream(self.gpu, is_urgent=True)
         self._kernels: tuple[CudaPlanes, PlaneKernels] | None = None
+        self._queues: tuple[CudaStream, ...] = ()  # see queues.py; from the first lane on
 
     @property
     def array_module(self) -> ModuleType:
@@ -115,6 +117,7 @@ class CudaDevice:
         self, direction: Direction, planes: Planes, host: HostSlots, order: Order
     ) -> CudaLane:
         planes, host = self._ours(planes), _pinned(host)
+        self._queues = self._queues or used_queues(self.gpu)
         settings, before = self._lane_settings, self._before_copy
         return CudaLane(self.gpu, direction, planes, host, settings, order, before)
 
@@ -144,6 +147,7 @@ class CudaDevice:
         with self.gpu.bound_to_close():
             self._within.raw.synchronize()
         self._kernels = None
+        self._queues = ()
 
 
 def _pinned(host: HostSlots) -> PinnedSlots:

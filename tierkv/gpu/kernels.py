@@ -54,6 +54,13 @@ def tile_table(layout: Layout, memory: tuple[PlaneMemory, ...]) -> npt.NDArray[n
     return np.array(rows, _TILE)
 
 
+def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
+    """Launch a kernel that moves nothing."""
+    kernel = Kernel(gpu, "scatter")
+    with gpu.bound():
+        kernel.launch(np.zeros((), _UNIT), num_ctas=1, num_threads=NUM_THREADS, stream=stream)
+
+
 class PlaneKernels:
     """gather, scatter and within, over `planes`. For one thread at a time; the GPU must be bound.
 
