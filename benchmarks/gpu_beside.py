@@ -139,6 +139,10 @@ def beside(device: CudaDevice, total_bytes: int, reps: int, *, quick: bool) -> l
         if not quick:
             transfers[f"{_SLOW} load"] = (1, lambda rep: [b.ancestor(load, rep)])
             transfers[f"{_SLOW} offload"] = (1, lambda rep: [b.ancestor(offload, rep)])
+        for direction in Direction:  # as when a node starts
+            for order in Order:
+                b.lane(direction, order)
+        device.gpu.synchronize()
         for work in works(torch):
             print(f"beside {work.name} ...", file=sys.stderr)
             rows += _beside_one(Beside(torch, work), work.name, transfers, moved, reps)

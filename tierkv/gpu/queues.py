@@ -1,12 +1,13 @@
 """A GPU's hardware queues, each of which has a kernel before a lane is opened.
 
-Streams share a few queues of the hardware (8, or CUDA_DEVICE_MAX_CONNECTIONS). Where lanes were
-opened after the first kernels of an engine, as is usual, the copies of one lane or the other went
-at 50.5 GB/s instead of 54.2 beside compute on some streams, the legacy default stream among them,
-for the rest of the process; in every process, whenever streams were made (H200, driver 580,
-2026-11-21). One kernel on each of 8 or 16 streams, before or after the lanes are opened, ends that;
-on 2 streams it does not, nor do events, nor streams that are only made. The driver seems to set up
-a queue when a kernel first comes to it.
+Streams share a few queues of the hardware (8, or CUDA_DEVICE_MAX_CONNECTIONS). Where two lanes were
+opened after the first kernels of an engine, as is usual, the copies of one of them went at 50.5
+GB/s instead of 54.2 beside compute on one stream, those of the other beside compute on another, the
+legacy default stream among them: in each of 18 processes, for the rest of its life. After one kernel
+on each of 8 or 16 streams, on an idle GPU, before or after the lanes were opened, no pair was slow,
+in 4 processes; 2 streams did not do it, nor did events, nor streams that were only made, nor 32
+connections. Lanes opened before an engine's first kernel were never slow, in 8 (H200, driver 580,
+2026-11-21). It looks as if the driver set up a queue when a kernel first comes to it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def num_queues() -> int:
 
 def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
     """A stream for each queue, which has had a kernel; to be kept for as long as there are lanes.
-    Blocks until the kernels have run."""
+    Blocks until what the GPU has to do now, and the kernels, are done."""
+    gpu.synchronize()
     streams = tuple(new_stream(gpu, is_urgent=True) for _ in range(num_queues()))
     for stream in streams:
         launch_nothing(gpu, stream)
