@@ -3,7 +3,7 @@
 Streams share a few queues of the hardware (8, or CUDA_DEVICE_MAX_CONNECTIONS). Where two lanes were
 opened after the first kernels of an engine, as is usual, the copies of one of them went at 50.5
 GB/s instead of 54.2 beside compute on one stream, those of the other beside compute on another, the
-legacy default stream among them: in each of 18 processes, for the rest of its life. After one kernel
+legacy default stream among them: in each of 18 processes, for the rest of its life. After a kernel
 on each of 8 or 16 streams, on an idle GPU, before or after the lanes were opened, no pair was slow,
 in 4 processes; 2 streams did not do it, nor did events, nor streams that were only made, nor 32
 connections. Lanes opened before an engine's first kernel were never slow, in 8 (H200, driver 580,
