@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,10 @@ async def test_probes_models_and_metrics_are_there() -> None:
     async with stage() as on:
         assert (await on.caller.get("/readyz"))[0] == 200
         assert '"tierkv-ref-tiny"' in (await on.caller.get("/v1/models"))[1]
+        status, model = await on.caller.get("/v1/models/tierkv-ref-tiny")
+        assert (status, json.loads(model)["id"]) == (200, "tierkv-ref-tiny")
+        status, problem = await on.caller.get("/v1/models/meta/llama")
+        assert (status, json.loads(problem)["code"]) == (404, "model_not_found")
         await on.caller.ask({"prompt": PROMPT})
         text = (await on.caller.get("/metrics"))[1]
         assert 'tierkv_gateway_requests_total{outcome="ok"} 1.0' in text

@@ -127,7 +127,7 @@ class Desk:
 
     async def resume(self, held: Held, *, max_new_tokens: int, deadline_s: float) -> None:
         request = held.preempted()
-        tokens = request.prompt.num_tokens + max_new_tokens
+        tokens = request.whole_prompt.num_tokens + max_new_tokens
         with self._leases.called(held):
             async with self.room(tokens, deadline_s=deadline_s) as held.resuming:
                 try:

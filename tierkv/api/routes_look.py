@@ -61,7 +61,7 @@ class LookRoutes(Routes):
 
     async def explain_request(self, request: web.Request) -> web.Response:
         async with self._node.call():
-            answer = await self._explain(self._held(request).running().prompt)
+            answer = await self._explain(self._held(request).running().whole_prompt)
         return bodies.answer(request, answer)
 
     async def _explain(self, prompt: Prompt) -> Explanation:

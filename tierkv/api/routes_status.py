@@ -60,6 +60,7 @@ class StatusRoutes:
                 handler=self.metrics,
                 access=Access.READ,
                 summary="Counters and gauges, for Prometheus.",
+                content_type="text/plain",  # or OpenMetrics, for who asks for that
             ),
             Route(
                 method="GET",

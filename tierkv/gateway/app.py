@@ -13,7 +13,7 @@ from tierkv.api.auth import Guard, auth_middleware
 from tierkv.api.framing import add_headers
 from tierkv.api.types import PartHealth, ReadyAnswer
 from tierkv.gateway.answers import failure_middleware
-from tierkv.gateway.failures import GatewayShuttingDownError, NoNodesError
+from tierkv.gateway.failures import GatewayShuttingDownError, NoNodesError, NoSuchModelError
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.openai import Model, ModelList
@@ -39,6 +39,7 @@ def make_app(gateway: Gateway, guard: Guard) -> web.Application:
     probes = ProbeRoutes(gateway)
     app.router.add_post("/v1/completions", CompletionRoutes(gateway).completions)
     app.router.add_get("/v1/models", probes.models)
+    app.router.add_get("/v1/models/{model:.+}", probes.model)  # such names may have slashes
     app.router.add_get("/livez", probes.live)
     app.router.add_get("/readyz", probes.ready)
     app.router.add_get("/version", probes.version)
@@ -58,8 +59,16 @@ class ProbeRoutes:
         self._started = int(time.time())
 
     async def models(self, request: web.Request) -> web.Response:
-        model = Model(id=self._gateway.settings.gateway.model, created=self._started)
-        return bodies.answer(request, ModelList(data=(model,)))
+        return bodies.answer(request, ModelList(data=(self._model(),)))
+
+    async def model(self, request: web.Request) -> web.Response:
+        asked, ours = request.match_info["model"], self._model()
+        if asked != ours.id:
+            raise NoSuchModelError(asked, ours.id)
+        return bodies.answer(request, ours)
+
+    def _model(self) -> Model:
+        return Model(id=self._gateway.settings.gateway.model, created=self._started)
 
     async def live(self, request: web.Request) -> web.Response:
         """An answer at all is the point: the event loop turns."""

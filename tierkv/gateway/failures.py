@@ -34,6 +34,18 @@ class InvalidRequestError(GatewayError):
         self.code = code or self.code
 
 
+class NoSuchModelError(InvalidRequestError):
+    """A model other than the one there is."""
+
+    def __init__(self, asked: str, ours: str) -> None:
+        super().__init__(
+            f"there is no model {asked!r} here; there is {ours!r}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+
+
 class OverloadedError(GatewayError):
     """There is no room, here or at the nodes: try again later."""
 

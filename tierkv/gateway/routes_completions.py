@@ -14,7 +14,7 @@ from tierkv.api import bodies
 from tierkv.api.streaming import open_stream
 from tierkv.gateway.answers import failure_of, log_if_unexpected
 from tierkv.gateway.completion import PromptAnswer
-from tierkv.gateway.failures import InvalidRequestError
+from tierkv.gateway.failures import NoSuchModelError
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.openai import CachedDetails, Choice, Completion, CompletionBody, Usage
 from tierkv.tasks import task_group
@@ -50,12 +50,7 @@ class CompletionRoutes:
                 request, CompletionBody, timeout_s=settings.gateway.body_timeout_s
             )
         if body.model not in (None, settings.gateway.model):
-            raise InvalidRequestError(
-                f"there is no model {body.model!r} here; there is {settings.gateway.model!r}",
-                param="model",
-                status=HTTPStatus.NOT_FOUND,
-                code="model_not_found",
-            )
+            raise NoSuchModelError(body.model, settings.gateway.model)
         jobs = body.jobs(
             request[bodies.REQUEST_ID],
             request.headers.get("Authorization"),
