@@ -13,7 +13,8 @@ from tests.redis_server import redis_server
 from tests.storage.test_hung_disk import HungReads
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.attach import AttachedStores
 from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.file import FileSettings, FileStore
@@ -24,6 +25,7 @@ from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.resilient import ResilienceSettings
 from tierkv.storage.switch import SwitchStore
 
+STORED = PutStatus.STORED
 NAMES = [f"t:f:{index:02}:0" for index in range(20)]
 
 
@@ -198,6 +200,37 @@ async def answers(store: FaultyStore) -> bool:
     return True
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_a_mirror_that_has_lost_a_ticket_does_not_let_another_be_the_first(lost: int) -> None:
+    parts = [memory(), memory()]
+    store = MirroredStore(parts)
+    async with store.running():
+        assert await put_one(store, NAMES[0], b"one", keep_existing=False, only_new=True) is STORED
+        await parts[lost].delete(NAMES[:1])
+        later = await put_one(store, NAMES[0], b"two", keep_existing=False, only_new=True)
+        assert later is PutStatus.EXISTED
+        assert await store.get(NAMES[0], max_bytes=10) == b"one"
+        outcomes = await store.put(
+            [
+                PutItem(NAMES[1], (b"block",)),
+                PutItem(NAMES[0], (b"three",), keep_existing=False, only_new=True),
+                PutItem(NAMES[2], (b"ticket",), keep_existing=False, only_new=True),
+            ]
+        )
+        assert [one.status for one in outcomes] == [STORED, PutStatus.EXISTED, STORED]
+
+
+async def test_a_small_value_that_is_too_long_in_one_mirror_is_had_from_the_next() -> None:
+    parts = [memory(), memory()]
+    store = MirroredStore(parts)
+    async with store.running():
+        await put_one(parts[0], NAMES[0], bytes(100))
+        with pytest.raises(StoreCorruptError):
+            await store.get(NAMES[0], max_bytes=10)
+        await put_one(parts[1], NAMES[0], b"right")
+        assert await store.get(NAMES[0], max_bytes=10) == b"right"
+
+
 async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
     old, new = memory(), memory()
     store = SwitchStore(old)
@@ -224,6 +257,39 @@ async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
         await store.attach(FileStore(tmp_path / "s", FileSettings(), SystemClock()))
         await fill(store)
         await check(store)
+
+
+async def test_a_store_attached_again_stays_in_use(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, FileSettings(), SystemClock())
+    places = AttachedStores(store)
+    async with places.running():
+        for _ in range(3):
+            await places.attach(store)
+            assert await put_one(places.store, NAMES[0], b"x", keep_existing=False) is STORED
+        for _ in range(3):  # while it is still being left
+            assert places.detach() is store
+            await places.attach(store)
+            assert await put_one(places.store, NAMES[0], b"x", keep_existing=False) is STORED
+        async with asyncio.TaskGroup() as group:
+            writes = [
+                group.create_task(put_one(places.store, name, bytes(100_000))) for name in NAMES[1:]
+            ]
+            await asyncio.sleep(0)
+            places.detach()
+            await places.attach(store, "t:f")
+        assert {write.result() for write in writes} == {STORED}
+        assert places.attached == {"t:f": store}
+        assert await places.store.exists(NAMES) == len(NAMES)
+
+
+async def test_a_store_is_attached_in_one_place_at_a_time() -> None:
+    store = memory()
+    places = AttachedStores(store)
+    async with places.running():
+        with pytest.raises(ConfigError, match="attached already"):
+            await places.attach(store, "t:f")
+        assert places.detach("t:f") is None
+        assert await put_one(places.store, NAMES[0], b"x") is STORED
 
 
 async def test_a_store_that_cannot_be_opened_leaves_the_old_one_in_place(tmp_path: Path) -> None:

@@ -211,6 +211,56 @@ async def test_two_stores_on_one_directory_keep_to_the_capacity_together(tmp_pat
         assert (await stores[0].usage("t")).num_bytes <= 1_000_000
 
 
+async def test_a_store_knows_at_once_what_the_others_on_its_directory_have_added(
+    tmp_path: Path,
+) -> None:
+    stores = [file_store(tmp_path, capacity_bytes=1_000_000) for _ in range(3)]
+    async with stores[0].running(), stores[1].running():
+        for store in stores[:2]:
+            await put_one(store, f"t:f:{id(store)}:0", bytes(10))
+        for index in range(120):
+            await put_one(stores[index % 2], f"t:f:{index}:0", bytes(20_000))
+            if index % 10 == 9:
+                assert (await stores[0].usage("t")).num_bytes <= 1_000_000
+        async with stores[2].running():  # one that comes, fills it, and goes
+            for index in range(200, 240):
+                await put_one(stores[2], f"t:f:{index}:0", bytes(20_000))
+        for index in range(300, 340):
+            await put_one(stores[index % 2], f"t:f:{index}:0", bytes(20_000))
+        assert (await stores[0].usage("t")).num_bytes <= 1_000_000
+
+
+async def test_what_has_expired_is_evicted_before_what_has_not(tmp_path: Path) -> None:
+    clock = TurnedClock()
+    store = file_store(tmp_path, clock, capacity_bytes=10_000)
+    async with store.running():
+        for index in range(5):
+            await put_one(store, f"t:f:{index}:0", bytes(1_000))
+        clock.now += 100
+        for index in range(5, 10):
+            await put_one(store, f"t:f:{index}:0", bytes(1_000), ttl_s=10)
+        clock.now += 100
+        await put_one(store, "t:f:new:0", bytes(1_000))
+        assert {f"{index},0" for index in range(5)} | {"new,0"} <= names_in(tmp_path)
+
+
+async def test_after_the_clock_was_set_back_what_is_used_stays_and_the_rest_goes(
+    tmp_path: Path,
+) -> None:
+    clock = TurnedClock()
+    clock.now += 86_400 * 365
+    store = file_store(tmp_path, clock, capacity_bytes=10_000)
+    async with store.running():
+        for index in range(10):
+            await put_one(store, f"t:f:{index}:0", bytes(1_000))
+        clock.now -= 86_400 * 365
+        assert (await get_one(store, "t:f:9:0", 1_000))[0] is GetStatus.HIT
+        for index in range(20, 26):
+            await put_one(store, f"t:f:{index}:0", bytes(1_000))
+            clock.now += 100
+        assert {f"{index},0" for index in (9, 20, 21, 22, 23, 24, 25)} <= names_in(tmp_path)
+
+
 async def test_the_disk_is_not_filled_beyond_the_floor(small_disk: Path) -> None:
     store = file_store(small_disk, min_free_bytes=500_000)
     async with store.running():
@@ -372,6 +422,7 @@ async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: P
                 make(path, secret)
             async with asyncio.timeout(5):
                 assert (await get_one(store, name, 6))[0] is GetStatus.FAILED
+                assert await store.exists([name]) == 0
         (root / "stranger").write_text("x")
         (root / "t,f" / "stranger").write_text("x")
         (root / "t,f" / "7").mkdir(exist_ok=True)
@@ -380,6 +431,10 @@ async def test_links_pipes_and_strangers_in_the_directory_do_no_harm(tmp_path: P
         assert names == ["t:f:a:0"]
         assert await store.usage("t") == Usage(1, 6)
         await store.delete(["t:f:link:0"])
+        root.joinpath(*relative_path("t:f:link:0")).symlink_to(secret)
+        for name in ("t:f:link:0", "t:f:pipe:0"):  # and none keeps a value out
+            assert await put_one(store, name, b"value?") is PutStatus.STORED
+            assert await get_one(store, name, 6) == (GetStatus.HIT, b"value?")
     assert secret.read_bytes() == b"secret"
 
 

@@ -121,6 +121,9 @@ async def test_the_rights_that_are_documented_are_enough_and_end_at_the_prefix(
         for refused in (store.delete(["u:f:a:0"]), store.list("t:", limit=5)):
             with pytest.raises(StoreUnavailableError, match="permission"):
                 await refused
+        await asyncio.to_thread(give_rights, *COMMANDS, *more, "scan")
+        with pytest.raises(StoreUnavailableError, match=r"refused STRLEN, PTTL: .*permission"):
+            await store.usage("t:f:")
         await asyncio.to_thread(give_rights, *COMMANDS, *more, "scan", "strlen", "pttl")
         assert (await store.usage("t:f:")).num_values == len(OURS) + 1
         assert await store.delete(OURS) == len(OURS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,65 @@ def test_keyed_values_are_verified_by_who_has_the_key(
     assert "6 whole, 1 damaged, 0 keyed" in result.output
 
 
-def test_a_list_of_tails_is_no_block(url: str) -> None:
-    damage(url, PutItem(f"{ONE}:{bytes(32).hex()}:tails", (b"a list",)))
+@pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])
+def test_damage_that_shows_without_a_key_is_told_without_one(url: str, trust: Trust) -> None:
+    digest, other = bytes([20]) * 32, bytes([21]) * 32
+    encode = TenantCodecs(trust, bytes(32))("1" * 16).encode
+    content = b"".join(encode(b"p" * 100, ValueIdentity(bytes(32), digest, 16)))
+    damage(url, PutItem(f"{ONE}:{digest.hex()}:0of1", (content[:-1],)))
+    damage(url, PutItem(f"{ONE}:{other.hex()}:0of1", (content,)))
+    result = run("verify", url)
+    assert "5 whole, 2 damaged, 0 keyed" in result.output
+
+
+@pytest.mark.parametrize("bit", range(16))
+def test_no_flipped_flag_hides_a_damaged_value(url: str, bit: int) -> None:
+    content = bytearray(b"".join(item(ONE, 9).parts))
+    content[6 + bit // 8] ^= 1 << bit % 8
+    damage(url, PutItem(item(ONE, 9).name, (content,)))
+    assert "5 whole, 1 damaged, 0 keyed" in run("verify", url).output
+
+
+def test_a_list_of_tails_is_no_block_and_can_be_damaged(url: str) -> None:
+    parts = PlainCodec().encode(b"\x90", ValueIdentity(bytes(16), bytes(32), 0))
+    damage(url, PutItem(f"{ONE}:{bytes(32).hex()}:tails", parts))
     assert "5 whole, 0 damaged, 0 keyed, 2 no blocks" in run("verify", url).output
+    damage(url, PutItem(f"{TWO}:{bytes(32).hex()}:tails", (b"a list",)))
+    assert "5 whole, 1 damaged, 0 keyed, 2 no blocks" in run("verify", url).output
+
+
+def test_a_tail_filed_under_another_number_of_tokens_is_damaged(url: str) -> None:
+    for tokens in (16, 15):
+        good = item(ONE, 9)  # 16 tokens
+        damage(url, PutItem(f"{good.name}:partial:{tokens}", good.parts))
+    assert "6 whole, 1 damaged" in run("verify", url).output
+
+
+def test_only_the_damaged_copy_of_a_mirrored_value_is_removed(tmp_path: Path) -> None:
+    urls = [(tmp_path / name).as_uri() for name in "ab"]
+    for one in urls:
+        asyncio.run(fill(one))
+    damage(urls[0], replace(item(ONE, 1), parts=(b"short",), keep_existing=False))
+    mirrored = f"mirrored:{urls[0]}|{urls[1]}"
+    assert "4 whole, 1 damaged" in run("verify", mirrored, "--remove-damaged").output
+    assert [answer("stat", one)["values"] for one in urls] == [5, 6]
+    assert "5 whole, 0 damaged" in run("verify", mirrored).output
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "layered"])
+def test_what_only_one_of_several_stores_has_is_listed_counted_and_removed(
+    kind: str, tmp_path: Path
+) -> None:
+    first, second = ((tmp_path / name).as_uri() for name in "ab")
+    asyncio.run(fill(first))
+    asyncio.run(fill(second))
+    damage(first, item(ONE, 7))  # such as a near copy of what is gone from the far store
+    damage(second, item(ONE, 8))
+    url = f"{kind}:{first}|{second}"
+    names = [value["name"] for value in answer("ls", url, "--prefix", ONE)["values"]]  # type: ignore[attr-defined]
+    assert sorted(names) == sorted(item(ONE, n).name for n in (1, 2, 3, 7, 8))
+    assert answer("stat", url)["values"] == 8
+    assert answer("du", url)["groups"][ONE]["values"] == 5  # type: ignore[index]
+    assert run("rm", url, "--prefix", ONE, "--yes").output == "removed 5 values\n"
+    for one in (first, second, url):
+        assert answer("stat", one)["values"] == 3

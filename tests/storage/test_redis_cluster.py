@@ -17,6 +17,7 @@ from tests.redis_server import RedisServer, redis_server
 from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
 from tierkv.cli_storage import storage
 from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_slots import masters, parse_slots, redirection, slot_of
@@ -49,6 +50,10 @@ def test_slots_are_those_that_redis_computes() -> None:
         ("MOVED x 127.0.0.1:6381", None),
         ("MOVED 16384 127.0.0.1:6381", None),
         ("MOVED 3999", None),
+        ("MOVED 3999 127.0.0.1:65536", None),
+        ("MOVED 3999 127.0.0.1:0", None),
+        ("MOVED 3999 127.0.0.1:" + "9" * 5_000, None),
+        ("MOVED " + "9" * 5_000 + " 127.0.0.1:6381", None),
         ("ERR no such thing", None),
     ],
 )
@@ -61,6 +66,14 @@ def test_a_slot_table_names_each_master_once() -> None:
     table = parse_slots([[0, 99, [b"b", 2, b"id"], [b"r", 9]], [100, 16_383, [b"", 1]]], HERE)
     assert (table[0], table[99], table[100]) == (Address("b", 2), Address("b", 2), HERE)
     assert masters(table) == [HERE, Address("b", 2)]
+
+
+@pytest.mark.parametrize(
+    "reply", [[], b"x", [[0, 5, []]], [[0, 5, [b"b", 65_536]]], [[0, 16_384, [b"b", 1]]]]
+)
+def test_a_slot_table_that_helps_nobody_is_refused(reply: object) -> None:
+    with pytest.raises(StoreUnavailableError):
+        parse_slots(reply, HERE)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +212,7 @@ async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
             await asyncio.to_thread(group.master.execute, "WAIT", 1, 5_000)
             group.master.kill()
             async with asyncio.timeout(30):
-                while await put_one(store, "t:f:b:0", b"after") is PutStatus.FAILED:  # noqa: ASYNC110
+                while await put_one(store, "t:f:b:0", b"after") is not PutStatus.STORED:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             assert await asyncio.to_thread(group.master_port) == group.replica.port
             assert await store.get("t:f:a:0", max_bytes=10) == b"before"

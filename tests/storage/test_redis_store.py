@@ -10,10 +10,11 @@ import os
 import random
 import shutil
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
@@ -79,6 +80,11 @@ async def test_a_port_nobody_listens_on_is_reported_at_once() -> None:
         sentence = await refusal(f"redis://:s3cret@127.0.0.1:{port}")
     assert f"redis://127.0.0.1:{port}/0 cannot be reached" in sentence
     assert "s3cret" not in sentence
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".example", "a..example", ".example"])
+async def test_a_host_that_can_be_no_name_is_reported_as_any_other(host: str) -> None:
+    assert "correct the host's name" in await refusal(f"redis://{host}:6379")
 
 
 async def test_a_socket_that_is_not_there_is_reported_at_once(tmp_path: Path) -> None:
@@ -385,18 +391,70 @@ async def test_a_turn_of_the_loop_sends_a_bounded_number_of_bytes(
     assert 0 < most <= 2 << 20, "what one turn begins with, and what tasks do in it"
 
 
+@pytest.mark.parametrize(
+    ("only_new", "status"), [(True, PutStatus.FAILED), (False, PutStatus.EXISTED)]
+)
+async def test_who_wrote_a_value_that_must_be_new_is_not_told_that_it_existed(
+    only_new: bool, status: PutStatus
+) -> None:
+    """The answer is lost with its connection; a second try finds the value of the first."""
+    num_sets = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sets
+        while command := await reader.read(4096):
+            if b"SET" in command:
+                num_sets += 1
+                if num_sets == 1:
+                    break
+            writer.write(b"$-1\r\n" if b"SET" in command else b"+PONG\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        store = redis_store(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with store.running():
+            assert await put_one(store, NAMES[0], b"x", only_new=only_new) is status
+
+
+async def test_a_server_that_takes_no_more_connections_serves_over_those_it_has() -> None:
+    with redis_server("--maxclients", "10") as server, ExitStack() as others:
+        store = redis_store(server.url, RedisSettings(num_connections=4, write_connections=4))
+        async with store.running():
+            assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
+            assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
+
+            def fill() -> None:
+                with suppress(OSError):
+                    for _ in range(20):
+                        client = others.enter_context(
+                            socket.create_connection(("127.0.0.1", server.port))
+                        )
+                        client.sendall(b"PING\r\n")
+                        if not client.recv(5).startswith(b"+PONG"):
+                            break
+
+            await asyncio.to_thread(fill)
+            content = bytes(100_000)
+            puts = await store.put([PutItem(name, (content,)) for name in NAMES[1:]])
+            assert {put.status for put in puts} == {PutStatus.STORED}
+            gets = await store.get_into([landing(name, len(content))[0] for name in NAMES[1:]])
+            assert {get.status for get in gets} == {GetStatus.HIT}
+            assert store.stats.connections < 20, "it does not storm"
+            assert "turns connections away (ERR max number of clients" in await refusal(server.url)
+
+
 async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServer) -> None:
     store = redis_store(empty_redis.url, RedisSettings(timeout_s=1.0))
     async with store.running():
         empty_redis.pause()
         try:
             async with asyncio.TaskGroup() as group:
-                questions = [group.create_task(refused(store.ping())) for _ in range(1_200)]
+                questions = [group.create_task(refused(store.ping())) for _ in range(17_000)]
         finally:
             empty_redis.resume()
         sentences = [question.result() for question in questions]
-        assert sum("1024 requests waiting" in sentence for sentence in sentences) >= 170
-        assert sum("did not answer" in sentence for sentence in sentences) >= 1_024
+        assert sum("16384 requests waiting" in sentence for sentence in sentences) >= 600
+        assert sum("did not answer" in sentence for sentence in sentences) >= 16_384
         await store.ping()
 
 
@@ -410,6 +468,28 @@ async def test_the_order_of_expected_sizes_does_not_matter(store: RedisStore) ->
     assert {got.status for got in gots} == {GetStatus.HIT}
     for item, [buffer] in landings:
         assert buffer == content_of(item.name, 1) * len(buffer)
+
+
+@pytest.mark.parametrize(
+    "takes_nothing",
+    [
+        ("REPLICAOF", "127.0.0.1", "1"),  # READONLY
+        ("CONFIG", "SET", "min-replicas-to-write", "1"),  # NOREPLICAS
+        ("CONFIG", "SET", "maxmemory", "1"),  # OOM
+    ],
+)
+async def test_a_server_that_takes_no_values_is_left_alone_by_writes_only(
+    mortal_redis: RedisServer, takes_nothing: tuple[str, ...]
+) -> None:
+    inner = redis_store(mortal_redis.url)
+    store = ResilientStore(inner, ResilienceSettings(), SystemClock())
+    async with store.running():
+        assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
+        await asyncio.to_thread(mortal_redis.execute, *takes_nothing)
+        for name in NAMES[1:]:
+            assert await put_one(store, name, b"x") is PutStatus.FULL
+        assert store.snapshot().breaker.num_opened == 0
+        assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 
 
 @pytest.fixture(scope="module")
@@ -483,6 +563,36 @@ async def test_a_server_that_wants_a_certificate_is_shown_ours(certificates: Pat
             assert [value.name for value in (await store.list("t", limit=5)).values] == ["t:f:a:0"]
         nobody = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0, tls=TlsFiles(ca=certificate))
         assert "cannot be reached" in await refusal(url, nobody)
+
+
+async def test_a_write_over_tls_that_was_held_up_goes_on_though_less_may_be_sent_now(
+    certificates: Path,
+) -> None:
+    """How much one turn of the loop may send changes; OpenSSL takes no less than it was given."""
+    key, certificate = str(certificates / "key.pem"), str(certificates / "cert.pem")
+    content = random.randbytes(12 << 20)
+    may_read = asyncio.Event()
+    received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await may_read.wait()
+        received.set_result(await reader.readexactly(len(content)))
+        writer.close()
+
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    await asyncio.to_thread(theirs.load_cert_chain, certificate, key)
+    ours = await asyncio.to_thread(TlsFiles(ca=certificate).context)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=theirs, limit=4096) as server:
+        pipe = await open_pipe(Address("127.0.0.1", server.sockets[0].getsockname()[1]), ours)
+        rest, sizes = memoryview(content), itertools.cycle((512 << 10, 88, 100_000))
+        while rest:
+            try:
+                rest = rest[pipe.write([rest[: next(sizes)]]) :]
+            except BlockingIOError:
+                may_read.set()
+                await asyncio.sleep(0.001)
+        assert await asyncio.wait_for(received, 30) == content
+        pipe.close()
 
 
 async def test_tls_files_that_are_none_are_named(tmp_path: Path) -> None:
@@ -570,6 +680,34 @@ async def test_a_long_value_of_another_length_is_damage_and_one_that_is_gone_a_m
     await put_one(store, name, content_of("long", LONG_BYTES))
     for num_bytes in (LONG_BYTES - 1, LONG_BYTES + 1, LONG_BYTES // 2 + 1, 2 * LONG_BYTES):
         assert (await get_one(store, name, num_bytes))[0] is GetStatus.DAMAGED, num_bytes
+
+
+@pytest.mark.parametrize("left_bytes", [0, 1, 2 << 20, (2 << 20) + 1, 4 << 20, (6 << 20) - 1])
+async def test_a_long_value_that_was_cut_is_damage_wherever_it_was_cut(
+    store: RedisStore, left_bytes: int
+) -> None:
+    """Where a range begins, too: GETRANGE from there on says what it says of no value."""
+    name = "t:f:long:0"
+    await put_one(store, name, bytes(left_bytes))
+    missing, _ = landing("t:f:missing:0", 6 << 20)
+    cut, _ = landing(name, 6 << 20)
+    outcomes = await store.get_into([missing, cut])
+    assert [outcome.status for outcome in outcomes] == [GetStatus.MISS, GetStatus.DAMAGED]
+    assert f"{left_bytes} bytes" in outcomes[1].reason or left_bytes % (2 << 20)
+
+
+async def test_no_batch_is_too_large_and_many_at_once_all_have_their_turn(
+    store: RedisStore,
+) -> None:
+    names = [f"t:f:{index:05}:0" for index in range(17_000)]
+    puts = await store.put([PutItem(name, (b"x",)) for name in names])
+    assert {put.status for put in puts} == {PutStatus.STORED}
+    gets = await store.get_into([landing(name, 1)[0] for name in names])
+    assert {get.status for get in gets} == {GetStatus.HIT}
+    async with asyncio.TaskGroup() as group:
+        touches = [group.create_task(store.touch(names[:1_000], ttl_s=60.0)) for _ in range(8)]
+    assert {touch.result() for touch in touches} == {1_000}
+    assert await store.delete(names) == len(names)
 
 
 @pytest.mark.parametrize("num_there", [0, 1, 9, 10, 99, 100, 101, 555, 999, 1000])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 
 import pytest
@@ -15,7 +15,14 @@ from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.storage.breaker import BreakerState
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutOutcome, PutStatus
+from tierkv.storage.protocol import (
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+)
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 from tierkv.storage.turns import Turns
 
@@ -345,6 +352,62 @@ async def test_what_is_not_there_is_not_asked_for_again_until_somebody_writes(ma
     assert await pair.store.exists(NAMES) == 10
     assert await pair.store.get("t:ticket:a", max_bytes=1) == b"x"
     assert await pair.store.exists(NAMES) == 50
+
+
+class LateAnswers(MemoryStore):
+    """Answers what was true when it was asked, when `may_answer` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(MemorySettings(), SystemClock())
+        self.may_answer = asyncio.Event()
+        self.num_asked = 0
+
+    async def exists(self, names: Sequence[str]) -> int:
+        found = await super().exists(names)
+        self.num_asked += 1
+        await self.may_answer.wait()
+        return found
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        found = await super().present(names)
+        self.num_asked += 1
+        await self.may_answer.wait()
+        return found
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        outcomes = await super().get_into(items)
+        self.num_asked += 1
+        await self.may_answer.wait()
+        return outcomes
+
+
+@pytest.mark.parametrize("asks", ["exists", "present", "get_into"])
+@pytest.mark.parametrize("writer", ["we", "another node"])
+async def test_an_answer_older_than_a_write_makes_nobody_believe_that_there_is_nothing(
+    asks: str, writer: str
+) -> None:
+    inner = LateAnswers()
+    settings = ResilienceSettings(timeout_s=30.0, negative_ttl_s=100.0)
+    store = ResilientStore(inner, settings, SystemClock())
+    async with store.running(), asyncio.TaskGroup() as group:
+        match asks:
+            case "exists":
+                asking: Coroutine[object, object, object] = store.exists(NAMES[:1])
+            case "present":
+                asking = store.present(NAMES[:1])
+            case _:
+                asking = store.get_into([landing(NAMES[0], 1)[0]])
+        asked = group.create_task(asking)
+        await until(lambda: inner.num_asked == 1)
+        if writer == "we":
+            assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
+        else:
+            await put_one(inner, NAMES[0], b"x")
+            await put_one(inner, "t:ticket:a", b"x")
+            assert await store.get("t:ticket:a", max_bytes=1) == b"x"
+        inner.may_answer.set()
+        await asked
+        assert await store.exists(NAMES[:1]) == 1
 
 
 @pytest.mark.parametrize("small", ["t:f:00ff:tails", "t:ack:a", "t:producer:a"])

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from tierkv.storage.copies import forget_damaged
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     GetItem,
@@ -55,6 +56,10 @@ class StoreAround(ABC):
     async def delete(self, names: Sequence[str]) -> int:
         checked = check_names(names)
         return await self._ask(lambda store: store.delete(checked))
+
+    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
+        checked = check_names(names)
+        return await self._ask(lambda store: forget_damaged(store, checked))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
         checked = check_names(names)

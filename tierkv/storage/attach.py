@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.protocol import Store
 from tierkv.storage.routed import RoutedStore
-from tierkv.storage.switch import SwitchStore
+from tierkv.storage.switch import Lifetimes, SwitchStore
 from tierkv.tasks import task_group
 
 
@@ -23,7 +23,8 @@ class AttachedStores:
 
     def __init__(self, store: Store | None = None) -> None:
         """store: the common one, attached when `running()` is entered."""
-        self._common = SwitchStore(store)
+        self._lifetimes: Lifetimes = {}
+        self._common = SwitchStore(store, self._lifetimes)
         self._own: dict[str, SwitchStore] = {}
         self._routes: dict[str, Store] = {}
         self._closing = asyncio.Event()
@@ -52,7 +53,8 @@ class AttachedStores:
     async def attach(self, store: Store, route: str = "") -> None:
         """Use `store` from now on, once it can be used, instead of the one there, if any.
 
-        What `store.running()` raises is raised here, and the one there stays.
+        What `store.running()` raises is raised here, and the one there stays; so is ConfigError for
+        a store that is attached elsewhere.
         """
         if self._tasks is None:
             raise StoreUnavailableError("nothing can be attached now")
@@ -73,7 +75,7 @@ class AttachedStores:
         return place.detach() if place is not None else None
 
     async def _open(self, tasks: asyncio.TaskGroup) -> SwitchStore:
-        place = SwitchStore()
+        place = SwitchStore(None, self._lifetimes)
         opened = asyncio.Event()
 
         async def keep() -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.storage.file_direct import DirectWriter
+from tierkv.storage.file_listing import Listing
 from tierkv.storage.file_room import Room
 from tierkv.storage.file_scratch import WRITERS, Scratch
+from tierkv.storage.file_used import UsedBytes
 from tierkv.storage.file_values import ValueFiles
 from tierkv.storage.notify import Notifier
 from tierkv.storage.notify_file import FileNotifier
@@ -115,8 +117,10 @@ class FileStore:
             scratch = await self._writers.run(self._open)
             room = Room(
                 self._root,
+                UsedBytes(self._root / WRITERS, lambda: scratch.directory),
                 capacity_bytes=self._settings.capacity_bytes,
                 min_free_bytes=self._settings.min_free_bytes,
+                order=Listing(self._root, self._clock).eviction_order,
             )
             files = ValueFiles(
                 self._root,

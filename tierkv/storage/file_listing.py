@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from tierkv.storage.file_paths import name_of, relative_path, walk
 from tierkv.storage.protocol import ListPage, StoredValue, Usage
 
 NEVER_NS = 0
+# A value's access time is written at most once in this time, and says no more than this.
+USE_GRAIN_S = 60.0
 
 
 class Listing:
@@ -53,6 +56,18 @@ class Listing:
     def is_expired(self, status: os.stat_result) -> bool:
         expires_at = _expires_at(status)
         return expires_at is not None and expires_at <= self._clock.wall()
+
+    def seconds_unused(self, status: os.stat_result) -> float:
+        """Infinite for what was used in the future: the clock was set back since."""
+        unused_s = self._clock.wall() - status.st_atime
+        return unused_s if unused_s > -USE_GRAIN_S else math.inf
+
+    def eviction_order(self, status: os.stat_result) -> tuple[bool, float, float]:
+        """What has expired goes first, then what was used longest ago; of values last used in the
+        same minute the ones written last."""
+        is_live = not self.is_expired(status)
+        used_at = 0.0 if math.isinf(self.seconds_unused(status)) else status.st_atime
+        return is_live, used_at // USE_GRAIN_S, -used_at
 
 
 def _expires_at(status: os.stat_result) -> float | None:

@@ -2,6 +2,7 @@
 
     .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
                        / 0, 1, ...  values being written
+                       / added      see file_used
 
 It is on the same file system as the values, so a rename makes a value visible at once.
 One directory for the leftovers, rather than beside the values, makes clearing up independent of how
@@ -46,6 +47,10 @@ class Scratch:
         self._device = os.fstat(self._lock_fd).st_dev
         self._serial = count()
         self._renewing = threading.Lock()
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
 
     def new_path(self) -> str:
         """A path below the directory that was never given before."""

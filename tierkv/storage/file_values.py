@@ -24,9 +24,9 @@ from tierkv.clock import Clock
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.buffers import read_fully, write_fully
 from tierkv.storage.file_direct import MIN_BYTES, DirectWriter
-from tierkv.storage.file_listing import NEVER_NS, Listing, sentence
+from tierkv.storage.file_listing import NEVER_NS, USE_GRAIN_S, Listing, sentence
 from tierkv.storage.file_paths import relative_path, walk
-from tierkv.storage.file_room import USE_GRAIN_S, Room
+from tierkv.storage.file_room import Room
 from tierkv.storage.file_scratch import Scratch, locked_directory
 from tierkv.storage.protocol import (
     Buffer,
@@ -121,13 +121,14 @@ class ValueFiles:
         if reason := self._room.make(item.num_bytes, _unlink):
             return PutOutcome(PutStatus.FULL, f"{item.name}: {reason}")
         temporary = self._scratch.new_path()
+        status = PutStatus.FAILED
         try:
             self._write(temporary, item)
             status = self._publish(temporary, path, item)
-            if status is PutStatus.STORED:
-                self._room.added(item.num_bytes)
             return PutOutcome(status)
         finally:
+            if status is not PutStatus.STORED:
+                self._room.removed(item.num_bytes)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
 
@@ -154,7 +155,7 @@ class ValueFiles:
             return False
         except OSError as error:
             raise StoreUnavailableError(sentence(name, error)) from error
-        self._room.added(-status.st_size)
+        self._room.removed(status.st_size)
         return not self.listing.is_expired(status)
 
     def touch(self, name: str, ttl_s: float) -> bool:
@@ -234,18 +235,18 @@ class ValueFiles:
             status = os.stat(path, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return not self.listing.is_expired(status)
+        return stat.S_ISREG(status.st_mode) and not self.listing.is_expired(status)
 
     def _mark_used(self, path: str, status: os.stat_result) -> None:
         """Note for the eviction when the value was last used, to the minute."""
-        now = self._clock.wall()
-        if now - status.st_atime < USE_GRAIN_S:
+        if self.listing.seconds_unused(status) < USE_GRAIN_S:
             return
         # A file that is not ours, or is just being written again, can be read and not marked; it
         # is a hit all the same.
         with contextlib.suppress(OSError), locked_directory(_parent(path), waits=False):
             expires_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
-            os.utime(path, ns=(int(now * 1e9), expires_ns), follow_symlinks=False)
+            used_ns = int(self._clock.wall() * 1e9)
+            os.utime(path, ns=(used_ns, expires_ns), follow_symlinks=False)
 
     def _remove_expired(self, path: str) -> bool:
         """Whether it was removed. What another keeps locked is left to a later one."""

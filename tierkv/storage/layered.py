@@ -6,17 +6,16 @@ put: far, then near
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.around import StoreAround
+from tierkv.storage.copies import forget_damaged
 from tierkv.storage.host_memory import use_memory
+from tierkv.storage.layered_copies import LayeredSettings, NearCopies
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
@@ -24,28 +23,23 @@ from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
     GetStatus,
+    ListPage,
     PutItem,
     PutOutcome,
     PutStatus,
     Store,
+    Usage,
+    check_limit,
     check_names,
+    check_prefix,
 )
-from tierkv.storage.threads import WorkerThreads
-from tierkv.tasks import background
+from tierkv.storage.union import list_union, usage_of_union
 
-_log = logging.getLogger(__name__)
+_MAX_SUSPECTS = 10_000
+
+__all__ = ["LayeredSettings", "LayeredStore"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class LayeredSettings:
-    """near_ttl_s: how long copies live in the near store.
-    max_fill_bytes: copies waiting for the near store; beyond that none is made.
-    """
-
-    near_ttl_s: float = 3600.0
-    max_fill_bytes: int = 256 << 20
 
 
 class LayeredStore(StoreAround):
@@ -57,12 +51,12 @@ class LayeredStore(StoreAround):
         self._near = near
         self._far = far
         self._settings = settings
-        self._fills: deque[PutItem] = deque()
-        self._fill_bytes = 0
-        self._came = asyncio.Event()
-        self._copier = WorkerThreads(self.url, 1)
+        self._copies = NearCopies(near, settings)
+        # Damaged when they were read last, which can be the near copy's fault: read from afar the
+        # next time, and not copied. The near store may not have been able to forget them.
+        self._suspects: set[str] = set()
+        self._read_afar: set[str] = set()  # of these, those that were
         self.num_near_hits = 0
-        self.num_fills_dropped = 0
 
     def notifier(self) -> Notifier:
         return notifier_of(self._far)
@@ -70,6 +64,10 @@ class LayeredStore(StoreAround):
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         for store in (self._near, self._far):
             use_memory(store, pools)
+
+    @property
+    def num_fills_dropped(self) -> int:
+        return self._copies.num_dropped
 
     @property
     def url(self) -> str:
@@ -84,8 +82,7 @@ class LayeredStore(StoreAround):
         async with (
             self._near.running(),
             self._far.running(),
-            self._copier.running(),
-            background({"tierkv-near-fill": self._keep_filling()}),
+            self._copies.running(),
         ):
             yield
 
@@ -122,7 +119,15 @@ class LayeredStore(StoreAround):
             return 0
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        outcomes = await self._near.get_into(items)
+        names = {item.name for item in items}
+        suspects = self._suspects & names
+        self._suspects -= suspects
+        self._read_afar = (self._read_afar - names) | suspects
+        outcomes = [GetOutcome(GetStatus.MISS)] * len(items)
+        asked = [i for i, item in enumerate(items) if item.name not in suspects]
+        near = await self._near.get_into([items[i] for i in asked]) if asked else []
+        for i, outcome in zip(asked, near, strict=True):
+            outcomes[i] = outcome
         left = [i for i, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
         self.num_near_hits += len(items) - len(left)
         if left:
@@ -131,7 +136,8 @@ class LayeredStore(StoreAround):
             damaged = {items[i].name for i in came if outcomes[i].status is GetStatus.DAMAGED}
             for i, outcome in zip(left, far, strict=True):
                 outcomes[i] = outcome
-            await self._fill([items[i] for i in came], damaged)
+            trusted = [items[i] for i in came if items[i].name not in suspects]
+            await self._copies.make(trusted, damaged)
         return outcomes
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -143,49 +149,51 @@ class LayeredStore(StoreAround):
         ]
         if near:
             await self._near.put(near)
+        replaced = [item.name for item in items if not item.leaves_existing]
+        if replaced:
+            self._copies.forget(replaced)
+            with suppress(StoreUnavailableError):  # then it is not read either, or soon gone
+                await self._near.delete(replaced)
         return outcomes
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
+        self._copies.forget(names)
+        num_there = sum(await self.present([*dict.fromkeys(names)]))  # some only in one of the two
         try:
             await self._near.delete(names)
         finally:
             deleted = await self._far.delete(names)
-        return deleted
+        return max(num_there, deleted)
 
-    async def _fill(self, came: Sequence[GetItem], damaged: set[str]) -> None:
-        """Copy values that have come, for the near store: their buffers are soon another's.
+    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
+        """The near copy, unless there is none or the value was read from afar."""
+        check_names(names)
+        self._copies.forget(names)
+        are_near = [True] * len(names)
+        with suppress(StoreUnavailableError):
+            are_near = await present(self._near, names)
+        there = [name for name, is_near in zip(names, are_near, strict=True) if is_near]
+        near = set(there) - self._read_afar
+        far = [name for name in names if name not in near]
+        if len(self._suspects) + len(self._read_afar) > _MAX_SUSPECTS:
+            self._suspects.clear()
+            self._read_afar.clear()
+        self._suspects |= near
+        self._read_afar -= set(far)
+        if near:
+            with suppress(StoreUnavailableError):  # such as of a disk that may only be read
+                await self._near.delete(list(near))
+        more = iter(await forget_damaged(self._far, far) if far else ())
+        others = [name in near or next(more) for name in names]
+        return [other or is_near for other, is_near in zip(others, are_near, strict=True)]
 
-        damaged: of these the near store has something else, which is replaced.
-        """
-        copied = []
-        for item in came:
-            if self._fill_bytes + item.num_bytes > self._settings.max_fill_bytes:
-                self.num_fills_dropped += 1
-                continue
-            self._fill_bytes += item.num_bytes
-            copied.append(item)
-        if not copied:
-            return
-        try:  # not on the loop: 2 MiB take 0.5 ms, into memory that was never used 5
-            contents = await self._copier.run(lambda: [b"".join(item.into) for item in copied])
-        except BaseException:
-            self._fill_bytes -= sum(item.num_bytes for item in copied)
-            raise
-        ttl_s = self._settings.near_ttl_s
-        self._fills += [
-            PutItem(item.name, (content,), ttl_s, keep_existing=item.name not in damaged)
-            for item, content in zip(copied, contents, strict=True)
-        ]
-        self._came.set()
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """What only the near store still has comes last: it is read, so it can be removed."""
+        check_prefix(prefix)
+        check_limit(limit)
+        return await list_union((self._far, self._near), prefix, limit=limit, cursor=cursor)
 
-    async def _keep_filling(self) -> None:
-        while True:
-            while not self._fills:
-                self._came.clear()
-                await self._came.wait()
-            item = self._fills.popleft()
-            self._fill_bytes -= item.num_bytes
-            [outcome] = await self._near.put([item])
-            if outcome.status is PutStatus.FAILED:
-                _log.debug("no near copy: %s", outcome.reason)
+    async def usage(self, prefix: str) -> Usage:
+        check_prefix(prefix)
+        return await usage_of_union((self._far, self._near), prefix)

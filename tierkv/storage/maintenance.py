@@ -8,32 +8,54 @@ from dataclasses import dataclass, field
 
 from tierkv.errors import StoreCorruptError
 from tierkv.storage.codec import (
+    HEADER_BYTES,
     KEY_DIGEST_BYTES,
     Codec,
+    Damage,
     DamagedValueError,
     PlainCodec,
+    ValueIdentity,
+    check_fields,
     read_identity,
 )
-from tierkv.storage.codec_keyed import FLAG_SEALED, FLAG_SIGNED, TenantCodecs, Trust
+from tierkv.storage.codec_keyed import (
+    FLAG_SEALED,
+    FLAG_SIGNED,
+    SEALED_HEADER_BYTES,
+    TenantCodecs,
+    Trust,
+)
+from tierkv.storage.copies import forget_damaged
 from tierkv.storage.protocol import Store, StoredValue, Usage
 from tierkv.tasks import task_group
 
 _PAGE = 1000
 _READS_AT_ONCE = 8
-_FLAGS_AT = 6
+_MAX_COPIES = 4
+_MAX_VALUE_BYTES = 1 << 30
+_FLAGS = slice(6, 8)
 _FINGERPRINT_FIELD = 1
 _DIGEST_FIELD = 2
 _TAILS = "tails"  # in the place of a shard: the list of a block's tails
-_KEYED = frozenset({FLAG_SIGNED, FLAG_SEALED})
+_TAILS_TOKENS = 0
+_PARTIAL = "partial"
+_KEYED_HEADER_BYTES = {FLAG_SIGNED: HEADER_BYTES, FLAG_SEALED: SEALED_HEADER_BYTES}
 
 
 async def values_under(store: Store, prefix: str) -> AsyncIterator[StoredValue]:
     """Each value once, as long as none comes or goes meanwhile. Raises StoreUnavailableError."""
+    async for page in _pages_under(store, prefix):
+        for value in page:
+            yield value
+
+
+async def _pages_under(store: Store, prefix: str) -> AsyncIterator[Sequence[StoredValue]]:
+    """What is forgotten between two pages leaves the rest to come. None is empty."""
     cursor: str | None = None
     while True:
         page = await store.list(prefix, limit=_PAGE, cursor=cursor)
-        for value in page.values:
-            yield value
+        if page.values:
+            yield page.values
         cursor = page.cursor
         if cursor is None:
             return
@@ -51,8 +73,8 @@ async def usage_by_group(store: Store, prefix: str) -> dict[str, Usage]:
 
 @dataclass(slots=True)
 class Verified:
-    """damaged: (name, why). num_keyed: values that only a tenant's key can verify. num_others:
-    tickets and whatever else is no block."""
+    """damaged: (name, why). num_keyed: values that only a tenant's key can verify; their headers
+    fit. num_others: lists of tails, tickets and whatever else is no block."""
 
     num_whole: int = 0
     num_keyed: int = 0
@@ -61,82 +83,130 @@ class Verified:
     damaged: list[tuple[str, str]] = field(default_factory=list)
 
 
-async def verify(store: Store, prefix: str, key: bytes | None = None) -> Verified:
+async def verify(
+    store: Store, prefix: str, key: bytes | None = None, *, removes_damaged: bool = False
+) -> Verified:
     """Read every value and check its header against its name and its bytes.
 
-    key: the deployment's, for signed and sealed values. Raises StoreUnavailableError, and
-    ConfigError if the key is none or a package is missing for it.
+    key: the deployment's, for signed and sealed values. removes_damaged: copies of a damaged value
+    that are whole stay. Raises StoreUnavailableError, and ConfigError if the key is none or a
+    package is missing for it.
     """
     found = Verified()
-    codecs: dict[int, Callable[[str], Codec]] = {0: lambda _: PlainCodec()}
-    if key is not None:
-        codecs[FLAG_SIGNED] = TenantCodecs(Trust.SIGNED, key)
-        codecs[FLAG_SEALED] = TenantCodecs(Trust.SEALED, key)
+    codecs = _codecs(key)
     places = asyncio.Semaphore(_READS_AT_ONCE)
 
-    async def verify_one(value: StoredValue) -> None:
+    async def verify_one(name: str) -> None:
         try:
-            await _verify_one(store, value, codecs, found)
+            await _verify_one(store, name, codecs, found)
         finally:
             places.release()
 
     async with task_group() as group:
         async for value in values_under(store, prefix):
             await places.acquire()
-            group.create_task(verify_one(value))
+            group.create_task(verify_one(value.name))
+    left = [name for name, _ in found.damaged] if removes_damaged else []
+    for _ in range(_MAX_COPIES):
+        again = Verified()
+        for part in _parts(left):
+            others = await forget_damaged(store, part)
+            for name, has_other in zip(part, others, strict=True):
+                if has_other:
+                    await _verify_one(store, name, codecs, again)
+        left = [name for name, _ in again.damaged]
     return found
 
 
+def _codecs(key: bytes | None) -> Mapping[int, Callable[[str], Codec]]:
+    codecs: dict[int, Callable[[str], Codec]] = {0: lambda _: PlainCodec()}
+    if key is not None:
+        codecs[FLAG_SIGNED] = TenantCodecs(Trust.SIGNED, key)
+        codecs[FLAG_SEALED] = TenantCodecs(Trust.SEALED, key)
+    return codecs
+
+
 async def _verify_one(
-    store: Store,
-    value: StoredValue,
-    codecs: Mapping[int, Callable[[str], Codec]],
-    found: Verified,
+    store: Store, name: str, codecs: Mapping[int, Callable[[str], Codec]], found: Verified
 ) -> None:
-    digest = _digest_of(value.name)
-    if digest is None:
+    identity = _identity_in(name)
+    if identity is None:
         found.num_others += 1
         return
     try:
-        content = await store.get(value.name, max_bytes=value.num_bytes)
+        content = await store.get(name, max_bytes=_MAX_VALUE_BYTES)
+        if content is None:
+            found.num_gone += 1
+            return
+        is_keyed = _check(name, bytearray(content), identity, codecs)
     except StoreCorruptError as error:
-        found.damaged.append((value.name, str(error)))
+        found.damaged.append((name, str(error)))
         return
-    if content is None:
-        found.num_gone += 1
-        return
-    flags = content[_FLAGS_AT] if len(content) > _FLAGS_AT else 0
-    if flags in _KEYED and flags not in codecs:
+    if identity.num_tokens == _TAILS_TOKENS:
+        found.num_others += 1
+    elif is_keyed:
         found.num_keyed += 1
-        return
-    codec = codecs.get(flags, codecs[0])(value.name.split(":")[_FINGERPRINT_FIELD])
-    _check(found, value.name, bytearray(content), digest, codec)
+    else:
+        found.num_whole += 1
 
 
-def _digest_of(name: str) -> bytes | None:
-    """The block digest in a name, None if it is not one of a block."""
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """What a name says of its value. num_tokens: None where it does not say."""
+
+    digest: bytes
+    num_tokens: int | None
+
+
+def _identity_in(name: str) -> _Identity | None:
+    """None if it is not the name of a block, a tail or a list of tails."""
     fields = name.split(":")
     try:
         digest = bytes.fromhex(fields[_DIGEST_FIELD])
+        shard, *rest = fields[_DIGEST_FIELD + 1 :]
     except (IndexError, ValueError):
         return None
-    is_block = len(digest) == KEY_DIGEST_BYTES and len(fields) > _DIGEST_FIELD + 1
-    return digest if is_block and fields[_DIGEST_FIELD + 1] != _TAILS else None
+    if len(digest) != KEY_DIGEST_BYTES:
+        return None
+    if shard == _TAILS:
+        return _Identity(digest, _TAILS_TOKENS)
+    is_tail = len(rest) == 2 and rest[0] == _PARTIAL and rest[1].isdecimal()  # noqa: PLR2004
+    return _Identity(digest, int(rest[1]) if is_tail else None)
 
 
-def _check(found: Verified, name: str, content: bytearray, digest: bytes, codec: Codec) -> None:
+def _check(
+    name: str,
+    content: bytearray,
+    identity: _Identity,
+    codecs: Mapping[int, Callable[[str], Codec]],
+) -> bool:
+    """Whether only a key could tell more. Raises DamagedValueError."""
+    says = read_identity(content)
+    if says.key_digest != identity.digest:
+        raise DamagedValueError(Damage.KEY, f"the value belongs to block {says.key_digest.hex()}")
+    if identity.num_tokens not in (None, says.num_tokens):
+        raise DamagedValueError(Damage.TOKENS, f"the value holds {says.num_tokens} tokens")
+    flags = int.from_bytes(content[_FLAGS], "little")
+    if flags in _KEYED_HEADER_BYTES and flags not in codecs:
+        _check_without_key(content, says, flags)
+        return True
+    codec = codecs.get(flags, codecs[0])(name.split(":")[_FINGERPRINT_FIELD])
     at = codec.header_bytes
-    header, payload = content[:at], memoryview(content)[at:]
+    codec.decode(content[:at], memoryview(content)[at:], says)
+    return False
+
+
+def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> None:
+    """What can be said of a keyed value by who has no key. Raises DamagedValueError."""
+    at = _KEYED_HEADER_BYTES[flags]
+    header, payload = memoryview(content)[:at], memoryview(content)[at:]
+    check_fields(header, payload.nbytes, says, flags=flags, header_bytes=at)
+    content[_FLAGS] = bytes(2)
     try:
-        identity = read_identity(header)
-        codec.decode(header, payload, identity)
-        if identity.key_digest != digest:
-            found.damaged.append((name, f"the value belongs to block {identity.key_digest.hex()}"))
-            return
-    except DamagedValueError as error:
-        found.damaged.append((name, str(error)))
+        PlainCodec().decode(header, payload, says)
+    except DamagedValueError:
         return
-    found.num_whole += 1
+    raise DamagedValueError(Damage.VERSION, f"a plain value has the flags {flags:#x}")
 
 
 async def remove(
@@ -146,10 +216,9 @@ async def remove(
 
     Raises StoreUnavailableError.
     """
-    names = [value.name async for value in values_under(store, prefix)]
     removed = 0
-    for part in _parts(names):
-        removed += await store.delete(part)
+    async for page in _pages_under(store, prefix):
+        removed += await store.delete([value.name for value in page])
         so_far(removed)
     return removed
 
@@ -159,8 +228,11 @@ async def give_ttl(store: Store, prefix: str, ttl_s: float) -> int:
 
     Returns how many there were. A node that uses one of them touches it. StoreUnavailableError.
     """
-    names = [value.name async for value in values_under(store, prefix) if value.expires_at is None]
-    return sum([await store.touch(part, ttl_s=ttl_s) for part in _parts(names)])
+    given = 0
+    async for page in _pages_under(store, prefix):
+        names = [value.name for value in page if value.expires_at is None]
+        given += await store.touch(names, ttl_s=ttl_s) if names else 0
+    return given
 
 
 def _parts(names: Sequence[str]) -> Sequence[Sequence[str]]:

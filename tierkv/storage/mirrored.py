@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TypeVar
 
-from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.copies import forget_damaged
 from tierkv.storage.host_memory import use_memory
+from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -19,8 +21,11 @@ from tierkv.storage.protocol import (
     PutStatus,
     Store,
     Usage,
+    check_limit,
     check_names,
+    check_prefix,
 )
+from tierkv.storage.union import list_union, usage_of_union
 from tierkv.tasks import task_group
 
 T = TypeVar("T")
@@ -29,7 +34,9 @@ T = TypeVar("T")
 class MirroredStore:
     """`Store`. A value is stored if one store has it. The first store is preferred; another
     answers where it fails or has none. A failed store is filled again only by what is put later.
-    Of several who put one name at once more than one can be told STORED: each store chooses.
+    Of several who put one name at once more than one can be told STORED: each store chooses. Who
+    puts with `only_new` asks them one after the other, and one at most is told so as long as one of
+    the stores answers them all.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
@@ -95,6 +102,25 @@ class MirroredStore:
             raise next(iter(failures.values()))
         return found
 
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        check_names(names)
+        found = [False] * len(names)
+        failures = []
+        for store in self._stores:
+            left = [at for at, is_there in enumerate(found) if not is_there]
+            if not left:
+                break
+            try:
+                answers = await present(store, [names[at] for at in left])
+            except StoreUnavailableError as error:
+                failures.append(error)
+                continue
+            for at, is_there in zip(left, answers, strict=True):
+                found[at] = is_there
+        if len(failures) == len(self._stores):
+            raise failures[0]
+        return found
+
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         outcomes = await self._stores[0].get_into(items)
         for store in self._stores[1:]:
@@ -108,26 +134,87 @@ class MirroredStore:
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        return await self._first(lambda store: store.get(name, max_bytes=max_bytes), None)
+        damage: list[StoreCorruptError] = []
+
+        async def ask(store: Store) -> bytes | None:
+            try:
+                return await store.get(name, max_bytes=max_bytes)
+            except StoreCorruptError as error:
+                damage.append(error)
+                return None
+
+        content = await self._first(ask, None)
+        if content is None and damage:
+            raise damage[0]
+        return content
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        news = [i for i, item in enumerate(items) if item.only_new]
+        if news:
+            return await self._put_news(items, news)
         async with task_group() as group:
             puts = [group.create_task(store.put(items)) for store in self._stores]
         return [_best(outcomes) for outcomes in zip(*(put.result() for put in puts), strict=True)]
 
+    async def _put_news(self, items: Sequence[PutItem], news: Sequence[int]) -> list[PutOutcome]:
+        """news: which of `items` are to be the first of their names in every store. One that is
+        not in the second, where the first has lost its value or was away, is taken back."""
+        others = [i for i, item in enumerate(items) if not item.only_new]
+        put = await self.put([items[i] for i in others]) if others else []
+        results = dict(zip(others, put, strict=True))
+        taken_by: dict[int, MutableSequence[Store]] = {i: [] for i in news}
+        for store in self._stores:
+            left = [i for i in news if i not in results or results[i].status is not _EXISTED]
+            if not left:
+                break
+            for i, outcome in zip(left, await store.put([items[i] for i in left]), strict=True):
+                if outcome.status is _EXISTED:
+                    for taken in taken_by[i]:
+                        with suppress(StoreUnavailableError):
+                            await taken.delete([items[i].name])
+                if outcome.status is PutStatus.STORED:
+                    taken_by[i].append(store)
+                results[i] = (
+                    outcome
+                    if i not in results or outcome.status is _EXISTED
+                    else _best((results[i], outcome))
+                )
+        return [results[i] for i in range(len(items))]
+
     async def delete(self, names: Sequence[str]) -> int:
-        return max(await self._all(lambda store: store.delete(names)))
+        num_there = sum(
+            await self.present([*dict.fromkeys(names)])
+        )  # one can be in this store, one in that
+        return max(num_there, *await self._all(lambda store: store.delete(names)))
+
+    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
+        """In the first store that has it: it is what was read."""
+        check_names(names)
+        others = dict.fromkeys(names, False)
+        left = list(others)
+        for at, store in enumerate(self._stores):
+            try:
+                are_there = await present(store, left) if left else []
+            except StoreUnavailableError:
+                continue
+            found = [name for name, is_there in zip(left, are_there, strict=True) if is_there]
+            more = await forget_damaged(store, found) if found else []
+            is_last = at + 1 == len(self._stores)
+            others |= {n: one or not is_last for n, one in zip(found, more, strict=True)}
+            left = [name for name in left if name not in set(found)]
+        return [others[name] for name in names]
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
         return max(await self._all(lambda store: store.touch(names, ttl_s=ttl_s)))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Of the first store."""
-        return await self._stores[0].list(prefix, limit=limit, cursor=cursor)
+        check_prefix(prefix)
+        check_limit(limit)
+        return await list_union(self._stores, prefix, limit=limit, cursor=cursor)
 
     async def usage(self, prefix: str) -> Usage:
-        """Of the first store."""
-        return await self._stores[0].usage(prefix)
+        check_prefix(prefix)
+        return await usage_of_union(self._stores, prefix)
 
     async def _all(self, ask: Callable[[Store], Awaitable[T]]) -> Sequence[T]:
         """Every store's answer; raises the first one's error after all have been asked."""
@@ -157,6 +244,7 @@ class MirroredStore:
         return nothing
 
 
+_EXISTED = PutStatus.EXISTED
 _RANK = (PutStatus.STORED, PutStatus.EXISTED, PutStatus.FULL, PutStatus.FAILED)
 
 

@@ -4,9 +4,19 @@ again by every request for the same prompt."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from tierkv.clock import Clock
+
+
+@dataclass(eq=False, slots=True)
+class _Meanwhile:
+    """What has been written since a question was put."""
+
+    written: set[str] = field(default_factory=set)
+    has_cleared: bool = False
 
 
 class NegativeCache:
@@ -17,6 +27,7 @@ class NegativeCache:
         self._max_names = max_names
         self._clock = clock
         self._until: OrderedDict[str, float] = OrderedDict()
+        self._asked: list[_Meanwhile] = []
         self.num_hits = 0
 
     def first(self, names: Sequence[str]) -> int:
@@ -30,8 +41,24 @@ class NegativeCache:
                 return index
         return len(names)
 
-    def note(self, name: str) -> None:
-        """The store has just said that it has none."""
+    @contextmanager
+    def asking(self) -> Iterator[Callable[[str], None]]:
+        """While the store is asked, and until its answer has been noted with what this gives: for
+        each name that it says it has none of. Not of one that somebody has written meanwhile; the
+        answer may be older."""
+        meanwhile = _Meanwhile()
+        self._asked.append(meanwhile)
+
+        def note(name: str) -> None:
+            if not (meanwhile.has_cleared or name in meanwhile.written):
+                self._note(name)
+
+        try:
+            yield note
+        finally:
+            self._asked.remove(meanwhile)
+
+    def _note(self, name: str) -> None:
         if not self._ttl_s:
             return
         self._until[name] = self._clock.monotonic() + self._ttl_s
@@ -41,7 +68,11 @@ class NegativeCache:
     def forget(self, name: str) -> None:
         """Somebody writes it."""
         self._until.pop(name, None)
+        for meanwhile in self._asked:
+            meanwhile.written.add(name)
 
     def clear(self) -> None:
         """Somebody may have written any of them."""
         self._until.clear()
+        for meanwhile in self._asked:
+            meanwhile.has_cleared = True

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import islice
 
 from redis.exceptions import RedisError
@@ -19,6 +20,7 @@ from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
     GetOutcome,
+    GetStatus,
     ListPage,
     PutItem,
     PutOutcome,
@@ -42,12 +44,15 @@ from tierkv.storage.redis_node import (
     RedisNode,
     RedisSettings,
     cut,
+    described,
     expect,
     understood,
 )
 from tierkv.storage.redis_requests import (
     get_outcome,
     get_requests,
+    get_whole_request,
+    is_in_ranges,
     put_outcome,
     put_request,
     question,
@@ -99,8 +104,7 @@ class RedisStore:
         router = _router(self._url, access, self._clock)
         self._access = access
         async with router.running():
-            for node in router.nodes():
-                await node.ask("PING")
+            await router.ping()
             self._router = router
             try:
                 yield
@@ -108,8 +112,7 @@ class RedisStore:
                 self._router = None
 
     async def ping(self) -> None:
-        for node in self._opened().nodes():
-            await node.ask("PING")
+        await self._opened().ping()
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
@@ -123,10 +126,21 @@ class RedisStore:
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         calls = [[Call(item.name, make) for make in get_requests(item)] for item in items]
         replies = iter(await self._carry_out([one for some in calls for one in some], Lane.READ))
-        return [
+        outcomes = [
             get_outcome(item, list(islice(replies, len(some))))
             for item, some in zip(items, calls, strict=True)
         ]
+        # Of no value, and of one cut where a range begins, GETRANGE says the same. GET does not.
+        unsure = [
+            at
+            for at, outcome in enumerate(outcomes)
+            if outcome.status is GetStatus.MISS and is_in_ranges(items[at])
+        ]
+        if unsure:
+            whole = [Call(items[at].name, partial(get_whole_request, items[at])) for at in unsure]
+            for at, reply in zip(unsure, await self._carry_out(whole, Lane.READ), strict=True):
+                outcomes[at] = get_outcome(items[at], [reply])
+        return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
@@ -166,12 +180,32 @@ class RedisStore:
             raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
         values: dict[str, StoredValue] = {}
         while index < len(nodes) and len(values) < limit:
-            position, found = await nodes[index].list(prefix, position, limit - len(values))
+            left = limit - len(values)
+            position, found, moving = await nodes[index].list(prefix, position, left)
             values |= found
+            values |= await self._found_on_their_way(moving)
             if position == 0:
                 index += 1
         is_last = index == len(nodes)
         return ListPage(tuple(values.values()), None if is_last else f"{index}.{position}")
+
+    async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
+        """Values that one server has, and another answers for."""
+        calls = [
+            Call(name, partial(question, verb, name))
+            for name in names
+            for verb in ("STRLEN", "PTTL")
+        ]
+        told = [
+            understood(reply, (call.name,))
+            for call, reply in zip(calls, await self._carry_out(calls, Lane.QUESTION), strict=True)
+        ]
+        now = self._clock.wall()
+        found = (
+            described(name, num_bytes, ttl_ms, now=now)
+            for name, num_bytes, ttl_ms in zip(names, told[::2], told[1::2], strict=True)
+        )
+        return {value.name: value for values in found for value in values}
 
     async def usage(self, prefix: str) -> Usage:
         """As in `Store`; a value can be counted twice while the server rebuilds its key table."""
@@ -202,21 +236,21 @@ class RedisStore:
         return isinstance(outcome[0], Refused) and outcome[0].code == "CROSSSLOT"
 
     async def _tell(self, topic: str, message: str) -> None:
-        await self._opened().nodes()[0].ask("PUBLISH", topic, message)
+        # Any node of a cluster will do, so that one that is dead does not silence all hints.
+        await random.choice(self._opened().nodes()).ask("PUBLISH", topic, message)
 
     async def _connect_to_hear(self) -> RedisConnection:
-        """A connection to a server where every message arrives: any node of a cluster will do."""
+        """A connection to a server where every message arrives: any node of a cluster will do, but
+        none that has left it."""
         access = self._access
         if access is None:
             raise StoreUnavailableError(f"{self.url} is closed")
         failure: Exception = StoreUnavailableError(f"{self.url} has no servers")
-        addresses = list(self._url.addresses)
-        if self._url.setup is Setup.SENTINEL:
-            addresses = [await SentinelLocator(self._url, access).locate()]
-        random.shuffle(addresses)
-        for address in addresses:
+        nodes = list(self._opened().nodes())
+        random.shuffle(nodes)
+        for node in nodes:
             make = connection_factory(
-                address,
+                await node.locate(),
                 access.login,
                 access.tls_files,
                 connect_timeout_s=access.settings.connect_timeout_s,

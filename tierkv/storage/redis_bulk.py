@@ -19,6 +19,9 @@ from tierkv.storage.resp import Argument, Refused, pack
 from tierkv.storage.unreachable import why_unreachable
 from tierkv.tasks import background, outlast
 
+# How long a lane that gets no connection leaves the requests to those that have one.
+_WITHOUT_S = 0.5
+
 
 class Locator(Protocol):
     """Where the server is just now; asked before each connection."""
@@ -70,11 +73,13 @@ class BulkLanes:
     """`num_connections` connections, opened when first needed and again after a failure.
 
     A connection that fails takes the requests with it that wait for one: the server that is silent
-    for one is silent for all. One that its peer closed while it was idle costs nobody an answer.
+    for one is silent for all. One that its peer closed while it was idle costs nobody an answer,
+    nor does one that is not to be had while others work.
     """
 
     def __init__(self, dialer: Dialer, *, num_connections: int, max_waiting: int, url: str) -> None:
-        """max_waiting: requests that may wait for a connection, over all callers."""
+        """max_waiting: requests that may wait for a connection, over all callers; one batch more
+        where fewer do, so that no batch is too large."""
         self._dialer = dialer
         self._num_connections = num_connections
         self._max_waiting = max_waiting
@@ -82,6 +87,7 @@ class BulkLanes:
         self._waiting: deque[Request] = deque()
         self._came = asyncio.Event()
         self._is_open = False
+        self._wires: list[Wire] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -106,7 +112,7 @@ class BulkLanes:
         """Have `requests` carried out; their outcomes tell the rest."""
         if not self._is_open:
             refusal = f"{self._url} is closed"
-        elif len(self._waiting) + len(requests) > self._max_waiting:
+        elif len(self._waiting) >= self._max_waiting:
             refusal = f"{self._url} has {len(self._waiting)} requests waiting for it"
         else:
             self._waiting.extend(requests)
@@ -126,8 +132,12 @@ class BulkLanes:
                     try:
                         wire = await self._connect()
                     except StoreUnavailableError as error:
-                        request.settle(Failure(str(error)))
-                        self._fail_waiting(str(error))
+                        if self._serves():
+                            self._put_back([request])
+                            await asyncio.sleep(_WITHOUT_S)
+                        else:
+                            request.settle(Failure(str(error)))
+                            self._fail_waiting(str(error))
                         continue
                     except asyncio.CancelledError:
                         request.settle(Failure(f"{self._url} is closed"))
@@ -137,6 +147,8 @@ class BulkLanes:
                 wire.submit(request, since=since)
                 await asyncio.sleep(0)  # the other lanes take their share
                 await wire.until_room()
+                if wire.is_lost and not wire.has_answered and self._serves():
+                    await asyncio.sleep(_WITHOUT_S)
         finally:
             if wire is not None:
                 wire.close(Failure("is closed"))
@@ -165,17 +177,22 @@ class BulkLanes:
             why = why_unreachable(error)
             raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
         wire = Wire(pipe, dialer.pace, dialer.stats, turn=dialer.turn, on_lost=self._take_back)
+        self._wires = [one for one in self._wires if not one.is_lost] + [wire]
         try:
             await self._log_in(wire)
         except BaseException:
             wire.close(Failure("is closed"))
             raise
+        if wire.is_lost:
+            raise StoreUnavailableError(f"{self._url} closed the connection it had just taken")
         return wire
 
     async def _log_in(self, wire: Wire) -> None:
         for command in self._dialer.login.commands():
             request = new_request([memoryview(pack(*command))], None, 0)
-            request.was_retried = True
+            request.is_login = True
+            if wire.is_lost:
+                return
             wire.submit(request, since=asyncio.get_running_loop().time())
             outcome = await request.outcome
             if isinstance(outcome, Failure):
@@ -187,18 +204,33 @@ class BulkLanes:
                 )
 
     def _take_back(self, requests: Sequence[Request], failure: Failure) -> None:
-        """Try once more what a peer that closed an idle connection has not seen; fail the rest."""
+        """Try once more what the peer has not seen, and what a new connection was to carry as long
+        as others work; fail the rest."""
         reason = f"{self._url} {failure.reason}"
-        again = [r for r in requests if failure.was_silent and not r.was_retried and self._is_open]
+        may_retry = failure.is_unseen and self._is_open
+        serves = may_retry and failure.is_new and self._serves()
+        again: list[Request] = []
+        lost: list[Request] = []
         for request in requests:
-            if request not in again:
-                request.settle(Failure(reason))
-        if requests and not again:
+            is_for_any = may_retry and not request.is_login
+            is_again = is_for_any and (serves or not request.was_retried)
+            (again if is_again else lost).append(request)
+        for request in lost:
+            request.settle(Failure(reason))
+        if lost and not again and not lost[0].is_login:
             self._fail_waiting(reason)
-        for request in reversed(again):
+        self._put_back(again)
+
+    def _put_back(self, requests: Sequence[Request]) -> None:
+        """Requests that no connection has carried out: they are next."""
+        for request in reversed(requests):
             request.was_retried, request.was_sent = True, False
             self._waiting.appendleft(request)
             self._came.set()
+
+    def _serves(self) -> bool:
+        """Whether some connection works: a server that takes no more serves those it has."""
+        return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 
     def _fail_waiting(self, reason: str) -> None:
         while self._waiting:

@@ -17,11 +17,13 @@ _TURN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request has no reply. was_silent: not even a byte came since the connection was last
-    idle, so that the peer has probably closed it before it saw the request."""
+    """Why a request has no reply. is_unseen: the peer turned the connection away, or not even a
+    byte came since it was last idle, so that the peer has probably closed it before it saw the
+    request. is_new: of a connection that has never answered."""
 
     reason: str
-    was_silent: bool = False
+    is_unseen: bool = False
+    is_new: bool = False
 
 
 Outcome = list[Reply] | Failure
@@ -33,7 +35,7 @@ class Request:
 
     num_bytes: of the value it carries or asks for. num_replies: of several commands in `pieces`;
     only the last one's value lands in `into`, and is given to `digest`. outcome: all replies, set
-    once, when the buffers are the caller's again.
+    once, when the buffers are the caller's again. is_login: of use on its own connection only.
     """
 
     pieces: Sequence[memoryview]
@@ -44,6 +46,7 @@ class Request:
     digest: Digest | None = None
     was_sent: bool = False
     was_retried: bool = False
+    is_login: bool = False
 
     def settle(self, outcome: Outcome) -> None:
         if not self.outcome.done():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, MutableSequence, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from ssl import SSLContext
 from typing import TypeVar
 
-from redis.exceptions import ResponseError
+from redis.exceptions import AskError, ResponseError, TryAgainError
 
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
@@ -21,15 +21,15 @@ from tierkv.storage.redis_exchange import Failure, Pace, Turn, WireStats
 from tierkv.storage.redis_lanes import Command, RedisLanes
 from tierkv.storage.redis_lanes import Reply as ControlReply
 from tierkv.storage.redis_requests import question
-from tierkv.storage.redis_socket import TlsFiles
+from tierkv.storage.redis_socket import Address, TlsFiles
 from tierkv.storage.resp import Refused, Reply
 
 # Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
 NAMES_PER_COMMAND = 1024
 _SCAN_COUNT = 1000
-_PTTL_NO_EXPIRY = -1
-_MAX_VALUES_WAITING = 16_384
-_MAX_QUESTIONS_WAITING = 1024
+_PTTL_NO_EXPIRY = -1  # below it stands "no such key"
+_POSITION_CHARS = 20  # of a 64-bit number
+_MAX_WAITING = 16_384
 
 T = TypeVar("T")
 
@@ -108,19 +108,19 @@ class RedisNode:
             access.stats,
         )  # fmt: skip
         numbers = {
-            Lane.READ: (settings.num_connections, _MAX_VALUES_WAITING),
-            Lane.WRITE: (settings.write_connections, _MAX_VALUES_WAITING),
-            Lane.QUESTION: (1, _MAX_QUESTIONS_WAITING),
+            Lane.READ: settings.num_connections,
+            Lane.WRITE: settings.write_connections,
+            Lane.QUESTION: 1,
         }
         self.lanes = {
             lane: BulkLanes(
                 # What asks is never held up by what writes.
                 replace(dialer, turn=access.turn) if lane is Lane.WRITE else dialer,
                 num_connections=count,
-                max_waiting=max_waiting,
+                max_waiting=_MAX_WAITING,
                 url=url,
             )
-            for lane, (count, max_waiting) in numbers.items()
+            for lane, count in numbers.items()
         }
 
     @asynccontextmanager
@@ -137,14 +137,20 @@ class RedisNode:
         [outcome] = await self.lanes[Lane.QUESTION].ask([question(*command, num_bytes=num_bytes)])
         return understood(outcome if isinstance(outcome, Failure) else outcome[0], command)
 
+    async def locate(self) -> Address:
+        """Where it is just now. Raises StoreUnavailableError."""
+        return await self._locator.locate()
+
     async def list(
         self, prefix: str, position: int, limit: int
-    ) -> tuple[int, dict[str, StoredValue]]:
-        """Values from a position of the server's own on, and where to go on; 0 is the end.
+    ) -> tuple[int, dict[str, StoredValue], Sequence[str]]:
+        """Where to go on, 0 at the end; values from a position of the server's own on; and names
+        on their way between two servers of a cluster, of which this one does not tell more.
 
-        Through redis-py, over a connection that lives as long as the call.
+        Through redis-py, over a connection that lives as long as the call. Raises
+        StoreUnavailableError.
         """
-        address = await self._locator.locate()
+        address = await self.locate()
         new_connection = connection_factory(
             address,
             self._access.login,
@@ -153,13 +159,14 @@ class RedisNode:
         )
         lanes = RedisLanes(new_connection, num_connections=1, url=self.url)
         values: dict[str, StoredValue] = {}
+        moving: list[str] = []
         async with lanes.running():
             while True:
                 position, names = await self._scan(lanes, prefix, position, limit)
-                for value in await self._describe(lanes, names):
+                for value in await self._describe(lanes, names, moving):
                     values[value.name] = value
-                if position == 0 or len(values) >= limit:
-                    return position, values
+                if position == 0 or len(values) + len(moving) >= limit:
+                    return position, values, moving
 
     async def _scan(
         self, lanes: RedisLanes, prefix: str, position: int, count: int
@@ -171,11 +178,15 @@ class RedisNode:
         [reply] = await lanes.ask([command], deadline_s=self._access.settings.timeout_s)
         if isinstance(reply, ResponseError):
             raise StoreUnavailableError(f"{self.url} refused SCAN: {reply}") from reply
-        position_reply, found = expect(list, reply)
-        names = [expect(bytes, name).decode("ascii", "replace") for name in expect(list, found)]
-        return int(expect(bytes, position_reply)), [name for name in names if is_name(name)]
+        match reply:
+            case [bytes(after), list(found)] if after.isdigit() and len(after) <= _POSITION_CHARS:
+                names = [expect(bytes, name).decode("ascii", "replace") for name in found]
+                return int(after), [name for name in names if is_name(name)]
+        raise StoreUnavailableError(f"{self.url} does not answer {reply!r:.80} to SCAN")
 
-    async def _describe(self, lanes: RedisLanes, names: Sequence[str]) -> Sequence[StoredValue]:
+    async def _describe(
+        self, lanes: RedisLanes, names: Sequence[str], moving: MutableSequence[str]
+    ) -> Sequence[StoredValue]:
         """What is known of each name, less those that are gone or are not strings."""
         values = []
         now = self._clock.wall()
@@ -184,13 +195,24 @@ class RedisNode:
             replies: list[ControlReply] = await lanes.ask(
                 commands, deadline_s=self._access.settings.timeout_s
             )
-            for name, num_bytes, ttl_ms in zip(part, replies[::2], replies[1::2], strict=True):
-                if not isinstance(num_bytes, int) or not isinstance(ttl_ms, int):
-                    continue
-                if ttl_ms >= _PTTL_NO_EXPIRY:  # below it stands "no such key"
-                    expires_at = None if ttl_ms == _PTTL_NO_EXPIRY else now + ttl_ms / 1000
-                    values.append(StoredValue(name, num_bytes, expires_at))
+            for name, *told in zip(part, replies[::2], replies[1::2], strict=True):
+                refusal = next((reply for reply in told if isinstance(reply, ResponseError)), None)
+                if refusal is None:
+                    values += described(name, *told, now=now)
+                elif isinstance(refusal, (AskError, TryAgainError)):  # MOVED is an AskError to it
+                    moving.append(name)
+                elif not str(refusal).startswith("WRONGTYPE"):
+                    raise StoreUnavailableError(f"{self.url} refused STRLEN, PTTL: {refusal}")
         return values
+
+
+def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> list[StoredValue]:
+    """From the answers to STRLEN and PTTL; none if there is no such value."""
+    milliseconds = expect(int, ttl_ms)
+    if milliseconds < _PTTL_NO_EXPIRY:
+        return []
+    expires_at = None if milliseconds == _PTTL_NO_EXPIRY else now + milliseconds / 1000
+    return [StoredValue(name, expect(int, num_bytes), expires_at)]
 
 
 def understood(reply: Reply | Failure, command: Sequence[object]) -> Reply:

@@ -24,6 +24,9 @@ from tierkv.storage.resp import Argument, Landed, OtherLength, Refused, Reply, p
 # half the speed (1.1 and 2.3 GB/s, loopback, Redis 7.0, 2 cores, 2026-11-21).
 _RANGE_BYTES = 2 << 20
 _LONGEST_WHOLE = 3 << 20
+# Of servers that take no values now and give them all the same: full, cannot save, too few
+# replicas, a replica.
+_TAKES_NOTHING = frozenset({"OOM", "MISCONF", "NOREPLICAS", "READONLY"})
 
 
 def new_request(
@@ -51,9 +54,9 @@ def get_requests(item: GetItem) -> list[Callable[[], Request]]:
     replaced between two ranges, its checksum will not fit. Ranges land in any order, so that no
     digest is made of them.
     """
+    if not is_in_ranges(item):
+        return [partial(get_whole_request, item)]
     num_bytes = item.num_bytes
-    if num_bytes <= _LONGEST_WHOLE:
-        return [partial(_get, ("GET", item.name), item.into, item.digest)]
     makers: list[Callable[[], Request]] = []
     sizes = _range_sizes(num_bytes)
     start = 0
@@ -63,6 +66,15 @@ def get_requests(item: GetItem) -> list[Callable[[], Request]]:
         makers.append(partial(_get, ("GETRANGE", item.name, start, last), views))
         start = end
     return makers
+
+
+def is_in_ranges(item: GetItem) -> bool:
+    return item.num_bytes > _LONGEST_WHOLE
+
+
+def get_whole_request(item: GetItem) -> Request:
+    """GET of the value, however long."""
+    return _get(("GET", item.name), item.into, item.digest)
 
 
 def _get(
@@ -89,23 +101,29 @@ def put_request(item: PutItem) -> Request:
         options += ["PX", math.ceil(item.ttl_s * 1000)]
     if item.leaves_existing:
         options.append("NX")
-    return new_request(pack_set(item.name, item.parts, options), None, item.num_bytes)
+    request = new_request(pack_set(item.name, item.parts, options), None, item.num_bytes)
+    # Had the first try been carried out, and its answer lost, a second would be told EXISTED.
+    request.was_retried = item.only_new
+    return request
 
 
 def get_outcome(item: GetItem, replies: Sequence[Reply | Failure]) -> GetOutcome:
-    """From the replies to `get_requests`: the first that brought nothing decides."""
+    """From the replies to `get_requests`: the first that brought nothing decides. MISS of a value
+    in ranges can also mean that it ends where one of them begins."""
     for reply in replies:
         if not isinstance(reply, Landed):
-            return _no_hit(item, reply)
+            return _no_hit(item, reply, num_ranges=len(replies))
     whole = replies[0] if len(replies) == 1 else None
     return GetOutcome(GetStatus.HIT, digest=whole.digest if isinstance(whole, Landed) else None)
 
 
-def _no_hit(item: GetItem, reply: Reply | Failure) -> GetOutcome:  # noqa: PLR0911 - a table
+def _no_hit(  # noqa: PLR0911 - a table
+    item: GetItem, reply: Reply | Failure, *, num_ranges: int
+) -> GetOutcome:
     match reply:
         case None:
             return GetOutcome(GetStatus.MISS)
-        case OtherLength(0) if item.num_bytes > _LONGEST_WHOLE:
+        case OtherLength(0) if num_ranges > 1:
             return GetOutcome(GetStatus.MISS)  # GETRANGE of what is not there
         case OtherLength(num_bytes):
             return GetOutcome(
@@ -129,7 +147,7 @@ def put_outcome(item: PutItem, reply: Reply | Failure) -> PutOutcome:
         case b"OK":
             return PutOutcome(PutStatus.STORED)
         case Refused(message):
-            status = PutStatus.FULL if reply.code == "OOM" else PutStatus.FAILED
+            status = PutStatus.FULL if reply.code in _TAKES_NOTHING else PutStatus.FAILED
             return PutOutcome(status, f"{item.name}: {message}")
         case Failure(reason):
             return PutOutcome(PutStatus.FAILED, reason)

@@ -34,6 +34,9 @@ class Router(Protocol):
     def nodes(self) -> Sequence[RedisNode]:
         """The servers that hold values, always in the same order."""
 
+    async def ping(self) -> None:
+        """Raises StoreUnavailableError unless all of them answer."""
+
     async def carry_out(self, calls: Sequence[Call], lane: Lane) -> list[Reply | Failure]:
         """One reply per call. A cancel is raised when none of their buffers is in use any more."""
 
@@ -55,6 +58,9 @@ class OneNode:
 
     def nodes(self) -> Sequence[RedisNode]:
         return (self._node,)
+
+    async def ping(self) -> None:
+        await self._node.ask("PING")
 
     async def carry_out(self, calls: Sequence[Call], lane: Lane) -> list[Reply | Failure]:
         outcomes = await self._node.lanes[lane].ask([call.make() for call in calls])

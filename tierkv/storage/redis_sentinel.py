@@ -6,7 +6,7 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_bulk import Login
 from tierkv.storage.redis_connection import ask_once, connection_factory
 from tierkv.storage.redis_node import Access
-from tierkv.storage.redis_socket import Address
+from tierkv.storage.redis_socket import Address, port_of
 from tierkv.storage.redis_url import RedisUrl
 
 _ADDRESS_PARTS = 2
@@ -55,7 +55,9 @@ class SentinelLocator:
                 f"the sentinel at {sentinel} knows no service {self._url.service!r}: correct it "
                 "in the URL, to the name in the sentinel's `monitor` line"
             )
-        host, port = reply
-        assert isinstance(host, bytes), "checked by the protocol"
-        assert isinstance(port, bytes), "checked by the protocol"
-        return Address(host.decode(), int(port))
+        match reply:
+            case [bytes(host), bytes(port_text)]:
+                port = port_of(port_text.decode("utf-8", "replace"))
+                if port is not None:
+                    return Address(host.decode("utf-8", "replace"), port)
+        raise StoreUnavailableError(f"the sentinel at {sentinel} answers {reply!r:.80}")

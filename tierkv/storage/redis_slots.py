@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis_socket import Address
+from tierkv.storage.redis_socket import Address, is_port, port_of
 from tierkv.storage.resp import Refused
 
 NUM_SLOTS = 16_384
@@ -34,11 +34,16 @@ def redirection(refusal: Refused, answered_by: Address) -> Redirection | None:
     words = refusal.message.split()
     if len(words) != _REDIRECTION_WORDS or words[0] not in {"MOVED", "ASK"}:
         return None
-    host, _, port = words[2].rpartition(":")
-    if not (words[1].isdecimal() and port.isdecimal() and int(words[1]) < NUM_SLOTS):
+    host, _, port_text = words[2].rpartition(":")
+    slot, port = _slot(words[1]), port_of(port_text)
+    if slot is None or port is None:
         return None
-    address = Address(host or answered_by.host, int(port))
-    return Redirection(int(words[1]), address, is_ask=words[0] == "ASK")
+    return Redirection(slot, Address(host or answered_by.host, port), is_ask=words[0] == "ASK")
+
+
+def _slot(text: str) -> int | None:
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(NUM_SLOTS))
+    return int(text) if is_number and int(text) < NUM_SLOTS else None
 
 
 def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
@@ -48,14 +53,17 @@ def parse_slots(reply: object, answered_by: Address) -> list[Address | None]:
         raise StoreUnavailableError(f"the node at {answered_by} is not part of a cluster")
     for entry in reply:
         match entry:
-            case [int(first), int(last), [host, int(port), *_], *_]:
-                name = host.decode() if isinstance(host, bytes) else ""
+            case [int(first), int(last), [host, int(port), *_], *_] if is_port(port):
+                name = host.decode("utf-8", "replace") if isinstance(host, bytes) else ""
                 address = Address(name or answered_by.host, port)
                 if not 0 <= first <= last < NUM_SLOTS:
                     raise StoreUnavailableError(f"the node at {answered_by} has slots beyond all")
                 table[first : last + 1] = [address] * (last - first + 1)
             case _:
                 raise StoreUnavailableError(f"the node at {answered_by} answers {entry!r:.80}")
+    if not any(table):
+        # It was taken out of its cluster, or no cluster was made: others may know better.
+        raise StoreUnavailableError(f"the node at {answered_by} knows of nobody who has slots")
     return table
 
 

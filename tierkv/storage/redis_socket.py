@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tierkv.errors import ConfigError
 
+_MAX_PORT = 65_535
 _MAX_PIECES = 1024  # UIO_MAXIOV
 # Balancers and firewalls forget a connection that is idle for some minutes, and say so to nobody.
 _KEEPALIVE = (
@@ -70,6 +71,16 @@ class Address:
         return self.socket_path if self.socket_path is not None else f"{host}:{self.port}"
 
 
+def port_of(text: str) -> int | None:
+    """The port that a server wrote, None if it is none."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(_MAX_PORT))
+    return int(text) if is_number and is_port(int(text)) else None
+
+
+def is_port(number: int) -> bool:
+    return 0 < number <= _MAX_PORT
+
+
 class Pipe(Protocol):
     """Reading and writing raise BlockingIOError when there is nothing to be had just now, and
     OSError when there never will be."""
@@ -84,7 +95,9 @@ class Pipe(Protocol):
     def read(self, into: Sequence[memoryview]) -> int:
         """How many bytes came; 0 when the peer has ended."""
 
-    def write(self, pieces: Sequence[memoryview]) -> int: ...
+    def write(self, pieces: Sequence[memoryview]) -> int:
+        """How many bytes of `pieces` went, or more: what was begun before is ended, however short
+        they are now. After BlockingIOError the next ones begin with the same bytes."""
 
     def close(self) -> None: ...
 
@@ -111,11 +124,16 @@ class PlainPipe:
 
 
 class TlsPipe:
-    """TLS: one buffer at a time, as OpenSSL takes them."""
+    """TLS: one buffer at a time, as OpenSSL takes them.
+
+    A write that OpenSSL could not end it must be given again, and no shorter: it has encrypted, and
+    maybe sent, a part of it. Of another length it fails ("bad length"), and the connection with it.
+    """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
+        self._begun: memoryview | None = None
 
     @property
     def has_more(self) -> bool:
@@ -128,10 +146,14 @@ class TlsPipe:
             raise BlockingIOError from error
 
     def write(self, pieces: Sequence[memoryview]) -> int:
+        piece = pieces[0] if self._begun is None else self._begun
         try:
-            return self._socket.send(pieces[0])
+            num_bytes = self._socket.send(piece)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            self._begun = piece
             raise BlockingIOError from error
+        self._begun = None
+        return num_bytes
 
     def close(self) -> None:
         self._socket.close()
@@ -184,9 +206,12 @@ async def _resolved(address: Address) -> Sequence[tuple[int, object]]:
         except OSError:
             continue
         return [(family, (address.host, address.port))]
-    found = await asyncio.get_running_loop().getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM
-    )
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )
+    except ValueError as error:  # what can be no name: a label of 64 letters, a NUL
+        raise socket.gaierror(socket.EAI_NONAME, "this is no name of a host") from error
     return [(family, where) for family, _, _, _, where in found]
 
 

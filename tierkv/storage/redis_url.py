@@ -7,7 +7,7 @@ from enum import Enum
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from tierkv.errors import ConfigError
-from tierkv.storage.redis_socket import Address
+from tierkv.storage.redis_socket import Address, is_port
 
 ACCEPTED = (
     "redis://[user:password@]host[:port][/db], the same with rediss:// for TLS, "
@@ -18,7 +18,6 @@ ACCEPTED = (
 )
 _DEFAULT_PORT = 6379
 _SENTINEL_PORT = 26379
-_MAX_PORT = 65_535
 
 
 class Setup(Enum):
@@ -127,7 +126,7 @@ def _address(text: str, default_port: int) -> Address:
     if not host or (port_text and not (port_text.isascii() and port_text.isdecimal())):
         raise _wrong("host or port is malformed")
     port = int(port_text) if port_text else default_port
-    if not 0 < port <= _MAX_PORT:
+    if not is_port(port):
         raise _wrong("host or port is malformed")
     return Address(host.lower(), port)
 

@@ -67,6 +67,7 @@ class Wire:
         self._room = asyncio.Event()
         self._room.set()
         self.is_lost = False
+        self.has_answered = False
         self._reads_on: asyncio.Handle | None = None
         self._loop.add_reader(pipe.fd, self._read)
         stats.connections += 1
@@ -162,6 +163,12 @@ class Wire:
 
     def _answer(self, replies: list[Reply]) -> list[Reply]:
         """Give the oldest request its replies; returns those that are not its."""
+        first = replies[0]
+        if not self.has_answered and isinstance(first, Refused) and first.turns_away:
+            why = f"turns connections away ({first.message:.80})"
+            self.close(Failure(why, is_unseen=True, is_new=True))
+            return []
+        self.has_answered = True
         waiting = self._in_flight[0]
         wanted = waiting.request.num_replies - len(waiting.replies)
         waiting.replies += replies[:wanted]
@@ -186,7 +193,9 @@ class Wire:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._lose(why_unreachable(error))
+                self._read_turn()  # it may have said why, or answered what came before
+                if not self.is_lost:
+                    self._lose(why_unreachable(error))
                 return
             self._stats.sent_bytes += num_bytes
             self._turn.spend(num_bytes)
@@ -228,4 +237,6 @@ class Wire:
         self.close(Failure(f"did not answer within {allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
-        self.close(Failure(f"cannot be reached {why}", was_silent=not self._was_heard))
+        reason = f"cannot be reached {why}"
+        is_new = not self.has_answered
+        self.close(Failure(reason, is_unseen=not self._was_heard, is_new=is_new))

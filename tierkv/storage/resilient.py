@@ -6,7 +6,7 @@ writes -> queue, bounded -> guard, write_batches at a time -> inner
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -117,33 +117,31 @@ class ResilientStore(StoreAround):
         if known == 0 and names:
             return 0
         asked = checked if known == len(checked) else CheckedNames(checked[:known])
-        found = await self._guard.retried(lambda: self.inner.exists(asked))
-        if found < len(asked):
-            self._missing.note(asked[found])
+        with self._missing.asking() as note_missing:
+            found = await self._guard.retried(lambda: self.inner.exists(asked))
+            if found < len(asked):
+                note_missing(asked[found])
         return found
 
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         asked = [name for name in names if self._missing.first([name])]
-        answers = await self._guard.retried(lambda: present(self.inner, asked)) if asked else []
-        found = dict(zip(asked, answers, strict=True))
-        for name, is_there in found.items():
-            if not is_there:
-                self._missing.note(name)
+        if not asked:
+            return [False] * len(names)
+        with self._missing.asking() as note_missing:
+            answers = await self._guard.retried(lambda: present(self.inner, asked))
+            found = dict(zip(asked, answers, strict=True))
+            for name, is_there in found.items():
+                if not is_there:
+                    note_missing(name)
         return [found.get(name, False) for name in names]
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        started = self._clock.monotonic()
-        outcomes = [*await self._get_into(items)]
-        failed = [i for i, outcome in enumerate(outcomes) if outcome.status is GetStatus.FAILED]
-        if failed and self._guard.may_retry(started):
-            await self._guard.pause()
-            again = await self._get_into([items[i] for i in failed])
-            for i, outcome in zip(failed, again, strict=True):
-                outcomes[i] = outcome
-        for item, outcome in zip(items, outcomes, strict=True):
-            if outcome.status is GetStatus.MISS:
-                self._missing.note(item.name)
+        with self._missing.asking() as note_missing:
+            outcomes = [*await self._get_into_twice(items)]
+            for item, outcome in zip(items, outcomes, strict=True):
+                if outcome.status is GetStatus.MISS:
+                    note_missing(item.name)
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
@@ -173,7 +171,19 @@ class ResilientStore(StoreAround):
 
     # Reads
 
-    async def _get_into(self, items: Sequence[GetItem]) -> MutableSequence[GetOutcome]:
+    async def _get_into_twice(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
+        """What failed at once is tried again, within the budget."""
+        started = self._clock.monotonic()
+        outcomes = [*await self._get_into(items)]
+        failed = [i for i, outcome in enumerate(outcomes) if outcome.status is GetStatus.FAILED]
+        if failed and self._guard.may_retry(started):
+            await self._guard.pause()
+            again = await self._get_into([items[i] for i in failed])
+            for i, outcome in zip(failed, again, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    async def _get_into(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
         num_bytes = sum(item.num_bytes for item in items)
         try:
             outcomes = await self._guard.asked(

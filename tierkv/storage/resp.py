@@ -46,6 +46,12 @@ class Refused:
     def code(self) -> str:
         return self.message.partition(" ")[0]
 
+    @property
+    def turns_away(self) -> bool:
+        """Whether it can be said to a connection before its first command, unread, and be all:
+        too many clients (maxclients), or strangers to a server without a password."""
+        return self.message.startswith(("ERR max number of clients", "DENIED "))
+
 
 @dataclass(frozen=True, slots=True)
 class Landed:

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from tierkv.errors import BadRequestError
+from tierkv.storage.copies import forget_damaged
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
@@ -87,13 +88,23 @@ class RoutedStore:
         return found
 
     async def present(self, names: Sequence[str]) -> list[bool]:
+        return await self._each(names, present)
+
+    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
+        return await self._each(names, forget_damaged)
+
+    async def _each(
+        self,
+        names: Sequence[str],
+        ask: Callable[[Store, Sequence[str]], Awaitable[Sequence[bool]]],
+    ) -> list[bool]:
         check_names(names)
-        found = [False] * len(names)
+        answers = [False] * len(names)
         for store, indexes in self._groups(names).items():
-            answers = await present(store, [names[i] for i in indexes])
-            for index, is_there in zip(indexes, answers, strict=True):
-                found[index] = is_there
-        return found
+            some = await ask(store, [names[i] for i in indexes])
+            for index, answer in zip(indexes, some, strict=True):
+                answers[index] = answer
+        return answers
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         return await self._spread(items, lambda store, part: store.get_into(part))

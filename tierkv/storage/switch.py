@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tierkv.errors import StoreUnavailableError, TierKVError
+from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage.around import StoreAround
 from tierkv.storage.notify import LOOK, Listener, Notifier, notifier_of
 from tierkv.storage.protocol import (
@@ -38,16 +45,22 @@ class _Attached:
     opened: asyncio.Future[None]
     is_detached: asyncio.Event = field(default_factory=asyncio.Event)
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    is_left: asyncio.Event = field(default_factory=asyncio.Event)
     num_under_way: int = 0
+
+
+Lifetimes = MutableMapping[Store, _Attached]
 
 
 class SwitchStore(StoreAround):
     """`Store`. Operations under way end on the store they were begun on; later ones go to the one
     attached then. With none attached it is out of order: FAILED, or StoreUnavailableError."""
 
-    def __init__(self, store: Store | None = None) -> None:
-        """store: attached when `running()` is entered."""
+    def __init__(self, store: Store | None = None, lifetimes: Lifetimes | None = None) -> None:
+        """store: attached when `running()` is entered. lifetimes: shared by the places that one
+        store could come to be attached to; a store has one lifetime at a time."""
         self._first = store
+        self._lifetimes = {} if lifetimes is None else lifetimes
         self._current: _Attached | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -90,12 +103,22 @@ class SwitchStore(StoreAround):
     async def attach(self, store: Store) -> None:
         """Put `store` in the place of the one attached, if any, once it can be used.
 
-        What `store.running()` raises is raised here, and the old one stays.
+        What `store.running()` raises is raised here, and the old one stays. One that is still being
+        left is waited for; one that is attached here stays so; ConfigError for one that is attached
+        elsewhere.
         """
+        while (known := self._lifetimes.get(store)) is not None:
+            if known is self._current:
+                return
+            if not known.is_detached.is_set():
+                raise ConfigError(f"{store.url} is attached already: open one more for this place")
+            await known.is_left.wait()
         if self._tasks is None:
             raise StoreUnavailableError("nothing can be attached now")
-        attached = _Attached(store, notifier_of(store), asyncio.get_running_loop().create_future())
-        self._tasks.create_task(_keep(attached), name="tierkv-attached-store")
+        attached = self._lifetimes[store] = _Attached(
+            store, notifier_of(store), asyncio.get_running_loop().create_future()
+        )
+        self._tasks.create_task(self._keep(attached), name="tierkv-attached-store")
         try:
             await asyncio.shield(attached.opened)
         except asyncio.CancelledError:
@@ -127,6 +150,17 @@ class SwitchStore(StoreAround):
         if self._current is None:
             return [PutOutcome(PutStatus.FAILED, _NOTHING)] * len(items)
         return await super().put(items)
+
+    async def _keep(self, attached: _Attached) -> None:
+        try:
+            await _keep(attached)
+        finally:
+            del self._lifetimes[attached.store]
+            attached.is_left.set()
+            if not attached.opened.done():  # such as at the end of all
+                attached.opened.set_exception(
+                    StoreUnavailableError(f"{attached.store.url} was not opened")
+                )
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
         if self._current is None:

@@ -14,6 +14,7 @@ from tierkv.cache.layout import Layout
 from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
 from tierkv.storage.codec import Codec, PlainCodec
+from tierkv.storage.copies import forget_damaged
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     GetOutcome,
@@ -26,10 +27,11 @@ from tierkv.storage.protocol import (
 from tierkv.storage.threads import WorkerThreads
 from tierkv.transfer.storage_io_slices import Slices
 from tierkv.transfer.storage_io_touch import Toucher
-from tierkv.transfer.storage_io_values import Values
+from tierkv.transfer.storage_io_values import Read, Values
 from tierkv.transfer.tails import TailLists
 
 _MAX_FOUND = 65_536
+_MAX_COPIES = 4  # of one value that are read, as long as they are damaged
 _WAITED_FOR = 1e9  # the worth of a block that somebody waits for
 # A block is new if one of its slices is.
 _WORST_FIRST = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED, PutStatus.EXISTED)
@@ -81,15 +83,21 @@ class StorageIO:
         self._codecs = codecs or (lambda _: _PLAIN)
         self._values = Values(self.slices, self._codec, block_ttl_s)
         self._found: OrderedDict[bytes, int] = OrderedDict()  # digest -> size of who stored it
-        self.tails = TailLists(
-            store, names, layout, self._codecs, deadline_s=deadline_s, ttl_s=block_ttl_s
-        )
         # Checksums of 2 MiB blocks would stop the loop for 70 us each.
         self._checkers = WorkerThreads("storage I/O", 2)
         self._toucher: Toucher | None = None
         if block_ttl_s is not None and touches_per_ttl:
             interval_s = block_ttl_s / touches_per_ttl
             self._toucher = Toucher(store, ttl_s=block_ttl_s, interval_s=interval_s)
+        self.tails = TailLists(
+            store,
+            names,
+            layout,
+            self._codecs,
+            deadline_s=deadline_s,
+            ttl_s=block_ttl_s,
+            used=self._toucher.used if self._toucher is not None else lambda _: None,
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -158,7 +166,7 @@ class StorageIO:
         """Bring blocks into host slots, which stay the caller's until this returns.
 
         HIT means that length, key, layout and checksum are right, of every rank's slice. A damaged
-        value is deleted.
+        value is deleted; where the store has another copy of it, that is read.
         """
         sizes = [self._found.get(key.digest, self.slices.size) for key in keys]
         blocks = await self._fetch(keys, slot_ids, sizes)
@@ -191,7 +199,12 @@ class StorageIO:
                     blocks[at] = outcome
 
     async def _fetch(
-        self, keys: Sequence[StoredKey], slot_ids: Ids, sizes: Sequence[int]
+        self,
+        keys: Sequence[StoredKey],
+        slot_ids: Ids,
+        sizes: Sequence[int],
+        *,
+        tries: int = _MAX_COPIES,
     ) -> list[GetOutcome]:
         """sizes: of how many ranks the node was that stored each of them."""
         reads = self._values.reads(keys, slot_ids, sizes)
@@ -203,16 +216,33 @@ class StorageIO:
             blocks = await self._checkers.run(check)
         else:  # a thread would take as long to begin
             blocks = self._values.check(keys, slot_ids, sizes, reads)
-        damaged = [r.item.name for r in reads if r.outcome.status is GetStatus.DAMAGED]
-        if damaged:
-            with suppress(StoreUnavailableError):  # then it will be found damaged again
-                await self.store.delete(damaged)
         hits = [read for read in reads if blocks[read.at].status is GetStatus.HIT]
         self.stats.fetched_blocks += sum(block.status is GetStatus.HIT for block in blocks)
         self.stats.fetched_bytes += sum(len(read.payload) for read in hits)
         if self._toucher is not None:
             self._toucher.used(read.item.name for read in hits)
+        again = await self._forget_damaged(reads, blocks)
+        if again and tries > 1:
+            some = [keys[at] for at in again], slot_ids[again], [sizes[at] for at in again]
+            for at, outcome in zip(again, await self._fetch(*some, tries=tries - 1), strict=True):
+                if outcome.status is GetStatus.HIT:
+                    self.stats.damaged_blocks += 1
+                    blocks[at] = outcome
         return blocks
+
+    async def _forget_damaged(
+        self, reads: Sequence[Read], blocks: Sequence[GetOutcome]
+    ) -> list[int]:
+        """Delete the damaged values; the blocks of whose values there may be other copies."""
+        damaged = [read for read in reads if read.outcome.status is GetStatus.DAMAGED]
+        again = {at for at, block in enumerate(blocks) if block.status is GetStatus.DAMAGED}
+        if damaged:
+            try:
+                others = await forget_damaged(self.store, [read.item.name for read in damaged])
+            except StoreUnavailableError:
+                return []  # they will be found damaged again
+            again -= {r.at for r, other in zip(damaged, others, strict=True) if not other}
+        return sorted(again)
 
     # Flush
 

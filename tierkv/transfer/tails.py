@@ -47,9 +47,10 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TailLists:
-    """Lists of one store. codecs: of a fingerprint, by its short form. ttl_s: as the blocks'."""
+    """Lists of one store. codecs: of a fingerprint, by its short form. ttl_s: as the blocks'.
+    used: told the names of lists that are to live on, as what they list does."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a StorageIO has
         self,
         store: Store,
         names: Names,
@@ -58,8 +59,10 @@ class TailLists:
         *,
         deadline_s: float,
         ttl_s: float | None,
+        used: Callable[[Sequence[str]], object] = lambda _: None,
     ) -> None:
         self._store = store
+        self._used = used
         self._names = names
         self._layout = layout
         self._codecs = codecs
@@ -82,6 +85,7 @@ class TailLists:
     async def _note(self, tail: Tail, space: str) -> None:
         known = await self._read(tail.parent, space)
         if known and known[0] == tail:
+            self._used([self._names.tails(tail.parent, space)])
             return
         kept = [tail, *(one for one in known if not self._is_covered(one, tail))][:MAX_TAILS]
         body = msgspec.msgpack.encode([_Entry(one.tokens, one.extra) for one in kept])
@@ -124,6 +128,8 @@ class TailLists:
             if shared > (best.num_shared if best else 0) and tail.digest not in missing:
                 key = StoredKey(tail.digest, num_tokens, is_tail=True, space=space, tail=tail)
                 best = SharedTail(key, tail, shared)
+        if best is not None:
+            self._used([self._names.tails(parent, space)])
         return best
 
     async def _read(self, parent: bytes, space: str) -> list[Tail]:

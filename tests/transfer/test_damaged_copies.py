@@ -1,0 +1,223 @@
+"""One rotten copy costs that copy: what other stores have of the value is read, and stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from tests.latch import CopyLatch, until
+from tests.layouts import LAYOUTS
+from tests.storage.values import get_one, put_one
+from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import HostSlots
+from tierkv.storage.around import StoreAround
+from tierkv.storage.copies import forget_damaged
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.layered import LayeredSettings, LayeredStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.mirrored import MirroredStore
+from tierkv.storage.protocol import Capabilities, GetItem, GetStatus, PutItem, Store
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.storage.routed import RoutedStore
+from tierkv.storage.switch import SwitchStore
+from tierkv.transfer.storage_io import StorageIO
+
+T = TypeVar("T")
+LAYOUT = LAYOUTS["fp8"]
+
+
+@dataclass
+class Ground:
+    io: StorageIO
+    parts: Sequence[FaultyStore]
+    host: HostSlots
+    names: Sequence[str]
+    keys: Sequence[StoredKey]
+
+    async def fetched(self) -> list[GetStatus]:
+        self.host.array[4:] = 0xEE
+        outcomes = await self.io.fetch(self.keys, np.array([4, 5, 6], np.int32))
+        for at, outcome in enumerate(outcomes):
+            if outcome.status is GetStatus.HIT:
+                assert np.array_equal(self.host.array[4 + at], self.host.array[at])
+        return [outcome.status for outcome in outcomes]
+
+    async def rot(self, part: int, at: int) -> None:
+        """Change one bit of one value, where it lies."""
+        content = bytearray(await self.parts[part].get(self.names[at], max_bytes=1 << 20) or b"")
+        content[-1] ^= 1
+        await self.parts[part].put([PutItem(self.names[at], (content,), keep_existing=False)])
+
+    async def have(self, part: int) -> list[bool]:
+        return await self.parts[part].present(self.names)
+
+
+def layered(parts: Sequence[Store]) -> Store:
+    return LayeredStore(parts[0], parts[1], LayeredSettings())
+
+
+class ReadOnly(StoreAround):
+    """What is there can be read, and not removed."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        return await ask(self._inner)
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._inner.running()
+
+    async def delete(self, names: Sequence[str]) -> int:
+        raise StoreUnavailableError(f"{names} cannot be removed")
+
+
+def read_only_near(parts: Sequence[Store]) -> Store:
+    return layered([ReadOnly(parts[0]), parts[1]])
+
+
+def around(parts: Sequence[Store]) -> Store:
+    """As deep as a node has it."""
+    clock, settings = SystemClock(), ResilienceSettings(timeout_s=10.0)
+    inner = [ResilientStore(part, settings, clock) for part in parts]
+    whole = ResilientStore(layered(inner), settings, clock)
+    return RoutedStore({"t:other": MemoryStore(MemorySettings(), clock)}, SwitchStore(whole))
+
+
+@asynccontextmanager
+async def ground(
+    compose: Callable[[Sequence[Store]], Store], num_parts: int = 2
+) -> AsyncIterator[Ground]:
+    """Three blocks, stored in every part."""
+    clock = SystemClock()
+    parts = [FaultyStore(MemoryStore(MemorySettings(), clock)) for _ in range(num_parts)]
+    who = Fingerprint("model", LAYOUT)
+    host = CpuDevice(CopyLatch()).allocate_host(LAYOUT, 8)
+    host.array[:] = np.random.default_rng(3).integers(1, 256, host.array.shape, np.uint8)
+    names = Names("tierkv", who.short)
+    keys = stored_keys(who.root(), Prompt.of(range(3 * LAYOUT.block_size), LAYOUT.block_size))
+    store = compose(parts)
+    io = StorageIO(store, names, LAYOUT, host, deadline_s=20.0, block_ttl_s=None)
+    async with store.running(), io.running():
+        await io.flush(keys, np.arange(3, dtype=np.int32))
+        yield Ground(io, parts, host, [names.name(key) for key in keys], keys)
+
+
+@pytest.mark.parametrize("compose", [layered, MirroredStore, around])
+async def test_a_rotten_first_copy_goes_and_the_good_one_is_read_and_stays(
+    compose: Callable[[Sequence[Store]], Store],
+) -> None:
+    async with ground(compose) as here:
+        await here.rot(0, 1)
+        assert await here.fetched() == [GetStatus.HIT] * 3
+        assert here.io.stats.damaged_blocks == 1
+        assert await here.have(1) == [True] * 3
+        assert await here.have(0) == [True, False, True]
+        assert await here.fetched() == [GetStatus.HIT] * 3
+        assert here.io.stats.damaged_blocks == 1
+
+
+@pytest.mark.parametrize("compose", [layered, MirroredStore, around])
+async def test_of_copies_that_are_all_rotten_none_is_served_and_none_stays(
+    compose: Callable[[Sequence[Store]], Store],
+) -> None:
+    async with ground(compose) as here:
+        for part in range(2):
+            await here.rot(part, 2)
+        assert await here.fetched() == [GetStatus.HIT, GetStatus.HIT, GetStatus.DAMAGED]
+        assert here.io.stats.damaged_blocks == 1
+        assert [await here.have(part) for part in range(2)] == [[True, True, False]] * 2
+
+
+async def test_a_value_that_is_rotten_afar_leaves_no_copy_behind() -> None:
+    async with ground(layered) as here:
+        await here.rot(1, 0)
+        await here.parts[0].delete(here.names)
+        assert (await here.fetched())[0] is GetStatus.DAMAGED
+        assert (await here.have(1))[0] is False
+        await until(lambda: here.parts[0].num_operations > 5, "the copies of the others")
+        assert (await here.have(0))[0] is False
+
+
+async def test_the_last_of_three_mirrors_can_be_the_one_that_is_whole() -> None:
+    async with ground(MirroredStore, 3) as here:
+        for part in range(2):
+            await here.rot(part, 0)
+        assert await here.fetched() == [GetStatus.HIT] * 3
+        assert [(await here.have(part))[0] for part in range(3)] == [False, False, True]
+
+
+async def test_a_rotten_near_copy_that_cannot_be_removed_is_passed_by() -> None:
+    async with ground(read_only_near) as here:
+        await here.rot(0, 0)
+        assert await here.fetched() == [GetStatus.HIT] * 3
+        assert [await here.have(part) for part in range(2)] == [[True] * 3] * 2
+
+
+async def test_a_near_store_that_fails_meanwhile_costs_no_good_copy_and_saves_no_rotten_one() -> (
+    None
+):
+    async with ground(layered) as here:
+        await here.rot(0, 0)
+        assert (await here.fetched())[0] is GetStatus.HIT  # from afar
+        await here.rot(1, 1)
+        here.parts[0].fail_next(1_000)  # from now on
+        assert await here.fetched() == [GetStatus.HIT, GetStatus.DAMAGED, GetStatus.HIT]
+        assert await here.have(1) == [True, False, True]
+
+
+async def test_a_near_store_that_goes_after_giving_a_rotten_copy_costs_no_good_one() -> None:
+    async with ground(layered) as here:
+        await here.rot(0, 0)
+        store = here.io.store
+        item = GetItem(
+            here.names[0], (memoryview(bytearray(await size_of(here.parts[1], here.names[0]))),)
+        )
+        await store.get_into([item])
+        here.parts[0].fail_next(1_000)
+        assert await forget_damaged(store, here.names[:1]) == [True]
+        assert await here.have(1) == [True] * 3
+        assert await here.fetched() == [GetStatus.HIT] * 3
+
+
+async def size_of(store: Store, name: str) -> int:
+    return len(await store.get(name, max_bytes=1 << 20) or b"")
+
+
+async def test_a_copy_on_its_way_to_the_near_store_does_not_outlive_what_is_deleted() -> None:
+    clock = SystemClock()
+    near, far = (FaultyStore(MemoryStore(MemorySettings(), clock)) for _ in range(2))
+    store = LayeredStore(near, far, LayeredSettings())
+    names = ["t:f:a:0", "t:f:b:0"]
+    async with store.running():
+        for name in names:
+            await put_one(far, name, b"12345")
+        near.hold_writes()
+        for name in names:
+            assert (await get_one(store, name, 5))[0] is GetStatus.HIT
+        await near.until_held(1)  # one copy is being put, the other waits for it
+        async with asyncio.TaskGroup() as group:
+            deleting = group.create_task(store.delete(names))
+            await until(lambda: far.num_operations >= 5, "both stores asked to delete")
+            near.release()
+        assert deleting.result() == 2
+        await until(lambda: near.num_operations >= 5, "the copy that was under way")
+        assert await store.exists(names[:1]) == await store.exists(names[1:]) == 0
