@@ -169,13 +169,13 @@ def verify(
     """
     key = None if key_file is None else parse_key(Path(key_file).read_text("ascii", "replace"))
 
-    async def check(store: Store) -> maintenance.Verified:
-        found = await maintenance.verify(store, checked(prefix), key)
-        if remove_damaged:
-            await store.delete([name for name, _ in found.damaged])
-        return found
-
-    found = with_store(url, prefix, check)
+    found = with_store(
+        url,
+        prefix,
+        lambda store: maintenance.verify(
+            store, checked(prefix), key, removes_damaged=remove_damaged
+        ),
+    )
     counts = {
         "whole": found.num_whole,
         "damaged": len(found.damaged),

@@ -1,8 +1,9 @@
 """20,000 random steps against a naive model: tenants, faults, cancels, pins, resizes and all.
 
-The model is one dict a tier: (tenant, all tokens up to the block's end) to slot and state. It walks
-everything, the index walks nothing; both must agree at every step. Steps come from seeded random
-numbers, ten times faster than drawing them, so that every run makes them all.
+The model is one dict a tier: (tenant, all tokens up to the block's end) to slot and state, and for
+each block when it was used, how often it was matched, whether it is pinned and believed stored. It
+walks everything, the index walks nothing; both must agree at every step. Steps come from seeded
+random numbers, ten times faster than drawing them, so that every run makes them all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from tierkv.cache import invariants
-from tierkv.cache.eviction import EvictionOrder
+from tierkv.cache.eviction import EvictionOrder, Victim
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import MediaItem, Prompt, chain
 from tierkv.cache.node import Node, Tier
@@ -64,14 +65,25 @@ class Machine:
         self.copies: dict[Tier, dict[Block, tuple[int, CopyState]]] = {t: {} for t in Tier}
         self.held: list[Held] = []
         self.moving: list[Moving] = []
-        self.pinned: list[Node] = []
+        self.pinned: list[tuple[Node, list[Block], int]] = []  # with the time of the pin
+        self.time = self.uses = 0
+        self.added: dict[Block, int] = {}
+        self.used: dict[Block, int] = {}
+        self.hits: dict[Block, int] = {}
+        self.stored: set[Block] = set()
 
     # What the model knows
 
     def prompt(self) -> tuple[Prompt, tuple[int, ...], str, bool]:
+        """Most are known, or go on from what is known; moving blocks are asked for most."""
         tokens = tuple(self.rng.randrange(2) for _ in range(self.rng.randrange(1, 10)))
         tenant = self.rng.choice(self.tenants)
         has_image = self.rng.random() < 0.2
+        known = [block for tier in Tier for block in self.copies[tier]]
+        known += [block for moving in self.moving for block in 3 * moving.blocks]
+        if known and self.rng.random() < 0.6:
+            tenant, path, has_image = self.rng.choice(known)
+            tokens = path + tokens[: self.rng.choice([0, 0, 1, 4])]
         media = [MediaItem(0, 1, IMAGE)] if has_image else []
         return Prompt.of(tokens, SIZE, media, space=tenant), tokens, tenant, has_image
 
@@ -94,10 +106,24 @@ class Machine:
             found.append(block)
         return found
 
-    def is_held(self, block: Block) -> bool:
-        return any(block in held.blocks for held in self.held) or any(
-            block in moving.held.blocks for moving in self.moving
-        )
+    def leased(self) -> set[Block]:
+        held = [*self.held, *(moving.held for moving in self.moving)]
+        return {block for each in held for block in each.blocks}
+
+    def pins(self) -> set[Block]:
+        """Not those that came back after they had gone, pin and all."""
+        pins = [(block, at) for _, blocks, at in self.pinned for block in blocks]
+        return {block for block, at in pins if self.added[block] < at}
+
+    def use(self, blocks: list[Block]) -> None:
+        self.uses += 1
+        self.used.update(dict.fromkeys(blocks, self.uses))
+
+    def add(self, block: Block) -> None:
+        if not self.is_cached(block):
+            self.time += 1
+            self.added[block], self.hits[block] = self.time, 0
+            self.stored.discard(block)
 
     # Steps
 
@@ -106,7 +132,7 @@ class Machine:
             self.match, self.insert, self.insert, self.insert, self.hold, self.release,
             self.release, self.begin_load, self.begin_offload, self.arrive, self.arrive,
             self.fail, self.evict, self.evict_leaves, self.evict_own, self.pin, self.resize,
-            self.digest, self.quota, self.open_or_close,
+            self.digest, self.quota, self.open_or_close, self.tell_storage,
         ]  # fmt: skip
         self.rng.choice(steps)()
         self.compare()
@@ -167,6 +193,7 @@ class Machine:
         slots = self.pools[tier].allocate(len(path) - first)
         refused = self.index.insert(tier, lease, prompt, len(path), slots)
         reached = len(path)
+        self.use(path[:first])
         for at, block in enumerate(path[first:]):
             state = self.state(tier, block)
             if state is CopyState.INCOMING and tier is Tier.DEVICE:
@@ -174,17 +201,22 @@ class Machine:
                 break
             assert (at in refused) == (state is not CopyState.ABSENT)
             if state is CopyState.ABSENT:
+                self.add(block)
                 self.copies[tier][block] = (int(slots[at]), CopyState.READY)
         assert set(range(reached - first, len(slots))) <= set(refused)
         assert (lease.num_blocks, lease.node.end) == (reached, reached)
         assert sorted(set(refused)) == list(refused)
         self.pools[tier].release(slots[list(refused)])
         held = Held(lease, path[:reached])
+        self.use(held.blocks)
         if reached == len(path) and prompt.tail_tokens and self.pools[tier].num_free:
             slot = self.pools[tier].allocate(1)
             tail = (tenant, tokens, has_image)
             is_new = self.state(tier, tail) is CopyState.ABSENT
             assert self.index.insert_tail(tier, lease, prompt, int(slot[0]))[1] == is_new
+            if not self.is_cached(tail):
+                self.add(tail)
+                self.use([*path, tail])
             if is_new:
                 self.copies[tier][tail] = (int(slot[0]), CopyState.READY)
             else:
@@ -196,8 +228,11 @@ class Machine:
         found = self.matched(self.path(tokens, tenant, has_image))
         count = self.rng.randrange(len(found) + 1)
         lease = self.index.hold(self.index.match(prompt).node, count)
+        self.use(found[:count])
         if self.rng.random() < 0.3:
             self.index.count_hit(lease)
+            for block in found[:count]:
+                self.hits[block] += 1
         self.keep_or_release(Held(lease, found[:count]))
 
     def keep_or_release(self, held: Held) -> None:
@@ -241,6 +276,7 @@ class Machine:
     def begin(self, tier: Tier, held: Held, first: int) -> None:
         stop = len(held.blocks)
         slots = self.pools[tier].allocate(stop - first)
+        self.use(held.blocks)
         node = held.lease.node
         self.index.change(tier, node, first, stop, Change.RESERVE, slots=slots)
         for block, slot in zip(held.blocks[first:], slots.tolist(), strict=True):
@@ -311,7 +347,7 @@ class Machine:
             blocks = blocks_of(*leaf)
             cached = [block for each in Tier for block in self.copies[each]]
             assert sorted(b for b in cached if is_below(b, blocks[0])) == sorted(blocks)
-            assert not any(self.is_held(block) for block in blocks)
+            assert not self.leased() & set(blocks)
             self.drop(tier, *leaf)
             count -= len(blocks)
 
@@ -345,7 +381,7 @@ class Machine:
         for each in Tier:
             for block in [b for b in self.copies[each] if b[0] == "guest"]:
                 del self.copies[each][block]
-        self.pinned = [node for node in self.pinned if node.space.name != "guest"]
+        self.pinned = [pin for pin in self.pinned if pin[0].space.name != "guest"]
         self.index.close_space("guest")
         self.tenants.remove("guest")
 
@@ -354,20 +390,35 @@ class Machine:
         victims = order.victims(count)
         assert victims == order.victims(count), "asking changes nothing"
         listed = [block for v in victims for block in blocks_of(v.node, v.start, v.stop)]
-        free = [block for block in self.copies[tier] if not self.is_held(block)]
+        leased = self.leased()
+        free = [block for block in self.copies[tier] if block not in leased]
         free = [block for block in free if tenant is None or block[0] == tenant]
         assert len(listed) == len(set(listed)) == min(count, len(free))
         for block in listed:
             assert self.state(tier, block) is CopyState.READY
-            assert not self.is_held(block)
+            assert block not in leased
+        self.check_order([block for victim in victims for block in last_first(victim)], free)
         gone: set[Block] = set()
         for victim in victims:
             gone |= set(blocks_of(victim.node, victim.start, victim.stop))
             for tenant_, tokens, image in self.copies[tier]:
-                parent = (tenant_, tokens[: (len(tokens) - 1) // SIZE * SIZE], image)
-                assert parent not in gone or (tenant_, tokens, image) in gone, "leaves first"
+                block = (tenant_, tokens, image)
+                assert parent_of(block) not in gone or block in gone, "leaves first"
         for victim in victims:
             self.drop(tier, victim.node, victim.start, victim.stop)
+
+    def check_order(self, listed: list[Block], free: list[Block]) -> None:
+        """Pinned blocks go last; of the others, among leaves, those that the policy says."""
+        is_lfu, pins = self.kind is EvictionKind.LFU, self.pins()
+        by_use = is_lfu or self.kind is EvictionKind.LRU
+        ranks = {
+            block: (block in pins, is_lfu and self.hits[block], by_use and self.used[block])
+            for block in free
+        }
+        for block in listed:
+            parents = {parent_of(other) for other in ranks}
+            assert ranks[block] == min(ranks[other] for other in ranks if other not in parents)
+            del ranks[block]
 
     def drop(self, tier: Tier, node: Node, start: int, stop: int) -> None:
         if node.num_blocks < stop or not node.copies[tier].num_present:
@@ -389,12 +440,27 @@ class Machine:
 
     def pin(self) -> None:
         if self.pinned and self.rng.random() < 0.6:
-            self.index.unpin_softly(self.pinned.pop())
+            node, *_ = self.pinned.pop(self.rng.randrange(len(self.pinned)))
+            self.index.unpin_softly(node)
             return
-        prompt, *_ = self.prompt()
-        match = self.index.match(prompt)
-        if match.num_blocks:
-            self.pinned.append(self.index.pin_softly(match.node, match.num_blocks))
+        prompt, tokens, tenant, has_image = self.prompt()
+        found = self.matched(self.path(tokens, tenant, has_image))
+        if found:
+            node = self.index.pin_softly(self.index.match(prompt).node, len(found))
+            self.time += 1
+            self.pinned.append((node, found, self.time))
+
+    def tell_storage(self) -> None:
+        prompt, tokens, tenant, has_image = self.prompt()
+        found = self.matched(self.path(tokens, tenant, has_image))
+        first = self.rng.randrange(len(found) + 1)
+        node = self.index.match(prompt).node
+        if self.rng.random() < 0.7:
+            self.index.mark_stored(node, first, len(found))
+            self.stored.update(found[first:])
+        else:
+            self.index.unmark_stored(node, first, len(found))
+            self.stored.difference_update(found[first:])
 
     def resize(self) -> None:
         tier = self.rng.choice(list(Tier))
@@ -421,8 +487,12 @@ class Machine:
 
     def compare(self) -> None:
         found: dict[Tier, dict[Block, tuple[int, CopyState]]] = {tier: {} for tier in Tier}
+        leased, pins = self.leased(), self.pins()
         for node in self.index.nodes():
             blocks = blocks_of(node, 0, node.num_blocks)
+            assert {block in leased for block in blocks} == {node.holders > 0}
+            assert {block in pins for block in blocks} == {node.soft_pins > 0}
+            self.compare_books(node, blocks)
             for tier in Tier:
                 slots, states = node.copies[tier].slots.tolist(), node.copies[tier].states.tolist()
                 for block, slot, state in zip(blocks, slots, states, strict=True):
@@ -432,6 +502,14 @@ class Machine:
         nobody: dict[Tier, list[int]] = {tier: [] for tier in Tier}
         assert invariants.findings(self.index, self.pools, nobody) == []
         assert self.index.num_held_leases == len(self.held) + len(self.moving)
+
+    def compare_books(self, node: Node, blocks: list[Block]) -> None:
+        """What a run says of itself is true of each of its blocks."""
+        assert {self.hits[block] for block in blocks} == {node.hits}
+        told = node.stored_in(0, node.num_blocks).tolist()
+        assert told == [block in self.stored for block in blocks]
+        if not node.holders:
+            assert {self.used[block] for block in blocks} == {node.last_used}
 
     def close(self) -> None:
         """With every lease gone and every movement ended, all can be evicted again."""
@@ -457,6 +535,15 @@ def blocks_of(node: Node, start: int, stop: int) -> list[Block]:
     name, image = node.space.name, bool(path[0].extra(0))
     ends = range(node.start + start + 1, node.start + stop + 1)
     return [(name, tokens[: end * SIZE], image) for end in ends]
+
+
+def last_first(victim: Victim) -> list[Block]:
+    return blocks_of(*victim)[::-1]
+
+
+def parent_of(block: Block) -> Block:
+    tenant, tokens, has_image = block
+    return tenant, tokens[: (len(tokens) - 1) // SIZE * SIZE], has_image
 
 
 def is_below(block: Block, top: Block) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tierkv.cache.index import Index
@@ -39,19 +41,35 @@ def prompt(*media: MediaItem) -> Prompt:
 def test_a_match_ends_where_the_media_differ(
     start: int, length: int, block: int, cached: bytes | None
 ) -> None:
-    index = Index(SIZE)
     ours = prompt(MediaItem(start, length, cached)) if cached else prompt()
-    put(index, ours)
-    assert index.match(ours).num_blocks == 4
     others = [prompt(MediaItem(start, length, DOG))]
     if cached:
         others += [prompt(), prompt(MediaItem(start, length, CAT), MediaItem(start, 1, DOG))]
     for other in others:
+        index = Index(SIZE)  # a run that no other prompt has split
+        put(index, ours)
+        assert index.match(ours).num_blocks == 4
         match = index.match(other)
         assert (match.num_blocks, match.partial) == (block, None)
         put(index, other)
         assert index.match(other).num_blocks == 4
         assert index.match(ours).num_blocks == 4
+
+
+class Looked(list[MediaItem]):
+    times = 0
+
+    def __iter__(self) -> Iterator[MediaItem]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_a_prompt_of_many_images_does_not_look_through_all_of_them_for_every_block() -> None:
+    media = Looked(MediaItem(at, SIZE, CAT) for at in range(0, 64 * SIZE, SIZE))
+    prompt = Prompt.of([7] * (64 * SIZE), SIZE, media)
+    assert list(prompt.extras) == list(range(64))
+    assert len(set(prompt.extras.values())) == 1  # each its own image at its own start
+    assert media.times <= 2
 
 
 def test_an_equal_image_at_another_offset_is_another_block() -> None:

@@ -199,6 +199,23 @@ def test_what_is_softly_pinned_goes_last_and_as_before_once_it_is_not(kind: Evic
     cache.check()
 
 
+def test_what_is_added_behind_softly_pinned_blocks_is_not_pinned() -> None:
+    index, pool = Index(1), BlockPool("device", 10)
+    lease = index.hold(index.root, 0)
+    index.insert(Tier.DEVICE, lease, Prompt.of([1, 2], 1), 2, pool.allocate(2))
+    pin = index.pin_softly(lease.node, 2)
+    index.insert(Tier.DEVICE, lease, Prompt.of([1, 2, 3, 4], 1), 4, pool.allocate(2))
+    index.release(lease)
+    lease = index.hold(index.root, 0)
+    index.insert(Tier.DEVICE, lease, Prompt.of([9], 1), 1, pool.allocate(1))  # used last
+    index.release(lease)
+    order = index.order[Tier.DEVICE]
+    listed = [(v.node.start + v.start, v.node.start + v.stop) for v in order.victims(5)]
+    assert listed == [(2, 4), (0, 1), (0, 2)]
+    index.unpin_softly(pin)
+    assert order.victims(5)[-1].node.tokens == Prompt.of([9], 1).tokens
+
+
 def test_a_soft_pin_follows_its_blocks_through_splits() -> None:
     cache = Cached(Lru())
     pinned = cache.index.pin_softly(cache.use(1, 2, 3, 4), 3)

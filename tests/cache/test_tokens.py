@@ -27,6 +27,10 @@ def test_a_list_arrays_json_and_packed_bytes_are_the_same_tokens(tokens: list[in
         assert pack(np.array(tokens, dtype=dtype)) == packed
     assert pack(list(np.array(tokens, np.int64))) == packed  # a list of NumPy integers
     assert pack(np.repeat(np.array(tokens, np.int32), 2)[::2]) == packed
+    # What a socket has read into is packed too, not a token a byte.
+    assert pack(bytearray(packed)) == packed
+    assert pack(memoryview(packed)) == packed
+    assert pack(np.array(tokens, ">i8").data) == packed
 
 
 def test_the_bytes_are_little_endian_int32() -> None:
@@ -55,6 +59,11 @@ def test_the_bytes_are_little_endian_int32() -> None:
         np.array([[1, 2]]),
         np.array([True]),
         np.array(5),
+        np.ma.array([1, 2**40], mask=[False, True]),
+        bytearray(b"abc"),
+        np.array([[1, 2]]).data,
+        {2, 1},
+        {1: 2},
     ],
     ids=repr,
 )

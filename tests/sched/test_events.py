@@ -73,6 +73,16 @@ async def test_what_is_fetched_is_told_as_stored_on_the_host() -> None:
         assert [digest for event in stored for digest in event.digests] == keys
 
 
+async def test_a_tail_of_another_prompt_that_is_fetched_is_told_too() -> None:
+    async with world(store=await filled(tokens(11))) as here:
+        with here.service.events.subscribe() as subscription:
+            assert (await here.run(tokens(10))).storage_tokens == 9
+            events = await everything(subscription)
+        stored = [event for event in events if event.tier == "host"]
+        keys = [key.digest for key in here.keys(tokens(11))]  # the tail as the other prompt left it
+        assert [digest for event in stored for digest in event.digests] == keys
+
+
 async def test_the_keys_of_all_blocks_are_told() -> None:
     async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
         keys = [key.digest for key in here.keys(tokens(8))]

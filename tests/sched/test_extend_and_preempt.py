@@ -12,6 +12,7 @@ from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request
 
 NONE = WritePolicy.NONE
@@ -35,6 +36,33 @@ async def test_a_request_grows_by_the_blocks_it_needs_and_no_more() -> None:
         here.service.end(request)
         await here.settle()
         assert (await here.run([*tokens(13), 1])).device_tokens == 13
+
+
+async def test_room_to_grow_is_beyond_the_whole_prompt_however_much_of_it_is_committed() -> None:
+    async with world(host_write=NONE) as here:
+        request = await here.admit(tokens(20))
+        here.compute(request, tokens(8))
+        await here.service.commit(request, pack(tokens(8)))  # a first piece of the prompt
+        await here.service.extend(request, 8)
+        assert len(request.block_table) == 7
+        here.compute(request, tokens(28), 8)
+        await here.service.commit(request, pack(tokens(28)))
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_one_that_runs_may_grow_while_fewer_requests_are_allowed_than_run() -> None:
+    async with world(host_write=NONE) as here:
+        first, second = await here.admit(tokens(8)), await here.admit(tokens(8, 100))
+        here.service.set_limits("", Limits(requests=1))
+        await finish(here.service.extend(first, 8))
+        assert len(first.block_table) == 4
+        here.service.set_limits("", Limits(requests=1, blocks=5))
+        with pytest.raises(OutOfBlocksError, match="limit: 1 blocks needed, 0 available"):
+            await finish(here.service.extend(second, 1))
+        here.service.end(first)
+        here.service.end(second)
+        await here.settle()
 
 
 async def test_growing_evicts_waits_for_others_and_goes_before_those_who_wait() -> None:
@@ -123,6 +151,26 @@ async def test_what_was_preempted_comes_back_byte_for_byte_after_others_had_the_
         await here.settle()
         with pytest.raises(OwnershipError, match="not preempted"):
             await here.service.resume(request, max_new_tokens=0)
+
+
+@pytest.mark.parametrize("committed", [0, 8, 20])
+async def test_one_preempted_in_the_middle_of_its_prompt_comes_back_for_the_whole_of_it(
+    committed: int,
+) -> None:
+    async with world(host_write=NONE) as here:
+        request = await here.admit(tokens(20))
+        if committed:
+            here.compute(request, tokens(committed))
+            await here.service.commit(request, pack(tokens(committed)))
+        here.service.preempt(request)
+        await here.run(tokens(20), uses_cache=False)  # another one leaves all of it here
+        again = await finish(here.service.resume(request, max_new_tokens=4))
+        assert len(again.block_table) == 6
+        # The next token is known only to who has computed the last of the prompt.
+        assert again.cached_tokens == (20 if committed == 20 else 19)
+        await here.prefill(again, tokens(20))
+        here.service.end(again)
+        await here.settle()
 
 
 async def test_a_preempted_request_that_is_abandoned_leaves_no_pin() -> None:

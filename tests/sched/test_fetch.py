@@ -326,3 +326,37 @@ async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way()
         await here.prefill(request, tokens(16))
         here.service.end(request)
         await here.settle()
+
+
+async def test_a_tail_of_which_a_part_is_cached_here_is_fetched_whole() -> None:
+    async with world(store=await filled(tokens(11))) as here:
+        await here.run(tokens(9), uses_cache=False)  # two blocks and one token of the tail
+        request = await here.admit([*tokens(11)])
+        assert request.cached_tokens == 10
+        assert request.matched.storage_tokens == 2  # the last is computed, for its logits
+        await here.prefill(request, tokens(11))
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_a_tail_that_is_listed_but_gone_is_not_waited_for() -> None:
+    store = await filled(tokens(11))
+    async with world(store=store) as here:
+        await store.delete(here.names(tokens(11))[-1:])
+        began = asyncio.get_running_loop().time()
+        request = await here.admit(tokens(11))
+        assert asyncio.get_running_loop().time() - began < 5.0
+        assert request.cached_tokens == 8
+        here.service.end(request)
+        await here.settle()
+
+
+async def test_what_came_from_the_store_is_not_written_there_again() -> None:
+    async with world(
+        store=await filled(tokens(18)), host_write=THROUGH, storage_write=THROUGH
+    ) as here:
+        here.the_store.hold_writes()
+        await here.run(tokens(18))
+        held = here.service.tiers.storing.bytes_in_flight
+        here.the_store.release()
+        assert held == 0

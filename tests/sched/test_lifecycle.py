@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import AsyncExitStack
 
 import pytest
 
 from tests.latch import finish, turns, until
+from tests.simulated import simulate, simulated_world
 from tests.world import world
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
 from tierkv.sched import books
 
-NONE = WritePolicy.NONE
+NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 
 
 def tokens(count: int, base: int = 0) -> list[int]:
@@ -127,6 +129,39 @@ async def test_a_pin_ends_when_its_time_is_up(is_soft: bool) -> None:
         assert here.service.index.match(here.prompt(tokens(8))).num_blocks == 0
         with pytest.raises(BadRequestError):
             here.service.pin("never", here.prompt(tokens(8)), 0.0)
+
+
+@pytest.mark.parametrize("is_soft", [True, False])
+def test_a_pin_that_is_replaced_neither_holds_anything_nor_ends_the_one_in_its_place(
+    is_soft: bool,
+) -> None:
+    async def scene() -> None:
+        async with simulated_world(random.Random(1), device_blocks=16, host_write=NONE) as here:
+            first, second = tokens(16), tokens(16, 100)
+            await here.run(first)
+            await here.run(second)
+            here.service.pin("it", here.prompt(first), 1.0, is_soft=is_soft)
+            here.service.pin("it", here.prompt(second), 100.0, is_soft=is_soft)
+            await asyncio.sleep(10.0)
+            nodes = list(here.service.index.nodes())
+            assert [bool(node.holders or node.soft_pins) for node in nodes].count(True) == 1
+            assert here.service.unpin("it"), "the first one's time is not the second one's"
+            assert here.service.reset() == 0
+            assert here.service.verify() == []
+
+    simulate(scene())
+
+
+async def test_after_a_reset_what_a_request_holds_is_offered_to_storage_again() -> None:
+    async with world(with_store=True, host_write=THROUGH, storage_write=THROUGH) as here:
+        request = await here.admit(tokens(16))
+        await here.prefill(request, tokens(16))
+        await here.settle()
+        assert here.service.reset() > 0
+        await here.the_store.delete(here.names(tokens(16)))
+        here.service.end(request)
+        await here.run(tokens(16))
+        assert await here.the_store.exists(here.names(tokens(16))) == 4
 
 
 async def test_a_soft_pin_goes_last_but_never_holds_a_request_up() -> None:

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from tests.latch import finish, turns, until
+from tests.latch import ManualEvent, finish, turns, until
 from tests.sched.test_fetch import filled
 from tests.world import World, world
 from tierkv.cache.node import Tier
+from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import (
@@ -285,3 +286,33 @@ async def test_another_store_is_not_believed_to_have_what_the_one_before_had() -
         await on.run(tokens(16))
         await on.settle()
         assert await other.exists(names) == 4
+
+
+async def test_a_tail_is_not_cached_if_the_blocks_above_it_are_on_their_way_for_another() -> None:
+    async with world(device_blocks=16, host_write=THROUGH) as on:
+        await on.run(tokens(16))
+        await on.service.resize(Tier.DEVICE, 1)
+        await on.service.resize(Tier.DEVICE, 16)
+        on.latch.hold(Direction.LOAD)
+        loads = await on.admit([*tokens(16), 99])
+        alone = await on.admit(tokens(18), uses_cache=False)
+        on.compute(alone, tokens(18))
+        await on.service.commit(alone, pack(tokens(18)))
+        on.service.end(alone)
+        assert on.service.verify() == []
+        on.latch.release()
+        await on.prefill(loads, [*tokens(16), 99])
+        on.service.end(loads)
+        await on.settle()
+
+
+async def test_what_a_kernel_wrote_that_failed_before_the_end_is_not_cached() -> None:
+    async with world() as on:
+        request = await on.admit(tokens(10))
+        await on.prefill(request, tokens(10))
+        failed = ManualEvent()
+        failed.finish(TransferError("the kernel failed"))
+        on.service.end(request, after=[failed])
+        await on.settle()
+        match = on.service.index.match(on.prompt(tokens(10)))
+        assert (match.num_blocks, match.partial) == (2, None), "the tail may be half written"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from tierkv.sched.plan_wire import (
 )
 from tierkv.wire import seal
 
-ids = st.lists(st.integers(0, 2**31 - 1), max_size=8).map(lambda x: np.array(x, np.int32))
+slots = st.integers(0, 40) | st.integers(0, 2**31 - 1)
+ids = st.lists(slots, max_size=8).map(lambda x: np.array(x, np.int32))
 moves = st.builds(
     lambda kind, pairs: Moves.of(kind, pairs, pairs[::-1]),
     st.sampled_from(["load", "offload", "copy"]),
@@ -127,15 +129,52 @@ def test_a_batch_has_one_list_a_kind_and_every_copy_once() -> None:
     assert not any(plan.moves for plan in batch.requests)
 
 
-def test_two_blocks_into_one_slot_are_refused() -> None:
-    with pytest.raises(OwnershipError, match="slot 10"):
-        merge(1, [_plan("a", "load", [1], [10]), _plan("b", "load", [2], [10])])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("load", [1], [10]), ("load", [2], [10])),
+        (("copy", [1], [10]), ("load", [1], [10])),
+        (("load", [7], [10]), ("copy", [10], [11])),  # of which bytes?
+        (("offload", [10], [3]), ("load", [9], [10])),
+        (("offload", [5], [10]), ("load", [10], [6])),
+    ],
+)
+def test_a_batch_whose_copies_depend_on_their_order_is_refused(
+    first: tuple[str, list[int], list[int]], second: tuple[str, list[int], list[int]]
+) -> None:
+    plans = [_plan("a", *first), _plan("b", *second)]
+    for order in (plans, plans[::-1]):
+        with pytest.raises(OwnershipError, match="slot 10"):
+            merge(1, order)
+
+
+@given(st.lists(requests, max_size=4))
+def test_a_merged_batch_leaves_what_the_plans_one_after_another_leave(
+    plans: list[RequestPlan],
+) -> None:
+    def after(moves: Iterable[Moves]) -> dict[tuple[str, int], tuple[str, int]]:
+        holds: dict[tuple[str, int], tuple[str, int]] = {}
+        for move in moves:
+            source_tier = "host" if move.kind == "load" else "device"
+            target_tier = "host" if move.kind == "offload" else "device"
+            for source, target in zip(*(ids.tolist() for ids in move.slots()), strict=True):
+                come = holds.get((source_tier, source), (source_tier, source))
+                holds[target_tier, target] = come
+        return holds
+
+    try:
+        batch = merge(3, plans)
+    except OwnershipError:
+        return
+    assert after(batch.moves) == after(move for plan in plans for move in plan.moves)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("block_table", b"abc", "whole slots"),
+        ("block_table", b"abc", "whole numbers"),
+        ("block_table", b"\0\0\0\0\xff\xff\xff\xff", "below 0"),
+        ("moves", [{"kind": "copy", "source": b"\0\0\0\x80", "target": b"\0" * 4}], "below 0"),
         ("cached_tokens", -1, "fewer than 0"),
         ("num_computed", -1, "fewer than 0"),
         ("block_table", 7, "cannot be read"),
@@ -147,6 +186,19 @@ def test_a_plan_that_cannot_be_is_refused_when_it_is_read(
     body = {"request_id": "r", "block_table": b"", "cached_tokens": 0, "num_computed": 0}
     record = {"kind": "request", "body": body | {field: value}}
     with pytest.raises(StoreCorruptError, match=words):
+        decode(seal(MAGIC, 1, record))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"kind": "batch", "body": {"number": -1, "requests": [], "moves": []}},
+        {"kind": "match", "body": dict.fromkeys(MatchResult.__struct_fields__, -1)},
+        {"kind": "match", "body": dict.fromkeys(MatchResult.__struct_fields__[:5], 0)},
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_when_they_are_read(record: dict[str, object]) -> None:
+    with pytest.raises(StoreCorruptError):
         decode(seal(MAGIC, 1, record))
 
 

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from tierkv.errors import BadRequestError
+from tests.latch import ManualEvent
+from tierkv.errors import BadRequestError, TransferError
+from tierkv.sched.ranked_events import RankedEvent
 from tierkv.sched.ranks import Outcome, Ranks
 
 
@@ -85,3 +87,14 @@ def test_what_cannot_be_is_refused() -> None:
         ledger.report(0, 9, 0.0)
     with pytest.raises(ValueError, match="ranks"):
         Ranks(0, late_s=1, dead_s=1)
+
+
+def test_an_event_that_failed_on_a_rank_names_the_rank_and_its_blocks_once_all_let_go() -> None:
+    parts = [ManualEvent(), ManualEvent()]
+    event = RankedEvent(parts)
+    parts[1].finish(TransferError("the copy broke", blocks=(3, 4)))
+    assert not event.is_done
+    parts[0].finish()
+    with pytest.raises(TransferError, match="rank 1: the copy broke") as failed:
+        _ = event.is_done
+    assert failed.value.blocks == (3, 4)

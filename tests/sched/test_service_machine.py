@@ -1,14 +1,16 @@
 """Random requests, cancels, aborts, faults, tenants, resizes and sleeps against a running service.
 
 The model is what each token's KV must be: every byte that a request finds is compared with it, and
-the books are recounted after each step. Copies and storage are slow, fail and lie as they like. All
-of it in one thread and in simulated time, so that a seed that fails, fails again.
+the books are recounted after each step. Who listens to the events knows every copy at the end.
+Copies and storage are slow, fail and lie as they like. All of it in one thread and in simulated
+time, so that a seed that fails, fails again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,12 +21,48 @@ from tests.world import GQA, World
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.policies import EvictionKind
+from tierkv.cache.states import CopyState
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import BadRequestError, TierKVError
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.events import Happening, Subscription
 
 STEPS = 150
+
+
+Copy = tuple[str, str, bytes]  # tier, space, key
+
+
+def cached(here: World) -> set[Copy]:
+    """Every copy that the index has."""
+    return {
+        (tier.name.lower(), node.space.name, key.digest)
+        for node in here.service.index.nodes()
+        for tier in Tier
+        for key, state in zip(
+            here.service.tiers.keys_of(node, node.start, node.end),
+            node.copies[tier].states.tolist(),
+            strict=True,
+        )
+        if state == CopyState.READY
+    }
+
+
+async def told(events: Subscription) -> set[Copy]:
+    """Every copy that one who has listened from the start believes in."""
+    copies: set[Copy] = set()
+    with suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout(0.001):
+                event = await anext(events)
+            for digest in event.digests:
+                copy = event.tier, event.space, digest
+                if event.kind is Happening.EVICTED:
+                    copies.discard(copy)
+                elif event.tier != "storage":
+                    copies.add(copy)
+    return copies
 
 
 @dataclass
@@ -180,14 +218,16 @@ async def run(seed: int, steps: int = STEPS) -> Machine:
         background_copy_bytes=4 * GQA.block_bytes,
     ) as here:
         machine = Machine(here, rng)
-        for _ in range(steps):
-            await machine.step()
-        here.latch.fail_next(Direction.LOAD, 0)
-        here.latch.fail_next(Direction.OFFLOAD, 0)
-        await until(lambda: not machine.jobs, "the end of all requests")
-        assert machine.whole, "some requests came through all of this"
-        here.service.unpin("one")
-        await here.settle()
+        with here.service.events.subscribe(capacity=1 << 20) as events:
+            for _ in range(steps):
+                await machine.step()
+            here.latch.fail_next(Direction.LOAD, 0)
+            here.latch.fail_next(Direction.OFFLOAD, 0)
+            await until(lambda: not machine.jobs, "the end of all requests")
+            assert machine.whole, "some requests came through all of this"
+            here.service.unpin("one")
+            await here.settle()
+            assert await told(events) == cached(here)
     return machine
 
 

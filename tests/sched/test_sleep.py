@@ -109,6 +109,35 @@ async def test_a_wake_may_take_another_number_of_blocks(count: int) -> None:
             await here.service.resize(Tier.DEVICE, count + 1)
 
 
+async def test_a_node_that_was_paused_before_it_slept_is_paused_when_it_wakes() -> None:
+    async with world(host_write=NONE) as here:
+        here.service.pause()
+        await finish(here.service.sleep())
+        await finish(here.service.wake())
+        waits = asyncio.ensure_future(here.admit(tokens(8)))
+        await turns(20)
+        assert not waits.done()
+        here.service.unpause()
+        here.service.end(await finish(waits))
+        await here.settle()
+
+
+async def test_an_unpause_admits_nobody_while_the_device_is_being_emptied() -> None:
+    async with world(host_write=NONE) as here:
+        running = await here.admit(tokens(8))
+        sleeps = asyncio.ensure_future(here.service.sleep())
+        await turns(20)
+        here.service.unpause()
+        waits = asyncio.ensure_future(here.admit(tokens(8, 100)))
+        await turns(20)
+        assert not waits.done(), "the sleep would wait for it too"
+        here.service.end(running)
+        await finish(sleeps)
+        await finish(here.service.wake())
+        here.service.end(await finish(waits))
+        await here.settle()
+
+
 async def test_sleeping_twice_or_waking_when_awake_is_refused() -> None:
     async with world() as here:
         with pytest.raises(OwnershipError):

@@ -127,3 +127,29 @@ def test_what_was_evicted_while_it_waited_for_the_store_is_offered_again_when_it
             assert here.service.verify() == []
 
     simulate(scene())
+
+
+def test_what_left_the_host_before_its_turn_at_the_store_is_not_believed_to_be_stored() -> None:
+    async def scene() -> None:
+        async with simulated_world(
+            random.Random(1),
+            device_blocks=16,
+            host_blocks=8,
+            host_write=NONE,
+            storage_write=THROUGH,
+        ) as here:
+            here.service.note_prefill(1000, 0.01)
+            here.the_store.hold_writes()
+            await longest_admission(here, 12)
+            here.the_store.release()
+            await here.settle()
+            for number in range(12):
+                ids = tokens(16, 100 * number)
+                match = here.service.index.match(here.prompt(ids))
+                for node in match.node.path():
+                    names = here.names(ids)[node.start : node.end]
+                    believed = node.stored_in(0, node.num_blocks).tolist()
+                    there = [bool(await here.the_store.exists([name])) for name in names]
+                    assert not any(b and not t for b, t in zip(believed, there, strict=True))
+
+    simulate(scene())

@@ -14,6 +14,7 @@ from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError, RequestTooLargeError
+from tierkv.gpu.protocol import Direction
 from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request
 from tierkv.sched.turns import MAX_PASSED_OVER
@@ -107,6 +108,19 @@ async def test_a_tenant_at_its_limit_waits_and_lets_others_pass() -> None:
         await here.settle()
 
 
+async def test_a_tenant_may_have_all_that_its_limit_says_and_a_new_one_none_of_its_limits() -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        acme = here.service.open_fingerprint(ACME, limits=Limits(blocks=4))
+        whole = Prompt.of(tokens(16), 4, space=acme)
+        here.service.end(await finish(here.service.admit("all of it", whole, max_new_tokens=0)))
+        await here.settle()
+        here.service.close_fingerprint(acme)
+        assert here.service.open_fingerprint(ACME) == acme
+        more = Prompt.of(tokens(20), 4, space=acme)
+        here.service.end(await finish(here.service.admit("more", more, max_new_tokens=0)))
+        await here.settle()
+
+
 async def test_two_tenants_share_nothing_not_even_through_storage() -> None:
     async with world(with_store=True, storage_write=WritePolicy.WRITE_THROUGH) as here:
         acme = here.service.open_fingerprint(ACME)
@@ -161,6 +175,30 @@ async def test_watermarks_keep_slots_free_ahead_of_need() -> None:
     with pytest.raises(ConfigError, match="watermarks"):
         async with world(device_low_watermark=0.5, device_high_watermark=0.2):
             pass
+
+
+async def test_what_must_be_copied_down_ahead_of_need_goes_once_it_is_and_no_more_than_that() -> (
+    None
+):
+    async with world(
+        device_blocks=16,
+        host_write=WritePolicy.WRITE_BACK,
+        device_low_watermark=0.25,
+        device_high_watermark=0.5,
+    ) as here:
+        for base in range(0, 48, 8):
+            await here.run(tokens(8, 1000 + base))
+        here.latch.hold(Direction.OFFLOAD)
+        requests = [await here.admit(tokens(4, base)) for base in (0, 100, 200)]
+        here.latch.release()
+        await here.settle()
+        tiers = here.service.stats().tiers
+        assert tiers.evicted_device_blocks == 7
+        assert tiers.offloaded_blocks <= 8, "no more copies than slots that are to be free"
+        assert here.free_device_blocks == 8, "up to the high watermark, and no further"
+        for request in requests:
+            here.service.end(request)
+        await here.settle()
 
 
 async def test_an_explanation_says_what_is_where_and_why_the_rest_is_not() -> None:

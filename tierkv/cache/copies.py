@@ -62,6 +62,18 @@ class TierCopies:
         packed = _NO_SLOT_BYTES * self.num_blocks if self._slots is None else self._slots
         return np.frombuffer(packed, _INT32, self.num_blocks)
 
+    def fits(self, num_blocks: int) -> bool:
+        """Whether these are the slots and states of `num_blocks` blocks, kept as compactly as they
+        allow; `verify` asks."""
+        slots, states = self._slots, self._states
+        least = num_blocks * _SLOT_BYTES
+        return (
+            self.num_blocks == num_blocks
+            and (slots is None or least <= len(slots) <= MOST_KEPT * least)
+            and (self.uniform is None if states is not None else self.uniform is not None)
+            and (states is None or (len(states) == num_blocks and len(set(states.tolist())) > 1))
+        )
+
     def _packed_slots(self, start: int, stop: int) -> bytes:
         if self._slots is None:
             return _NO_SLOT_BYTES * (stop - start)

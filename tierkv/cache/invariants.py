@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from tierkv.cache.index import Index
-from tierkv.cache.keys import DIGEST_BYTES
+from tierkv.cache.keys import DIGEST_BYTES, block_digest
 from tierkv.cache.node import MOST_KEPT, NO_SLOT, Node, Tier, child_key
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.states import CopyState
@@ -24,10 +24,13 @@ def findings(
     """
     nodes = list(index.nodes())
     wrong: list[str] = []
+    for root in index.roots():
+        wrong += [f"root {root.space.name!r} {what}" for what in _children_findings(root)]
     for node in nodes:
         wrong += _node_findings(node, index)
     for tier in Tier:
-        slots = np.concatenate([_EMPTY, *(node.copies[tier].slots for node in nodes)])
+        fit = [copies for node in nodes if (copies := node.copies[tier]).fits(node.num_blocks)]
+        slots = np.concatenate([_EMPTY, *(copies.slots for copies in fit)])
         owned = np.concatenate([slots[slots != NO_SLOT], _array(owned_elsewhere[tier])])
         wrong += pools[tier].findings(owned.tolist())
         for order, space in index.orders(tier):
@@ -48,12 +51,18 @@ def _space_findings(index: Index, nodes: list[Node], tier: Tier) -> list[str]:
     used = Counter[str]()
     for node in nodes:
         used[node.space.name] += node.copies[tier].num_present
-    return [
+    wrong = [
         f"fingerprint {space.name!r} has {used[space.name]} {tier.name} copies, "
         f"but {space.used[tier]} are counted"
         for space in index.spaces()
         if used[space.name] != space.used[tier]
     ]
+    wrong.extend(
+        f"fingerprint {space.name!r} has a quota or a {tier.name} queue of its own, not both"
+        for space in index.spaces()
+        if space.has_quota != (index.own_order(space, tier) is not None)
+    )
+    return wrong
 
 
 def _lease_findings(index: Index, nodes: list[Node]) -> list[str]:
@@ -74,6 +83,11 @@ def _node_findings(node: Node, index: Index) -> list[str]:
     name = f"node {node.uid} (blocks {node.start} to {node.end})"
     wrong = [f"{name} {what}" for what in _shape_findings(node, index.block_token_bytes)]
     wrong += [f"{name} {what}" for what in _memory_findings(node)]
+    wrong += [f"{name} {what}" for what in _children_findings(node)]
+    unfit = [tier for tier in Tier if not node.copies[tier].fits(node.num_blocks)]
+    if unfit:  # there's no telling what is where
+        names = " and ".join(tier.name for tier in unfit)
+        return [*wrong, f"{name} has not a {names} slot and state for each of its blocks"]
     wrong += [f"{name} {what}" for what in _residency_findings(node)]
     for tier in Tier:
         wrong += [f"{name} {what}" for what in _tier_findings(node, tier)]
@@ -98,8 +112,25 @@ def _shape_findings(node: Node, block_token_bytes: int) -> list[str]:
     key = child_key(node.tokens[:block_token_bytes], node.extra(node.start))
     if node.key != key or parent.children.get(key) is not node:
         wrong.append("is not found under its parent by its first block")
+    return wrong
+
+
+def _children_findings(node: Node) -> list[str]:
+    """What a run, or a root, says of those below it."""
+    wrong = []
+    children = node.children.values()
     if sorted(node.children) != node.order:
         wrong.append("lists other children in order than it has")
+    if any(child.parent is not node or child.space is not node.space for child in children):
+        wrong.append("has a child that belongs elsewhere")
+    for tier in Tier:
+        expected, counted = sum(n.num_present(tier) > 0 for n in children), node.present_children
+        if expected != counted[tier]:
+            wrong.append(f"counts {counted[tier]} children on {tier.name}, not {expected}")
+    if node.parent is not None and sum(child.soft_pins for child in children) > node.soft_pins:
+        wrong.append("is softly pinned less often than what is below it")
+    if node.parent is not None and any(child.hits > node.hits for child in children):
+        wrong.append("was matched less often than what is below it")
     return wrong
 
 
@@ -112,6 +143,14 @@ def _memory_findings(node: Node) -> list[str]:
         wrong.append(f"has {node.num_blocks} blocks")
     if len(node.digests) > node.num_blocks * DIGEST_BYTES:
         wrong.append("remembers more digests than it has blocks")
+    elif node.digests and node.digests != _digests_of(node):
+        wrong.append("remembers digests that are not those of its tokens and of what is above")
+    if any(not node.start <= block < node.end for block in node.extras or ()):
+        wrong.append("has media in blocks that it has not")
+    if len(node.stored_in(0, node.num_blocks)) != node.num_blocks:
+        wrong.append("does not say of each block whether it is believed stored")
+    if node.soft_pins < 0:
+        wrong.append(f"is softly pinned {node.soft_pins} times")
     if len(node.packed) > MOST_KEPT * node.token_bytes:
         wrong.append("keeps more tokens in memory that are gone than it may")
     above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
@@ -119,12 +158,24 @@ def _memory_findings(node: Node) -> list[str]:
         wrong.append("keeps other tokens before its own than its parent has")
     if node.holders == 0 and node.last_used > parent.last_used and parent.holders == 0:
         wrong.append("was used after its parent")
-    if any(
-        child.parent is not node or child.space is not node.space
-        for child in node.children.values()
-    ):
-        wrong.append("has a child that belongs elsewhere")
     return wrong
+
+
+def _digests_of(node: Node) -> bytes:
+    """Those that the run remembers, computed again from its tokens and its parent's last one."""
+    parent = node.parent
+    assert parent is not None, "the root is not listed"
+    if parent.parent is None:
+        digest = node.space.root_digest
+    elif len(parent.digests) == parent.num_blocks * DIGEST_BYTES:
+        digest = parent.digests[-DIGEST_BYTES:]
+    else:
+        return b""  # they cannot have been computed
+    again = []
+    for i in range(len(node.digests) // DIGEST_BYTES):
+        digest = block_digest(digest, node.tokens_of(i, i + 1), node.extra(node.start + i))
+        again.append(digest)
+    return b"".join(again)
 
 
 def _residency_findings(node: Node) -> list[str]:
@@ -146,11 +197,6 @@ def _residency_findings(node: Node) -> list[str]:
 def _tier_findings(node: Node, tier: Tier) -> list[str]:
     wrong = []
     copies = node.copies[tier]
-    if copies.num_blocks != node.num_blocks:
-        wrong.append(f"has {copies.num_blocks} {tier.name} blocks")
-    if len(copies.slots) != node.num_blocks or len(copies.states) != node.num_blocks:
-        wrong.append(f"has {len(copies.slots)} {tier.name} slots")
-        return wrong
     present = copies.states != CopyState.ABSENT
     if ((copies.slots != NO_SLOT) != present).any():
         wrong.append(f"has {tier.name} slots that its states do not tell of")
@@ -158,9 +204,4 @@ def _tier_findings(node: Node, tier: Tier) -> list[str]:
         wrong.append(f"counts {copies.num_present} {tier.name} copies")
     if (copies.states == CopyState.INCOMING).any() and not node.holders:
         wrong.append(f"has {tier.name} bytes incoming, but nobody holds it")
-    expected = sum(child.copies[tier].num_present > 0 for child in node.children.values())
-    if expected != node.present_children[tier]:
-        wrong.append(
-            f"counts {node.present_children[tier]} children on {tier.name}, not {expected}"
-        )
     return wrong

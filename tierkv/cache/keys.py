@@ -93,18 +93,20 @@ class Prompt:
     ) -> Prompt:
         packed = pack(tokens)
         num_tokens = len(packed) // TOKEN_BYTES
-        extras: dict[int, bytes] = {}
+        items: dict[int, list[MediaItem]] = {}  # by block: looking through all for each is slow
         for item in media:
-            if item.start + item.num_tokens > num_tokens:
+            stop = item.start + item.num_tokens
+            if stop > num_tokens:
                 raise BadRequestError(
-                    f"a media item covers tokens {item.start} to {item.start + item.num_tokens}, "
+                    f"a media item covers tokens {item.start} to {stop}, "
                     f"but the prompt has {num_tokens}"
                 )
-            last = (item.start + item.num_tokens - 1) // block_size
-            for block in range(item.start // block_size, last + 1):
-                if block not in extras:
-                    start = block * block_size
-                    extras[block] = extra_keys(media, start, min(start + block_size, num_tokens))
+            for block in range(item.start // block_size, (stop - 1) // block_size + 1):
+                items.setdefault(block, []).append(item)
+        extras: dict[int, bytes] = {}
+        for block in sorted(items):
+            start = block * block_size
+            extras[block] = extra_keys(items[block], start, min(start + block_size, num_tokens))
         return cls(packed, block_size, extras, space)
 
     def __post_init__(self) -> None:

@@ -241,10 +241,11 @@ class Node:
         self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
         if len(self.packed) > MOST_KEPT * self.token_bytes:
             self.packed, self.packed_at = self.tokens, 0
+        before, self.end = self.end, self.start + num_blocks
         self.num_blocks = num_blocks
-        self.end = self.start + num_blocks
         if self.extras:
-            self.extras = {b: e for b, e in self.extras.items() if b < self.end}
+            for block in range(self.end, before):
+                self.extras.pop(block, None)
         if self.digests:
             self.digests = self.digests[: num_blocks * DIGEST_BYTES]
         if self._stored is not None:

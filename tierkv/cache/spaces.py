@@ -90,7 +90,7 @@ class Spaces:
 
     def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
         """Every queue of the tier, with the space it is limited to."""
-        own = [(self._own_orders[s.name][tier], s) for s in self.spaces() if s.has_quota]
+        own = [(order, space) for space in self.spaces() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
 
     def roots(self) -> list[Node]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +16,19 @@ from tierkv.errors import BadRequestError
 TOKEN_BYTES = 4
 _HAS_FAST_ARRAYS = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
 _INT32 = np.dtype("<i4")
-Tokens = Sequence[int] | npt.NDArray[np.integer] | bytes
+Tokens = Sequence[int] | npt.NDArray[np.integer] | bytes | bytearray | memoryview
 
 
 def pack(tokens: Tokens) -> bytes:
     """`tokens` as little-endian int32 bytes, the same for a list, an array or packed bytes.
 
-    bytes are taken to be packed already. Raises BadRequestError if they are not whole tokens, or
-    if a token is not an integer in 0..2**31-1.
+    bytes, a bytearray and a view of bytes are taken to be packed already. Raises BadRequestError if
+    they are not whole tokens, or if a token is not an integer in 0..2**31-1.
     """
+    if isinstance(tokens, bytearray):
+        tokens = bytes(tokens)
+    elif isinstance(tokens, memoryview):
+        tokens = tokens.tobytes() if tokens.itemsize == 1 else np.asarray(tokens)
     if isinstance(tokens, bytes):
         packed = tokens
         if len(packed) % TOKEN_BYTES:
@@ -39,6 +44,8 @@ def pack(tokens: Tokens) -> bytes:
 
 def _pack_sequence(tokens: Sequence[int]) -> bytes:
     """What is beyond int32 raises here, or comes out negative."""
+    if isinstance(tokens, (AbstractSet, Mapping)):
+        raise BadRequestError(f"tokens have an order, a {type(tokens).__name__} has none")
     try:
         if _HAS_FAST_ARRAYS and type(tokens) in {list, tuple}:
             # 4.0 ns a token of a list not seen before; array("I", tokens) takes 5.5, struct.pack
@@ -53,6 +60,7 @@ def _pack_sequence(tokens: Sequence[int]) -> bytes:
 
 
 def _pack_array(tokens: npt.NDArray[np.integer]) -> bytes:
+    tokens = np.asarray(tokens)  # no subclass that would leave some out of the checks
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise BadRequestError(
             f"tokens must be a flat array of integers, not {tokens.ndim}-dimensional {tokens.dtype}"

@@ -133,10 +133,11 @@ class Tree(Spaces):
 
     def _grows_in_place(self, node: Node, num_blocks: int, held: Node) -> bool:
         """Only if nobody but the caller holds it: a lease of others would protect what is added,
-        too. And only while it was never matched: what is added has not been."""
+        too. And only while it was never matched, nor softly pinned: what is added has not been."""
         return (
             node.holders == int(node is held)
             and not node.hits
+            and not node.soft_pins
             and not node.children
             and node.parent is not None
             and (node.num_blocks < _SMALL_RUN_BLOCKS or node.num_blocks < num_blocks)
@@ -243,4 +244,5 @@ class Tree(Spaces):
 
 def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None:
     """The extra keys of blocks [start, stop), None if there are none."""
-    return {i: e for i, e in prompt.extras.items() if start <= i < stop and e} or None
+    extras = prompt.extras  # of which there may be many more than these blocks
+    return {i: e for i in range(start, stop) if (e := extras.get(i))} or None

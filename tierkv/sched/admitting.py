@@ -45,12 +45,16 @@ class Admitting:
         self._growing = growing
         self._limits = limits
         self._parking = parking
-        self.is_paused = False
+        self.pauses: set[str] = set()  # why nobody is admitted
         self._is_pumping = False
         self._pumps_again = False
         self._next_pump: asyncio.Handle | None = None  # for the rest of the line
         self._over_quota: set[str] = set()  # tenants, in this round, that wait for themselves
         self._stuck: Waiting | None = None  # the first in line, for whom there was no room
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.pauses)
 
     def admit_or_join(self, waiting: Waiting) -> Request | None:
         """The request, if nobody is before it and it fits; else it is in line, and its outcome

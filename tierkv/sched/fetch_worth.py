@@ -28,6 +28,7 @@ class FetchWorth:
         self.estimator = estimator or Estimator(
             bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE
         )
+        self._arrived_bytes = 0.0  # since the start, for all fetches
 
     def findings(self) -> list[str]:
         """What is wrong, in words, when nothing is on its way."""
@@ -55,18 +56,29 @@ class FetchWorth:
         self._tiers.decisions.fetch_storage += tokens > 0
         progress.began = asyncio.get_running_loop().time()
         progress.queued_before = self.estimator.queued_bytes
+        progress.arrived_before = self._arrived_bytes
         progress.expected_bytes = tokens * self.estimator.bytes_per_token
         self.estimator.queued_bytes += progress.expected_bytes
+
+    def arrived(self, progress: Progress) -> None:
+        """More of it is here, or all that will be."""
+        num_bytes = progress.num_tokens * self.estimator.bytes_per_token
+        self._arrived_bytes += num_bytes - progress.arrived_bytes
+        progress.arrived_bytes = num_bytes
 
     def note(self, prompt: Prompt, progress: Progress) -> None:
         """What the fetch came to: for the estimate, for `explain`, and for the log."""
         now = asyncio.get_running_loop().time()
         self._tiers.decisions.recompute_late += progress.fate is Fate.LATE
         if progress.expected_bytes:
+            self.arrived(progress)
             self.estimator.queued_bytes -= progress.expected_bytes
-            moved = progress.num_tokens * self.estimator.bytes_per_token
+            moved = progress.arrived_bytes
             if moved >= progress.expected_bytes or progress.fate is Fate.LATE:
-                self.estimator.note_fetch(moved + progress.queued_before, now - progress.began)
+                # Of what was queued before it, only what came: if nothing did, the tier is slow.
+                by_others = self._arrived_bytes - progress.arrived_before - moved
+                queued = min(progress.queued_before, by_others)
+                self.estimator.note_fetch(moved + queued, now - progress.began)
         problem = progress.first_problem
         if problem is None:
             return

@@ -36,7 +36,11 @@ class Fetched:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a fetch has come. lease: of what the prompt has here by now, the tail aside."""
+    """How far a fetch has come. lease: of what the prompt has here by now, the tail aside.
+
+    queued_before, arrived_before: bytes that were queued, and that had come since the start, for
+    all other fetches when this one began.
+    """
 
     lease: Lease
     fate: Fate | None = None
@@ -49,6 +53,8 @@ class Progress:
     expected_bytes: float = 0.0
     began: float = 0.0
     queued_before: float = 0.0
+    arrived_before: float = 0.0
+    arrived_bytes: float = 0.0
 
     def ends(self, fate: Fate, reason: str) -> None:
         """It goes no further, for a reason that is not the store's answer."""

@@ -193,6 +193,7 @@ class Fetcher:
 
         def arrived() -> None:
             patience.arrived()
+            self._worth.arrived(progress)
             if progress.fate is None:  # else the request has gone on without it
                 on_arrival(progress.lease.num_blocks)
 

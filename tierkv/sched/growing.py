@@ -48,7 +48,7 @@ class Growing:
         the device, its tenant's quota or the limit of one request is too small for it.
         """
         request.check_wanted()
-        tokens = request.prompt.num_tokens + num_tokens
+        tokens = request.whole_prompt.num_tokens + num_tokens
         if not self._missing(request, tokens):
             return
         self._check(request, tokens)
@@ -104,11 +104,10 @@ class Growing:
         ):
             if most is not None and total > most:
                 raise RequestTooLargeError(f"{total} blocks are more than {what}: {most}")
-        requests, blocks = self._running.of_tenant(space.name)
-        if not limits.allow(requests, blocks + more):
-            raise OutOfBlocksError(
-                "the tenant's limit", needed=more, available=(limits.blocks or 0) - blocks
-            )
+        _, blocks = self._running.of_tenant(space.name)
+        if limits.blocks is not None and blocks + more > limits.blocks:
+            available = max(limits.blocks - blocks, 0)
+            raise OutOfBlocksError("the tenant's limit", needed=more, available=available)
 
     def _try_extend(self, request: Request, count: int) -> Ids | None:
         while True:

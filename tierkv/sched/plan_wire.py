@@ -18,6 +18,8 @@ from tierkv.wire import seal, unseal
 
 MAGIC = b"TKPL"
 VERSION = 1
+_TIERS = {"load": ("host", "device"), "offload": ("device", "host"), "copy": ("device", "device")}
+_Slot = tuple[str, int]  # tier, number
 
 
 class Moves(msgspec.Struct, frozen=True):
@@ -29,12 +31,14 @@ class Moves(msgspec.Struct, frozen=True):
     target: bytes
 
     def __post_init__(self) -> None:
-        if self.kind not in ("load", "offload", "copy"):
+        if self.kind not in _TIERS:
             raise StoreCorruptError(
                 f"a plan moves blocks by load, offload or copy, not {self.kind}"
             )
-        if len(self.source) != len(self.target) or len(self.source) % 4:
+        if len(self.source) != len(self.target):
             raise StoreCorruptError("a plan needs one target for every source")
+        _check_slots(self.source)
+        _check_slots(self.target)
 
     @classmethod
     def of(cls, kind: str, source: Ids, target: Ids) -> Moves:
@@ -58,10 +62,8 @@ class RequestPlan(msgspec.Struct, frozen=True):
     moves: tuple[Moves, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.block_table) % 4:
-            raise StoreCorruptError("a block table is whole slots, of 4 bytes each")
-        if min(self.cached_tokens, self.num_computed) < 0:
-            raise StoreCorruptError("a plan cannot have fewer than 0 tokens")
+        _check_slots(self.block_table)
+        _check_counts(self.cached_tokens, self.num_computed)
 
     def table(self) -> Ids:
         return _slots(self.block_table)
@@ -74,6 +76,9 @@ class BatchPlan(msgspec.Struct, frozen=True):
     requests: tuple[RequestPlan, ...]
     moves: tuple[Moves, ...]
 
+    def __post_init__(self) -> None:
+        _check_counts(self.number)
+
 
 class MatchResult(msgspec.Struct, frozen=True):
     """What `Index.match` found, without the tree. partial_*: the block and tokens, None if none."""
@@ -84,6 +89,12 @@ class MatchResult(msgspec.Struct, frozen=True):
     host_blocks: int
     partial_block: int | None = None
     partial_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_counts(self.num_blocks, self.device_blocks, self.loading_blocks, self.host_blocks)
+        if (self.partial_block is None) != (self.partial_tokens is None):
+            raise StoreCorruptError("a partial match is a block and how many of its tokens")
+        _check_counts(self.partial_block or 0, self.partial_tokens or 0)
 
     @classmethod
     def of(cls, match: Match) -> MatchResult:
@@ -100,23 +111,31 @@ class MatchResult(msgspec.Struct, frozen=True):
 
 def merge(number: int, plans: Sequence[RequestPlan]) -> BatchPlan:
     """All movements of a batch in one list per kind, in the order of the requests, the same copy
-    wanted by several made once. Raises OwnershipError if two copies write one slot."""
-    moves = []
-    for kind in ("copy", "load", "offload"):
-        pairs: dict[int, int] = {}
-        for plan in plans:
-            for move in plan.moves:
-                if move.kind != kind:
-                    continue
-                source, target = move.slots()
-                for come, go in zip(source.tolist(), target.tolist(), strict=True):
-                    if pairs.setdefault(go, come) != come:
-                        raise OwnershipError(f"two blocks of a batch would {kind} into slot {go}")
-        if pairs:
-            source = np.fromiter(pairs.values(), np.int32)
-            moves.append(Moves.of(kind, source, np.fromiter(pairs.keys(), np.int32)))
-    bare = [msgspec.structs.replace(plan, moves=()) for plan in plans]
-    return BatchPlan(number, tuple(bare), tuple(moves))
+    wanted by several made once. Raises OwnershipError if two copies write one slot, or one reads
+    what another writes: which comes first would be left to chance."""
+    movements: dict[str, dict[int, int]] = {"copy": {}, "load": {}, "offload": {}}
+    written: dict[_Slot, _Slot] = {}  # from where
+    read: set[_Slot] = set()
+    for plan in plans:
+        for move in plan.moves:
+            source_tier, target_tier = _TIERS[move.kind]
+            sources, targets = move.slots()
+            movements[move.kind] |= zip(targets.tolist(), sources.tolist(), strict=True)
+            for come, go in zip(sources.tolist(), targets.tolist(), strict=True):
+                source = source_tier, come
+                read.add(source)
+                if written.setdefault((target_tier, go), source) != source:
+                    raise OwnershipError(f"two blocks of a batch go into {target_tier} slot {go}")
+    if both := read & written.keys():
+        tier, slot = min(both)
+        raise OwnershipError(f"a batch reads and writes {tier} slot {slot}")
+    moves = tuple(
+        Moves.of(kind, np.fromiter(pairs.values(), np.int32), np.fromiter(pairs, np.int32))
+        for kind, pairs in movements.items()
+        if pairs
+    )
+    bare = tuple(msgspec.structs.replace(plan, moves=()) for plan in plans)
+    return BatchPlan(number, bare, moves)
 
 
 Record = RequestPlan | BatchPlan | MatchResult
@@ -144,6 +163,18 @@ def decode(value: bytes) -> Record:
         return msgspec.convert(found.get("body"), kind)
     except msgspec.ValidationError as error:
         raise StoreCorruptError(f"the plan cannot be read: {error}") from error
+
+
+def _check_slots(packed: bytes) -> None:
+    if len(packed) % 4:
+        raise StoreCorruptError("slots are whole numbers, of 4 bytes each")
+    if packed and _slots(packed).min() < 0:
+        raise StoreCorruptError("a slot's number cannot be below 0")
+
+
+def _check_counts(*counts: int) -> None:
+    if min(counts) < 0:
+        raise StoreCorruptError("a plan cannot count fewer than 0")
 
 
 def _packed(slots: Ids) -> bytes:

@@ -82,7 +82,7 @@ class RequestState(Enum):
 class Request:
     """An admitted request. Owned by the scheduler; engines read it.
 
-    prompt: the tokens whose keys are known, grown by `Scheduler.commit`.
+    prompt: the tokens that are committed; before the first commit, what it was admitted for.
     block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
     is_private[i]: block i of the table is this request's own, not the index's.
     cached_tokens: the first so many tokens have KV in the table once `gate` is open.
@@ -118,6 +118,12 @@ class Request:
     def space(self) -> str:
         """Its tenant's."""
         return self.spec.prompt.space
+
+    @property
+    def whole_prompt(self) -> Prompt:
+        """What it was admitted for, and what was committed beyond that."""
+        asked, committed = self.spec.prompt, self.prompt
+        return committed if committed.num_tokens >= asked.num_tokens else asked
 
     def private_slots(self) -> Ids:
         return self.block_table[self.is_private.nonzero()[0]]

@@ -125,8 +125,14 @@ class Room(TierBooks, ABC):
 
     def _keep_free(self, tier: Tier) -> None:
         """Below the low watermark, evict ahead of need up to the high one."""
+        pool = self.pools[tier]
+        if pool.num_free < self._watermarks[tier].low * pool.capacity:
+            self._free_ahead(tier)
+
+    def _free_ahead(self, tier: Tier) -> None:
+        """Evict up to the high watermark, or start the copies after which that can be."""
         marks, pool = self._watermarks[tier], self.pools[tier]
-        if pool.num_free >= marks.low * pool.capacity:
+        if not marks.low:
             return
         missing = int(marks.high * pool.capacity) - pool.num_free - self._on_the_way[tier]
         steps = plan_eviction(self.index.order[tier], tier, missing, self.rules[tier])

@@ -132,12 +132,13 @@ class Scheduler:
     def is_paused(self) -> bool:
         return self._admitting.is_paused
 
-    def pause(self) -> None:
-        """Admit nobody until `unpause`; requests may come and wait, those running go on."""
-        self._admitting.is_paused = True
+    def pause(self, *, why: str = "asked") -> None:
+        """Admit nobody until `unpause` for the same reason; requests may come and wait, those
+        running go on."""
+        self._admitting.pauses.add(why)
 
-    def unpause(self) -> None:
-        self._admitting.is_paused = False
+    def unpause(self, *, why: str = "asked") -> None:
+        self._admitting.pauses.discard(why)
         self._pump()
 
     def findings(self) -> list[str]:
@@ -251,15 +252,20 @@ class Scheduler:
         self._commits.end(request, RequestState.PREEMPTED, after)
 
     async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
-        """Wait for blocks again, as the request of the same id, with all that is still cached of
-        the committed tokens; what is not, the engine computes. Raises what `admit` raises, and
-        OwnershipError if it is not preempted, or is abandoned meanwhile."""
+        """Wait for blocks again, for the whole prompt and `max_new_tokens` more, as the request of
+        the same id, with all that is still cached; what is not, the engine computes. Raises what
+        `admit` raises, and OwnershipError if it is not preempted, or is abandoned meanwhile."""
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(f"request {request.request_id!r} is not preempted")
         while request in self._running.ending:
             await self.tiers.next_change()
+        prompt = request.whole_prompt
+        is_computed = request.computed_tokens >= prompt.num_tokens  # so the next token is known
         spec = replace(
-            request.spec, prompt=request.prompt, max_new_tokens=max_new_tokens, needs_logits=False
+            request.spec,
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            needs_logits=request.spec.needs_logits and not is_computed,
         )
         resumed = await self.admit(spec)
         try:

@@ -9,6 +9,7 @@ from tierkv.cache.keys import Prompt, Tail
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
+from tierkv.sched.events import Happening
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.protocol import GetStatus
 from tierkv.transfer.storage_io import StorageIO
@@ -62,6 +63,8 @@ class SharedTails:
                 return None
             whole = _ending_in(prompt, at.num_blocks, found.tail)
             tail, is_kept = index.insert_tail(Tier.HOST, at, whole, int(slots[0]))
+            if is_kept:
+                tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
             lease = index.hold(tail, tail.end)
             index.mark_stored(tail, tail.start, tail.end)
             return lease

@@ -64,6 +64,7 @@ class WriteBack(Room):
             if not has_copy and not node.holders and node.copies[Tier.DEVICE].num_present:
                 self.forget(node, max(first - node.start, 0))  # or it would be tried for ever
             self.capacity_changed()
+        self._free_ahead(Tier.DEVICE)  # what was copied ahead of need goes now
 
     async def _flush_for_room(
         self, lease: Lease, first: int, stop: int, end: Callable[[], None]
@@ -78,6 +79,7 @@ class WriteBack(Room):
             self._on_the_way[Tier.HOST] -= stop - first
             self.index.release(lease)
             self.capacity_changed()
+        self._free_ahead(Tier.HOST)
 
     def _begin_offload(self, node: Node, first: int, stop: int, slots: Ids) -> Movement:
         """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""

@@ -211,7 +211,8 @@ class Service:
         await sleeping.sleep(self._parts, self._memory, keeps_blocks=keeps_blocks)
 
     async def wake(self, device_blocks: int | None = None) -> None:
-        """Take device memory again, for `device_blocks`, None for as many as before, and admit.
+        """Take device memory again, for `device_blocks`, None for as many as before, and admit,
+        unless the node was paused.
         `planes` is another object then. Raises ConfigError, still asleep, if there is no room, and
         OwnershipError if it does not sleep."""
         await sleeping.wake(self._parts, self._memory, device_blocks)

@@ -7,16 +7,18 @@ from tierkv.errors import OwnershipError
 from tierkv.service.memory import Memory
 from tierkv.service.parts import Parts
 
+_WHY = "sleep"  # a pause of its own: who has paused the node finds it paused after the wake
+
 
 async def sleep(parts: Parts, memory: Memory, *, keeps_blocks: bool) -> None:
     """See Service.sleep."""
     with parts.lifecycle.alone(Tier.DEVICE):
-        parts.scheduler.pause()
+        parts.scheduler.pause(why=_WHY)
         try:
             await parts.lifecycle.empty_device(keeps_blocks=keeps_blocks)
         except BaseException:
             if not parts.lifecycle.is_asleep:
-                parts.scheduler.unpause()
+                parts.scheduler.unpause(why=_WHY)
             raise
         try:
             await parts.mover.suspend()  # goes to its end even if it is cancelled
@@ -39,4 +41,4 @@ async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
             raise
         memory.use(planes)
         parts.lifecycle.refill_device(count)
-        parts.scheduler.unpause()
+        parts.scheduler.unpause(why=_WHY)

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from aiohappyeyeballs import start_connection
+
 from tierkv.errors import ConfigError
 
 _MAX_PORT = 65_535
 _MAX_PIECES = 1024  # UIO_MAXIOV
+# What an address of a host has before the next is tried too. RFC 8305 advises 0.25 s, and no less
+# than 0.01; a store is near, and connecting may take 0.25 s in all.
+_START_S = 0.05
 # Balancers and firewalls forget a connection that is idle for some minutes, and say so to nobody.
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 60),
@@ -183,19 +188,28 @@ async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
 async def _connect(address: Address) -> socket.socket:
     if address.socket_path is not None:
         return await _connected(socket.AF_UNIX, address.socket_path)
-    failure = OSError(f"{address.host} has no address")
-    for family, where in await _resolved(address):
-        try:
-            sock = await _connected(family, where)
-        except OSError as error:
-            failure = error
-            continue
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds_or_tries in _KEEPALIVE:
-            sock.setsockopt(socket.IPPROTO_TCP, option, seconds_or_tries)
-        return sock
-    raise failure
+    found = await _resolved(address)
+    if not found:
+        raise OSError(f"{address.host} has no address")
+    if len(found) == 1:
+        sock = await _connected(*found[0])
+    else:
+        sock = await _first_connected(found)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds_or_tries in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, seconds_or_tries)
+    return sock
+
+
+async def _first_connected(found: Sequence[tuple[int, object]]) -> socket.socket:
+    """To whichever of the addresses answers first; each has a start before the next is tried, too:
+    the first may be that of a machine that is gone."""
+    infos = [(f, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", where) for f, where in found]
+    try:
+        return await start_connection(infos, happy_eyeballs_delay=_START_S)  # type: ignore[arg-type]
+    except RuntimeError as error:  # of several errors that are not alike
+        raise OSError(str(error)) from error
 
 
 async def _resolved(address: Address) -> Sequence[tuple[int, object]]:

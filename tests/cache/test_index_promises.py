@@ -1,0 +1,78 @@
+"""Small promises of the index, its copies and pools that random steps seldom come across."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierkv.cache.copies import TierCopies
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import BlockPool
+from tierkv.cache.states import Change, CopyState
+
+
+def put(index: Index, pool: BlockPool, tokens: list[int], tier: Tier = Tier.DEVICE) -> None:
+    prompt = Prompt.of(tokens, index.block_size)
+    match = index.match(prompt)
+    lease = index.hold(match.node, match.num_blocks)
+    needed = prompt.num_blocks - match.num_blocks
+    index.insert(tier, lease, prompt, prompt.num_blocks, pool.allocate(needed))
+    if prompt.tail_tokens:
+        index.insert_tail(tier, lease, prompt, int(pool.allocate(1)[0]))
+    index.release(lease)
+
+
+def test_holding_a_run_for_a_copy_is_not_a_use() -> None:
+    index, pool = Index(1), BlockPool("device", 4)
+    put(index, pool, [1])
+    put(index, pool, [2])
+    oldest = index.match(Prompt.of([1], 1)).node
+    index.release(index.hold_as_is(oldest))
+    assert index.order[Tier.DEVICE].victims(1)[0].node is oldest
+
+
+def test_a_tail_that_is_on_its_way_is_not_placed_a_second_time() -> None:
+    index, pool = Index(2), BlockPool("host", 4)
+    put(index, pool, [1, 2, 3], Tier.HOST)
+    prompt = Prompt.of([1, 2, 3], 2)
+    lease = index.hold(index.match(prompt).node, 1)
+    slots = np.array([0, 1], np.int32)
+    index.change(Tier.DEVICE, lease.node, 0, 1, Change.RESERVE, slots=slots[:1])
+    tail = next(iter(lease.node.children.values()))
+    load = index.hold_as_is(tail)
+    index.change(Tier.DEVICE, tail, 1, 2, Change.RESERVE, slots=slots[1:])
+    assert index.insert_tail(Tier.DEVICE, lease, prompt, 7) == (tail, False)
+    assert index.states(Tier.DEVICE, tail, 1, 2) == [CopyState.INCOMING]
+    assert index.slots(Tier.DEVICE, tail, 1, 2).tolist() == [1]
+    index.release(load)
+
+
+def test_a_block_that_follows_one_that_went_is_not_believed_stored() -> None:
+    index, pool = Index(1), BlockPool("device", 9)
+    put(index, pool, [1, 2, 3])
+    run = index.match(Prompt.of([1, 2, 3], 1)).node
+    index.mark_stored(run, 0, 3)
+    index.drop(Tier.DEVICE, run, 1, 3)
+    put(index, pool, [1, 8, 9])
+    run = index.match(Prompt.of([1, 8, 9], 1)).node
+    told = [flag for part in list(run.path())[::-1] for flag in part.stored_in(0, part.num_blocks)]
+    assert told == [True, False, False]
+
+
+def test_what_is_left_of_a_long_run_does_not_keep_the_slots_of_all() -> None:
+    copies = TierCopies(100, CopyState.READY, np.arange(100, dtype=np.int32))
+    assert copies.drop_ready(3).tolist() == list(range(3, 100))
+    assert copies.slots.tolist() == [0, 1, 2]
+    assert copies.fits(3)
+
+
+def test_a_shrink_that_waits_takes_every_free_slot_that_will_be_gone() -> None:
+    pool = BlockPool("device", 6)
+    held = pool.allocate(4)  # 0 to 3
+    assert pool.taken_from(2).tolist() == [2, 3]
+    assert sorted(pool.take_from(4).tolist()) == [4, 5]
+    assert pool.taken_from(3).tolist() == [3, 4, 5]
+    pool.release(held)
+    assert sorted(pool.take_from(2).tolist()) == [2, 3]
+    assert sorted(pool.allocate(2).tolist()) == [0, 1]

@@ -1,0 +1,147 @@
+"""Every policy against a straight-line simulator of what its docstring says, hit by hit.
+
+A prompt is one block, so that a run is one object, as in the papers; who goes is found by looking
+at everybody.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Tier
+from tierkv.cache.policies import EvictionKind, make_policy
+from tierkv.cache.pool import BlockPool
+
+Simulator = Callable[[list[int], int], list[bool]]
+
+
+def lru(trace: list[int], capacity: int) -> list[bool]:
+    return _lowest_goes(trace, capacity, lambda used, _: used)
+
+
+def lfu(trace: list[int], capacity: int) -> list[bool]:
+    return _lowest_goes(trace, capacity, lambda used, hits: hits * 10**9 + used)
+
+
+def _lowest_goes(trace: list[int], capacity: int, value: Callable[[int, int], int]) -> list[bool]:
+    used: dict[int, int] = {}
+    hits: dict[int, int] = {}
+    found = []
+    for now, key in enumerate(trace):
+        found.append(key in used)
+        hits[key] = hits[key] + 1 if key in used else 0
+        if key not in used and len(used) == capacity:
+            del used[min(used, key=lambda other: value(used[other], hits[other]))]
+        used[key] = now
+    return found
+
+
+def cost(trace: list[int], capacity: int) -> list[bool]:
+    """Greedy-dual at one cost: floor at the last use, and one for each time it was asked for."""
+    cached: dict[int, tuple[int, int, int]] = {}  # floor at the last use, hits, last use
+    floor, found = 0, []
+    for now, key in enumerate(trace):
+        found.append(key in cached)
+        hits = cached[key][1] + 1 if key in cached else 0
+        if key not in cached and len(cached) == capacity:
+            value, _, least = min((f + 1 + h, used, k) for k, (f, h, used) in cached.items())
+            floor = max(floor, value)
+            del cached[least]
+        cached[key] = (floor, hits, now)
+    return found
+
+
+def slru(trace: list[int], capacity: int) -> list[bool]:
+    probation: dict[int, int] = {}  # to the last use
+    protected: dict[int, int] = {}
+    found = []
+    for now, key in enumerate(trace):
+        is_hit = key in probation or key in protected
+        found.append(is_hit)
+        if is_hit:
+            probation.pop(key, None)
+            protected[key] = now
+            if len(protected) > max(capacity * 8 // 10, 1):
+                oldest = min(protected, key=lambda other: protected[other])
+                probation[oldest] = protected.pop(oldest)
+            continue
+        if len(probation) + len(protected) == capacity:
+            goes = probation or protected
+            del goes[min(goes, key=lambda other: goes[other])]
+        probation[key] = now
+    return found
+
+
+def s3fifo(trace: list[int], capacity: int) -> list[bool]:
+    over: list[int] = []  # newcomers beyond the small queue's share
+    small: list[int] = []
+    main: list[int] = []
+    ghosts: list[int] = []
+    matched: set[int] = set()
+    found = []
+    for key in trace:
+        found.append(key in [*over, *small, *main])
+        if found[-1]:
+            matched.add(key)
+            continue
+        while len(over) + len(small) + len(main) == capacity:
+            queue = over or main or small
+            goes = queue.pop(0)
+            if goes in matched:
+                matched.remove(goes)
+                main.append(goes)
+            elif queue is not main:
+                ghosts = [*ghosts, goes][-capacity:]
+        if key in ghosts:
+            ghosts.remove(key)
+            main.append(key)
+            continue
+        small.append(key)
+        while len(small) > max(capacity // 10, 1):
+            over.append(small.pop(0))
+    return found
+
+
+SIMULATORS: dict[EvictionKind, Simulator] = {
+    EvictionKind.LRU: lru,
+    EvictionKind.LFU: lfu,
+    EvictionKind.SLRU: slru,
+    EvictionKind.S3FIFO: s3fifo,
+    EvictionKind.COST: cost,
+}
+
+
+def hits_of_index(kind: EvictionKind, trace: list[int], capacity: int) -> list[bool]:
+    index = Index(1, policies=(make_policy(kind, capacity), make_policy(kind, 1)))
+    pool, order, found = BlockPool("device", capacity), index.order[Tier.DEVICE], []
+    for key in trace:
+        prompt = Prompt.of([key], 1)
+        match = index.match(prompt)
+        found.append(match.num_blocks == 1)
+        lease = index.hold(match.node, match.num_blocks)
+        index.count_hit(lease)
+        if not match.num_blocks:
+            if not pool.num_free:
+                [victim] = order.victims(1)
+                pool.release(index.drop(Tier.DEVICE, *victim))
+            index.insert(Tier.DEVICE, lease, prompt, 1, pool.allocate(1))
+        index.release(lease)
+    return found
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5, 10, 23, 40])
+@pytest.mark.parametrize("kind", EvictionKind)
+def test_hits_are_those_of_a_straight_line_simulator(kind: EvictionKind, capacity: int) -> None:
+    rng = random.Random(capacity)
+    weights = [1 / (rank + 1) for rank in range(80)]
+    trace = rng.choices(range(80), weights, k=500)
+    trace += [key for start in range(3) for key in range(100, 130)]  # a scan, three times
+    trace += rng.choices(range(40, 120), weights, k=300)  # other keys are the hot ones then
+    found = hits_of_index(kind, trace, capacity)
+    assert found == SIMULATORS[kind](trace, capacity)
+    assert capacity == 1 or any(found)

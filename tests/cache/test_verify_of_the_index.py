@@ -1,0 +1,133 @@
+"""What `verify` recounts of an index is broken on purpose, one book at a time, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tierkv.cache import invariants
+from tierkv.cache.index import Index
+from tierkv.cache.keys import MediaItem, Prompt
+from tierkv.cache.node import Node, Tier
+from tierkv.cache.pool import BlockPool
+from tierkv.cache.space import Space
+from tierkv.cache.states import CopyState
+
+# ruff: noqa: SLF001 - to break something is to reach where nobody may
+
+
+@dataclass
+class Cached:
+    """Two prompts of four blocks that share two, the first with an image and on both tiers."""
+
+    index: Index
+    pools: dict[Tier, BlockPool]
+    upper: Node
+    lower: Node
+
+
+def cached() -> Cached:
+    index = Index(2, b"r" * 32)
+    index.open_space(Space("acme", b"a" * 32, quota=(4, 4)))
+    pools = {tier: BlockPool(tier.name.lower(), 20) for tier in Tier}
+    prompts = [Prompt.of([1, 2, 3, 4, last, 6, 7, 8], 2, [MediaItem(0, 1, b"i" * 16)])
+               for last in (5, 9)]  # fmt: skip
+    for prompt in prompts:
+        for tier in (Tier.DEVICE, Tier.HOST):
+            lease = index.hold(index.match(prompt).node, 0)
+            slots = pools[tier].allocate(4)
+            pools[tier].release(slots[list(index.insert(tier, lease, prompt, 4, slots))])
+            index.release(lease)
+    lower = index.match(prompts[0]).node
+    assert lower.parent is not None
+    index.digests(lower, 4)
+    made = Cached(index, pools, lower.parent, lower)
+    assert said_of(made) == []
+    return made
+
+
+def said_of(here: Cached) -> list[str]:
+    return invariants.findings(here.index, here.pools, {tier: [] for tier in Tier})
+
+
+def wrong_digest(here: Cached) -> None:
+    here.lower.digests = here.lower.digests[:-1] + b"?"
+
+
+def digest_without_its_parents(here: Cached) -> None:
+    here.upper.digests = b""
+
+
+def media_elsewhere(here: Cached) -> None:
+    here.upper.extras = {0: here.upper.extra(0), here.upper.end: b"image"}
+
+
+def pins_below(here: Cached) -> None:
+    here.lower.soft_pins = 1
+
+
+def pins_below_zero(here: Cached) -> None:
+    here.lower.soft_pins = -1
+
+
+def hits_below(here: Cached) -> None:
+    here.lower.hits = 1
+
+
+def roots_children(here: Cached) -> None:
+    here.index.root.count_present(Tier.HOST, 1)
+
+
+def slots_of_fewer_blocks(here: Cached) -> None:
+    here.lower.device.num_blocks += 1
+
+
+def slots_that_are_gone(here: Cached) -> None:
+    slots = here.lower.device._slots
+    assert slots is not None
+    here.lower.device._slots = 5 * slots
+
+
+def equal_states(here: Cached) -> None:
+    device = here.lower.device
+    device._states, device.uniform = np.full(2, CopyState.READY, np.uint8), None
+
+
+def believed_stored(here: Cached) -> None:
+    here.lower._stored = np.ones(1, np.bool_)
+
+
+def quota_without_queue(here: Cached) -> None:
+    here.index.root.space.quota = (3, None)
+
+
+def queue_without_quota(here: Cached) -> None:
+    here.index.root_named("acme").space.quota = (None, None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (wrong_digest, "remembers digests that are not those"),
+        (digest_without_its_parents, "remembers digests that are not those"),
+        (media_elsewhere, "has media in blocks that it has not"),
+        (pins_below, "is softly pinned less often than what is below it"),
+        (pins_below_zero, "is softly pinned -1 times"),
+        (hits_below, "was matched less often than what is below it"),
+        (roots_children, "root '' counts 2 children on HOST, not 1"),
+        (slots_of_fewer_blocks, "has not a DEVICE slot and state for each of its blocks"),
+        (slots_that_are_gone, "has not a DEVICE slot and state for each of its blocks"),
+        (equal_states, "has not a DEVICE slot and state for each of its blocks"),
+        (believed_stored, "does not say of each block whether it is believed stored"),
+        (quota_without_queue, "has a quota or a DEVICE queue of its own, not both"),
+        (queue_without_quota, "has a quota or a HOST queue of its own, not both"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_verify_says_which_book_is_wrong(broken: Callable[[Cached], None], words: str) -> None:
+    here = cached()
+    broken(here)
+    assert any(words in said for said in said_of(here)), said_of(here)

@@ -1,0 +1,155 @@
+"""How long a fetch is waited for, second by second, and what the wait has taught."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.simulated import LoopClock, simulate, simulated_world
+from tests.world import World
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.tiers import GROUP_BLOCKS
+from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import GetItem, GetOutcome
+
+THROUGH = WritePolicy.WRITE_THROUGH
+NUM_TOKENS = 4 * 4 * GROUP_BLOCKS  # four groups of blocks of 4 tokens
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def stored(here: World, count: int = NUM_TOKENS) -> list[int]:
+    """A prompt that is in storage and nowhere else."""
+    prompt = tokens(count)
+    await here.run(prompt)
+    here.service.reset()
+    return prompt
+
+
+def fetching(**settings: Any) -> Any:
+    return simulated_world(
+        random.Random(1),
+        device_blocks=256,
+        host_blocks=256,
+        host_write=THROUGH,
+        storage_write=THROUGH,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks"), [(FetchPolicy.WAIT_COMPLETE, 4), (FetchPolicy.DEADLINE, 2)]
+)
+def test_each_arrival_renews_the_deadline_only_of_who_waits_for_all(
+    policy: FetchPolicy, blocks: int
+) -> None:
+    async def scene() -> None:
+        async with fetching(fetch_policy=policy, fetch_deadline_s=1.0) as here:
+            prompt = await stored(here)
+            here.the_store.delay_s = 0.45  # the answer at 0.45 s, two groups at 0.9, two at 1.35
+            request = await here.admit(prompt)
+            assert request.matched.storage_tokens in (
+                blocks * 4 * GROUP_BLOCKS,
+                blocks * 4 * GROUP_BLOCKS - 1,
+            )
+            await here.prefill(request, prompt)
+            here.service.end(request)
+            await here.settle()
+
+    simulate(scene())
+
+
+def test_a_long_estimate_of_computing_does_not_outlast_the_deadline() -> None:
+    async def scene() -> None:
+        async with fetching(fetch_deadline_s=1.0) as here:
+            prompt = await stored(here)
+            here.service.note_prefill(100, 100.0)
+            here.the_store.hold()
+            began = asyncio.get_running_loop().time()
+            here.service.end(await here.admit(prompt))
+            assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.1)
+            here.the_store.release()
+
+    simulate(scene())
+
+
+def test_a_fetch_that_came_too_late_teaches_how_slow_the_tier_is() -> None:
+    async def scene() -> None:
+        async with fetching() as here:
+            prompt = await stored(here)
+            here.service.note_prefill(1000, 2.0)  # 1 s for this prompt
+            estimator = here.service.estimator
+            estimator.note_fetch(1e9, 0.1)
+            here.the_store.delay_s = 0.2  # the answer comes in time, the blocks do not
+            request = await here.admit(prompt)
+            here.service.end(request)
+            await here.settle()
+            took_s = estimator.transfer.seconds(NUM_TOKENS * estimator.bytes_per_token)
+            assert request.cached_tokens < NUM_TOKENS - 1
+            assert took_s > 0.2
+
+    simulate(scene())
+
+
+def test_of_two_fetches_at_once_the_second_knows_that_it_waited_for_the_first() -> None:
+    async def scene() -> None:
+        async with fetching() as here:
+            await here.run(tokens(64))
+            await here.run(tokens(64, 1000))
+            here.service.reset()
+            here.the_store.delay_s = 0.1
+            both = [asyncio.ensure_future(here.admit(tokens(64, base))) for base in (0, 1000)]
+            requests = [await one for one in both]
+            # Twice the bytes in the same time are news, so the estimate begins with them.
+            seen = here.service.estimator.transfer.x
+            assert seen == pytest.approx(2 * 16 * here.layout.block_bytes)
+            for request in requests:
+                here.service.end(request)
+            await here.settle()
+
+    simulate(scene())
+
+
+class Promising(FaultyStore):
+    """Says what it has, and while it is stuck gives none of it."""
+
+    is_stuck = False
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        if self.is_stuck:
+            await asyncio.sleep(1e6)
+        return await super().get_into(items)
+
+
+def test_fetches_that_queue_behind_one_another_and_come_to_nothing_are_not_made_for_ever() -> None:
+    async def scene() -> None:
+        async with fetching() as here:
+            store = Promising(MemoryStore(MemorySettings(), LoopClock()))
+            await here.service.attach_storage(store)
+            prompts = [tokens(64, 1000 * number) for number in range(16)]
+            for prompt in prompts:
+                await here.run(prompt)
+            here.service.reset()
+            store.is_stuck = True
+            here.service.note_prefill(64, 1.0)
+            waits = []
+            for first in range(0, 16, 4):
+                began = asyncio.get_running_loop().time()
+                four = [
+                    asyncio.ensure_future(here.admit(one)) for one in prompts[first : first + 4]
+                ]
+                for one in four:
+                    here.service.end(await one)
+                waits.append(asyncio.get_running_loop().time() - began)
+            assert waits == [pytest.approx(0.25, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
+            await here.settle()
+
+    simulate(scene())

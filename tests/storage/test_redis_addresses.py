@@ -1,0 +1,76 @@
+"""A host name with several addresses, of which some lead nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tests.redis_server import redis_server
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_url import parse_redis_url
+
+PATIENT = RedisSettings(connect_timeout_s=5.0)
+
+
+@contextmanager
+def deaf(port: int) -> Iterator[str]:
+    """An address where no connection is refused, and none is made: the line for them is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.2", port))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.2", port))
+        yield "127.0.0.2"
+
+
+async def connect(monkeypatch: pytest.MonkeyPatch, port: int, *addresses: str) -> None:
+    async def resolved(_: object, host: str, port: int, **__: object) -> list[object]:
+        found = addresses if host == "kv.example" else (host,)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in found]
+
+    monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", resolved)
+    url = parse_redis_url(f"redis://kv.example:{port}")
+    async with RedisStore(url, PATIENT, SystemClock()).running():
+        pass
+
+
+async def test_an_address_that_never_answers_does_not_use_up_the_time_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with redis_server() as server, deaf(server.port) as nobody:
+        async with asyncio.timeout(PATIENT.connect_timeout_s / 2):
+            await connect(monkeypatch, server.port, nobody, "127.0.0.1")
+
+
+async def test_an_address_that_refuses_is_followed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with redis_server() as server:
+        await connect(monkeypatch, server.port, "127.0.0.3", "127.0.0.4", "127.0.0.1")
+
+
+async def test_where_none_of_several_addresses_answers_it_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with redis_server() as server, pytest.raises(StoreUnavailableError, match=r"kv\.example"):
+        await connect(monkeypatch, server.port, "127.0.0.3", "127.0.0.4")
+
+
+async def test_a_cancel_leaves_no_attempt_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with redis_server() as server, deaf(server.port) as nobody:
+        before = asyncio.all_tasks()
+        connecting = asyncio.create_task(connect(monkeypatch, server.port, nobody, nobody))
+        await asyncio.sleep(0.15)  # both are being tried by now
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        assert asyncio.all_tasks() == before
