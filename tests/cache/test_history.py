@@ -25,7 +25,7 @@ def lose_from(block: int, prompt: Prompt, history: History, at: float = 1.0) -> 
     index.release(lease)
     index.release(index.hold(index.match(prompt).node, 1))
     node = index.match(prompt).node
-    history.evicted(node, block - node.start, Tier.DEVICE, at)
+    history.evicted(node, block - node.start, node.num_blocks, Tier.DEVICE, at)
 
 
 @pytest.mark.parametrize("space", ["", "acme"])
@@ -52,6 +52,37 @@ def test_what_another_prompt_lost_is_not_told_of_this_one(other: Prompt) -> None
     history = History()
     lose_from(2, Prompt.of([1, 2, 3, 4, 5, 6], SIZE, [MediaItem(1, 2, CAT)]), history)
     assert history.find(other, 2) is None
+
+
+def test_a_block_inside_an_evicted_run_is_found_too() -> None:
+    """A shorter prompt has cached the run's first blocks again."""
+    history, media = History(), [MediaItem(9, 2, CAT)]
+    prompt = Prompt.of([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], SIZE, media)
+    lose_from(1, prompt, history, at=7.0)
+    for block in range(1, 6):
+        assert history.find(prompt, block) == Event(Fate.EVICTED, "device", 7.0)
+    assert history.find(prompt, 0) is None
+    assert history.find(Prompt.of([1, 2, 3, 4, 5, 6, 7, 0], SIZE), 3) is None, "another block"
+    dog = Prompt.of([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], SIZE, [MediaItem(9, 2, DOG)])
+    assert history.find(dog, 3) is not None, "before the image"
+    assert history.find(dog, 5) is None, "behind another image"
+
+
+def test_the_newest_of_what_happened_to_a_block_counts_whichever_run_it_went_with() -> None:
+    history, prompt = History(), Prompt.of([1, 2, 3, 4, 5, 6, 7, 8], SIZE)
+    history.record(prompt, 2, Event(Fate.LATE, "storage", 1.0))
+    lose_from(1, prompt, history, at=7.0)
+    lose_from(1, Prompt.of([1, 2, 3, 4], SIZE), history, at=9.0)  # its first block once more
+    assert [e.at if (e := history.find(prompt, n)) else None for n in range(4)] == [None, 9, 7, 7]
+
+
+def test_tokens_of_runs_are_kept_within_bytes() -> None:
+    history = History(capacity_bytes=100)
+    for n in range(50):
+        lose_from(1, Prompt.of([n, n, 1, 2, 3, 4], SIZE), history, at=float(n))
+    assert 1 <= len(history) <= 100 // 16
+    assert history.find(Prompt.of([49, 49, 1, 2, 3, 4], SIZE), 2) is not None
+    assert history.find(Prompt.of([0, 0, 1, 2, 3, 4], SIZE), 1) is None
 
 
 def test_the_oldest_events_are_forgotten_and_one_that_repeats_is_new() -> None:

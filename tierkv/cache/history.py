@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -35,21 +36,35 @@ _NAMES = tuple(tier.name.lower() for tier in Tier)
 # what another prompt lost is not taken for this one's, nor is a whole prompt hashed for each run.
 _Key = tuple[str, int, int]
 _BEFORE = 32  # blocks
+_MOST_BACK = 8192  # blocks before one that are looked at
+_MOST_RUNS = 3
+
+
+class _Kept(NamedTuple):
+    """tokens, extras: of the blocks that an event is about, from its own on; of one block none."""
+
+    event: Event
+    tokens: bytes = b""
+    extras: Mapping[int, bytes] = {}
 
 
 class History:
-    """Keeps the newest `capacity` events. Recording costs one hash of a few blocks a run: an
-    evicted run is remembered by its first block, which is the first that a later match misses."""
+    """Keeps the newest events, of `capacity` blocks and with `capacity_bytes` of tokens at most.
+    Recording costs one hash of a few blocks a run: an evicted run is remembered by its first block,
+    mostly the first that a later match misses, and by its tokens, for when it is not."""
 
-    def __init__(self, capacity: int = 65_536) -> None:
+    def __init__(self, capacity: int = 65_536, capacity_bytes: int = 32 << 20) -> None:
         self._capacity = capacity
-        self._events: OrderedDict[_Key, Event] = OrderedDict()
+        self._capacity_bytes = capacity_bytes
+        self._num_bytes = 0
+        self._events: OrderedDict[_Key, list[_Kept]] = OrderedDict()  # the newest of a block first
 
     def __len__(self) -> int:
+        """Blocks about which something is remembered."""
         return len(self._events)
 
-    def evicted(self, node: Node, first: int, tier: Tier, at: float) -> None:
-        """Run blocks of `node` from `first` on went from `tier`; before they are dropped."""
+    def evicted(self, node: Node, first: int, stop: int, tier: Tier, at: float) -> None:
+        """Run blocks [first, stop) of `node` went from `tier`; before they are dropped."""
         block = node.start + first
         parts = segments(node, max(block - _BEFORE, 0), block + 1)
         tokens = b"".join([part.tokens_of(start, stop) for part, start, stop in parts])
@@ -61,14 +76,32 @@ class History:
             if (extra := part.extra(number))
         ]
         key = (node.space.name, block, hash((tokens, *extras)))
-        self._keep(key, Event(Fate.EVICTED, _NAMES[tier], at))
+        run, media = (node.tokens_of(first, stop), node.extras) if stop - first > 1 else (b"", None)
+        self._keep(key, _Kept(Event(Fate.EVICTED, _NAMES[tier], at), run, media or {}))
 
     def record(self, prompt: Prompt, block: int, event: Event) -> None:
-        self._keep(self._key(prompt, block), event)
+        self._keep(self._key(prompt, block), _Kept(event))
 
     def find(self, prompt: Prompt, block: int) -> Event | None:
-        """What happened last to this block; None if nothing is remembered."""
-        return self._events.get(self._key(prompt, block))
+        """What happened last to this block; None if nothing is remembered. Looks at all runs that
+        begin before it: where the first blocks of one that went are cached again, a match misses
+        in the middle of it."""
+        width = prompt.block_token_bytes
+        newest: Event | None = None
+        for first in range(block, max(block - _MOST_BACK, -1), -1):
+            for kept in self._events.get(self._key(prompt, first), ()):
+                span = prompt.tokens[first * width : (block + 1) * width]
+                covers = first == block or (
+                    len(span) == (block + 1 - first) * width
+                    and kept.tokens.startswith(span)
+                    and all(
+                        kept.extras.get(number, b"") == prompt.extra(number)
+                        for number in range(first, block + 1)
+                    )
+                )
+                if covers and (newest is None or kept.event.at > newest.at):
+                    newest = kept.event
+        return newest
 
     def _key(self, prompt: Prompt, block: int) -> _Key:
         first, width = max(block - _BEFORE, 0), prompt.block_token_bytes
@@ -77,8 +110,17 @@ class History:
         extras = [(number, extra) for number in blocks if (extra := prompt.extra(number))]
         return prompt.space, block, hash((tokens, *extras))
 
-    def _keep(self, key: _Key, event: Event) -> None:
-        self._events[key] = event
+    def _keep(self, key: _Key, kept: _Kept) -> None:
+        """Of a block the newest event, and those about longer runs, which tell of later blocks."""
+        known = self._events.setdefault(key, [])
+        longer = [one for one in known if len(one.tokens) > len(kept.tokens)][:_MOST_RUNS]
+        self._num_bytes += len(kept.tokens) + _bytes_of(longer) - _bytes_of(known)
+        known[:] = [kept, *longer]
         self._events.move_to_end(key)
-        if len(self._events) > self._capacity:
-            self._events.popitem(last=False)
+        while len(self._events) > self._capacity or self._num_bytes > self._capacity_bytes:
+            _, gone = self._events.popitem(last=False)
+            self._num_bytes -= _bytes_of(gone)
+
+
+def _bytes_of(kept: list[_Kept]) -> int:
+    return sum(len(one.tokens) for one in kept)

@@ -176,7 +176,7 @@ class Room(TierBooks, ABC):
 
     def _drop(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
         """Evict these blocks; the slots that are nobody's now."""
-        self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
+        self.history.evicted(node, start, stop, tier, asyncio.get_running_loop().time())
         other = node.copies[1 - tier]
         kept = other.present_in(start, stop) if other.num_present else 0
         self.stats.forgotten_blocks += stop - start - kept
@@ -193,7 +193,12 @@ class Room(TierBooks, ABC):
     def forget(self, node: Node, start: int) -> None:
         """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
         tier = Tier.DEVICE if node.copies[Tier.DEVICE].num_present else Tier.HOST
-        self.history.evicted(node, start, tier, asyncio.get_running_loop().time())
+        now, pending = asyncio.get_running_loop().time(), [node]
+        while pending:
+            part = pending.pop()
+            first = start if part is node else 0
+            self.history.evicted(part, first, part.num_blocks, tier, now)
+            pending += part.children.values()
         if self.events.has_listeners:
             self._tell_forgotten(node, start)
         device, host = self.index.forget_below(node, start)
