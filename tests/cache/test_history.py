@@ -26,6 +26,7 @@ def lose_from(block: int, prompt: Prompt, history: History, at: float = 1.0) -> 
     index.release(index.hold(index.match(prompt).node, 1))
     node = index.match(prompt).node
     history.evicted(node, block - node.start, node.num_blocks, Tier.DEVICE, at)
+    index.drop(Tier.DEVICE, node, block - node.start, node.num_blocks)
 
 
 @pytest.mark.parametrize("space", ["", "acme"])

@@ -76,8 +76,10 @@ class History:
             if (extra := part.extra(number))
         ]
         key = (node.space.name, block, hash((tokens, *extras)))
-        run, media = (node.tokens_of(first, stop), node.extras) if stop - first > 1 else (b"", None)
-        self._keep(key, _Kept(Event(Fate.EVICTED, _NAMES[tier], at), run, media or {}))
+        kept = _Kept(Event(Fate.EVICTED, _NAMES[tier], at))
+        if stop - first > 1:
+            kept = kept._replace(tokens=node.tokens_of(first, stop), extras=dict(node.extras or {}))
+        self._keep(key, kept)
 
     def record(self, prompt: Prompt, block: int, event: Event) -> None:
         self._keep(self._key(prompt, block), _Kept(event))
