@@ -10,6 +10,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.states import Change, CopyState
+from tierkv.cache.tokens import pack
 
 
 def put(index: Index, pool: BlockPool, tokens: list[int], tier: Tier = Tier.DEVICE) -> None:
@@ -46,6 +47,20 @@ def test_a_tail_that_is_on_its_way_is_not_placed_a_second_time() -> None:
     assert index.states(Tier.DEVICE, tail, 1, 2) == [CopyState.INCOMING]
     assert index.slots(Tier.DEVICE, tail, 1, 2).tolist() == [1]
     index.release(load)
+
+
+def test_a_held_run_whose_last_copy_failed_stays_till_its_lease_ends_and_goes_then() -> None:
+    index, pool = Index(1), BlockPool("device", 4)
+    put(index, pool, [1, 2])
+    put(index, pool, [1, 3])  # splits it
+    run = index.match(Prompt.of([1, 2], 1)).node
+    index.change(Tier.HOST, run, 1, 2, Change.RESERVE, slots=np.array([0], np.int32))
+    index.drop(Tier.DEVICE, run, 0, 1)
+    lease = index.hold_as_is(run)
+    assert index.change(Tier.HOST, run, 1, 2, Change.FAIL).tolist() == [0]
+    assert run in list(index.nodes()), "its path stays while it is held"
+    index.release(lease)
+    assert {node.tokens for node in index.nodes()} == {pack([1]), pack([3])}
 
 
 def test_a_block_that_follows_one_that_went_is_not_believed_stored() -> None:

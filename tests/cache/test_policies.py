@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -106,6 +108,20 @@ def test_slru_bounds_what_it_protects_and_the_oldest_falls_back() -> None:
     cache.evict(4)
     cache.check()
     assert [number for number in range(6) if cache.has(number)] == [4, 5]
+
+
+def test_slru_protects_what_fell_back_again_only_once_it_is_matched() -> None:
+    cache = Cached(Slru(max_protected=1))
+    for number in (1, 2):  # the second one sends the first one back
+        cache.use(number)
+        cache.use(number)
+    order = cache.index.order[Tier.DEVICE]
+    first, second = (cache.index.match(Prompt.of([number], 1)).node for number in (1, 2))
+    cache.index.release(cache.index.hold(first, 1))  # used last, and not matched
+    assert [victim.node for victim in order.victims(2)] == [first, second]
+    cache.use(1)
+    assert [victim.node for victim in order.victims(2)] == [second, first]
+    cache.check()
 
 
 def test_the_cost_aware_policy_keeps_what_is_dear_to_recompute() -> None:
@@ -214,6 +230,18 @@ def test_what_is_added_behind_softly_pinned_blocks_is_not_pinned() -> None:
     assert listed == [(2, 4), (0, 1), (0, 2)]
     index.unpin_softly(pin)
     assert order.victims(5)[-1].node.tokens == Prompt.of([9], 1).tokens
+
+
+def test_a_run_used_again_and_again_does_not_pile_up_in_the_queue_nor_drive_others_out() -> None:
+    cache = Cached(Lru())
+    nodes = [cache.use(number) for number in range(20)]
+    index, busiest = cache.index, nodes.pop(0)
+    before = sys.getrefcount(busiest)
+    for _ in range(10_000):
+        index.release(index.hold(busiest, 1))
+    assert sys.getrefcount(busiest) - before < 200, "what is queued of it refers to it"
+    cache.check()
+    assert [v.node for v in index.order[Tier.DEVICE].victims(20)] == [*nodes, busiest]
 
 
 def test_a_soft_pin_follows_its_blocks_through_splits() -> None:

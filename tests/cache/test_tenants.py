@@ -101,3 +101,17 @@ def test_a_tenant_nobody_opened_is_refused_and_none_is_opened_twice() -> None:
         index.open_space(Space("a", ROOTS["a"]))
     with pytest.raises(ConfigError, match="quota"):
         Space("c", b"", quota=(-1, None))
+
+
+def test_a_space_that_still_has_blocks_is_not_closed_and_an_empty_one_is() -> None:
+    index, pool = index_with(Space("a", ROOTS["a"])), BlockPool("d", 40)
+    prompt = Prompt.of([1, 2, 3, 4], 2, space="a")
+    put(index, pool, prompt)
+    with pytest.raises(AssertionError, match="when it is empty"):
+        index.close_space("a")
+    assert index.match(prompt).num_blocks == 2, "nothing has changed"
+    index.forget_below(index.match(prompt).node, 0)
+    index.close_space("a")
+    with pytest.raises(BadRequestError, match="no fingerprint 'a'"):
+        index.match(prompt)
+    assert index.order[Tier.DEVICE].num_unheld == 0

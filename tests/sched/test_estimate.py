@@ -173,3 +173,18 @@ def test_waiting_for_owners_costs_little_when_they_fail_and_saves_when_they_deli
         with_waits, without = with_waits + took, without + compute_s
     most = {0.0: 1.02, 0.5: 1.1, 1.0: 0.6}[delivers]
     assert with_waits <= without * most
+
+
+def test_after_waits_that_were_lost_a_chance_is_taken_again_when_enough_were_passed_by() -> None:
+    prefill, index, prompt = Line(), Index(4), Prompt.of(list(range(64)), 4)
+    prefill.add(1000.0, 1.0)
+    computing = Computing(prefill, lambda: None)
+    computing.begin(index.root, 0, prompt, 0.0)
+    wait = computing.possible_wait(index.match(prompt), prompt, 16, 0.01)
+    assert wait is not None
+    for passes in (1, 3, 7):
+        computing.note_wait(was_worth_it=False)
+        for _ in range(passes):
+            assert not computing.is_worth_it(wait)
+            computing.passed_by(wait)
+        assert computing.is_worth_it(wait)

@@ -351,6 +351,23 @@ async def test_a_tail_that_is_listed_but_gone_is_not_waited_for() -> None:
         await here.settle()
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_the_slot_for_a_shared_tail_is_free_again_if_its_fetch_brings_nothing(
+    is_gone: bool,
+) -> None:
+    store = await filled(tokens(11))
+    async with world(store=store, host_blocks=8) as here:
+        if is_gone:  # it stays in the list of tails, where another prompt finds it
+            await store.delete(here.names(tokens(11))[-1:])
+        prompt = [*tokens(10), 500]
+        request = await here.admit(prompt)
+        assert request.cached_tokens == (8 if is_gone else 10)
+        await here.prefill(request, prompt)  # checks every byte
+        here.service.end(request)
+        await here.settle()
+        assert here.service.stats().host.free == (6 if is_gone else 5)
+
+
 async def test_what_came_from_the_store_is_not_written_there_again() -> None:
     async with world(
         store=await filled(tokens(18)), host_write=THROUGH, storage_write=THROUGH

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from tests.latch import ManualEvent, finish, turns, until
 from tests.sched.test_fetch import filled
 from tests.world import World, world
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
@@ -21,6 +23,7 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.fetcher import Fetched
 from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
@@ -234,6 +237,27 @@ async def test_a_cancel_of_the_only_waiter_in_the_middle_of_a_fetch_frees_the_ho
         on.the_store.release()
         await until(lambda: on.service.tiers.num_tasks == 0, "the end of the fetch")
         assert on.service.fetcher.num_held == 0
+        assert on.service.tiers.available(Tier.HOST) == 8
+        await on.settle()
+
+
+async def test_what_was_fetched_for_one_aborted_in_the_moment_in_which_it_came_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(store=await filled(tokens(18)), host_blocks=8) as on:
+        fetch = on.service.fetcher.fetch
+
+        async def aborted_as_it_ends(prompt: Prompt, **rest: Any) -> Fetched:
+            fetched = await fetch(prompt, **rest)
+            assert on.service.fetcher.num_held == 1
+            assert on.service.abort("goes")
+            return fetched
+
+        monkeypatch.setattr(on.service.fetcher, "fetch", aborted_as_it_ends)
+        with pytest.raises(RequestAbortedError):
+            await finish(on.admit(tokens(18), name="goes"))
+        assert on.service.fetcher.num_held == 0
+        assert on.service.stats().running_requests == 0
         assert on.service.tiers.available(Tier.HOST) == 8
         await on.settle()
 

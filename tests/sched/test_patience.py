@@ -13,6 +13,7 @@ from tests.simulated import LoopClock, simulate, simulated_world
 from tests.world import World
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.patience import LEAVE_S, Patience
 from tierkv.sched.tiers import GROUP_BLOCKS
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -151,5 +152,44 @@ def test_fetches_that_queue_behind_one_another_and_come_to_nothing_are_not_made_
                 waits.append(asyncio.get_running_loop().time() - began)
             assert waits == [pytest.approx(0.25, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
             await here.settle()
+
+    simulate(scene())
+
+
+def test_no_later_wait_outlasts_the_requests_own_deadline_and_it_is_stuck_once() -> None:
+    async def scene() -> None:
+        loop, stuck = asyncio.get_running_loop(), list[float]()
+        async with asyncio.timeout(None) as scope:
+            patience = Patience(
+                scope, 1.0, FetchPolicy.DEADLINE, lambda: stuck.append(loop.time() - began)
+            )
+            began = loop.time()
+            with patience.watching():
+                for at, seconds, end in ((0.0, 0.3, 0.3), (0.2, 5.0, 1.0), (0.4, None, 1.0)):
+                    await asyncio.sleep(began + at - loop.time())
+                    patience.until(seconds)
+                    assert scope.when() == pytest.approx(began + end)
+                patience.arrived()  # no news for a policy that has a deadline
+                assert scope.when() == pytest.approx(began + 1.0)
+                scope.reschedule(None)  # a store that does not leave when it is told to
+                await asyncio.sleep(3.0)
+            assert stuck == [pytest.approx(1.0 + LEAVE_S)]
+
+    simulate(scene())
+
+
+def test_what_an_arrival_has_renewed_is_the_deadline_of_every_wait_after_it() -> None:
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(None) as scope:
+            patience = Patience(scope, 1.0, FetchPolicy.WAIT_COMPLETE, lambda: None)
+            with patience.watching():
+                began = loop.time()
+                await asyncio.sleep(0.5)
+                patience.arrived()
+                patience.until(0.2)
+                assert scope.when() == pytest.approx(began + 0.7)
+                patience.until(None)
+                assert scope.when() == pytest.approx(began + 1.5)
 
     simulate(scene())

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from tests.latch import ManualEvent
+from tests.layouts import LAYOUTS
+from tierkv.cache.shards import ShardScheme
 from tierkv.errors import BadRequestError, TransferError
+from tierkv.gpu.cpu import CpuDevice, CpuLane
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids, Planes
+from tierkv.sched.ranked import RankedDevice
 from tierkv.sched.ranked_events import RankedEvent
 from tierkv.sched.ranks import Outcome, Ranks
 
@@ -98,3 +104,65 @@ def test_an_event_that_failed_on_a_rank_names_the_rank_and_its_blocks_once_all_l
     with pytest.raises(TransferError, match="rank 1: the copy broke") as failed:
         _ = event.is_done
     assert failed.value.blocks == (3, 4)
+
+
+class _Lane(CpuLane):
+    """Its copies end when the test says so; or it takes none."""
+
+    def __init__(self, device: Rank) -> None:
+        self._device = device
+
+    def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
+        return tuple(self._device.event(copy.block_ids) for _ in range(3))
+
+    def close(self) -> None:
+        pass
+
+
+class Rank(CpuDevice):
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__()
+        self.refuses = refuses
+        self.events: list[ManualEvent] = []
+
+    def event(self, ids: Ids) -> Event:
+        if self.refuses:
+            raise TransferError("it took no copy", blocks=tuple(ids.tolist()))
+        self.events.append(ManualEvent())
+        return self.events[-1]
+
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> CpuLane:
+        return _Lane(self)
+
+    def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
+        return self.event(target_ids)
+
+
+@pytest.mark.parametrize("what", ["lane", "device"])
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_copy_that_one_rank_does_not_even_take_fails_by_name_once_the_other_let_go(
+    refusing: int, what: str
+) -> None:
+    now, parts = [0.0], [Rank(refuses=refusing == rank) for rank in range(2)]
+    scheme = ShardScheme(LAYOUTS["gqa"], {"key": 2, "value": 2})
+    device = RankedDevice(parts, scheme, late_s=1.0, now=lambda: now[0])
+    planes, host = device.allocate_planes(scheme.whole, 8), device.allocate_host(scheme.whole, 8)
+    ids = np.array([3, 4], np.int32)
+    if what == "lane":
+        lane = device.open_lane(Direction.OFFLOAD, planes, host)
+        events = lane.submit(BlockCopy(Direction.OFFLOAD, ids, ids))
+    else:
+        events = (device.copy_blocks(planes, ids, ids + 1),)
+    other = parts[1 - refusing]
+    assert len(events) == len(other.events) == (3 if what == "lane" else 1)
+    assert not any(event.is_done for event in events), "the other rank still touches the blocks"
+    now[0] = 2.0
+    [late] = device.findings()
+    assert late.startswith(f"rank {1 - refusing} lags")
+    for begun in other.events:
+        begun.finish()
+    for event in events:
+        with pytest.raises(TransferError, match=f"rank {refusing}: it took no copy") as failed:
+            _ = event.is_done
+        assert failed.value.blocks == ((3, 4) if what == "lane" else (4, 5))
+    assert device.findings() == [], "nothing is under way, and no rank owes anything"
