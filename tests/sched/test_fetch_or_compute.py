@@ -209,3 +209,17 @@ async def test_a_request_that_waits_for_more_blocks_hears_of_its_abort() -> None
         here.service.end(request)
         here.service.end(other)
         await here.settle()
+
+
+async def test_what_went_below_a_run_that_was_forgotten_is_explained_too() -> None:
+    """Two prompts with the same stem, all forgotten; then the stem alone is cached again."""
+    async with world() as here:
+        stem = tokens(16)
+        longer, other = stem + [1] * 16, stem + [2] * 16
+        for prompt in (longer, other):
+            await here.run(prompt)
+        here.service.reset()
+        await here.run(stem)
+        for prompt in (longer, other):
+            found = here.service.explain(here.prompt(prompt))
+            assert (found.reason, found.first_miss is not None) == ("evicted", True)
