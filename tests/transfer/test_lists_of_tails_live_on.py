@@ -25,7 +25,7 @@ async def test_a_tail_that_is_used_is_still_found_when_its_list_would_have_ended
     who = Fingerprint("model", LAYOUT)
     host = CpuDevice(CopyLatch()).allocate_host(LAYOUT, 4)
     host.array[:] = 7
-    # Touched at every use, since the loop's clock is not turned.
+    # Touched at every use that the loop's clock, which counts milliseconds, tells from the last.
     io = StorageIO(
         store,
         Names("tierkv", who.short),
@@ -41,6 +41,7 @@ async def test_a_tail_that_is_used_is_still_found_when_its_list_would_have_ended
         await io.flush([key], np.array([0], np.int32))
         for _ in range(3):
             clock.now += 0.6 * TTL_S
+            await asyncio.sleep(0.005)
             found = await io.tails.best(key.tail.parent, key.tail.tokens, b"", "")
             assert found is not None, "its list has ended"
             await io.fetch([found.key], np.array([1], np.int32))
