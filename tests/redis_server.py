@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import shutil
 import signal
 import socket
@@ -9,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,13 +108,19 @@ def empty_redis(module_redis: RedisServer) -> RedisServer:
     return module_redis
 
 
+# Below the ports that the system gives to connections: one of those could be there before the
+# server is, or while it is down to be restarted.
+_FIRST_PORT, _PORTS = 12_000, 20_000
+_next_port = itertools.count(secrets.randbelow(_PORTS))  # not `random`, which every test seeds anew
+
+
 def free_port() -> int:
-    """A TCP port that nothing listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        assert isinstance(port, int)
-        return port
+    """A TCP port that nothing listens on just now, and that nobody here was given of late."""
+    while True:
+        port = _FIRST_PORT + next(_next_port) % _PORTS
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait_until_ready(server: RedisServer, log: Path) -> None:
