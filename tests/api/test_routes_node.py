@@ -17,6 +17,7 @@ from tests.latch import until
 from tierkv.api.events import RING_EVENTS, EventFeed
 from tierkv.api.masked import masked, masked_url
 from tierkv.api.settings import StorageSection
+from tierkv.cache.keys import Prompt
 from tierkv.sched.events import Happening
 
 Json = dict[str, Any]
@@ -159,13 +160,34 @@ async def test_a_storage_url_with_control_characters_is_refused(url: str) -> Non
 async def test_quotas_are_set_told_and_taken_away() -> None:
     async with here() as on:
         path = "/v1/quotas/someone"
-        none = {"tenant": "someone", "device_blocks": None, "host_blocks": None}
         answer = await on.client.ask("PUT", path, json={"device_blocks": 3})
+        under = answer.body["stored_under"]
+        none = {"tenant": "someone", "stored_under": under}
+        none |= {"device_blocks": None, "host_blocks": None}
         assert answer.body == none | {"device_blocks": 3}
         assert (await on.client.get(path)).body == none | {"device_blocks": 3}
         assert (await on.client.ask("DELETE", path)).body == none
         refused = await on.client.ask("PUT", path, json={"device_blocks": -1})
         assert (refused.status, refused.code) == (422, "invalid_body")
+
+
+async def test_a_node_tells_where_in_a_store_its_blocks_and_a_tenants_are() -> None:
+    async with here() as on:
+        own = (await on.client.get("/version")).body["stored_under"]
+        quota = await on.client.ask("PUT", "/v1/quotas/someone", json={})
+        under = quota.body["stored_under"]
+        assert under != own
+        service = on.node.service
+        for space in ("", service.space_of_tenant("someone")):
+            prompt = Prompt.of([1] * 100, on.node.settings.cache.block_size, space=space)
+            request = await service.admit(f"r{space}", prompt, max_new_tokens=1)
+            await service.commit(request, prompt.tokens)
+            await service.publish(request, f"t{space}", [1])
+            service.end(request)
+        assert service.store is not None
+        for prefix in (own, under):
+            assert (await service.store.list(f"{prefix}:", limit=10)).values
+        await on.settle()
 
 
 async def test_looking_at_the_quota_of_a_tenant_that_there_is_not_makes_none() -> None:

@@ -73,8 +73,14 @@ class QuotaRoutes(Routes):
         return space
 
     def _answer(self, request: web.Request, space: str) -> web.Response:
-        device, host = self._node.service.quota_of(space)
-        tenant = self._tenant(request)
+        service = self._node.service
+        device, host = service.quota_of(space)
         return bodies.answer(
-            request, QuotaAnswer(tenant=tenant, device_blocks=device, host_blocks=host)
+            request,
+            QuotaAnswer(
+                tenant=self._tenant(request),
+                stored_under=service.stored_under(space),
+                device_blocks=device,
+                host_blocks=host,
+            ),
         )

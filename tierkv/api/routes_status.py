@@ -117,6 +117,7 @@ class StatusRoutes:
                 name=node.name,
                 role=node.settings.node.role.value,
                 fingerprint=node.service.fingerprint.readable(),
+                stored_under=node.service.stored_under(),
             ),
         )
 

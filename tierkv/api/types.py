@@ -251,9 +251,11 @@ class LiveAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionAnswer(msgspec.Struct, frozen=True):
-    """fingerprint: what must be equal for two nodes to share blocks."""
+    """fingerprint: what must be equal for two nodes to share blocks. stored_under: what the names
+    of stored blocks begin with."""
 
     version: str
     name: str
     role: str
     fingerprint: dict[str, str]
+    stored_under: str

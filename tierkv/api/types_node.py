@@ -77,7 +77,10 @@ class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class QuotaAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """stored_under: what the names of the tenant's stored blocks begin with."""
+
     tenant: str
+    stored_under: str
     device_blocks: int | None
     host_blocks: int | None
 

@@ -89,7 +89,7 @@ class Service:
         self.commit, self.end, self.extend = scheduler.commit, scheduler.end, scheduler.extend
         self.preempt, self.resume = scheduler.preempt, scheduler.resume
         self.pause, self.unpause = scheduler.pause, scheduler.unpause
-        self.space_of_tenant, self.close_fingerprint = tenants.space_of, tenants.close
+        self.space_of_tenant = tenants.space_of
         self.set_quota, self.quota_of = tenants.set_quota, tenants.quota_of
         self.reset, self.resize = lifecycle.reset, lifecycle.resize
         self.publish, self.stream = handing.publish, handing.stream
@@ -136,6 +136,7 @@ class Service:
         if not self.is_ready:
             return
         self.tiers.storage = self._storage_tier.attached_io
+        self.estimator.begin_anew()
         for node in self.index.nodes():
             self.index.unmark_stored(node, node.start, node.end)
         self.tiers.capacity_changed()
@@ -159,8 +160,14 @@ class Service:
             self.scheduler.limit(space, limits)
         return space
 
+    def close_fingerprint(self, space: str) -> int:
+        """Serve it no more, and forget its limits; see Tenants.close."""
+        num_copies = self.tenants.close(space)
+        self.scheduler.forget_limits(space)
+        return num_copies
+
     def set_limits(self, space: str, limits: Limits) -> None:
-        """What a space may have running from now on."""
+        """What a space may have running from now on, also after it was closed for others."""
         self.index.root_named(space)
         self.scheduler.limit(space, limits)
 
@@ -182,18 +189,21 @@ class Service:
         """End a pin before its time; whether there was one."""
         return self.tiers.pins.unpin(name)
 
+    def stored_under(self, space: str = "") -> str:
+        """What the names of a space's stored blocks begin with, as `tierkv storage` takes it."""
+        return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
+
     async def free(self, *, clears_storage: bool = False) -> int:
         """Forget all that nobody holds, as `reset`; with `clears_storage` also every value of this
-        service's fingerprints in the attached store, for all nodes that share it. How many stored
+        service's fingerprints in every attached store, for all nodes that share it. How many stored
         values that were. Raises StoreUnavailableError."""
         self.reset()
-        store = self.store
-        if not clears_storage or store is None:
+        if not clears_storage:
             return 0
-        prefix, own = self._made_of.handoff.prefix, self.fingerprint.short
         removed = 0
-        for short in sorted({space or own for space in self._fingerprints}):
-            removed += await maintenance.remove(store, f"{prefix}:{short}:")
+        for store in self._storage_tier.stores:
+            for space in sorted(self._fingerprints):
+                removed += await maintenance.remove(store, f"{self.stored_under(space)}:")
         return removed
 
     @property
