@@ -8,12 +8,23 @@ from collections.abc import Callable, Iterator
 
 # Its pytest plugin would import it at the end of a run, where the stack is so deep that CPython
 # 3.11's parser fails ("AST constructor recursion depth mismatch").
-import hypothesis  # noqa: F401
+import hypothesis
 import pytest
 import uvloop
 from blockbuster import BlockBuster
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+# The same examples in every run, however slow its machine is: a run fails for what was changed, and
+# not by chance. New examples are looked for with `--hypothesis-profile=default`.
+hypothesis.settings.register_profile(
+    "same-each-time",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("same-each-time")
 
 
 def pytest_asyncio_loop_factories(
