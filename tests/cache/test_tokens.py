@@ -31,6 +31,14 @@ def test_a_list_arrays_json_and_packed_bytes_are_the_same_tokens(tokens: list[in
     assert pack(bytearray(packed)) == packed
     assert pack(memoryview(packed)) == packed
     assert pack(np.array(tokens, ">i8").data) == packed
+    assert pack(memoryview(packed).cast("c")) == packed  # type: ignore[arg-type]
+
+
+def test_a_view_of_small_numbers_has_a_token_each_as_the_array_has() -> None:
+    small = np.array([1, 2, 3, 127], np.int8)
+    assert pack(small.data) == pack(small) == pack([1, 2, 3, 127])
+    with pytest.raises(BadRequestError):
+        pack(np.array([True, False, True, True]).data)
 
 
 def test_the_bytes_are_little_endian_int32() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tierkv.cache.layout import layered
+from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, runs_of
 from tierkv.gpu.protocol import BlockCopy, Direction, Ids
 
@@ -60,6 +61,17 @@ def test_every_block_goes_where_it_belongs_and_nothing_else_is_touched(
     assert (host.array == expected_host).all()
     for plane, expected in zip(planes.arrays, expected_planes, strict=True):
         assert (plane == expected).all()
+
+
+def test_a_copy_within_memory_that_is_gone_fails_by_its_blocks() -> None:
+    device = CpuDevice()
+    planes = device.allocate_planes(LAYOUT, NUM_BLOCKS)
+    planes.close()
+    event = device.copy_blocks(planes, ids(1, 2), ids(5, 6))
+    with pytest.raises(TransferError, match="closed") as failed:
+        event.block_until_done(10)
+    assert failed.value.blocks == (5, 6)
+    device.close()
 
 
 def test_scattered_small_blocks_are_copied_by_their_ids() -> None:

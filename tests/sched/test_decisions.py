@@ -54,7 +54,7 @@ async def test_computing_what_storage_would_bring_more_slowly_or_too_late() -> N
         on.service.estimator.note_fetch(1.0, 1e6)
         await on.run(tokens(18))
         assert decided(on) == {"recompute_storage": 1}
-    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.05) as on:
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.3) as on:
         on.the_store.hold()
         request = await on.admit(tokens(18))
         on.the_store.release()

@@ -139,10 +139,10 @@ def test_a_tier_that_never_answers_costs_less_than_one_in_a_hundred() -> None:
         if decision.fetches:
             assert decision.give_up_s is not None
             waited += decision.give_up_s
-            estimator.note_answer(in_time=False)
+            estimator.note_answer(1000, decision.give_up_s, in_time=False)
         computed += 1.0
     assert 0 < waited <= computed * 0.01
-    estimator.note_answer(in_time=True)
+    estimator.note_answer(1000, 0.001, in_time=True)
     assert estimator.decide_question(1000).fetches
 
 

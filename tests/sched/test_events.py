@@ -9,6 +9,7 @@ import pytest
 from tests.latch import finish
 from tests.sched.test_fetch import filled
 from tests.world import world
+from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.sched.events import CacheEvent, Happening, Subscription
 
@@ -105,6 +106,22 @@ async def test_a_slow_listener_loses_the_oldest_and_is_told_how_many() -> None:
             assert slow.num_dropped == 2
             assert [event.number for event in last] == [event.number for event in events[2:]]
         assert not here.service.events.has_listeners
+
+
+async def test_each_run_is_an_event_with_a_number_of_its_own() -> None:
+    async with world(device_blocks=16, host_write=NONE) as here:
+        await here.run(tokens(16))
+        await here.run(tokens(8) + tokens(8, 500))  # cuts the first prompt's run in two
+        with here.service.events.subscribe() as subscription:
+            here.service.pin("x", here.prompt(tokens(16)), 100.0)
+            [leaf] = [n for n in here.service.index.nodes() if n.tokens.startswith(pack([8]))]
+            here.service.events.tell(Happening.STORED, "storage", leaf, 0, 4)
+            first, second = await heard(subscription, 2)
+            assert (first.start, first.stop, second.start, second.stop) == (0, 2, 2, 4)
+            assert second.number == first.number + 1
+            keys = tuple(key.digest for key in here.keys(tokens(16)))
+            assert first.digests + second.digests == keys
+        here.service.unpin("x")
 
 
 async def test_a_listener_that_is_cancelled_leaves_no_trace() -> None:

@@ -10,21 +10,26 @@ import pytest
 from tests.latch import finish
 from tests.world import world
 from tierkv.cache.write_policy import WritePolicy
+from tierkv.sched import patience
 from tierkv.sched.estimate import FetchPolicy
 
 TOKENS = list(range(40))
 
 
-@pytest.mark.parametrize(("seconds_per_token", "is_told"), [(0.001, False), (100.0, True)])
+@pytest.mark.parametrize(("seconds_per_token", "is_told"), [(0.007, False), (100.0, True)])
 async def test_only_a_store_that_is_late_is_warned_of(
-    caplog: pytest.LogCaptureFixture, seconds_per_token: float, is_told: bool
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds_per_token: float,
+    is_told: bool,
 ) -> None:
+    monkeypatch.setattr(patience, "LEAVE_S", 20.0)  # this store leaves as soon as it is told to
     caplog.set_level(logging.DEBUG, "tierkv.fetcher")
     async with world(
         with_store=True,
         storage_write=WritePolicy.WRITE_THROUGH,
         fetch_policy=FetchPolicy.BEST_EFFORT,
-        fetch_deadline_s=0.3,
+        fetch_deadline_s=1.0,
     ) as here:
         await here.run(TOKENS)
         here.service.reset()

@@ -200,7 +200,7 @@ async def test_a_store_detached_in_the_middle_of_a_fetch_costs_only_what_it_had(
 
 
 async def test_a_store_that_hangs_and_is_detached_lets_the_request_compute() -> None:
-    async with world(store=await filled(tokens(18)), fetch_deadline_s=0.2) as on:
+    async with world(store=await filled(tokens(18)), fetch_deadline_s=1.0) as on:
         on.the_store.hold()
         waits = asyncio.ensure_future(on.admit(tokens(18), name="waits"))
         await finish(on.the_store.until_held(1))

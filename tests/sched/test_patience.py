@@ -109,9 +109,10 @@ def test_of_two_fetches_at_once_the_second_knows_that_it_waited_for_the_first() 
             here.the_store.delay_s = 0.1
             both = [asyncio.ensure_future(here.admit(tokens(64, base))) for base in (0, 1000)]
             requests = [await one for one in both]
-            # Twice the bytes in the same time are news, so the estimate begins with them.
-            seen = here.service.estimator.transfer.x
-            assert seen == pytest.approx(2 * 16 * here.layout.block_bytes)
+            # Its own bytes and those of the first before them, in the same time.
+            transfer = here.service.estimator.transfer
+            first = 16 * here.layout.block_bytes
+            assert transfer.x == pytest.approx(transfer.decay * first + 2 * first)
             for request in requests:
                 here.service.end(request)
             await here.settle()

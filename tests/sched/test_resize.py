@@ -40,19 +40,22 @@ async def test_the_host_grows_beyond_its_start_and_keeps_what_it_has() -> None:
 
 async def test_what_is_published_never_passes_through_slots_of_the_cache() -> None:
     async with world(
-        with_store=True, device_blocks=8, host_blocks=4, host_max_blocks=8, host_write=THROUGH
+        with_store=True, device_blocks=16, host_blocks=4, host_max_blocks=8, host_after_hits=1
     ) as on:
         await on.service.resize(Tier.HOST, 8)
-        await on.run(tokens(31, 100))  # fills the host
+        for _ in range(2):
+            await on.run(tokens(31, 100))
+        on.service.pin("kept", on.prompt(tokens(31, 100)), 1000.0)
+        assert on.service.stats().host.free == 1  # so what is published now finds no room there
         request = await on.admit(tokens(18), name="one", uses_cache=False)
         await on.prefill(request, tokens(18))
         await on.service.publish(request, "ticket", [1])
         assert await on.the_store.exists(on.names(tokens(18))) == 5
         on.service.end(request)
-        await on.service.resize(Tier.DEVICE, 1)
-        await on.service.resize(Tier.DEVICE, 8)
-        await on.run(tokens(31, 100))  # every byte that comes back from the host is checked
-        await on.settle()
+        on.service.unpin("kept")
+        await on.run(tokens(63, 200))  # takes the device
+        # Every byte that comes back from the host is checked.
+        assert (await on.run(tokens(31, 100))).host_tokens == 28
 
 
 async def test_a_host_size_without_memory_is_refused_and_says_what_to_do() -> None:

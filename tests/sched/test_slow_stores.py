@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulated import simulate, simulated_world
 from tests.world import World
+from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.sched.books import STORE_PATIENCE_S
@@ -67,6 +68,31 @@ def test_a_store_whose_writes_hang_keeps_a_quarter_of_the_device_and_no_request(
             host_write=NONE,
             storage_write=THROUGH,
         ) as here:
+            here.service.note_prefill(1000, 0.01)
+            here.the_store.hold_writes()
+            async with asyncio.timeout(100):
+                assert await longest_admission(here, 30) < 0.05
+            assert here.service.tiers.storing.most_in_flight <= 4 * here.layout.block_bytes
+            here.the_store.release()
+
+    simulate(scene())
+
+
+@pytest.mark.parametrize("by", ["resize", "sleep"])
+def test_of_a_device_that_became_smaller_the_store_has_a_quarter_too(by: str) -> None:
+    async def scene() -> None:
+        async with simulated_world(
+            random.Random(1),
+            device_blocks=64,
+            host_blocks=64,
+            host_write=NONE,
+            storage_write=THROUGH,
+        ) as here:
+            if by == "resize":
+                await here.service.resize(Tier.DEVICE, 16)
+            else:
+                await here.service.sleep()
+                await here.service.wake(16)
             here.service.note_prefill(1000, 0.01)
             here.the_store.hold_writes()
             async with asyncio.timeout(100):

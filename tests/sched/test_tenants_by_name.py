@@ -229,3 +229,21 @@ async def refused(here: World, tenant: str) -> str:
     with pytest.raises(RequestTooLargeError) as told:
         await here.service.admit("big", prompt, max_new_tokens=0)
     return str(told.value)
+
+
+async def test_what_a_tenant_was_given_is_its_own_still_after_others_took_its_place() -> None:
+    async with world(max_tenants=1, host_write=NONE, tenant_device_blocks=6) as here:
+        space = here.service.space_of_tenant("a")
+        here.service.set_quota(space, (3, None))
+        here.service.set_limits(space, Limits(request_blocks=2))
+        await run(here, "b", tokens(8))
+        assert here.service.tenants.known_space_of("a") is None
+        assert here.service.space_of_tenant("a") == space
+        assert here.service.quota_of(space) == (3, None)
+        with pytest.raises(RequestTooLargeError, match="limit"):
+            await admit(here, "a", tokens(12))
+        assert here.service.quota_of(here.service.space_of_tenant("b")) == (6, None)
+        here.service.space_of_tenant("a")
+        here.service.close_fingerprint(space)  # by an operator, for good
+        assert here.service.quota_of(here.service.space_of_tenant("a")) == (6, None)
+        await run(here, "a", tokens(12))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 
@@ -68,8 +70,10 @@ async def test_it_looks_rarely_at_what_takes_long() -> None:
     async with poller.running():
         slow = ManualEvent()
         future = poller.done(slow)
+        began = time.monotonic()
         await turns(2000)
-        assert slow.num_looks < 1000
+        # At first every 0.1 ms, then ever less often, soon once in a millisecond.
+        assert slow.num_looks < 400 + 1500 * (time.monotonic() - began)
         slow.finish()
         await finish(future)
 
@@ -123,3 +127,57 @@ async def test_leaving_waits_for_what_is_in_flight_and_then_refuses() -> None:
     assert living.result().done()
     with pytest.raises(ShuttingDownError):
         await poller.done(ManualEvent())
+
+
+class Watched(ManualEvent):
+    """Knows which threads have looked at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    @property
+    def is_done(self) -> bool:
+        self.threads.add(threading.get_ident())
+        return super().is_done
+
+
+async def test_what_comes_while_another_takes_long_does_not_wait_for_it() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        slow, quick = Watched(), ManualEvent()
+        waiting = poller.done(slow)
+        await until(lambda: len(slow.threads) > 1, "a thread that looks at it")
+        second = poller.done(quick)
+        quick.finish()
+        try:
+            await finish(second)
+            assert not waiting.done()
+        finally:
+            slow.finish()
+        await finish(waiting)
+
+
+class Placed(ManualEvent):
+    """An event of a line."""
+
+    def __init__(self, line: object, position: int) -> None:
+        super().__init__()
+        self.line, self.position = line, position
+
+
+async def test_an_earlier_event_of_a_line_does_not_wait_for_a_later_one_that_came_first() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        line = object()
+        events = {position: Placed(line, position) for position in (2, 0, 3, 1)}
+        futures = {position: poller.done(event) for position, event in events.items()}
+        try:
+            for position in range(4):
+                assert not futures[position].done()
+                events[position].finish()
+                await finish(futures[position])
+        finally:
+            for event in events.values():
+                event.finish()
+        assert poller.num_in_flight == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 
@@ -22,10 +23,17 @@ async def poller() -> AsyncIterator[EventPoller]:
     poller = EventPoller()
     async with poller.running():
         yield poller
+        for event in MADE:  # of a test that failed: the poller would wait for it
+            event.finish()
+        MADE.clear()
+
+
+MADE: list[ManualEvent] = []
 
 
 def events() -> tuple[ManualEvent, ...]:
-    return tuple(ManualEvent() for _ in range(LAYERS))
+    MADE.extend(ManualEvent() for _ in range(LAYERS))
+    return tuple(MADE[-LAYERS:])
 
 
 async def test_layers_open_one_by_one_not_at_submission(poller: EventPoller) -> None:  # fault 5
@@ -174,6 +182,54 @@ async def test_an_engines_thread_waits_on_its_stream(poller: EventPoller) -> Non
     unsubmitted = LayerGate(LAYERS, [Future()], poller)
     with pytest.raises(GateTimeoutError, match="not on its way"):
         await asyncio.to_thread(unsubmitted.wait_on, stream, 0, 0.001)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+async def test_every_movement_behind_a_gate_is_waited_for_in_each_of_its_ways(
+    poller: EventPoller, last: int
+) -> None:
+    """By the loop and by an engine's thread, at the last layer."""
+    both = [events(), events()]
+    gate = LayerGate(LAYERS, [submitted(layers) for layers in both], poller)
+    stream = CpuDevice().compute_stream
+    for event in (*both[1 - last], *both[last][:-1]):
+        event.finish()
+    assert not gate.is_open(LAYERS - 1)
+    for wait in (
+        asyncio.to_thread(gate.wait_on, stream, LAYERS - 1, 0.01),
+        gate.layer(LAYERS - 1, 0.01),
+        gate.all_layers(0.01),
+    ):
+        with pytest.raises(GateTimeoutError):
+            await wait
+    both[last][-1].finish()
+    await asyncio.to_thread(gate.wait_on, stream, LAYERS - 1, 20.0)
+    await finish(gate.all_layers(20))
+
+
+async def test_the_movements_behind_a_gate_have_the_time_of_a_wait_together(
+    poller: EventPoller,
+) -> None:
+    class Slow:
+        """A stream that takes a moment, and notes how long it may take."""
+
+        def __init__(self) -> None:
+            self.timeouts: list[float] = []
+
+        def record(self) -> ManualEvent:
+            return ManualEvent()
+
+        def wait(self, event: object, timeout_s: float) -> None:
+            self.timeouts.append(timeout_s)
+            time.sleep(0.02)
+
+    stream = Slow()
+    gate = LayerGate(LAYERS, [submitted(events()) for _ in range(3)], poller)
+    await asyncio.to_thread(gate.wait_on, stream, 0, 20.0)
+    first, second, third = stream.timeouts
+    assert first <= 20.0
+    assert second <= first - 0.02
+    assert third <= second - 0.02
 
 
 async def test_a_gate_answers_after_the_poller_has_closed() -> None:

@@ -14,7 +14,7 @@ from tests.latch import CopyLatch, ManualEvent, cancelled_at, finish, turns, unt
 from tests.layouts import LAYOUTS
 from tierkv.errors import LayoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.protocol import Direction, HostSlots, Planes
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Planes
 from tierkv.transfer.mover import Mover
 
 LAYOUT = LAYOUTS["fp8"]
@@ -91,14 +91,27 @@ async def test_a_movement_is_not_done_when_it_is_merely_submitted() -> None:  # 
 
 async def test_a_copy_starts_after_the_events_it_must_come_after() -> None:  # fault 7
     async with ground() as here:
-        kernel = ManualEvent()
-        movement = here.mover.offload(ids(1), ids(1), [kernel])
-        await turns(20)
+        before, kernel = ManualEvent(), ManualEvent()
+        before.finish()
+        movement = here.mover.offload(ids(1), ids(1), [before, kernel])
+        await finish(here.mover.load(ids(2), ids(2)).done())  # the other lane goes on
         for array in here.planes.arrays:
-            array[1] = 0xAB  # what the kernel writes before its event
+            array[1] = 0xAB  # what the last kernel writes before its event
         kernel.finish()
         await finish(movement.done())
         assert set(here.slot(1)) == {0xAB}
+
+
+async def test_a_load_starts_after_the_last_readers_of_what_it_overwrites() -> None:
+    async with ground() as here:
+        reader = ManualEvent()
+        before, come = here.block(1), here.slot(1)
+        movement = here.mover.load(ids(1), ids(1), [reader])
+        await finish(here.mover.offload(ids(2), ids(2)).done())  # the other lane goes on
+        assert here.block(1) == before
+        reader.finish()
+        await finish(movement.done())
+        assert here.block(1) == come
 
 
 async def test_a_copy_whose_kernel_failed_fails_and_moves_nothing() -> None:
@@ -160,6 +173,56 @@ async def test_ids_that_do_not_exist_fail_the_movement_not_the_mover() -> None:
         await finish(here.mover.load(ids(1), ids(0)).done())
 
 
+class Layers:
+    """A lane whose copies come layer by layer, as the test says."""
+
+    def __init__(self) -> None:
+        self.events = tuple(ManualEvent() for _ in range(LAYOUT.num_layers))
+        self.is_closed = False
+
+    def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
+        return self.events
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class LayerByLayer(CpuDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lanes: list[Layers] = []
+
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
+        self.lanes.append(Layers())
+        return self.lanes[-1]
+
+
+async def test_a_movement_ends_with_its_last_layer_and_a_lane_with_its_planes() -> None:
+    device = LayerByLayer()
+    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
+    mover = Mover(device, planes, host)
+    async with mover.running():
+        movement = mover.load(ids(0), ids(0))
+        try:
+            for event in device.lanes[0].events:  # lanes are opened in the order of `Direction`
+                await turns(20)
+                assert not movement.has_ended
+                event.finish()
+        finally:
+            for event in device.lanes[0].events:
+                event.finish()
+        await finish(movement.done())
+        await mover.suspend()
+        assert all(lane.is_closed for lane in device.lanes)
+        await mover.reopen(planes)
+        assert not any(lane.is_closed for lane in device.lanes[2:])
+    assert len(device.lanes) == 4
+    assert all(lane.is_closed for lane in device.lanes)
+    host.close()
+    planes.close()
+    device.close()
+
+
 async def test_an_empty_movement_ends() -> None:  # fault 5
     async with ground() as here:
         await finish(here.mover.load(ids(), ids()).done())
@@ -172,6 +235,7 @@ async def test_a_copy_within_the_device_is_whole() -> None:
         movement = here.mover.copy_within(ids(3), ids(0))
         await finish(movement.done())
         assert here.block(0) == expected == here.block(3)
+        assert here.mover.bytes_moved == dict.fromkeys(Direction, 0), "it has not left the device"
 
 
 async def test_callbacks_hear_of_the_end_well_or_not_and_even_late() -> None:

@@ -28,7 +28,7 @@ def pack(tokens: Tokens) -> bytes:
     if isinstance(tokens, bytearray):
         tokens = bytes(tokens)
     elif isinstance(tokens, memoryview):
-        tokens = tokens.tobytes() if tokens.itemsize == 1 else np.asarray(tokens)
+        tokens = tokens.tobytes() if tokens.format in "Bc" else np.asarray(tokens)
     if isinstance(tokens, bytes):
         packed = tokens
         if len(packed) % TOKEN_BYTES:

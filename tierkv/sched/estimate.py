@@ -23,6 +23,7 @@ class FetchPolicy(Enum):
 
 
 _SURPRISE = 2.0  # times faster or slower than expected
+_TICK_S = 0.001  # of uvloop's clock: what takes less has taken nothing, or twice that
 
 
 @dataclass(slots=True)
@@ -39,8 +40,7 @@ class Line:
     def add(self, units: float, seconds: float) -> None:
         """One more sample. One that is far off begins anew: a tier that broke, or came back, is
         another tier, and an average over both would be wrong for a long time."""
-        expected = self.seconds(units)
-        if self.is_known and not expected / _SURPRISE < seconds < expected * _SURPRISE:
+        if not self.x or self._is_surprise(units, seconds):
             self.weight = self.x = self.y = self.xx = self.xy = 0.0
         for name, value in (
             ("weight", 1.0),
@@ -53,20 +53,45 @@ class Line:
 
     @property
     def is_known(self) -> bool:
-        return self.weight > 0 and self.x > 0
+        return self.weight > 0
 
     def seconds(self, units: float) -> float:
         """What `units` are expected to take; 0 as long as nothing is known."""
         if not self.is_known:
             return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        spread = self.xx / self.weight - mean_x**2
-        slope = 0.0
-        if spread > 1e-9 * mean_x**2:
-            slope = (self.xy / self.weight - mean_x * mean_y) / spread
-        if slope <= 0 or mean_y - slope * mean_x < 0:
+        if not mean_x:
+            return mean_y  # nothing ever came: all that is known is how long that took
+        if self._is_of_one_size:
             return units * mean_y / mean_x  # no fixed part can be told apart
-        return mean_y - slope * mean_x + slope * units
+        slope = (self.xy / self.weight - mean_x * mean_y) / self._spread
+        if slope <= 0:
+            return mean_y
+        fixed = mean_y - slope * mean_x
+        return fixed + slope * units if fixed > 0 else units * mean_y / mean_x
+
+    def at_least(self, units: float) -> float:
+        """As `seconds`, but as long as the fixed part cannot be told from the rest, with all or
+        with nothing of it, whichever is less."""
+        expected = self.seconds(units)
+        is_open = self.is_known and self._is_of_one_size
+        return min(expected, self.y / self.weight) if is_open else expected
+
+    def _is_surprise(self, units: float, seconds: float) -> bool:
+        """Until the fixed part can be told from the rest, nothing is that lies between all and
+        nothing of it: else small and big ones in turn would begin anew for ever."""
+        least, most = self.at_least(units), self.seconds(units)
+        if self._is_of_one_size:
+            most = max(most, self.y / self.weight)
+        return not least / _SURPRISE - _TICK_S < seconds < most * _SURPRISE + _TICK_S
+
+    @property
+    def _spread(self) -> float:
+        return self.xx / self.weight - (self.x / self.weight) ** 2
+
+    @property
+    def _is_of_one_size(self) -> bool:
+        return self._spread <= 1e-9 * (self.x / self.weight) ** 2  # that much is rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +106,14 @@ class Decision:
     reason: str
 
 
-# Waiting for a fetch that comes to nothing costs at most this share of what computing takes.
+# Waiting for a fetch that comes to nothing costs at most this share of what computing takes, but
+# for some of the rare tries.
 HEDGE = 0.25
-# After so many refusals one fetch is tried all the same: a tier that got faster is noticed.
-PROBE_EVERY = 32
+# After so many refusals one fetch is tried all the same: a tier that got faster is noticed. It is
+# a prime, so that of small and big ones that come in turn not always the same are tried.
+PROBE_EVERY = 31
+# One of so many tries has as long as computing takes, for a tier that is not HEDGE times as fast.
+_PATIENT_EVERY = 5
 # What the first request waits for, when nothing is known about either side.
 FIRST_TRY_S = 0.25
 
@@ -113,29 +142,41 @@ class Estimator:
         self.queued_bytes = 0.0
         self._first_try_s = first_try_s
         self._refused = 0
-        self._answers_in_time = True
+        self._answers = Line()  # what a question takes, by the tokens that it is about
         self._unasked = 0
 
-    def note_fetch(self, num_bytes: float, seconds: float) -> None:
-        """A fetch moved so many bytes in so much time; of one given up, what it had moved."""
-        self.transfer.add(max(num_bytes, 1.0), seconds)
+    def begin_anew(self) -> None:
+        """The tier is another one, or has come back: nothing is known of it."""
+        self.transfer, self._answers = Line(), Line()
+
+    def note_fetch(self, num_bytes: float, seconds: float, *, is_whole: bool = True) -> None:
+        """A fetch moved so many bytes in so much time. Of one given up, what it had moved: that is
+        news only if it should have taken less. Of nothing at all it was waited for a share of what
+        computing takes, and it is taken to be no faster than that."""
+        if is_whole or seconds > self.transfer.seconds(num_bytes):
+            self.transfer.add(num_bytes, seconds if num_bytes else seconds / HEDGE)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         self.prefill.add(tokens, seconds)
 
-    def note_answer(self, *, in_time: bool) -> None:
-        """The tier has said what it has, in the time that `decide_question` gave it, or not."""
-        self._answers_in_time, self._unasked = in_time, 0
+    def note_answer(self, tokens: int, seconds: float, *, in_time: bool) -> None:
+        """The tier has said within `seconds` what it has of `tokens`, or was waited for so long in
+        vain: then it is taken to need twice that for whatever it is asked."""
+        if in_time:
+            self._answers.add(tokens, seconds)
+        elif seconds > self._answers.seconds(0):
+            self._answers.add(0, 2 * seconds)
 
     def decide_question(self, tokens: int, policy: FetchPolicy | None = None) -> Decision:
         """Whether to ask the tier what it has of `tokens` missing tokens, and how long to wait for
-        the answer. A tier that did not answer is asked again after PROBE_EVERY requests."""
+        the answer. Of those for whom it is estimated to come too late, one of PROBE_EVERY asks;
+        who can wait for more than twice as long as was waited in vain, at once."""
         compute_s = self.prefill.seconds(tokens)
         patience: float | None = compute_s * HEDGE
         reason = "asked for a share of computing"
         if (policy or self.policy) is not FetchPolicy.BEST_EFFORT or not self.prefill.is_known:
             patience, reason = None, "asked until the deadline"
-        elif not self._answers_in_time:
+        elif compute_s * HEDGE <= self._answers.at_least(tokens):
             self._unasked += 1
             if self._unasked % PROBE_EVERY:
                 patience, reason = 0.0, "the tier did not answer in time"
@@ -166,5 +207,6 @@ class Estimator:
             return min(compute_s, fetch_s + bound), "fetching is estimated to be faster"
         self._refused += 1
         if self._refused % PROBE_EVERY == 0:
-            return bound, "a try, whether it is still slower"
+            is_patient = self._refused // PROBE_EVERY % _PATIENT_EVERY == 0
+            return compute_s if is_patient else bound, "a try, whether it is still slower"
         return 0.0, "computing is estimated to be faster"

@@ -41,14 +41,19 @@ class FetchWorth:
         self._tiers.decisions.recompute_storage += 1
         progress.ends(Fate.NOT_WORTH_IT, decision.reason)
 
-    async def answer(self, question: Awaitable[int]) -> int:
-        """The tier's answer; whether it came in time is remembered."""
-        in_time = False
+    async def answer(self, question: Awaitable[int], tokens: int, give_up_s: float | None) -> int:
+        """The tier's answer; how long it took is remembered. tokens: what is asked about.
+        give_up_s: how long it may take; a tier that fails before that is one that was waited for
+        so long in vain."""
+        loop = asyncio.get_running_loop()
+        began, in_time = loop.time(), False
         try:
             found = await question
             in_time = True
         finally:
-            self.estimator.note_answer(in_time=in_time)
+            took = loop.time() - began
+            waited = took if in_time else max(took, give_up_s or 0.0)
+            self.estimator.note_answer(tokens, waited, in_time=in_time)
         return found
 
     def expect(self, progress: Progress, tokens: int) -> None:
@@ -78,7 +83,8 @@ class FetchWorth:
                 # Of what was queued before it, only what came: if nothing did, the tier is slow.
                 by_others = self._arrived_bytes - progress.arrived_before - moved
                 queued = min(progress.queued_before, by_others)
-                self.estimator.note_fetch(moved + queued, now - progress.began)
+                is_whole = moved >= progress.expected_bytes
+                self.estimator.note_fetch(moved + queued, now - progress.began, is_whole=is_whole)
         problem = progress.first_problem
         if problem is None:
             return

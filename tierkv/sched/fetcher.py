@@ -180,7 +180,8 @@ class Fetcher:
             self._in_flight[key.digest] = loop.create_future()
             progress.claimed.append(key.digest)
         patience.until(question.give_up_s)
-        present = await self._worth.answer(self._source.count_present(keys))
+        asked = self._source.count_present(keys)
+        present = await self._worth.answer(asked, missing, question.give_up_s)
         if present < len(keys):
             progress.first_problem = GetOutcome(GetStatus.MISS, "not in storage")
         tokens = sum(key.num_tokens for key in keys[:present])

@@ -84,7 +84,7 @@ class RankedDevice:
         return self.devices[0].computing()
 
     def findings(self) -> list[str]:
-        """Ranks that owe a copy for too long, or failed one for good, by name."""
+        """Ranks that owe a copy for too long, by name."""
         return self._ledger.findings()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> RankedPlanes:

@@ -15,11 +15,11 @@ DEAD_S = 60.0
 
 
 class RankedEvent:
-    """Done when it is on every rank. settled: told once of each rank, and whether it failed there;
+    """Done when it is on every rank. settled: told once of each rank that is done or has failed;
     None where nobody wants to know."""
 
     def __init__(
-        self, parts: Sequence[Event], settled: Callable[[int, bool], None] | None = None
+        self, parts: Sequence[Event], settled: Callable[[int], None] | None = None
     ) -> None:
         self.parts = tuple(parts)
         self._settled = settled
@@ -38,7 +38,7 @@ class RankedEvent:
                     self._errors[rank] = error
                 self._pending.discard(rank)
                 if self._settled is not None:
-                    self._settled(rank, rank in self._errors)
+                    self._settled(rank)
             if self._pending:
                 return False
             if self._errors:
@@ -102,16 +102,16 @@ class Ledger:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
 
-    def begin(self) -> Callable[[int, bool], None]:
-        """A movement of all ranks has begun; what is returned is told how it ended on each."""
+    def begin(self) -> Callable[[int], None]:
+        """A movement of all ranks has begun; what is returned is told of each where it has ended,
+        well or not."""
         with self._lock:
             number = next(self._numbers)
             self._ranks.begin(number, self._now())
 
-        def settled(rank: int, has_failed: bool) -> None:  # noqa: FBT001 - a callback's answer
+        def settled(rank: int) -> None:
             with self._lock:
-                outcome = self._ranks.report(rank, number, self._now(), failed=has_failed)
-                if outcome is not Outcome.PENDING:
+                if self._ranks.report(rank, number, self._now()) is not Outcome.PENDING:
                     self._ranks.end(number)
 
         return settled

@@ -119,10 +119,13 @@ class Scheduler:
         self._limits.set(tenant, limits)
         self.tiers.capacity_changed()  # those that run and want more may have it, too
 
-    def forget_tenant(self, tenant: str) -> None:
-        """A tenant without requests is no more: its limits and its place in the turns go."""
-        self._limits.forget(tenant)
+    def forget_turns(self, tenant: str) -> None:
+        """A tenant without requests is no more, or is closed for a while."""
         self._waiting.forget(tenant)
+
+    def forget_limits(self, tenant: str) -> None:
+        """It has the default ones again."""
+        self._limits.forget(tenant)
 
     def is_used_by(self, tenant: str) -> bool:
         """Whether requests of this tenant run, wait or end."""

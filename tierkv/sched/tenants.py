@@ -37,6 +37,7 @@ class Tenants:
         self._is_in_use = is_in_use
         self._max_tenants = max_tenants
         self._quota = quota
+        self._set_quotas: dict[str, Quota] = {}  # by space, which may be closed now
         self._eviction = eviction
         self._by_tenant: OrderedDict[str, str] = OrderedDict()  # last asked for last
 
@@ -62,7 +63,7 @@ class Tenants:
         fingerprint = replace(own, tenant=tenant)
         if fingerprint.short not in self._fingerprints:
             self._make_room()
-            self.open(fingerprint, self._quota)
+            self.open(fingerprint, self._set_quotas.get(fingerprint.short, self._quota))
         self._by_tenant[tenant] = fingerprint.short
         return fingerprint.short
 
@@ -87,13 +88,15 @@ class Tenants:
         return space.name
 
     def close(self, name: str) -> int:
-        """Forget a space and all its blocks; how many copies that were. What Storage has of it
-        stays. Raises BadRequestError, with nothing changed, while it is in use."""
+        """Forget a space, what was set for it, and all its blocks; how many copies that were. What
+        Storage has of it stays. Raises BadRequestError, with nothing changed, while it is in use.
+        """
         if name == DEFAULT or name not in self._fingerprints:
             raise BadRequestError(f"no fingerprint {name!r} is open beside the service's own")
         if why := self._why_not_to_close(name):
             raise BadRequestError(f"fingerprint {name!r} is in use: {why}")
         tenant = next((t for t, space in self._by_tenant.items() if space == name), None)
+        self._set_quotas.pop(name, None)
         return self._close(tenant, name)
 
     def _why_not_to_close(self, name: str) -> str:
@@ -122,9 +125,11 @@ class Tenants:
 
     def set_quota(self, name: str, quota: Quota) -> None:
         """The most device and host blocks that `name` may have from now on, None for any. What it
-        has beyond goes as far as nobody holds it, and the rest as soon as it wants more."""
+        has beyond goes as far as nobody holds it, and the rest as soon as it wants more. It
+        stays so if the space is closed to make room for another tenant's, and opened again."""
         check_quota(quota)
         root = self._index.root_named(name)
+        self._set_quotas[name] = quota
         self._index.set_quota(root.space, quota, self._eviction)
         for tier in Tier:
             self._tiers.shrink_to_quota(tier, root.space)

@@ -41,12 +41,18 @@ class Tiers(WriteBack):
         super().__init__(watermarks, **parts)
         self._block_bytes = block_bytes
         self.background = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
-        most = self.pools[Tier.DEVICE].capacity * block_bytes // _SHARE_BEING_STORED
-        self.storing = ByteBudget(min(background_copy_bytes, most), lambda: self.num_loads > 0)
+        self.storing = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
         self.on_capacity(self.background.look_again)
-        self.on_capacity(self.storing.look_again)
+        self.on_capacity(self._store_more)
+        self._store_more()
         # Runs that a task is to copy to the host, and up to which block: nobody starts another.
         self._to_host: dict[Node, int] = {}
+
+    def _store_more(self) -> None:
+        """The device may have another size by now."""
+        most = self.pools[Tier.DEVICE].capacity * self._block_bytes // _SHARE_BEING_STORED
+        self.storing.max_bytes = min(self.background.max_bytes, most)
+        self.storing.look_again()
 
     def findings(self) -> list[str]:
         """What is wrong, in words, when nothing is on its way."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tierkv.errors import ShuttingDownError, TransferError
 from tierkv.gpu.protocol import Event, Ordered
-from tierkv.tasks import task_group
+from tierkv.tasks import outlast, task_group
 
 # Event loops have timers of 1 ms. So after something new came the poller first looks for a moment
 # while it yields, which resolves short copies at once: 8 MiB take 0.2 ms, a wake-up by a thread as
@@ -47,17 +47,19 @@ class EventPoller:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Polls until the body ends; then looks on until every event is done or has failed."""
+        """Polls until the body ends, in whatever way; then looks on until every event is done or
+        has failed."""
         watcher = ThreadPoolExecutor(1, thread_name_prefix="tierkv-poller")
         try:
             async with task_group() as tasks:
                 self._is_running = True
-                tasks.create_task(self._poll(watcher), name="tierkv-poller")
+                polling = tasks.create_task(self._poll(watcher), name="tierkv-poller")
                 try:
                     yield
-                finally:
+                finally:  # an error of the body would cancel it
                     self._is_running = False
                     self._tell()
+                    await outlast({polling}, on_cancel=lambda: None)
         finally:
             watcher.shutdown(wait=False)  # nothing is left for it to look at
 

@@ -38,7 +38,7 @@ class LayerGate:
         deadline = time.monotonic() + timeout_s
         for submission in self._submissions:
             try:
-                events = submission.result(max(deadline - time.monotonic(), 0.0))
+                events = _events(submission, max(deadline - time.monotonic(), 0.0))
             except TimeoutError as error:
                 raise GateTimeoutError(f"layer {layer} was not on its way in time") from error
             stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
@@ -46,7 +46,7 @@ class LayerGate:
     def is_open(self, layer: int) -> bool:
         """Whether `layer` is there. Never blocks; raises what made its load fail."""
         for submission in self._submissions:
-            if not submission.done() or not submission.result()[layer].is_done:
+            if not submission.done() or not _events(submission, 0.0)[layer].is_done:
                 return False
         return True
 
@@ -62,6 +62,13 @@ class LayerGate:
 
     async def all_layers(self, timeout_s: float) -> None:
         await self.layer(self.num_layers - 1, timeout_s)
+
+
+def _events(submission: Submission, timeout_s: float) -> tuple[Event, ...]:
+    error = submission.exception(timeout_s)
+    if error is not None:
+        raise error.with_traceback(None)  # who asks often would else keep every answer
+    return submission.result()
 
 
 def submitted(events: tuple[Event, ...]) -> Submission:

@@ -71,17 +71,21 @@ class Mover:
         self._lanes: dict[Direction, Lane] = {}
         self._submitter: ThreadPoolExecutor | None = None
         self._tasks: asyncio.TaskGroup | None = None
+        self._following: set[asyncio.Task[None]] = set()  # one per movement
         self.num_in_flight = 0
         self.bytes_moved = {Direction.LOAD: 0, Direction.OFFLOAD: 0}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Opens the lanes; at the end waits for every copy, then closes them."""
+        """Opens the lanes; at the end, whatever it is, waits for every copy, then closes them."""
         self._submitter = ThreadPoolExecutor(1, thread_name_prefix="tierkv-submit")
         try:
             await self._open_lanes()
             async with self.poller.running(), task_group() as self._tasks:
-                yield
+                try:
+                    yield
+                finally:  # an error of the body would cancel what follows the copies
+                    await outlast(self._following, on_cancel=lambda: None)
         finally:
             # Blocks the loop on purpose: memory must not be freed under a copy in flight.
             self._submitter.shutdown(wait=True)
@@ -166,7 +170,11 @@ class Mover:
         ended.add_done_callback(_retrieve)
         movement = Movement(submission, num_bytes, ended)
         self.num_in_flight += 1
-        self._tasks.create_task(self._await_end(movement, counts), name="tierkv-movement")
+        following = self._tasks.create_task(
+            self._await_end(movement, counts), name="tierkv-movement"
+        )
+        self._following.add(following)
+        following.add_done_callback(self._following.discard)
         return movement
 
     async def _await_end(self, movement: Movement, counts: Direction | None) -> None:

@@ -142,6 +142,11 @@ class StorageTier:
         """The common one that is attached."""
         return self._stores.attached.get("")
 
+    @property
+    def stores(self) -> Sequence[Store]:
+        """All that are attached, the common one and those of tenants."""
+        return tuple(self._stores.attached.values())
+
     async def attach(self, store: str | Store, tenant: str = "") -> None:
         """Use a store from now on, given itself or its URL, in the place of the one there, if any.
 
