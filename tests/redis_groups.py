@@ -96,6 +96,8 @@ def redis_cluster(
                 "--cluster-node-timeout", str(node_timeout_ms),
                 "--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0",
                 "--cluster-migration-barrier", "10",
+                # Else one that loses its last slot becomes a replica.
+                "--cluster-allow-replica-migration", "no",
             ))
             # fmt: on
             ports[server.port] = bus

@@ -344,7 +344,7 @@ async def full(trials: int) -> AsyncIterator[Here]:
             await release.wait()
 
     async with (
-        here(max_connections=trials, idle_timeout_s=5) as on,
+        here(max_connections=trials, idle_timeout_s=60) as on,
         asyncio.TaskGroup() as group,
     ):
         for _ in range(trials):

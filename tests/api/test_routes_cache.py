@@ -124,7 +124,7 @@ async def test_a_pin_ends_by_itself() -> None:
     async with here() as on:
         await publish(on.client)
         await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 0.1})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while (await on.client.get("/v1/pins/a")).status == 200:
                 pass
         assert (await on.client.get("/v1/pins")).body == {"pins": []}

@@ -37,7 +37,10 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(("seed", "num_examples", "least_cases"), [(1, 2, 500), *SLOW])
+@pytest.mark.parametrize(
+    ("seed", "num_examples", "least_cases"),
+    [pytest.param(1, 2, 500, marks=pytest.mark.timeout(600)), *SLOW],
+)
 async def test_no_client_that_follows_the_document_makes_the_node_fail(
     seed: int, num_examples: int, least_cases: int, tmp_path: Path
 ) -> None:

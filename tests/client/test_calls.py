@@ -307,7 +307,7 @@ async def test_the_node_says_when_to_ask_again() -> None:
     async with scripted(later, value(FOUND)) as on, AsyncClient(on.url, retries=FAST) as client:
         start = asyncio.get_running_loop().time()
         await client.lookup(LOOKUP)
-        assert asyncio.get_running_loop().time() - start >= 1
+        assert asyncio.get_running_loop().time() - start >= 0.99  # it counts milliseconds
     # Later than this call may last: its error is known now.
     much_later = problem(503, "not_ready", retry_after="3000")
     async with scripted(much_later) as on, AsyncClient(on.url, timeout_s=5) as client:
@@ -367,8 +367,8 @@ async def test_a_call_ends_at_its_deadline_attempts_and_pauses_included() -> Non
 async def test_a_restart_of_the_node_is_not_noticed_by_calls_that_change_nothing(
     tmp_path: Path,
 ) -> None:
-    async with process(tmp_path, "--storage", "none") as node:
-        port = int(node.url.rsplit(":", 1)[1])
+    port = free_port()  # which no connection gets while the node is down
+    async with process(tmp_path, "--storage", "none", "--port", str(port)) as node:
         retries = Retries(attempts=200, first_s=0.05, most_s=0.2)
         async with AsyncClient(node.url, retries=retries) as client:
             await client.stats()

@@ -95,7 +95,7 @@ class Ground:
         if isinstance(self.clock, TurnedClock):
             self.clock.now += ttl_s
             return
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while await store.exists([name]):  # noqa: ASYNC110 - it is the server's clock
                 await asyncio.sleep(ttl_s / 10)
 
@@ -265,7 +265,8 @@ async def test_a_value_of_another_length_is_damage_not_a_hit(store: Store, expec
     item, _ = landing("t:f:a:0", expected)
     [got] = await store.get_into([item])
     assert got.status is GetStatus.DAMAGED
-    assert "1000 bytes" in got.reason
+    # Of one that is too long a store may have read no more than shows it: a byte too many.
+    assert any(f"{told} bytes" in got.reason for told in {1_000, min(1_000, expected + 1)})
 
 
 async def test_an_empty_value_is_damage_where_bytes_were_expected(
@@ -336,11 +337,11 @@ async def test_a_listing_tells_when_values_expire(ground: Ground, listing_store:
 async def test_touching_gives_values_a_new_time_to_live(ground: Ground, store: Store) -> None:
     if not store.capabilities.has_ttl:
         pytest.skip("values of this store have no time to live")
-    await put_one(store, "t:f:a:0", b"a", ttl_s=0.2)
+    await put_one(store, "t:f:a:0", b"a", ttl_s=1.0)
     await put_one(store, "t:f:b:0", b"b")
     assert await store.touch(["t:f:a:0", "t:f:b:0", "t:f:nothing:0"], ttl_s=1_000.0) == 2
-    await put_one(store, "t:f:c:0", b"c", ttl_s=0.2)
-    await ground.pass_ttl(store, "t:f:c:0", 0.2)
+    await put_one(store, "t:f:c:0", b"c", ttl_s=1.0)
+    await ground.pass_ttl(store, "t:f:c:0", 1.0)
     assert await store.exists(["t:f:a:0", "t:f:b:0"]) == 2
     for value in (await store.list("t:f:", limit=10)).values:
         assert value.expires_at == pytest.approx(ground.clock.wall() + 1_000, abs=5)

@@ -15,10 +15,11 @@ import pytest
 
 from tests.e2e.exact import fresh_connections, text, truth
 from tests.e2e.test_processes import Cluster, storage  # noqa: F401 - a fixture
+from tests.redis_server import PATIENT
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import NodeProcess
 from tierkv.refmodel.text import decode as decode_text
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 
 # The prompts share their beginnings, so that each life of the node hits what the last ones stored.
 LENGTHS = (33, 250, 600, 911)
@@ -136,7 +137,7 @@ async def test_a_node_that_ends_while_blocks_move_leaves_nothing_wrong_behind(
 
 async def nothing_lives_for_ever(url: str) -> None:
     """What a killed node left half done goes by itself when its time is over."""
-    store = open_store(url, StoreSettings(), SystemClock())
+    store = open_store(url, PATIENT, SystemClock())
     async with store.running():
         cursor, names = None, 0
         while True:

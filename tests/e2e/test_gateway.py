@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.exact import fresh_connections, text, truth
+from tests.redis_server import free_port
 from tierkv.demo.processes import NodeProcess, gateway, node
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import decode as decode_text
@@ -67,11 +68,14 @@ class Fleet:
         self.http = http
         self.config = folder / "node.toml"
         self.config.write_text(CONFIG)
+        # Who has a prefix is to be known however busy the machine is.
+        self.patient = folder / "gateway.toml"
+        self.patient.write_text("[deadlines]\nlookup_s = 5.0\n")
         self.nodes: dict[str, NodeProcess] = {}
         self.lives: dict[str, AsyncExitStack] = {}
         self.gateway: NodeProcess
 
-    async def start(self, name: str, port: int = 0) -> None:
+    async def start(self, name: str, port: int) -> None:
         self.lives[name] = AsyncExitStack()
         self.nodes[name] = await self.lives[name].enter_async_context(
             node(
@@ -98,6 +102,7 @@ class Fleet:
             self.folder,
             prefill=[self.nodes["prefill1"].url, self.nodes["prefill2"].url],
             decode=[self.nodes["decode1"].url, self.nodes["decode2"].url],
+            options=("--config", str(self.patient)),
         )
 
     async def complete(
@@ -176,7 +181,8 @@ async def fleet(folder: Path) -> AsyncIterator[Fleet]:
         one = Fleet(folder, http)
         async with asyncio.TaskGroup() as tasks:
             for name in NAMES:
-                tasks.create_task(one.start(name))
+                # One that no connection gets while the node is down.
+                tasks.create_task(one.start(name, free_port()))
         for name in NAMES:
             stack.push_async_callback(lambda name: one.lives[name].aclose(), name)
         one.gateway = await stack.enter_async_context(one.another_gateway())
@@ -261,9 +267,13 @@ async def trials(on: Fleet, count: int, seed: int) -> dict[str, int]:
 
 async def test_nodes_killed_at_random_moments_cost_nobody_an_answer(on: Fleet) -> None:
     before = await on.broken_attempts()
-    seen = await trials(on, 12, seed=1)
-    assert seen == {"right": 48, "error": 0}  # one of two of each kind dies at a time
-    assert await on.broken_attempts() - before >= 3  # or the kills hit nothing
+    rounds = 0
+    # Until some kills have hit something; how many do depends on the machine.
+    while rounds < 5 and (rounds < 2 or await on.broken_attempts() - before < 3):
+        rounds += 1
+        seen = await trials(on, 6, seed=rounds)
+        assert seen == {"right": 24, "error": 0}  # one of two of each kind dies at a time
+    assert await on.broken_attempts() - before >= 3
 
 
 @pytest.mark.slow

@@ -95,8 +95,18 @@ def write_blocks(cupy: ModuleType, planes: Planes, blocks: Bytes2D) -> None:
 
 def run_python(script: str, *arguments: str) -> str:
     """What it prints, in a process of its own; an error of it is one of the test."""
+    return _output_of("-c", script, *arguments)
+
+
+def run_program(name: str, seed: int) -> None:
+    """Run a program of stand_in_programs.py."""
+    printed = _output_of("-m", "tests.gpu.stand_in_programs", name, str(seed))
+    assert printed == "as promised\n"
+
+
+def _output_of(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
+        [sys.executable, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -18,10 +18,11 @@ from typing import Any
 import msgspec
 
 from tests.latch import finish
+from tests.redis_server import PATIENT
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import HandoffSettings
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 
 
 class Producer:
@@ -110,7 +111,7 @@ async def _main(url: str, fields: dict[str, Any]) -> None:
     if fields.pop("device", "cpu") == "cuda":
         from tests.gpu.cuda_world import cuda_world as new_world  # noqa: PLC0415 - needs CuPy
     handoff = msgspec.convert(fields, HandoffSettings)
-    store = open_store(url, StoreSettings(), SystemClock())
+    store = open_store(url, PATIENT, SystemClock())
     async with new_world(store=store, handoff=handoff, **cache) as node:
         print(json.dumps({}), flush=True)  # noqa: T201 - it is its answer
         while line := await asyncio.to_thread(sys.stdin.readline):

@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.exact import text, truth
 from tests.e2e.test_processes import pair
 from tests.pd.direct_producer import claim, no_leases, producer
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import PATIENT, RedisServer, redis_server
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
@@ -28,7 +28,7 @@ from tierkv.pd.direct import memory
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.text import decode as decode_text
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 
 COUNT = 83  # 20 blocks of 4 and a tail
 BLOCKS = 20
@@ -62,7 +62,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def claimer(url: str, **fields: Any) -> AsyncIterator[World]:
-    store = open_store(url, StoreSettings(), SystemClock())
+    store = open_store(url, PATIENT, SystemClock())
     if "direct" in fields:
         fields["direct"] = DirectPath(fields["direct"])
     settings = HandoffSettings(**({"lookup_deadline_s": 20, "claim_deadline_s": 20} | fields))
@@ -285,7 +285,8 @@ async def test_hand_offs_leave_no_connection_and_no_thread(url: str, way: str) -
             assert ticket is not None
             assert ticket.direct is not None
             assert await asyncio.to_thread(connections_to, ticket.direct.port) == 0
-            assert threading.active_count() <= threads + 1
+            # A few: pools start theirs when they first need them. One each time would be ten.
+            assert threading.active_count() <= threads + 5
 
 
 async def test_tokens_of_the_reference_model_are_exact_over_http_and_direct(

@@ -14,14 +14,14 @@ import pytest
 
 from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
 from tests.latch import until
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import PATIENT, RedisServer, redis_server
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.sampling import Sampling
 from tierkv.sched.estimate import FetchPolicy
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 from tierkv.storage.protocol import Store
 
 NEW = 4
@@ -48,10 +48,11 @@ def right(length: int, sampling: Sampling) -> tuple[int, ...]:
 
 @asynccontextmanager
 async def pair(url: str, **handoff: Any) -> AsyncIterator[tuple[ExactNode, ExactNode]]:
-    settings = HandoffSettings(**({"direct": DirectPath.OFF} | handoff))
+    patient = {"direct": DirectPath.OFF, "lookup_deadline_s": 20, "publish_deadline_s": 60}
+    settings = HandoffSettings(**(patient | handoff))  # type: ignore[arg-type]
 
     def store() -> Store:
-        return open_store(url, StoreSettings(), SystemClock())
+        return open_store(url, PATIENT, SystemClock())
 
     async with (
         exact_node(store(), handoff=settings, fetch_policy=FetchPolicy.WAIT_COMPLETE) as prefill,

@@ -12,16 +12,17 @@ import pytest
 
 from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
 from tests.latch import turns, until
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import PATIENT, RedisServer, redis_server
 from tests.world import background_tasks
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
+from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.sampling import Sampling
 from tierkv.sched.estimate import FetchPolicy
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 from tierkv.storage.protocol import Store
 
 NEW = 6
@@ -35,7 +36,7 @@ def server() -> Iterator[RedisServer]:
 
 
 def store(server: RedisServer) -> Store:
-    return open_store(server.url, StoreSettings(), SystemClock())
+    return open_store(server.url, PATIENT, SystemClock())
 
 
 @asynccontextmanager
@@ -47,6 +48,7 @@ async def pair(
         "device_blocks": 1024,
         "storage_write": storage_write,
         "fetch_policy": FetchPolicy.WAIT_COMPLETE,
+        "handoff": HandoffSettings(publish_deadline_s=60, lookup_deadline_s=20),
     }
     async with (
         exact_node(store(server), **options) as prefill,
@@ -70,7 +72,7 @@ async def hand_over(
 
     async def claim() -> tuple[int, ...]:
         generation, found = await decode.engine.decode(
-            decode.job(prompt, NEW, sampling), ticket, deadline_s=60
+            decode.job(prompt, NEW, sampling), ticket, deadline_s=200
         )
         assert found is not None
         assert generation.computed_tokens == 0

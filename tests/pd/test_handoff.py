@@ -210,7 +210,7 @@ async def test_a_publish_that_storage_does_not_take_leaves_no_ticket() -> None:
 
 
 async def test_a_publish_has_a_deadline() -> None:  # fault 12
-    settings = HandoffSettings(publish_deadline_s=0.02)
+    settings = HandoffSettings(publish_deadline_s=0.3)
     async with world(with_store=True, handoff=settings) as here:
         request = await here.admit(tokens(9))
         await here.prefill(request, tokens(9))

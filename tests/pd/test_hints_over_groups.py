@@ -15,11 +15,12 @@ from tests.redis_groups import (
     sentinel_group,
     wait_until,
 )
+from tests.redis_server import PATIENT
 from tests.storage.test_notify import live, opened
 from tests.world import world
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import HandoffSettings
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 from tierkv.storage.notify import LOOK, Listener, Notifier
 
 pytestmark = pytest.mark.timeout(120)
@@ -67,7 +68,7 @@ async def test_a_claim_hears_of_its_ticket(url: str) -> None:
     settings = HandoffSettings(publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20)
 
     def store() -> object:
-        return open_store(url, StoreSettings(), SystemClock())
+        return open_store(url, PATIENT, SystemClock())
 
     tokens = list(range(21))
     async with (

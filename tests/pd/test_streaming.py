@@ -295,7 +295,7 @@ async def test_a_store_that_stays_away_fails_the_publish_and_leaves_no_ticket() 
 
 
 async def test_a_store_that_hangs_in_the_middle_holds_the_end_up_for_its_deadline_only() -> None:
-    settings = HandoffSettings(publish_deadline_s=0.05)
+    settings = HandoffSettings(publish_deadline_s=0.3)
     async with world(with_store=True, handoff=settings, device_blocks=64) as node:
         async with prefilling(node, tokens(21)) as here:
             await here.compute(8)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.latch import finish, turns
-from tests.redis_server import RedisServer, module_redis  # noqa: F401 - a fixture
+from tests.redis_server import PATIENT, RedisServer, module_redis  # noqa: F401 - a fixture
 from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.errors import DuplicateRequestError
@@ -18,7 +18,7 @@ from tierkv.pd.handoff import Published
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.status import Standing
 from tierkv.pd.ticket import OpenTicket, Ticket
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 
@@ -38,7 +38,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Stor
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("module_redis")
         url = server.url
-    yield [open_store(url, StoreSettings(), SystemClock()) for _ in range(3)]
+    yield [open_store(url, PATIENT, SystemClock()) for _ in range(3)]
 
 
 @asynccontextmanager
@@ -196,10 +196,10 @@ async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
 
 
 async def opened(node: World, after: float) -> float:
-    """When the ticket was begun, as soon as that is later than `after`."""
+    """When the ticket was begun, as soon as that is another time than `after`."""
     async with asyncio.timeout(20):
         while True:
             state = await node.service.ticket_state("t")
-            if state.state is Standing.OPEN and (state.created_at or 0.0) > after:
+            if state.state is Standing.OPEN and (state.created_at or 0.0) != after:
                 return state.created_at or 0.0
             await turns(3)

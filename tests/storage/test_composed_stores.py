@@ -161,6 +161,27 @@ async def test_values_that_only_the_mirrors_together_have_are_one_run() -> None:
         assert await store.exists(NAMES) == 0
 
 
+@pytest.mark.parametrize("kind", [LayeredStore, MirroredStore])
+async def test_stores_with_holes_where_the_other_has_values_are_asked_a_few_times(
+    kind: type[LayeredStore | MirroredStore],
+) -> None:
+    """Each evicts what it likes; asked in turns from hole to hole, they would be too slow."""
+    first, second = memory(), memory()
+    store = (
+        MirroredStore([first, second])
+        if kind is MirroredStore
+        else LayeredStore(first, second, LayeredSettings())
+    )
+    async with store.running():
+        for part, names in ((first, NAMES[::2]), (second, NAMES[1::2])):
+            await part.put([PutItem(name, (b"x",)) for name in names])
+        assert await store.exists(NAMES) == len(NAMES)
+        assert first.num_operations + second.num_operations <= 2 + 8 + 2
+        await second.delete([NAMES[15]])
+        assert await store.exists(NAMES) == 15
+        assert await store.exists([]) == 0
+
+
 async def test_a_mirror_is_well_as_long_as_one_of_its_stores_is() -> None:
     first, second = memory(), memory()
     store = MirroredStore([first, second])

@@ -10,7 +10,9 @@ from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.layered import LayeredSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.mooncake import MooncakeSettings
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis import RedisSettings, RedisStore
 
@@ -116,6 +118,8 @@ def test_no_error_quotes_a_password(url: str) -> None:
         lambda: FileSettings(sweep_interval_s=0),
         lambda: FileSettings(capacity_bytes=0),
         lambda: FileSettings(min_free_bytes=-1),
+        lambda: LayeredSettings(near_ttl_s=0),
+        lambda: MooncakeSettings(connect_timeout_s=-1),
         lambda: RedisSettings(write_connections=0),
         lambda: RedisSettings(num_connections=0),
         lambda: RedisSettings(timeout_s=0),

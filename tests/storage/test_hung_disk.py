@@ -70,7 +70,7 @@ async def node(
 ) -> AsyncIterator[World]:
     """A service that stores every block at once, unless told otherwise, in files behind a breaker,
     as a node's are."""
-    chosen = ResilienceSettings(**({"timeout_s": 0.1} | resilience))  # type: ignore[arg-type]
+    chosen = ResilienceSettings(**({"timeout_s": 0.4} | resilience))  # type: ignore[arg-type]
     files = FileStore(root, FileSettings(), SystemClock())
     latch = CopyLatch()
     service = Service(
@@ -82,7 +82,7 @@ async def node(
             host_blocks=32,
             host_write=host_write,
             storage_write=storage_write,
-            fetch_deadline_s=0.2,
+            fetch_deadline_s=0.8,
         ),
         handoff or HandoffSettings(),
         ResilientStore(files, chosen, SystemClock()),
@@ -200,7 +200,7 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
     """on_host: its blocks are written from the host tier's slots, not from staging slots."""
-    settings = HandoffSettings(publish_deadline_s=0.3, direct=DirectPath.OFF)
+    settings = HandoffSettings(publish_deadline_s=1.0, direct=DirectPath.OFF)
     rule = WritePolicy.WRITE_THROUGH if on_host else WritePolicy.NONE
     async with node(
         tmp_path / "store", handoff=settings, host_write=rule, storage_write=WritePolicy.NONE
@@ -238,7 +238,7 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
 async def test_a_ticket_whose_write_hangs_holds_nobody_beyond_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = HandoffSettings(publish_deadline_s=0.3, direct=DirectPath.OFF)
+    settings = HandoffSettings(publish_deadline_s=1.0, direct=DirectPath.OFF)
     async with node(tmp_path / "store", handoff=settings) as here:
         await here.run(TOKENS)
         request = await here.admit(TOKENS)
@@ -297,13 +297,18 @@ async def test_reads_and_the_sweep_do_not_wait_for_the_lock_of_a_frozen_writer(
 
 
 CONFIG = """
-[node]
-drain_grace_s = 0.5
-close_limit_s = 1.5
 [cache]
 block_size = 16
 storage_write = "write_through"
 """
+IN_A_HURRY = (
+    CONFIG
+    + """
+[node]
+drain_grace_s = 0.5
+close_limit_s = 1.5
+"""
+)
 
 
 async def test_a_node_answers_while_writes_hang_and_ends_at_its_limit(tmp_path: Path) -> None:
@@ -328,6 +333,7 @@ async def test_a_node_answers_while_writes_hang_and_ends_at_its_limit(tmp_path: 
         assert await here.ended() == 0
     for path in root.glob("tierkv,*/*/*/*"):
         path.unlink()
+    config.write_text(IN_A_HURRY)
     async with process(tmp_path, *options) as here:
         with all_locked(root):
             for _ in range(3):
@@ -337,6 +343,7 @@ async def test_a_node_answers_while_writes_hang_and_ends_at_its_limit(tmp_path: 
             here.terminate()
             assert await here.ended() == 1
         assert "close_limit_s" in here.log_text()
+    config.write_text(CONFIG)
     async with process(tmp_path, *options) as here:
         assert tuple((await here.client.post("/v1/generate", body)).body["tokens"]) == expected
         await until_stored()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tierkv.cli_storage import storage
+from tierkv.cli_storage_options import PATIENT
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError
 from tierkv.storage import maintenance
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem, Store
 
 ONE, TWO = "tierkv:" + "1" * 16, "tierkv:" + "2" * 16
@@ -39,7 +42,7 @@ def url(tmp_path: Path) -> str:
 
 
 async def fill(url: str) -> None:
-    store = open_store(url, StoreSettings(), SystemClock())
+    store = open_store(url, StoreSettings(redis=PATIENT), SystemClock())
     async with store.running():
         await store.put([item(ONE, n) for n in range(1, 4)])
         await store.put([item(TWO, n, ttl=500.0) for n in range(1, 3)])
@@ -238,9 +241,9 @@ def test_only_the_damaged_copy_of_a_mirrored_value_is_removed(tmp_path: Path) ->
         asyncio.run(fill(one))
     damage(urls[0], replace(item(ONE, 1), parts=(b"short",), keep_existing=False))
     mirrored = f"mirrored:{urls[0]}|{urls[1]}"
-    assert "4 whole, 1 damaged" in run("verify", mirrored, "--remove-damaged").output
+    assert "9 whole, 1 damaged" in run("verify", mirrored, "--remove-damaged").output
     assert [answer("stat", one)["values"] for one in urls] == [5, 6]
-    assert "5 whole, 0 damaged" in run("verify", mirrored).output
+    assert "9 whole, 0 damaged" in run("verify", mirrored).output
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "layered"])
@@ -260,3 +263,57 @@ def test_what_only_one_of_several_stores_has_is_listed_counted_and_removed(
     assert run("rm", url, "--prefix", ONE, "--yes").output == "removed 5 values\n"
     for one in (first, second, url):
         assert answer("stat", one)["values"] == 3
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "layered"])
+def test_of_several_stores_the_copies_in_each_are_verified(kind: str, tmp_path: Path) -> None:
+    first, second = ((tmp_path / name).as_uri() for name in "ab")
+    asyncio.run(fill(first))
+    asyncio.run(fill(second))
+    url = f"{kind}:{first}|{second}"
+    assert "10 whole, 0 damaged" in run("verify", url).output
+    damage(first, item(ONE, 7))  # that the other has not is no reason to pass it by
+    assert "11 whole, 0 damaged, 0 keyed, 2 no blocks, 0 gone" in run("verify", url).output
+    for one, number in ((first, 1), (second, 2)):
+        damage(one, replace(item(ONE, number), parts=(b"short",), keep_existing=False))
+    assert "9 whole, 2 damaged" in run("verify", url).output
+    assert run("verify", url, "--remove-damaged").exit_code == 0
+    assert "9 whole, 0 damaged" in run("verify", url).output
+
+
+def test_of_several_stores_the_copies_in_each_are_given_a_time(tmp_path: Path) -> None:
+    first, second = ((tmp_path / name).as_uri() for name in "ab")
+    asyncio.run(fill(first))
+    asyncio.run(fill(second))
+    assert "3 values now expire" in run("sweep", first, "--ttl", "100").output
+    assert "3 values now expire" in run("sweep", f"mirrored:{first}|{second}", "--ttl", "9").output
+    assert not answer("ls", second, "--without-expiry")["values"]
+
+
+def test_a_store_of_several_is_given_as_much_time_as_one_alone(
+    empty_redis: RedisServer,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    first = (tmp_path / "a").as_uri()
+    asyncio.run(fill(first))
+    asyncio.run(fill(empty_redis.url))
+    empty_redis.execute("CLIENT", "PAUSE", 700, "WRITE")
+    url = f"mirrored:{first}|{empty_redis.url}"
+    assert run("rm", url, "--prefix", ONE, "--yes").output == "removed 3 values\n"
+    assert answer("stat", empty_redis.url)["values"] == 3
+
+
+async def test_no_removal_asks_for_more_at_once_than_a_node_gives_a_disk_the_time_for() -> None:
+    sizes: list[int] = []
+
+    class Counting(MemoryStore):
+        async def delete(self, names: Sequence[str]) -> int:
+            sizes.append(len(names))
+            return await super().delete(names)
+
+    store = Counting(MemorySettings(), SystemClock())
+    async with store.running():
+        await store.put([PutItem(f"t:f:{number}:0of1", (b"x",)) for number in range(1500)])
+        assert await maintenance.remove(store, "t:") == 1500
+    assert sum(sizes) == 1500
+    assert max(sizes) <= 64

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from typing import cast
 
@@ -15,6 +17,7 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
     MooncakeServer,
     empty_mooncake,
     module_mooncake,
+    mooncake_server,
 )
 from tests.redis_server import free_port
 from tests.storage.values import content_of, get_one, landing, put_one
@@ -33,6 +36,7 @@ from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
 from tierkv.storage.mooncake_client import Client, Config
+from tierkv.storage.mooncake_memory import KnownMemory
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
@@ -54,6 +58,11 @@ async def test_values_go_there_and_come_back(empty_mooncake: MooncakeServer) -> 
             assert payload == content_of(name, 50_000)
         for wrong in (50_087, 50_089, 10):
             assert (await get_one(store, names[0], wrong))[0] is GetStatus.DAMAGED
+        for count in (90, 120):  # of which a third have no bytes; it takes 64 pieces of a value
+            sizes = [at % 3 for at in range(count)]
+            item, buffers = landing(names[0], *sizes, 50_088 - sum(sizes))
+            assert [one.status for one in await store.get_into([item])] == [GetStatus.HIT]
+            assert b"".join(buffers) == content_of(names[0], 88) + content_of(names[0], 50_000)
         assert await put_one(store, "t:ticket", b"one", keep_existing=False) is PutStatus.STORED
         assert await put_one(store, "t:ticket", b"second", keep_existing=False) is PutStatus.STORED
         assert await store.get("t:ticket", max_bytes=10) == b"second"
@@ -242,6 +251,48 @@ async def test_memory_that_cannot_be_registered_is_reported(
     assert watched[0].registered == {}
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_whose_master_is_gone_or_frozen_is_not_well(how: signal.Signals) -> None:
+    """And says so within seconds, where its client would wait for 30."""
+    with mooncake_server("64 MB") as server:
+        address = "127.0.0.1", server.master_port
+        values = mooncake_values.MooncakeValues(address, server.url, MooncakeSettings())
+        values.ping()
+        server.master.send_signal(how)
+        os.waitid(os.P_PID, server.master.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(StoreUnavailableError, match="does not answer"):
+            values.ping()
+        values.close()
+
+
+class Unanswered:
+    """A client whose master is gone: it waits 4 s for it at each call."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        self.num_calls += 1
+        return [-900] * len(keys)
+
+    def batch_get_into_multi_buffers(self, keys: list[str], *_: list[list[int]]) -> list[int]:
+        self.num_calls += 1
+        return [-900] * len(keys)
+
+
+def test_a_batch_waits_once_for_a_master_that_is_gone() -> None:
+    """Meanwhile it has the slots."""
+    client = Unanswered()
+    values = values_of(client)
+    names = [f"t:f:{index}:0" for index in range(8)]
+    gets = values.get([landing(name, 100)[0] for name in names])
+    assert {one.status for one in gets} == {GetStatus.FAILED}
+    assert client.num_calls == 1
+    puts = values.put([PutItem(n, (b"x",), keep_existing=i > 3) for i, n in enumerate(names)])
+    assert {one.status for one in puts} == {PutStatus.FAILED}
+    assert client.num_calls == 2
+
+
 class Replaced:
     """A client of which a value is replaced while it is read: what each reading gives, in turn."""
 
@@ -255,10 +306,11 @@ class Replaced:
         return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
 
 
-def values_of(client: Replaced) -> mooncake_values.MooncakeValues:
-    """Without a server: none tears a value when asked to."""
+def values_of(client: Replaced | Unanswered) -> mooncake_values.MooncakeValues:
+    """Without a server: none tears a value when asked to, or takes seconds to be gone."""
     values = object.__new__(mooncake_values.MooncakeValues)
     values._client = cast("Client", client)
+    values._memory = KnownMemory(values._client, (), num_users=1)
     values._url = "mooncake://master:1"
     return values
 

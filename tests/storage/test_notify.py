@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.latch import finish, until
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import PATIENT, RedisServer, redis_server
 from tierkv.clock import SystemClock
 from tierkv.storage import notify_file
-from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.factory import open_store
 from tierkv.storage.notify import LOOK, Listener, Notifier, Polling, notifier_of
 from tierkv.storage.notify_file import DIRECTORY, FileNotifier
 from tierkv.storage.protocol import PutItem, Store
@@ -32,7 +32,7 @@ async def opened(*urls: str) -> AsyncIterator[list[tuple[Store, Notifier]]]:
     async with AsyncExitStack() as stack:
         found = []
         for url in urls:
-            store = open_store(url, StoreSettings(), SystemClock())
+            store = open_store(url, PATIENT, SystemClock())
             await stack.enter_async_context(store.running())
             notifier = notifier_of(store)
             await stack.enter_async_context(notifier.running())

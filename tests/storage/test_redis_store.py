@@ -113,9 +113,10 @@ async def test_a_server_of_another_kind_is_recognised() -> None:
 async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
     empty_redis: RedisServer,
 ) -> None:
+    async with (writer := redis_store(empty_redis.url)).running():
+        assert await put_one(writer, "t:f:a:0", b"value") is PutStatus.STORED
     store = redis_store(empty_redis.url, RedisSettings())
     async with store.running():
-        await put_one(store, "t:f:a:0", b"value")
         large = bytes(4_000_000)
         empty_redis.pause()
         try:
@@ -138,22 +139,25 @@ async def test_a_frozen_server_costs_a_batch_one_deadline_however_long_it_is(
             assert [outcome.status for outcome in put.result()] == [PutStatus.FAILED] * 100
         assert "did not answer" in gets[0].result()[99].reason
         assert all("did not answer" in question.result() for question in questions)
-        assert await store.get("t:f:a:0", max_bytes=10) == b"value"
+        async with asyncio.timeout(20):
+            while (await get_one(store, "t:f:a:0", 5))[0] is GetStatus.FAILED:
+                pass  # a busy machine may miss its deadline
+        assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
 
 
 async def test_a_connection_given_up_is_closed_though_its_peer_took_nothing(
     empty_redis: RedisServer,
 ) -> None:
-    store = redis_store(empty_redis.url, RedisSettings(write_connections=1))
+    store = redis_store(empty_redis.url, RedisSettings(write_connections=1, timeout_s=1.0))
     async with store.running():
-        await put_one(store, "t:f:a:0", b"value")
+        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
         open_before = num_open_files()
         empty_redis.pause()
         try:
             assert await put_one(store, "t:f:b:0", bytes(8_000_000)) is PutStatus.FAILED
             for _ in range(5):  # the loop closes sockets between two of its turns
                 await asyncio.sleep(0)
-            assert num_open_files() == open_before - 1
+            assert num_open_files() <= open_before - 1
         finally:
             empty_redis.resume()
 
@@ -295,12 +299,12 @@ async def test_a_wrong_password_is_named_as_the_cause(
 async def test_a_user_without_the_rights_gets_an_outcome_that_says_so(
     locked_redis: RedisServer,
 ) -> None:
-    rights = ("on", ">pw", "~t:*", "+get", "+ping", "+select", "+client")
+    rights = ("on", ">pw", "~t:*", "+get", "+getrange", "+ping", "+select", "+client")
     await asyncio.to_thread(locked_redis.execute, "ACL", "SETUSER", "reader", *rights)
     store = redis_store(f"redis://reader:pw@127.0.0.1:{locked_redis.port}")
     async with store.running():
         [outcome] = await store.put([PutItem("t:f:a:0", (b"x",))])
-        assert outcome.status is PutStatus.FAILED
+        assert outcome.status is PutStatus.FULL
         assert "permissions" in outcome.reason
         assert (await get_one(store, "t:f:nothing:0", 1))[0] is GetStatus.MISS
         assert (await get_one(store, "u:f:nothing:0", 1))[0] is GetStatus.FAILED
@@ -476,18 +480,21 @@ async def test_the_order_of_expected_sizes_does_not_matter(store: RedisStore) ->
         ("REPLICAOF", "127.0.0.1", "1"),  # READONLY
         ("CONFIG", "SET", "min-replicas-to-write", "1"),  # NOREPLICAS
         ("CONFIG", "SET", "maxmemory", "1"),  # OOM
+        ("ACL", "SETUSER", "default", "-set"),  # NOPERM
+        ("CONFIG", "SET", "proto-max-bulk-len", "1mb"),  # ERR Protocol error: invalid bulk length
     ],
 )
 async def test_a_server_that_takes_no_values_is_left_alone_by_writes_only(
     mortal_redis: RedisServer, takes_nothing: tuple[str, ...]
 ) -> None:
     inner = redis_store(mortal_redis.url)
-    store = ResilientStore(inner, ResilienceSettings(), SystemClock())
+    patient = ResilienceSettings(timeout_s=10.0, write_timeout_s=10.0)
+    store = ResilientStore(inner, patient, SystemClock())
     async with store.running():
         assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
         await asyncio.to_thread(mortal_redis.execute, *takes_nothing)
         for name in NAMES[1:]:
-            assert await put_one(store, name, b"x") is PutStatus.FULL
+            assert await put_one(store, name, bytes((1 << 20) + 1)) is PutStatus.FULL
         assert store.snapshot().breaker.num_opened == 0
         assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 
@@ -640,7 +647,8 @@ async def test_a_digest_is_of_the_try_that_brought_the_value(empty_redis: RedisS
     """The connection is cut in the middle of a value, of which a part has landed."""
     content = content_of("a", 1 << 20)
     async with redis_proxy(empty_redis.port) as proxy:
-        store = ResilientStore(redis_store(proxy.url), ResilienceSettings(), SystemClock())
+        patient = ResilienceSettings(timeout_s=10.0, write_timeout_s=10.0)
+        store = ResilientStore(redis_store(proxy.url), patient, SystemClock())
         async with store.running():
             await put_one(store, "t:f:a:0", content)
             digests: list[Taken] = []

@@ -20,9 +20,9 @@ from tierkv.storage.redis import RedisSettings
 from tierkv.storage.redis_socket import TlsFiles
 
 
-async def refusal(url: str, tls: TlsFiles | None = None) -> str:
+async def refusal(url: str, tls: TlsFiles | None = None, *, timeout_s: float = 10.0) -> str:
     """One line, without what only a programmer reads."""
-    patient = RedisSettings(timeout_s=1.0, connect_timeout_s=1.0, tls=tls or TlsFiles())
+    patient = RedisSettings(timeout_s=timeout_s, connect_timeout_s=timeout_s, tls=tls or TlsFiles())
     with pytest.raises(TierKVError) as caught:
         async with open_store(url, StoreSettings(redis=patient), SystemClock()).running():
             pass
@@ -98,7 +98,7 @@ async def test_a_single_server_named_as_a_cluster(sentinels: SentinelGroup) -> N
 
 
 async def test_a_server_that_speaks_no_tls(server: RedisServer) -> None:
-    sentence = await refusal(f"rediss://127.0.0.1:{server.port}")
+    sentence = await refusal(f"rediss://127.0.0.1:{server.port}", timeout_s=1.0)
     assert "did not answer within 1000 ms, to TLS: does it speak that on this port?" in sentence
 
 

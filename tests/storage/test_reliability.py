@@ -44,7 +44,8 @@ SIZE = 200_000
 # A killed server is heard of at once; the rest of 300 ms is for a busy machine.
 # Goals are of a quiet machine. A run that anybody may start on a busy one gets five times as long;
 # TIERKV_STRICT_TIMES=1, which the full counts are run with, asks for the goals themselves.
-SLACK = 1.0 if os.environ.get("TIERKV_STRICT_TIMES") else 5.0
+STRICT = bool(os.environ.get("TIERKV_STRICT_TIMES"))
+SLACK = 1.0 if STRICT else 5.0
 KILLED_S = 0.3 * SLACK
 # Where a death is to be noticed at once and not by a deadline, which a busy machine can miss.
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
@@ -136,8 +137,9 @@ async def test_row_3_a_frozen_server_is_left_alone_until_it_is_back(
     count: int, empty_redis: RedisServer
 ) -> None:
     store = resilient(redis_store(empty_redis.url), retries_per_operation=0.0)
+    async with (writer := redis_store(empty_redis.url, PATIENT)).running():
+        assert await put_one(writer, NAMES[0], b"value") is PutStatus.STORED
     async with store.running():
-        await put_one(store, NAMES[0], b"value")
         for _ in range(count):
             empty_redis.pause()
             try:
@@ -148,9 +150,12 @@ async def test_row_3_a_frozen_server_is_left_alone_until_it_is_back(
                     assert 0.2 <= time.monotonic() - started <= 0.3 * SLACK
                     failures += 1
                 assert failures <= 5
-                started = time.monotonic()
-                assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
-                assert time.monotonic() - started <= 0.01 * SLACK
+                took_s = []
+                for _ in range(1 if STRICT else 10):  # a busy machine may stop one of them
+                    started = time.monotonic()
+                    assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
+                    took_s.append(time.monotonic() - started)
+                assert min(took_s) <= 0.01 * SLACK
             finally:
                 empty_redis.resume()
             healed_at = time.monotonic()
@@ -188,7 +193,8 @@ async def test_row_4_a_slow_server_slows_nothing_else_down(
                     if outcome.status is GetStatus.HIT:
                         assert buffer == content_of(item.name, SIZE)
             watcher.cancel()
-    assert np.percentile(lags, 99) <= 0.02 * SLACK
+    # Of so few as a short run has, the last of a hundred is one that the machine held up.
+    assert np.percentile(lags, 99 if STRICT else 90) <= 0.02 * SLACK
 
 
 @trials(300, 10_000)
@@ -248,12 +254,12 @@ async def test_row_5_every_cut_is_found(count: int, empty_redis: RedisServer) ->
     reply = 7 + len(payload) + 2
     classes = (range(8), range(8, 96), range(96, reply - 3), range(reply - 3, reply))
     async with redis_proxy(empty_redis.port) as proxy:
-        direct = redis_store(empty_redis.url)
+        direct = redis_store(empty_redis.url, PATIENT)
         async with direct.running():
             await put_one(direct, "t:f:a:0", payload)
         for trial in range(count):
             proxy.cut_after = None
-            async with (store := redis_store(proxy.url)).running():
+            async with (store := redis_store(proxy.url, PATIENT)).running():
                 proxy.cut_after = random.choice(classes[trial % 4])
                 status, _ = await get_one(store, "t:f:a:0", len(payload))
                 assert status is GetStatus.FAILED
@@ -264,8 +270,8 @@ async def test_row_5_every_cut_is_found(count: int, empty_redis: RedisServer) ->
 @trials(100, 1_000)
 async def test_row_6_a_full_server_is_neither_stormed_nor_lost_for_reads(count: int) -> None:
     with redis_server("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server:
-        inner = redis_store(server.url, RedisSettings(timeout_s=5.0))
-        store = resilient(inner, full_pause_s=0.05)
+        inner = redis_store(server.url, PATIENT)
+        store = resilient(inner, full_pause_s=0.05, timeout_s=10.0, write_timeout_s=10.0)
         async with store.running():
             statuses = []
             for index in range(count):
@@ -288,7 +294,7 @@ async def test_row_6_a_full_server_is_neither_stormed_nor_lost_for_reads(count: 
 @trials(200, 10_000)
 async def test_row_7_values_that_go_between_question_and_answer_leave_no_hole(count: int) -> None:
     inner = MemoryStore(MemorySettings(), SystemClock())
-    store = resilient(FaultyStore(inner), negative_ttl_s=0.0)
+    store = resilient(FaultyStore(inner), negative_ttl_s=0.0, timeout_s=10.0)
     names = NAMES[:16]
     async with store.running():
         for _ in range(count):
@@ -359,7 +365,7 @@ async def test_row_19_a_user_of_few_commands_and_one_prefix_is_enough(
     await asyncio.to_thread(empty_redis.execute, "ACL", "SETUSER", "limited", *rights)
     await asyncio.to_thread(empty_redis.execute, "SET", "other:f:a:0", "x")
     try:
-        store = redis_store(f"redis://limited:pw@127.0.0.1:{empty_redis.port}")
+        store = redis_store(f"redis://limited:pw@127.0.0.1:{empty_redis.port}", PATIENT)
         async with store.running():
             assert await put_one(store, NAMES[0], b"x", ttl_s=100.0) is PutStatus.STORED
             assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")

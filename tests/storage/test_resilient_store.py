@@ -196,15 +196,15 @@ async def test_reads_behind_stuck_ones_are_given_up_though_they_were_never_begun
 async def test_reads_that_wait_for_a_store_that_answers_have_their_turn_in_order(
     make: Make,
 ) -> None:
-    pair = await make(max_reads=1, timeout_s=0.2)
-    pair.faulty.delay_s = 0.02
+    pair = await make(max_reads=1, timeout_s=0.7)
+    pair.faulty.delay_s = 0.05
     ended: list[int] = []
 
     async def ask(number: int) -> None:
         await pair.store.exists([NAMES[number]])
         ended.append(number)
 
-    async with asyncio.TaskGroup() as group:  # 0.6 s together, three times what one may take
+    async with asyncio.TaskGroup() as group:  # 1.5 s together, twice what one may take
         asking = [group.create_task(ask(number)) for number in range(30)]
         await until(lambda: len(ended) > 0, "the first answer")
         asking[7].cancel()

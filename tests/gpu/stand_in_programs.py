@@ -1,0 +1,202 @@
+"""Programs on the stand-in for a GPU. Run as `python -m tests.gpu.stand_in_programs NAME SEED`."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.gpu.stand_in import ILLEGAL_ADDRESS, NOT_REGISTERED, CUDAError, Gpu
+from tests.gpu.stand_in_cupy import install
+from tests.gpu.stand_in_world import LAYOUTS, ODD, SMALL, WAIT_S, World
+from tierkv.cache.layout import layered
+from tierkv.errors import (
+    ConfigError,
+    DeviceFailedError,
+    GateTimeoutError,
+    LayoutError,
+    TransferError,
+)
+from tierkv.gpu.doctor import doctor
+from tierkv.gpu.protocol import BlockCopy, Direction, Event
+
+OUT_OF_MEMORY = 2
+
+
+def random_copies(gpu: Gpu, seed: int) -> None:
+    """Copies on both lanes and within the device, and an engine that writes blocks, each behind
+    those before it by events alone, against the same done with NumPy one after another."""
+    for number in range(6):
+        rng = random.Random(f"{seed} {number}")
+        world = World(gpu, rng, rng.choice(LAYOUTS), rng.choice((7, 40, 150)))
+        for _ in range(25):
+            rng.choice((world.copy, world.copy, world.write, world.copy_within))()
+        world.close()
+        del world
+        _everything_is_given_back(gpu)
+
+
+def calls_that_fail(gpu: Gpu, seed: int) -> None:
+    """Each kind of call fails once, at some time: what is on its way ends, well or not, in no
+    longer than it takes, and everything is given back."""
+    rng = random.Random(seed)
+    for call in ("malloc", "stream", "event", "record", "wait", "launch", "copy", "register"):
+        for status in (OUT_OF_MEMORY, ILLEGAL_ADDRESS):
+            gpu.fail = {call: [*[0] * rng.randrange(12), status]}
+            _copies_that_may_fail(gpu)
+            gpu.fail.clear()
+            _everything_is_given_back(gpu)
+    # What should wait for the end of a broken copy fails as well, once the lanes are open.
+    gpu.fail = {"copy": [0] * 12 + [OUT_OF_MEMORY], "synchronize": [0] * 10 + [OUT_OF_MEMORY]}
+    _copies_that_may_fail(gpu, copies=1)
+    assert not any(gpu.fail.values()), "they failed as they were told"
+
+
+def _copies_that_may_fail(gpu: Gpu, copies: int = 3) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+    from tierkv.gpu.pipeline import LaneSettings  # noqa: PLC0415
+
+    opened: list[Callable[[], None]] = []
+    events: list[Event] = []
+    ids = np.arange(40, dtype=np.int32)
+    try:
+        device = CudaDevice(lanes=LaneSettings(staging_bytes=1, units=SMALL))
+        opened.append(device.close)
+        planes = device.allocate_planes(ODD, len(ids))
+        opened.append(planes.close)
+        host = device.allocate_host(ODD, len(ids))
+        opened.append(host.close)
+        for direction in Direction:
+            lane = device.open_lane(direction, planes, host)
+            opened.append(lane.close)
+            for _ in range(copies):
+                events += lane.submit(BlockCopy(direction, ids, ids))
+    except (ConfigError, TransferError):
+        pass
+    for event in events:
+        with suppress(TransferError):
+            try:
+                event.block_until_done(WAIT_S)
+            except GateTimeoutError:
+                sys.exit("a copy neither ends nor fails")
+    for close in reversed(opened):
+        with suppress(TransferError):  # where it is the waiting that fails
+            close()
+
+
+def memory_that_is_refused(gpu: Gpu, seed: int) -> None:
+    """A chunk that cannot be pinned: the first one refuses the memory, whatever the reason is, a
+    later one only its slots. Too many blocks for the GPU are a setting that is wrong."""
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+    from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
+
+    device = CudaDevice()
+    layout = layered(1, [("key", "uint8", 4096)], num_layers=1)
+
+    def pinned() -> PinnedSlots:
+        return PinnedSlots(device.gpu, layout, 8, chunk_bytes=1 << 14, num_threads=1)
+
+    gpu.fail = {"register": [OUT_OF_MEMORY]}
+    _expect(ConfigError, "cache.host_blocks", pinned)
+    gpu.fail = {"register": [0, OUT_OF_MEMORY]}
+    host = pinned()
+    _expect(TransferError, "cache.host_blocks", host.wait_until_pinned)
+    assert host.pinned_bytes == 1 << 14
+    host.wait_until_pinned(np.arange(4, dtype=np.int32))
+    assert not host.is_pinned
+    host.close()
+    gpu.fail = {"malloc": [OUT_OF_MEMORY]}
+    _expect(ConfigError, "cache.device_blocks", lambda: device.allocate_planes(layout, 8))
+    device.gpu.failure = "the GPU is lost"
+    _expect(DeviceFailedError, "is lost", pinned)
+    gc.collect()
+    _everything_is_given_back(gpu)
+
+
+def errors(gpu: Gpu, seed: int) -> None:
+    """Which errors cost the GPU, and which only the call."""
+    from tierkv.gpu.cuda import Gpu as Ours  # noqa: PLC0415 - once the stand-in is there
+
+    for status, is_lost in {2: False, 226: True, 700: True, 719: True}.items():
+        assert isinstance(Ours(0).translated(CUDAError(status)), DeviceFailedError) is is_lost
+    for status in (1, 711, 712, NOT_REGISTERED, 720):
+        ours = Ours(0)
+        assert not isinstance(ours.translated(CUDAError(status)), DeviceFailedError)
+        assert ours.failure is None
+
+
+class _Fp8Tensor:
+    """As torch's are: in neither of the two ways can they be had."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        raise KeyError("torch.float8_e4m3fn")
+
+    def __dlpack__(self, **_: object) -> object:
+        raise BufferError("float8 types are not supported by dlpack")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def tensors_that_do_not_fit(gpu: Gpu, seed: int) -> None:
+    """What cannot be adopted is refused, with what to do."""
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+
+    device, layout = CudaDevice(), layered(1, [("key", "float8", 1)], num_layers=1)
+    _expect(ConfigError, "a view of its bytes", lambda: device.adopt_planes(layout, [_Fp8Tensor()]))
+    point = np.array(7, np.uint8)
+    _expect(LayoutError, "no dimensions", lambda: device.adopt_planes(layout, [point]))
+
+
+def a_doctor(gpu: Gpu, seed: int) -> None:
+    """A GPU that cannot be used is bad news of this GPU; one that can is measured."""
+    gpu.fail = {"properties": [46]}
+    found = CliRunner().invoke(doctor)
+    assert found.exit_code == 1
+    assert "GPU 0 is lost" in found.stdout
+    assert "nvidia-smi" in found.stdout
+    assert "driver 13.0" in found.stdout
+    found = CliRunner().invoke(doctor)
+    assert found.exit_code == 0, found.output
+    assert "GPU 0 device to host" in found.stdout
+    assert "[bad]" not in found.stdout
+
+
+def _expect(kind: type[Exception], words: str, call: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def _everything_is_given_back(gpu: Gpu) -> None:
+    was_lost, gpu.lost = bool(gpu.lost), 0
+    gc.collect()
+    if was_lost:  # what a lost GPU had is gone with it
+        gpu.registered.clear()
+    assert not gpu.memory
+    assert not gpu.registered
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("tierkv")]
+
+
+PROGRAMS = (
+    random_copies,
+    calls_that_fail,
+    memory_that_is_refused,
+    errors,
+    tensors_that_do_not_fit,
+    a_doctor,
+)
+
+if __name__ == "__main__":
+    _, name, seed = sys.argv
+    number = int(seed)
+    stand_in = install(number)
+    next(program for program in PROGRAMS if program.__name__ == name)(stand_in, number)
+    sys.stdout.write("as promised\n")

@@ -1,0 +1,119 @@
+"""A device on the stand-in for a GPU, and what should lie in its slots and blocks."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+
+from tests.gpu.stand_in import Gpu, Steps
+from tierkv.cache.layout import Layout, Plane, layered
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
+from tierkv.gpu.units import Order, UnitSizes
+
+WAIT_S = 30.0
+ODD = Layout(1, tuple(Plane(at, "key", "uint8", size) for at, size in enumerate((4097, 1, 15, 17))))
+LAYOUTS = (
+    ODD,
+    layered(1, [("key", "uint8", 9001), ("scale", "float32", 12)], num_layers=3),
+    layered(4, [("key", "uint8", 1024), ("value", "uint8", 1024)], num_layers=2),
+)
+SMALL = UnitSizes(
+    first=1 << 12, least=1 << 10, most=1 << 13, last=1 << 10, piece=512, most_piece=1 << 11
+)
+
+
+class World:
+    """Each step is ordered behind those before it that touch the same memory, by events alone."""
+
+    def __init__(self, gpu: Gpu, rng: random.Random, layout: Layout, count: int) -> None:
+        from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - on the stand-in
+        from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
+        from tierkv.gpu.pipeline import LaneSettings  # noqa: PLC0415
+
+        self._gpu, self._rng, self._count = gpu, rng, count
+        self._numbers = np.random.default_rng(rng.getrandbits(32))
+        settings = LaneSettings(
+            staging_bytes=1,
+            turn_bytes=rng.choice((1, 1 << 12, 64 << 20)),
+            units=rng.choice((UnitSizes(), UnitSizes(least=1, most=1, piece=1), SMALL)),
+        )
+        self._device = device = CudaDevice(lanes=settings)
+        self._planes = planes = device.allocate_planes(layout, count)
+        chunk_bytes = rng.choice((1, 1 << 14, 1 << 20))
+        self._host = host = PinnedSlots(device.gpu, layout, count, chunk_bytes=chunk_bytes)
+        for array in (host.array, *planes.arrays):
+            array[:] = self._numbers.integers(0, 256, array.shape, np.uint8)
+        self._slots, self._blocks = host.array.copy(), np.concatenate(planes.arrays, axis=1)
+        self._lanes = {
+            one: device.open_ordered_lane(one, planes, host, rng.choice(list(Order)))
+            for one in Direction
+        }
+        self._ends: dict[Direction, Event] = {}
+
+    def _ids(self) -> tuple[Ids, Ids]:
+        size = self._rng.choice((1, 2, 3, 4, 4, self._count // 2, self._count))
+        here, there = (
+            self._numbers.permutation(self._count).astype(np.int32)[:size] for _ in range(2)
+        )
+        return (here, there) if self._rng.random() < 0.6 else (np.sort(here), np.sort(there))
+
+    def copy(self) -> None:
+        slots, blocks = self._ids()
+        direction = self._rng.choice(list(Direction))
+        other = next(one for one in Direction if one is not direction)
+        if direction is Direction.LOAD and other in self._ends:
+            self._ends[other].block_until_done(WAIT_S)  # slots are read at once
+        after: tuple[Event, ...] = ()
+        if other in self._ends:
+            if self._rng.random() < 0.5:
+                after = (self._ends[other],)
+            else:
+                self._device.compute_stream.wait(self._ends[other], WAIT_S)
+        release = self._gpu.hold(0) if self._rng.random() < 0.5 else None
+        after += (self._device.compute_stream.record(),)
+        copy = BlockCopy(direction, slots, blocks, after)
+        self._ends[direction] = self._lanes[direction].submit(copy)[-1]
+        if release is not None:
+            threading.Timer(0.02, release).start()
+        if direction is Direction.LOAD:
+            self._blocks[blocks] = self._slots[slots]
+        else:
+            self._slots[slots] = self._blocks[blocks]
+
+    def _compute_after_copies(self) -> None:
+        for event in self._ends.values():
+            self._device.compute_stream.wait(event, WAIT_S)
+
+    def write(self) -> None:
+        """As an engine's kernel on the legacy default stream does."""
+        blocks, rows = self._ids()[0], self._numbers.integers(0, 256, self._blocks.shape, np.uint8)
+        planes = self._planes
+
+        def steps() -> Steps:
+            for block in blocks.tolist():
+                for array, start in zip(planes.arrays, planes.layout.offsets, strict=True):
+                    array[block] = rows[block, start : start + array.shape[1]]
+                    yield
+
+        self._compute_after_copies()
+        self._gpu.submit(0, steps())
+        self._blocks[blocks] = rows[blocks]
+
+    def copy_within(self) -> None:
+        ids = self._ids()[0]
+        source, target = np.split(ids[: len(ids) // 2 * 2], 2)
+        self._compute_after_copies()
+        self._device.copy_blocks(self._planes, source, target).block_until_done(WAIT_S)
+        self._blocks[target] = self._blocks[source]
+
+    def close(self) -> None:
+        self._device.compute_stream.record().block_until_done(WAIT_S)
+        for lane in self._lanes.values():
+            lane.close()
+        assert np.array_equal(self._host.array, self._slots)
+        assert np.array_equal(np.concatenate(self._planes.arrays, axis=1), self._blocks)
+        self._host.close()
+        self._planes.close()
+        self._device.close()

@@ -1,0 +1,32 @@
+"""The CUDA device on a stand-in for a GPU: order, errors and ends, where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.cuda import run_program
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_no_order_in_which_a_gpu_may_work_tears_a_block(seed: int) -> None:
+    run_program("random_copies", seed)
+
+
+def test_a_call_that_fails_hangs_nobody_and_everything_is_given_back() -> None:
+    run_program("calls_that_fail", 1)
+
+
+def test_memory_that_cannot_be_had_is_refused_with_the_remedy_and_given_back() -> None:
+    run_program("memory_that_is_refused", 1)
+
+
+def test_a_mistake_in_a_call_does_not_cost_the_gpu_and_a_broken_kernel_does() -> None:
+    run_program("errors", 1)
+
+
+def test_a_tensor_that_cannot_be_adopted_is_refused_with_what_to_do() -> None:
+    run_program("tensors_that_do_not_fit", 1)
+
+
+def test_a_doctor_tells_a_gpu_that_cannot_be_used_from_one_that_can() -> None:
+    run_program("a_doctor", 1)

@@ -1,0 +1,184 @@
+"""Servers that say what no Redis says, and values that nobody who knows the name has written."""
+
+# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from tests.latch import until
+from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.storage.values import get_one
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.storage.notify_redis import RedisNotifier
+from tierkv.storage.protocol import GetStatus
+from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_connection import ask_once
+from tierkv.storage.redis_lanes import Command, Reply
+from tierkv.storage.redis_url import parse_redis_url
+
+_VERB = re.compile(rb"\*\d+\r\n\$\d+\r\n([A-Z]+)\r\n")
+_USUAL = {b"PING": b"+PONG\r\n", b"CLIENT": b"+OK\r\n"}
+
+
+def redis_store(url: str) -> RedisStore:
+    patient = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+    return RedisStore(parse_redis_url(url), patient, SystemClock())
+
+
+@dataclass
+class OddServer:
+    """Answers `oddity` to all but PING and CLIENT."""
+
+    oddity: bytes
+    port: int = 0
+    heard: Counter[bytes] = field(default_factory=Counter)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while said := await reader.read(65_536):
+                for verb in _VERB.findall(said):
+                    self.heard[verb] += 1
+                    writer.write(_USUAL.get(verb, self.oddity))
+        writer.close()
+
+
+@asynccontextmanager
+async def odd_server(oddity: bytes) -> AsyncIterator[OddServer]:
+    server = OddServer(oddity)
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        server.port = listening.sockets[0].getsockname()[1]
+        yield server
+
+
+@pytest.fixture(params=[b"-MOVED 1\r\n", b"-ASK 1 kv:x\r\n", b"%1\r\n*0\r\n:1\r\n"])
+async def odd(request: pytest.FixtureRequest) -> AsyncIterator[OddServer]:
+    async with odd_server(request.param) as server:
+        yield server
+
+
+async def test_a_listing_of_what_no_redis_says_is_refused_and_harms_nobody(odd: OddServer) -> None:
+    store = redis_store(f"redis://127.0.0.1:{odd.port}")
+    async with store.running():
+        with pytest.raises(StoreUnavailableError, match="does not speak Redis"):
+            await store.list("t:f", limit=1)
+        await store.ping()
+
+
+@pytest.mark.parametrize("url", ["redis+cluster://{}", "redis+sentinel://{}/service"])
+async def test_a_group_whose_members_say_what_no_redis_says_is_refused(
+    odd: OddServer, url: str
+) -> None:
+    with pytest.raises(StoreUnavailableError, match="does not speak Redis"):
+        async with redis_store(url.format(f"127.0.0.1:{odd.port}")).running():
+            pass
+
+
+async def test_who_listens_to_what_no_redis_says_listens_again_less_and_less_often(
+    odd: OddServer,
+) -> None:
+    store = redis_store(f"redis://127.0.0.1:{odd.port}")
+    notifier = store.notifier()
+    async with store.running(), notifier.running():
+        with notifier.listen("t:topic") as listener:
+            await until(lambda: odd.heard[b"SUBSCRIBE"] >= 1, "a first try")
+            started = time.monotonic()
+            await until(lambda: odd.heard[b"SUBSCRIBE"] >= 5, "four more")
+            # Pauses of at least 25, 50, 100 and 200 ms.
+            assert time.monotonic() - started > 0.3
+            assert not listener.is_live
+
+
+class StumblingConnection:
+    """Says nothing, and fails when somebody stops listening to it."""
+
+    is_connected = True
+
+    def __init__(self) -> None:
+        self.is_heard = False
+
+    async def connect(self) -> None: ...
+
+    async def disconnect(self) -> None: ...
+
+    def pack_commands(self, commands: Sequence[Command]) -> list[bytes]:
+        return [repr(command).encode() for command in commands]
+
+    async def send_packed_command(self, command: list[bytes]) -> None: ...
+
+    async def read_response(self) -> bytes | int | list[Reply] | None:
+        self.is_heard = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RedisConnectionError("cut")
+
+
+async def test_a_notifier_that_is_left_while_its_connection_fails_is_left() -> None:
+    connections: list[StumblingConnection] = []
+
+    async def connect() -> StumblingConnection:
+        connections.append(StumblingConnection())
+        return connections[-1]
+
+    async def publish(topic: str, message: str) -> None: ...
+
+    notifier = RedisNotifier(connect, publish, url="redis://one")
+    async with asyncio.timeout(20):
+        async with notifier.running():
+            with notifier.listen("t:topic"):
+                await until(lambda: bool(connections and connections[0].is_heard), "an ear")
+    assert len(connections) == 1
+
+
+class RefusedConnection(StumblingConnection):
+    """Is not to be had, and takes its time to be closed for good."""
+
+    is_connected = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_closed = 0
+        self.may_close = asyncio.Event()
+
+    async def connect(self) -> None:
+        raise RedisConnectionError("refused")
+
+    async def disconnect(self) -> None:
+        self.num_closed += 1
+        if self.num_closed > 1:
+            await self.may_close.wait()
+
+
+async def test_a_cancel_that_comes_while_a_refused_connection_is_closed_is_not_forgotten() -> None:
+    """Else whoever asks again and again, such as for a cluster's topology, would never end."""
+    connection = RefusedConnection()
+    asks = ask_once(lambda: connection, ("PING",), url="redis://one", deadline_s=20.0)
+    task = asyncio.ensure_future(asks)
+    await until(lambda: connection.num_closed == 2, "the end of the connection")
+    task.cancel()
+    connection.may_close.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_of_a_value_far_too_long_no_more_is_read_than_fits(empty_redis: RedisServer) -> None:
+    name = "t:f:long:0"
+    await asyncio.to_thread(empty_redis.execute, "SETRANGE", name, 64 << 20, "x")
+    store = redis_store(empty_redis.url)
+    async with store.running():
+        for num_bytes in (1, 1_000, 100_000):
+            assert (await get_one(store, name, num_bytes))[0] is GetStatus.DAMAGED
+        with pytest.raises(StoreCorruptError):
+            await store.get(name, max_bytes=1_000)
+        assert store.stats.received_bytes < 1 << 20

@@ -1,0 +1,128 @@
+"""A service that is cancelled or broken while copies are on their way; errors that are asked for
+again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from tests.latch import CopyLatch, ManualEvent, finish, turns
+from tests.layouts import LAYOUTS
+from tierkv.errors import TransferError
+from tierkv.gpu.cpu import CpuDevice, CpuEvent
+from tierkv.gpu.pending import PendingEvent
+from tierkv.transfer.completion import EventPoller
+from tierkv.transfer.gate import LayerGate, Submission, submitted
+from tierkv.transfer.mover import Mover
+
+LAYOUT = LAYOUTS["fp8"]
+
+
+class BodyError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_mover_whose_body_breaks_still_tells_everyone_of_the_end_of_copies(
+    is_cancelled: bool,
+) -> None:
+    latch = CopyLatch()
+    device = CpuDevice(before_copy=latch)
+    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
+    host.array[:] = 7
+    mover = Mover(device, planes, host)
+    ids = np.arange(4, dtype=np.int32)
+    told: list[str] = []
+    waiting: list[asyncio.Task[None]] = []
+
+    async def life() -> None:
+        async with mover.running():
+            movement = mover.load(ids, ids)
+            movement.when_ended(lambda: told.append("end"))
+            waiting.append(group.create_task(movement.done()))
+            gate = mover.gate([movement.submission])
+            waiting.append(group.create_task(gate.all_layers(20)))
+            if not is_cancelled:
+                raise BodyError
+            await asyncio.Event().wait()
+
+    latch.hold()
+    async with asyncio.TaskGroup() as group:
+        living = group.create_task(_ended(life()))
+        await latch.until_held()
+        if is_cancelled:
+            living.cancel()
+        await turns(20)
+        assert not living.done(), "it waits for the copy"
+        living.cancel()  # which a second cancel does not change
+        await turns(20)
+        assert not living.done()
+        latch.release()
+    assert told == ["end"]
+    assert mover.num_in_flight == 0
+    assert all((array == 7).all() for array in planes.arrays)
+    host.close()
+    planes.close()
+    device.close()
+
+
+async def _ended(life: Coroutine[None, None, None]) -> None:
+    with suppress(asyncio.CancelledError, BodyError):
+        await life
+
+
+async def test_a_poller_whose_body_breaks_looks_on_until_all_events_are_done() -> None:
+    poller, event = EventPoller(), ManualEvent()
+    futures: list[asyncio.Future[None]] = []
+
+    async def life() -> None:
+        async with poller.running():
+            futures.append(poller.done(event))
+            raise BodyError
+
+    async with asyncio.TaskGroup() as group:
+        living = group.create_task(_ended(life()))
+        await turns(20)
+        assert not living.done()
+        event.finish()
+        await finish(futures[0])
+
+
+def _failed(kind: str, error: TransferError) -> Submission:
+    if kind == "not submitted":
+        future: Submission = Future()
+        future.set_exception(error)
+        return future
+    if kind == "copied":
+        event = CpuEvent()
+        event.reach(error)
+        return submitted((event,))
+    pending = PendingEvent(threading.Condition(), object(), 0)
+    pending.failed(error)
+    return submitted((pending,))
+
+
+@pytest.mark.parametrize("kind", ["not submitted", "copied", "on its way to a stream"])
+async def test_a_failed_gate_that_is_asked_often_does_not_grow(kind: str) -> None:
+    """An error that is raised again has on it all that it came through before."""
+    error = TransferError("the copy engine caught fire")
+    gate = LayerGate(1, [_failed(kind, error)], EventPoller())
+    stream = CpuDevice().compute_stream
+
+    def ask() -> int:
+        for way in (lambda: gate.is_open(0), lambda: gate.wait_on(stream, 0, 0.0)):
+            with pytest.raises(TransferError, match="caught fire"):
+                way()
+        count, at = 0, error.__traceback__
+        while at is not None:
+            count, at = count + 1, at.tb_next
+        return count
+
+    once = ask()
+    assert [ask() for _ in range(20)] == [once] * 20
