@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from tierkv.cli_storage_options import (
     PREFIX_MEANS,
     checked,
     json_option,
+    kept_urls_in,
     prefix_option,
     readable,
     say_if_none,
@@ -165,33 +167,32 @@ def verify(
 ) -> None:
     """Read every value and check it against its name, its length and its checksum.
 
-    Exits with 1 if a value is damaged and was not removed.
+    Of several stores (layered:, mirrored:) each one's copies. Exits with 1 if a value is damaged
+    and was not removed.
     """
     key = None if key_file is None else parse_key(Path(key_file).read_text("ascii", "replace"))
 
-    found = with_store(
-        url,
-        prefix,
-        lambda store: maintenance.verify(
-            store, checked(prefix), key, removes_damaged=remove_damaged
-        ),
-    )
+    def check(store: Store) -> Awaitable[maintenance.Verified]:
+        return maintenance.verify(store, checked(prefix), key, removes_damaged=remove_damaged)
+
+    parts = [with_store(part, prefix, check) for part in kept_urls_in(url)]
     counts = {
-        "whole": found.num_whole,
-        "damaged": len(found.damaged),
-        "keyed": found.num_keyed,
-        "no blocks": found.num_others,
-        "gone meanwhile": found.num_gone,
+        "whole": sum(found.num_whole for found in parts),
+        "damaged": sum(len(found.damaged) for found in parts),
+        "keyed": sum(found.num_keyed for found in parts),
+        "no blocks": sum(found.num_others for found in parts),
+        "gone meanwhile": sum(found.num_gone for found in parts),
     }
+    damaged = [one for found in parts for one in found.damaged]
     if as_json:
-        click.echo(json.dumps(counts | {"names": dict(found.damaged)}))
+        click.echo(json.dumps(counts | {"names": dict(damaged)}))
     else:
-        for name, why in found.damaged:
+        for name, why in damaged:
             click.echo(f"{name}: {why}")
         click.echo(", ".join(f"{count} {what}" for what, count in counts.items()))
-        if found.num_keyed and key is None:
+        if counts["keyed"] and key is None:
             click.echo("keyed values can only be verified with --key-file", err=True)
-    if found.damaged and not remove_damaged:
+    if damaged and not remove_damaged:
         raise SystemExit(1)
 
 
@@ -225,10 +226,16 @@ def rm(url: str, prefix: str, *, yes: bool) -> None:
 @prefix_option
 @click.option("--ttl", required=True, type=float, metavar="SECONDS", help="To live, from now on.")
 def sweep(url: str, prefix: str, ttl: float) -> None:
-    """Give values that live for ever a time to live, so that what nobody uses goes."""
+    """Give values that live for ever a time to live, so that what nobody uses goes.
+
+    Of several stores (layered:, mirrored:) each one's copies.
+    """
     try:
         check_ttl(ttl)
     except TierKVError as error:
         raise click.BadParameter(str(error), param_hint="--ttl") from error
-    given = with_store(url, prefix, lambda store: maintenance.give_ttl(store, checked(prefix), ttl))
+    given = sum(
+        with_store(part, prefix, lambda store: maintenance.give_ttl(store, checked(prefix), ttl))
+        for part in kept_urls_in(url)
+    )
     click.echo(f"{given} values now expire within {ttl:g} s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -18,10 +18,12 @@ from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, check_prefix
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_socket import TlsFiles
+from tierkv.storage.resilient import ResilienceSettings
 
 T = TypeVar("T")
-# People wait longer than requests do.
+# People wait longer than requests do, also for each of several stores.
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+PATIENT_PARTS = ResilienceSettings(timeout_s=30.0, write_timeout_s=30.0)
 
 url_argument = click.argument("url")
 PREFIX_MEANS = (
@@ -36,7 +38,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> T:
     """What `work` returns; on stderr, where that was less than the whole."""
     tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
-    settings = StoreSettings(redis=replace(PATIENT, tls=tls))
+    settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_PARTS)
     store = open_store(url, settings, SystemClock())
     if isinstance(store, MemoryStore):
         raise ConfigError("memory:// is inside one node; ask that: `tierkv stats`")
@@ -52,6 +54,11 @@ def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> 
         return found
 
     return asyncio.run(run())
+
+
+def kept_urls_in(url: str) -> Sequence[str]:
+    """Of the stores that `url` is made of, those that outlive a process."""
+    return [part for part in urls_in(url) if part != "memory://"] or [url]
 
 
 def _refuse_what_is_not_there(store: Store) -> None:

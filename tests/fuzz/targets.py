@@ -134,7 +134,7 @@ def _replies(wanted: Sequence[int | None], pieces: Iterator[bytes]) -> list[Repl
     """What is made of the bytes, values that landed included; None if they are no replies."""
     replies, buffers = Replies(), [bytearray(size or 0) for size in wanted]
     for size, buffer in zip(wanted, buffers, strict=True):
-        replies.expect(None if size is None else (memoryview(buffer),))
+        replies.expect(*(() if size is None else [(memoryview(buffer),)]))
     found: list[Reply | bytes] = []
     try:
         for piece in pieces:

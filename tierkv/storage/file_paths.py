@@ -12,9 +12,10 @@ whose name ends in a plus.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tierkv.storage.protocol import check_name, is_name
@@ -53,27 +54,40 @@ def _pieces(text: str) -> list[str]:
 
 
 def walk(
-    root: Path, prefix: str, *, after: tuple[str, ...] = ()
+    root: Path,
+    prefix: str,
+    *,
+    after: tuple[str, ...] = (),
+    when_empty: Callable[[str], object] = lambda _: None,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """(name, directory entry) of each value whose name starts with `prefix`, in order of paths.
 
-    after: only paths behind this one. Directories that cannot hold such a value are not read.
-    Files that are no values, and whatever vanishes meanwhile, are passed over.
+    after: only paths behind this one. when_empty: told of directories in which nothing is.
+    Directories that cannot hold such a value are not read. Files that are no values, what another
+    user keeps there for itself, and whatever vanishes meanwhile, are passed over. Raises OSError.
     """
     for group in _entries(root):
         if group.is_dir(follow_symlinks=False) and _may_hold(group.name, prefix):
-            yield from _values(Path(group.path), (group.name,), prefix, after)
+            with contextlib.suppress(PermissionError):
+                yield from _values(Path(group.path), (group.name,), prefix, after, when_empty)
 
 
 def _values(
-    directory: Path, parts: tuple[str, ...], prefix: str, after: tuple[str, ...]
+    directory: Path,
+    parts: tuple[str, ...],
+    prefix: str,
+    after: tuple[str, ...],
+    when_empty: Callable[[str], object],
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     if parts < after[: len(parts)]:
         return
-    for entry in _entries(directory):
+    entries = _entries(directory)
+    if not entries:
+        when_empty(str(directory))
+    for entry in entries:
         path = (*parts, entry.name)
         if entry.is_dir(follow_symlinks=False):
-            yield from _values(Path(entry.path), path, prefix, after)
+            yield from _values(Path(entry.path), path, prefix, after, when_empty)
         elif path > after:
             name = name_of(path)
             if name is not None and name.startswith(prefix):

@@ -41,7 +41,6 @@ class Room:
         self._min_free_bytes = min_free_bytes
         self._order = order
         self._lock = threading.Lock()
-        self.num_evicted = 0
 
     def make(self, num_bytes: int, remove: Callable[[str], bool]) -> str:
         """Evict until `num_bytes` more fit, and count them as added; returns why they do not, "" if
@@ -109,4 +108,3 @@ class Room:
             if remove(path):
                 excess -= size
                 self._add(-size)
-                self.num_evicted += 1

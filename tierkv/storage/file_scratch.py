@@ -18,6 +18,7 @@ import fcntl
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,7 @@ _LOCK = "lock"
 # Another process can clear a directory away before we have locked it; that it does so again and
 # again has no cause but a file system without locks.
 _MAX_TRIES = 10
+_UNUSED_S = 600.0
 
 
 class Scratch:
@@ -113,7 +115,9 @@ def _lock(directory: Path) -> int | None:
 
 
 def _clear_if_dead(directory: Path) -> None:
-    fd = _lock(directory)
+    fd = None
+    with contextlib.suppress(PermissionError):  # such as of root, who is looking into the store
+        fd = _lock(directory)
     if fd is not None:
         try:
             _clear(directory)
@@ -131,13 +135,24 @@ def _clear(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
-    """Keep other threads and processes that ask for the same lock out. Blocks; raises OSError.
+    """Keep other threads and processes that ask for the same lock out. Blocks; raises OSError,
+    FileNotFoundError also where the directory was removed, and perhaps made again, meanwhile.
 
     waits: False raises BlockingIOError where another has the lock, who may be frozen.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(fd), os.stat(directory)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
         yield
     finally:
         os.close(fd)
+
+
+def remove_unused(directory: str) -> None:
+    """Remove an empty directory into which nothing has come for long, and from which nothing has
+    gone. Whoever would use it just now finds it gone, and makes it again."""
+    with contextlib.suppress(OSError), locked_directory(directory, waits=False):
+        if time.time() - os.stat(directory).st_mtime > _UNUSED_S:
+            os.rmdir(directory)

@@ -27,7 +27,7 @@ from tierkv.storage.file_direct import MIN_BYTES, DirectWriter
 from tierkv.storage.file_listing import NEVER_NS, USE_GRAIN_S, Listing, sentence
 from tierkv.storage.file_paths import relative_path, walk
 from tierkv.storage.file_room import Room
-from tierkv.storage.file_scratch import Scratch, locked_directory
+from tierkv.storage.file_scratch import Scratch, locked_directory, remove_unused
 from tierkv.storage.protocol import (
     Buffer,
     GetItem,
@@ -191,10 +191,11 @@ class ValueFiles:
             raise StoreUnavailableError(sentence("the directory", error)) from error
 
     def sweep(self, stop: threading.Event) -> int:
-        """Remove expired values until done or told to stop; returns how many. Raises OSError."""
+        """Remove expired values until done or told to stop; returns how many. Directories of models
+        and tenants that are no more go, too, a level at a time. Raises OSError."""
         removed = 0
         self._room.forget_size()
-        for _, entry in walk(self._root, ""):
+        for _, entry in walk(self._root, "", when_empty=remove_unused):
             if stop.is_set():
                 break
             with contextlib.suppress(FileNotFoundError):

@@ -40,8 +40,7 @@ class Guard:
         self._store = store
         self._settings = settings
         self._clock = clock
-        self._breaker = Breaker(settings.failures_to_open, clock)
-        self._opened = asyncio.Event()
+        self._begin()
         self._turns = Turns(settings.max_reads)
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0
         self._random = random.Random()
@@ -49,6 +48,10 @@ class Guard:
         self._when_back: MutableSequence[Callable[[], None]] = []
         self._when_open: MutableSequence[Callable[[str], None]] = []
         self.num_retries = self.num_refused = 0
+
+    def _begin(self) -> None:
+        self._breaker = Breaker(self._settings.failures_to_open, self._clock)
+        self._opened = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -66,7 +69,9 @@ class Guard:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within that of the store: asks it, while it is left alone, whether it is back."""
+        """Within that of the store: asks it, while it is left alone, whether it is back. A store
+        that is opened again has just answered, whatever it was left for."""
+        self._begin()
         async with (
             task_group() as tasks,
             background({"tierkv-store-probe": self._keep_probing()}),

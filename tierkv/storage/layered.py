@@ -17,7 +17,7 @@ from tierkv.storage.copies import forget_damaged
 from tierkv.storage.host_memory import use_memory
 from tierkv.storage.layered_copies import LayeredSettings, NearCopies
 from tierkv.storage.notify import Notifier, notifier_of
-from tierkv.storage.presence import present
+from tierkv.storage.presence import MAX_TURNS, num_leading, present
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -92,13 +92,13 @@ class LayeredStore(StoreAround):
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
         found = 0
-        while found < len(names):
+        for _ in range(MAX_TURNS):
             near = await self._near_exists(names[found:])
             far = await self._far.exists(names[found + near :]) if found + near < len(names) else 0
             found += near + far
-            if far == 0:
-                break
-        return found
+            if far == 0 or found == len(names):
+                return found
+        return found + num_leading(await self.present(names[found:]))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)

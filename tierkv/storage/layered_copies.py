@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tierkv.errors import StoreUnavailableError
-from tierkv.storage.protocol import GetItem, PutItem, PutStatus, Store
+from tierkv.errors import BadRequestError, ConfigError, StoreUnavailableError
+from tierkv.storage.protocol import GetItem, PutItem, PutStatus, Store, check_ttl
 from tierkv.storage.threads import WorkerThreads
 from tierkv.tasks import background
 
@@ -24,6 +24,12 @@ class LayeredSettings:
 
     near_ttl_s: float = 3600.0
     max_fill_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        try:
+            check_ttl(self.near_ttl_s)
+        except BadRequestError as error:
+            raise ConfigError(f"near_ttl_s: {error}") from error
 
 
 class NearCopies:
@@ -42,6 +48,7 @@ class NearCopies:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        self._came = asyncio.Event()  # of this loop
         async with (
             self._copier.running(),
             background({"tierkv-near-fill": self._keep_filling()}),

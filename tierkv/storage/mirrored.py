@@ -9,7 +9,7 @@ from typing import TypeVar
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.copies import forget_damaged
 from tierkv.storage.host_memory import use_memory
-from tierkv.storage.presence import present
+from tierkv.storage.presence import MAX_TURNS, num_leading, present
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -85,9 +85,11 @@ class MirroredStore:
         check_names(names)
         found = 0
         failures: dict[Store, StoreUnavailableError] = {}
-        is_longer = True
+        is_longer, num_turns = True, 0
         while is_longer and found < len(names):
-            is_longer = False
+            if num_turns == MAX_TURNS:
+                return found + num_leading(await self.present(names[found:]))
+            is_longer, num_turns = False, num_turns + 1
             for store in self._stores:
                 if store in failures or found == len(names):
                     continue

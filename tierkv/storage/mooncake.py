@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.storage.mooncake_values import MooncakeSettings, MooncakeValues
+from tierkv.storage.presence import num_leading
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -93,8 +94,7 @@ class MooncakeStore:
         await self._readers.run(self._opened().ping)
 
     async def exists(self, names: Sequence[str]) -> int:
-        there = await self.present(names)
-        return there.index(False) if False in there else len(names)
+        return num_leading(await self.present(names))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ _MAX_PIECES = 64  # of one value; it refuses 2,500
 _MOST_READS = 10  # of a small value that is being replaced
 _NO_SPACE = -200
 _NOT_FOUND = -704
+# Of the master, for which the client has waited: 4 s if there is none, its deadline if it hangs.
+_NO_ANSWER = frozenset({-900, -901})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class MooncakeSettings:
     num_threads: reads at a time, and as many writes. Each waits by looking again and again: on a
         machine of two cores one thread was 1.2 times as fast as two.
     local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
-    replicas: copies of each value. connect_timeout_s: for the master.
+    replicas: copies of each value. connect_timeout_s: for the master, to be reached and to answer;
+        the package takes it from the environment, once (MC_RPC_TIMEOUT_MS, 30 s without).
     protocol: tcp or rdma; rdma_devices: for the latter, by commas.
     """
 
@@ -50,6 +54,8 @@ class MooncakeSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.num_threads <= 64:  # noqa: PLR2004
             raise ConfigError(f"a Mooncake store has 1 to 64 threads, not {self.num_threads}")
+        if not (math.isfinite(self.connect_timeout_s) and self.connect_timeout_s > 0):
+            raise ConfigError(f"connect_timeout_s must be above 0, not {self.connect_timeout_s}")
         if self.replicas < 1:
             raise ConfigError(f"a value has at least one replica, not {self.replicas}")
         if self.protocol not in {"tcp", "rdma"}:
@@ -68,6 +74,8 @@ class MooncakeValues:
     ) -> None:
         """address: of the master. pools: where most values lie. Raises StoreUnavailableError."""
         os.environ.setdefault("GLOG_minloglevel", "2")  # it logs each miss otherwise
+        for variable in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):
+            os.environ.setdefault(variable, str(math.ceil(settings.connect_timeout_s * 1000)))
         self._url = url
         self._settings = settings
         self._package = _load_package()
@@ -101,8 +109,7 @@ class MooncakeValues:
 
     def ping(self) -> None:
         """Raises StoreUnavailableError."""
-        if status := self._client.health_check():
-            raise StoreUnavailableError(f"{self._url} is not well ({status})")
+        self.present(["ping"])  # its `health_check` does not ask the master
 
     def present(self, names: Sequence[str]) -> list[bool]:
         """Raises StoreUnavailableError."""
@@ -126,7 +133,8 @@ class MooncakeValues:
         return statuses.count(0)
 
     def get(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
-        landings = [_few(flat(item.into), item.num_bytes) for item in items]
+        wanted = [flat(item.into) for item in items]
+        landings = [_few(views, item.num_bytes) for item, views in zip(items, wanted, strict=True)]
         with self._memory.known(landings) as (known, scattered):
             statuses = self._client.batch_get_into_multi_buffers(
                 [item.name for item in items],
@@ -135,9 +143,9 @@ class MooncakeValues:
             )
             for view, copy in scattered:
                 view[:] = copy
-        for item, views, status in zip(items, landings, statuses, strict=True):
-            if len(item.into) > _MAX_PIECES and status == item.num_bytes:
-                copy_into(views[0], item.into)
+        for item, views, landed, status in zip(items, wanted, landings, statuses, strict=True):
+            if landed is not views and status == item.num_bytes:
+                copy_into(landed[0], views)
         return [
             self._get_outcome(item, status) for item, status in zip(items, statuses, strict=True)
         ]
@@ -147,14 +155,15 @@ class MooncakeValues:
             return GetOutcome(GetStatus.MISS)
         if status == item.num_bytes and status > 0:
             return GetOutcome(GetStatus.HIT)
-        # Buffers that are too long or too short are errors of many kinds; the size tells.
-        num_bytes = self._client.get_size(item.name) if status < 0 else status
-        if num_bytes == _NOT_FOUND:
-            return GetOutcome(GetStatus.MISS)
-        if num_bytes >= 0 and num_bytes != item.num_bytes:
-            return GetOutcome(
-                GetStatus.DAMAGED, f"{item.name} has {num_bytes} bytes, not {item.num_bytes}"
-            )
+        if status not in _NO_ANSWER:
+            # Buffers that are too long or too short are errors of many kinds; the size tells.
+            num_bytes = self._client.get_size(item.name) if status < 0 else status
+            if num_bytes == _NOT_FOUND:
+                return GetOutcome(GetStatus.MISS)
+            if num_bytes >= 0 and num_bytes != item.num_bytes:
+                return GetOutcome(
+                    GetStatus.DAMAGED, f"{item.name} has {num_bytes} bytes, not {item.num_bytes}"
+                )
         return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {status}")
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
@@ -186,6 +195,8 @@ class MooncakeValues:
             if not item.num_bytes:
                 reason = f"{item.name}: Mooncake keeps no values of no bytes"
                 outcomes[index] = PutOutcome(PutStatus.FAILED, reason)
+            elif there[index] in _NO_ANSWER:
+                outcomes[index] = _put_outcome(item, there[index])
             elif item.leaves_existing and there[index] == 1:
                 outcomes[index] = PutOutcome(PutStatus.EXISTED)
             elif item.only_new:

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.notify import LOOK, Listener, Topics, check_message
 from tierkv.storage.redis_lanes import Command, RedisConnection
-from tierkv.tasks import background, task_group
+from tierkv.tasks import background
 
 _log = logging.getLogger(__name__)
 _PING_EVERY_S = 5.0
@@ -75,22 +75,26 @@ class RedisNotifier:
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     connection = await self._connect()
-                pause_s = _FIRST_PAUSE_S
-                async with task_group() as group:
-                    clock = _Heard()
-                    group.create_task(self._ask(connection, clock), name="tierkv-redis-subscribe")
-                    group.create_task(self._hear(connection, clock), name="tierkv-redis-hear")
+                clock = _Heard()
+                async with background({"tierkv-redis-subscribe": self._ask(connection, clock)}):
+                    await self._hear(connection, clock)
             except ResponseError as error:
                 self._warn(str(error))
                 pause_s = _LONGEST_PAUSE_S
             except (RedisError, OSError, StoreUnavailableError, ExceptionGroup) as error:
                 _log.debug("%s: hints are lost for now: %s", self._url, error)
+                if self._live:
+                    pause_s = _FIRST_PAUSE_S
             finally:
                 self._asked.clear()
                 self._live.clear()
                 self._topics.turn_all(is_live=False)
                 if connection is not None:
                     await connection.disconnect()
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # It came with the error: before Python 3.13 a TaskGroup then forgets the cancel.
+                raise asyncio.CancelledError
             await asyncio.sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

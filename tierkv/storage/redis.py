@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -60,9 +62,9 @@ from tierkv.storage.redis_requests import (
 from tierkv.storage.redis_router import Call, OneNode, Router
 from tierkv.storage.redis_sentinel import SentinelLocator
 from tierkv.storage.redis_url import RedisUrl, Setup
-from tierkv.storage.resp import Refused, Reply
+from tierkv.storage.resp import OtherLength, Refused, Reply
 
-_CURSOR_CHARS = 25  # of a node's index, a dot, and a 64-bit number
+_CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
 
 
 __all__ = ["RedisSettings", "RedisStore"]
@@ -146,14 +148,18 @@ class RedisStore:
         check_name(name)
         call = Call(name, lambda: question("GET", name, num_bytes=max_bytes))
         [reply] = await self._carry_out([call], Lane.QUESTION)
-        if understood(reply, ("GET", name)) is None:
-            return None
-        content = expect(bytes, reply)
-        if len(content) > max_bytes:
-            raise StoreCorruptError(
-                f"{name} has {len(content)} bytes, more than the {max_bytes} it may have"
-            )
-        return content
+        match understood(reply, ("GET", name)):
+            case None:
+                return None
+            case bytes(content) if len(content) <= max_bytes:
+                return content
+            case bytes(content):
+                num_bytes = len(content)
+            case other:
+                num_bytes = expect(OtherLength, other).num_bytes
+        raise StoreCorruptError(
+            f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
+        )
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         replies = await self._carry_out(
@@ -174,20 +180,23 @@ class RedisStore:
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)
         check_limit(limit)
-        index, position = _parse_cursor(cursor)
-        nodes = self._opened().nodes()
-        if index >= len(nodes):
-            raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
+        position, *passed = _parse_cursor(cursor)
+        nodes = {zlib.crc32(node.url.encode()): node for node in self._opened().nodes()}
+        left = [tag for tag in nodes if tag not in passed[:-1]]
+        if passed and (current := passed.pop()) in left:
+            left = [current, *(tag for tag in left if tag != current)]
+        else:  # the first of all; or the master has gone that was being listed
+            position = 0
         values: dict[str, StoredValue] = {}
-        while index < len(nodes) and len(values) < limit:
-            left = limit - len(values)
-            position, found, moving = await nodes[index].list(prefix, position, left)
+        while left and len(values) < limit:
+            wanted = limit - len(values)
+            position, found, moving = await nodes[left[0]].list(prefix, position, wanted)
             values |= found
             values |= await self._found_on_their_way(moving)
             if position == 0:
-                index += 1
-        is_last = index == len(nodes)
-        return ListPage(tuple(values.values()), None if is_last else f"{index}.{position}")
+                passed.append(left.pop(0))
+        after = None if not left else ".".join(map(str, [position, *passed, left[0]]))
+        return ListPage(tuple(values.values()), after)
 
     async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
         """Values that one server has, and another answers for."""
@@ -299,13 +308,12 @@ def _router(url: RedisUrl, access: Access, clock: Clock) -> Router:
             return ClusterRouter(url, access, clock)
 
 
-def _parse_cursor(cursor: str | None) -> tuple[int, int]:
+def _parse_cursor(cursor: str | None) -> list[int]:
+    """Where to go on in a server's listing; which servers have been listed (by their URLs' CRC:
+    masters come and go meanwhile); and which one is being listed."""
     if cursor is None:
-        return 0, 0
-    index, dot, position = cursor.partition(".")
-    for text in (index, position):
-        if not (dot and len(cursor) <= _CURSOR_CHARS and text.isascii() and text.isdecimal()):
-            raise BadRequestError(f"{cursor[:80]!r} is not a cursor of this store")
-    if int(position) >= 1 << 64:
+        return [0]
+    numbers = [int(text) for text in cursor.split(".")] if _CURSOR.fullmatch(cursor) else []
+    if not numbers or numbers[0] >= 1 << 64:
         raise BadRequestError(f"{cursor[:80]!r} is not a cursor of this store")
-    return int(index), int(position)
+    return numbers

@@ -13,7 +13,7 @@ from typing import TypedDict, cast
 from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ResponseError
+from redis.exceptions import InvalidResponse, ResponseError
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_bulk import Login
@@ -21,9 +21,9 @@ from tierkv.storage.redis_lanes import Command, RedisConnection, RedisLanes, Rep
 from tierkv.storage.redis_socket import Address, TlsFiles
 
 
-class _ClosesAtOnce:
+class _BehavesWell:
     """redis-py closes politely: what is not sent yet keeps the socket open, for ever if the peer
-    is stopped."""
+    is stopped. And it stumbles over what no Redis says, such as a MOVED to nowhere."""
 
     _writer: StreamWriter | None
 
@@ -32,14 +32,20 @@ class _ClosesAtOnce:
             self._writer.transport.abort()
         await super().disconnect(nowait=True)  # type: ignore[misc]
 
+    async def read_response(self, *args: object, **options: object) -> object:
+        try:
+            return await super().read_response(*args, **options)  # type: ignore[misc]
+        except (TypeError, ValueError) as error:
+            raise InvalidResponse(str(error)) from error
 
-class _Tcp(_ClosesAtOnce, Connection): ...
+
+class _Tcp(_BehavesWell, Connection): ...
 
 
-class _Tls(_ClosesAtOnce, SSLConnection): ...
+class _Tls(_BehavesWell, SSLConnection): ...
 
 
-class _Unix(_ClosesAtOnce, UnixDomainSocketConnection): ...
+class _Unix(_BehavesWell, UnixDomainSocketConnection): ...
 
 
 class _Options(TypedDict):
@@ -97,8 +103,14 @@ async def ask_once(
 ) -> Reply:
     """One answer over a connection of its own. Raises StoreUnavailableError."""
     lanes = RedisLanes(connection, num_connections=1, url=url)
+    reply: Reply | StoreUnavailableError
     async with lanes.running():
-        [reply] = await lanes.ask([command], deadline_s=deadline_s)
+        try:
+            [reply] = await lanes.ask([command], deadline_s=deadline_s)
+        except StoreUnavailableError as error:
+            reply = error  # outside a TaskGroup, where no cancel is forgotten for it
+    if isinstance(reply, StoreUnavailableError):
+        raise reply
     if isinstance(reply, ResponseError):
         is_alone = "cluster support disabled" in str(reply)
         what_to_do = "; it is no cluster, so use redis://" if is_alone else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,8 +26,10 @@ from tierkv.storage.resp import Argument, Landed, OtherLength, Refused, Reply, p
 _RANGE_BYTES = 2 << 20
 _LONGEST_WHOLE = 3 << 20
 # Of servers that take no values now and give them all the same: full, cannot save, too few
-# replicas, a replica.
-_TAKES_NOTHING = frozenset({"OOM", "MISCONF", "NOREPLICAS", "READONLY"})
+# replicas, a replica; from us, who may only read; of this size (proto-max-bulk-len).
+_TAKES_NOTHING = re.compile(
+    "OOM |MISCONF |NOREPLICAS |READONLY |NOPERM .* to run |ERR Protocol error: invalid bulk length"
+)
 
 
 def new_request(
@@ -147,7 +150,7 @@ def put_outcome(item: PutItem, reply: Reply | Failure) -> PutOutcome:
         case b"OK":
             return PutOutcome(PutStatus.STORED)
         case Refused(message):
-            status = PutStatus.FULL if reply.code in _TAKES_NOTHING else PutStatus.FAILED
+            status = PutStatus.FULL if _TAKES_NOTHING.match(message) else PutStatus.FAILED
             return PutOutcome(status, f"{item.name}: {message}")
         case Failure(reason):
             return PutOutcome(PutStatus.FAILED, reason)

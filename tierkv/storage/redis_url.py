@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote
 
 from tierkv.errors import ConfigError
-from tierkv.storage.redis_socket import Address, is_port
+from tierkv.storage.redis_socket import Address, port_of
 
 ACCEPTED = (
     "redis://[user:password@]host[:port][/db], the same with rediss:// for TLS, "
@@ -18,6 +19,7 @@ ACCEPTED = (
 )
 _DEFAULT_PORT = 6379
 _SENTINEL_PORT = 26379
+_DB_CHARS = 9
 
 
 class Setup(Enum):
@@ -27,6 +29,12 @@ class Setup(Enum):
     SENTINEL = "sentinel"  # the URL names sentinels, which know the master of a service
     CLUSTER = "cluster"  # the URL names some of the nodes
 
+
+# Of RFC 3986, appendix B. Where hosts are several, the standard library takes [::1] for malformed.
+_URL = re.compile(
+    r"([^:/?#]+):(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#(.*))?",
+    re.DOTALL,
+)
 
 _SCHEMES = {
     "redis": (Setup.SERVER, False),
@@ -73,12 +81,10 @@ class RedisUrl:
 
 def parse_redis_url(url: str) -> RedisUrl:
     """Raises ConfigError, which never quotes the URL: it may hold a password."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # not chained: it quotes what it could not read
-        raise _wrong("host or port is malformed") from None
-    if parts.scheme not in _SCHEMES:
+    found = _URL.fullmatch(url.strip())
+    if found is None or found[1] not in _SCHEMES:
         raise _wrong("scheme is not one of Redis")
+    parts = SplitResult(*found.groups(""))
     setup, is_tls = _SCHEMES[parts.scheme]
     is_unix = parts.scheme == "unix"
     if parts.fragment or (parts.query and not is_unix):
@@ -118,15 +124,13 @@ def _address(text: str, default_port: int) -> Address:
     host, port_text = text, ""
     if text.startswith("["):
         host, bracket, port_text = text[1:].partition("]")
-        if not bracket or (port_text and not port_text.startswith(":")):
+        if not (bracket and ":" in host) or (port_text and not port_text.startswith(":")):
             raise _wrong("host or port is malformed")
         port_text = port_text[1:]
     elif ":" in text:
         host, _, port_text = text.partition(":")
-    if not host or (port_text and not (port_text.isascii() and port_text.isdecimal())):
-        raise _wrong("host or port is malformed")
-    port = int(port_text) if port_text else default_port
-    if not is_port(port):
+    port = port_of(port_text) if port_text else default_port
+    if not host or port is None:
         raise _wrong("host or port is malformed")
     return Address(host.lower(), port)
 
@@ -147,6 +151,6 @@ def _db(parts: SplitResult, setup: Setup) -> int:
             text = parts.path.strip("/")
     if not text:
         return 0
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) <= _DB_CHARS):
         raise _wrong("database is not a number")
     return int(text)

@@ -87,8 +87,12 @@ class Wire:
         due = max(since + allowed_s, self._loop.time() + allowed_s / 2)
         self._in_flight.append(_InFlight(request, due))
         for _ in range(request.num_replies - 1):
-            self._replies.expect(None)
-        self._replies.expect(request.into, request.digest)
+            self._replies.expect()
+        if request.into is None and not request.num_bytes:
+            self._replies.expect()
+        else:
+            into = request.num_bytes if request.into is None else request.into
+            self._replies.expect(into, request.digest)
         if self._timer is None:
             self._timer = self._loop.call_at(due, self._check_deadline)
         if not self._has_room():

@@ -158,10 +158,11 @@ class ResilientStore(StoreAround):
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         for item in items:
             self._missing.forget(item.name)
-        outcomes = await self._writes.put(items)
-        for item in items:
-            self._missing.forget(item.name)
-        return outcomes
+        try:
+            return await self._writes.put(items)
+        finally:  # of a cancelled put, too, some may have been written
+            for item in items:
+                self._missing.forget(item.name)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         return await self.inner.list(prefix, limit=limit, cursor=cursor)

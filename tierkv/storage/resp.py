@@ -65,7 +65,8 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class OtherLength:
-    """A value came, `num_bytes` long, and was dropped: its buffers are of another length."""
+    """A value comes, `num_bytes` long, and is dropped: its buffers are of another length. Said at
+    once: of one that is far too long the rest takes a while."""
 
     num_bytes: int
 
@@ -120,7 +121,7 @@ class Replies:
     """Replies in the order in which they were expected."""
 
     def __init__(self) -> None:
-        self._wanted: deque[tuple[tuple[memoryview, ...] | None, Digest | None]] = deque()
+        self._wanted: deque[tuple[tuple[memoryview, ...] | int, Digest | None]] = deque()
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._start = self._end = 0  # what of the scratch is received and not yet understood
         self._state = _State.LINE
@@ -134,9 +135,11 @@ class Replies:
     def num_wanted(self) -> int:
         return len(self._wanted)
 
-    def expect(self, into: tuple[memoryview, ...] | None, digest: Digest | None = None) -> None:
-        """One more reply. into: where a value lands; None: it is returned as bytes. digest: is
-        given what lands in `into`, in order."""
+    def expect(
+        self, into: tuple[memoryview, ...] | int = _MAX_VALUE_BYTES, digest: Digest | None = None
+    ) -> None:
+        """One more reply. into: where a value lands; or how long it may be to be returned as bytes.
+        digest: is given what lands in `into`, in order."""
         self._wanted.append((into, digest))
 
     def targets(self, max_bytes: int) -> list[memoryview]:
@@ -221,7 +224,10 @@ class Replies:
                 raise NotRedisError("a value that does not end where it said")
             self._start += 2
             self._state = _State.LINE
-            replies.append(self._reply if self._own is None else bytes(self._own))
+            if self._own is not None:
+                replies.append(bytes(self._own))
+            elif self._reply is not None:  # else it has been told
+                replies.append(self._reply)
             self._own = None
             return True
         return False
@@ -240,26 +246,32 @@ class Replies:
             case b"$" if line == b"$-1":
                 replies.append(None)
             case b"$":
-                self._begin_value(_number(line), into, digest)
+                self._begin_value(_number(line), into, digest, replies)
             case _:
                 raise NotRedisError(f"{line[:40]!r}")
 
     def _begin_value(
-        self, num_bytes: int, into: tuple[memoryview, ...] | None, digest: Digest | None
+        self,
+        num_bytes: int,
+        into: tuple[memoryview, ...] | int,
+        digest: Digest | None,
+        replies: list[Reply],
     ) -> None:
         if not 0 <= num_bytes <= _MAX_VALUE_BYTES:
             raise NotRedisError(f"a value of {num_bytes} bytes")
         self._state = _State.BODY
         self._digest = None
-        if into is None:
-            self._own = bytearray(num_bytes)
-            self._body.extend(flat([self._own]))
-        elif sum(view.nbytes for view in into) == num_bytes:
+        if isinstance(into, int):
+            if fits := num_bytes <= into:
+                self._own = bytearray(num_bytes)
+                self._body.extend(flat([self._own]))
+        elif fits := sum(view.nbytes for view in into) == num_bytes:
             self._reply = LANDED if digest is None else Landed(digest)
             self._digest = digest
             self._body.extend(flat(into))
-        else:
-            self._reply = OtherLength(num_bytes)
+        if not fits:
+            self._reply = None
+            replies.append(OtherLength(num_bytes))
             self._drop_bytes = num_bytes
         self._move_from_scratch()
 

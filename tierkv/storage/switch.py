@@ -48,6 +48,10 @@ class _Attached:
     is_left: asyncio.Event = field(default_factory=asyncio.Event)
     num_under_way: int = 0
 
+    def refuse(self, error: TierKVError) -> None:
+        self.opened.set_exception(error)
+        self.opened.exception()  # seen: whoever attached it may have gone
+
 
 Lifetimes = MutableMapping[Store, _Attached]
 
@@ -158,9 +162,7 @@ class SwitchStore(StoreAround):
             del self._lifetimes[attached.store]
             attached.is_left.set()
             if not attached.opened.done():  # such as at the end of all
-                attached.opened.set_exception(
-                    StoreUnavailableError(f"{attached.store.url} was not opened")
-                )
+                attached.refuse(StoreUnavailableError(f"{attached.store.url} was not opened"))
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
         if self._current is None:
@@ -214,7 +216,7 @@ async def _keep(attached: _Attached) -> None:
             await attached.is_idle.wait()
     except TierKVError as error:
         if not attached.opened.done():
-            attached.opened.set_exception(error)
+            attached.refuse(error)
         elif attached.is_detached.is_set():
             _log.warning("%s was detached and did not close well: %s", attached.store.url, error)
         else:

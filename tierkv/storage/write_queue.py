@@ -66,6 +66,7 @@ class WriteQueue:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Leaving drops what waits, and ends what is being written as the store's `put` does."""
+        self._came = asyncio.Event()  # of this loop
         writers = {f"tierkv-write-{i}": self._keep_writing() for i in range(self._num_writers)}
         async with background(writers):
             self._is_open = True
