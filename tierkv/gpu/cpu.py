@@ -55,14 +55,14 @@ class CpuEvent:
         if not self._reached.is_set():
             return False
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # it is asked often: else every answer is kept
         return True
 
     def block_until_done(self, timeout_s: float) -> None:
         if not self._reached.wait(timeout_s):
             raise GateTimeoutError(f"the copy did not finish within {timeout_s:g} s")
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
 
     def reach(self, error: TransferError | None = None) -> None:
         """Called once, by the worker that owns the event."""

@@ -23,9 +23,12 @@ ARRAY_MODULE: ModuleType = cupy
 
 CudaError = Any  # CUDARuntimeError, CUDADriverError or DriverError: what has a `status`
 
-# After one of these nothing works on the GPU any more in this process: uncorrectable memory (214),
-# NVLink (220), the kernel faults 700 and 702, 709, 710 to 721, and the unknown (999).
-_STICKY = frozenset({46, 214, 220, 700, 702, 709, *range(710, 722), 999})
+# After one of these nothing works on the GPU any more in this process: none usable (46),
+# uncorrectable memory (214), NVLink (220), contained by the GPU (226), the kernel faults 700, 702,
+# 710, 714 to 719 and 721, a destroyed context (709), and the unknown (999). Those between them are
+# mistakes in a call: memory that is registered already (712) or not at all (713), too many peers
+# (711), too large a cooperative launch (720).
+_STICKY = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 999})
 
 
 class _ThreadState(threading.local):
@@ -142,7 +145,8 @@ class Bound:
 
 
 def gpu_uuid(index: int) -> str:
-    return bytes(runtime.getDeviceProperties(index)["uuid"]).hex()
+    # Cython ends it at a zero, and where there is none only at the next one behind it.
+    return bytes(runtime.getDeviceProperties(index)["uuid"])[:16].hex()
 
 
 def is_reachable(gpu: Gpu, uuid: str) -> bool:

@@ -77,9 +77,10 @@ class CudaDevice:
         host = self._host
         if host is None or host.is_closed or host.pinned_bytes == host.num_bytes:
             return self.name
+        others = "copies of the others wait" if host.refusal is None else host.refusal
         return (
             f"{self.name}, {host.pinned_bytes / _GIB:.1f} of {host.num_bytes / _GIB:.1f} GiB of "
-            "host slots pinned; copies of the others wait"
+            f"host slots pinned; {others}"
         )
 
     @contextmanager

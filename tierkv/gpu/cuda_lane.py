@@ -175,12 +175,14 @@ class CudaLane:
                 for unit, end in units:
                     self._tell(job, unit, end)
         except Exception as error:  # noqa: BLE001 - whatever it is, waiters must hear of it
-            self._let_end()
             failure = _failure(self._direction, job.reached, job.copy, error)
-            with self._progress:
-                for event in job.events[job.reached :]:
-                    event.failed(failure)
-                self._progress.notify_all()
+            try:
+                self._let_end()
+            finally:
+                with self._progress:
+                    for event in job.events[job.reached :]:
+                        event.failed(failure)
+                    self._progress.notify_all()
         finally:
             with self._progress:
                 self._num_queued -= 1

@@ -82,7 +82,7 @@ def _address(tensor: object) -> int | None:
     """By the CUDA array interface; None if the tensor has none, or cannot express itself in it."""
     try:
         address: int = tensor.__cuda_array_interface__["data"][0]  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, RuntimeError, KeyError):  # KeyError: torch, of an fp8 type
         return None
     return address
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.cache.layout import Layout, Plane
-from tierkv.errors import LayoutError
+from tierkv.errors import ConfigError, DeviceFailedError, LayoutError, TransferError
 from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.cuda_memory import (
     DeviceArray,
@@ -25,6 +25,7 @@ from tierkv.gpu.shared import SharedPlane
 
 _PLANE_ALIGNMENT = 512
 _MOST_PITCH = 1 << 31  # of a copy engine's rectangles
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,21 @@ class CudaPlanes:
 
 
 def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
-    """Planes in one allocation of tierkv's own, contents undefined. Raises TransferError if the
-    GPU has not enough memory."""
+    """Planes in one allocation of tierkv's own, contents undefined. Raises ConfigError if the GPU
+    has not enough memory."""
     offsets, at = [], 0
     for plane in layout.planes:
         offsets.append(at)
         at += -(-num_blocks * plane.block_bytes // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT
-    memory = DeviceMemory(gpu, at)
+    try:
+        memory = DeviceMemory(gpu, at)
+    except DeviceFailedError:
+        raise
+    except TransferError as error:
+        raise ConfigError(
+            f"{num_blocks} blocks take {at / _GIB:.1f} GiB of GPU memory, which cannot be had "
+            f"({error}): lower cache.device_blocks"
+        ) from error
     return CudaPlanes(
         layout,
         num_blocks,
@@ -117,6 +126,9 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
     if len(tensors) != len(layout.planes):
         raise LayoutError(f"the layout has {len(layout.planes)} planes, not {len(tensors)}")
     arrays = [adopted_array(gpu, tensor) for tensor in tensors]
+    for plane, array in zip(layout.planes, arrays, strict=True):
+        if not array.ndim:
+            raise LayoutError(f"{_name(plane)} has no dimensions, and the first is the block")
     num_blocks = int(arrays[0].shape[0])
     memory = []
     for plane, array in zip(layout.planes, arrays, strict=True):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from tierkv.cache.layout import Layout, Plane
-from tierkv.errors import ConfigError, TransferError
+from tierkv.errors import ConfigError, DeviceFailedError, TransferError
 from tierkv.gpu import numa
+from tierkv.gpu.driver import load_driver
 
 if TYPE_CHECKING:
     from tierkv.gpu.cuda import Gpu  # which needs CuPy
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _PROBE_BYTES = 256 << 20
 _GOOD_SHARE = 0.8  # of the wire: headers leave 85 to 90 % of it to data
+_SILENT = "this machine does not say"
 _LOCKED_GIB = 1.0  # less than this nobody can run a host tier with
 
 
@@ -58,13 +60,25 @@ def machine_findings() -> list[Finding]:
         if room is None
         else Finding("memory of this container", f"{room / _GIB:.1f} GiB left"),
     ]
-    if pages in {"always", "madvise"}:
-        findings.append(Finding("transparent huge pages", pages))
-    else:
+    if pages == "never":
         remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: pinning is faster"
         findings.append(Finding("transparent huge pages", pages, Verdict.WARNING, remedy))
-    findings.append(Finding("NUMA nodes", str(numa.numa_nodes())))
+    else:
+        findings.append(Finding("transparent huge pages", _SILENT if pages == "unknown" else pages))
+    set_aside = numa.free_huge_pages() * numa.HUGE_PAGE / _GIB
+    findings.append(Finding("huge pages set aside", f"{set_aside:.1f} GiB free"))
+    nodes = numa.numa_nodes()
+    findings.append(Finding("NUMA nodes", str(nodes or _SILENT)))
+    if nodes > 1:
+        findings.append(_placement_finding())
     return findings
+
+
+def _placement_finding() -> Finding:
+    if numa.may_place():
+        return Finding("NUMA placement", "allowed")
+    remedy = "allow mbind (--cap-add SYS_NICE for a container): copies from far memory are slower"
+    return Finding("NUMA placement", "refused by the kernel", Verdict.WARNING, remedy)
 
 
 def gpu_findings() -> list[Finding]:
@@ -72,13 +86,21 @@ def gpu_findings() -> list[Finding]:
     try:
         from tierkv.gpu.cuda import Gpu, num_gpus, versions  # noqa: PLC0415 - may be missing
     except ImportError as error:
-        remedy = "pip install 'tierkv[cuda13]' (or cuda12, as the driver allows)"
+        remedy = "pip install 'tierkv[cuda13]' (or cuda12, as the driver allows), or use cpu"
         return [Finding("CuPy", f"not usable: {error}", Verdict.BAD, remedy)]
     try:
+        load_driver()
+    except ConfigError as error:
+        remedy = "install NVIDIA's driver (--gpus all for a container), or use cpu"
+        return [Finding("CUDA", str(error), Verdict.BAD, remedy)]
+    try:
         count = num_gpus()
-        gpus = [Gpu(index) for index in range(count)]
-    except (ConfigError, TransferError) as error:
-        return [Finding("CUDA", str(error), Verdict.BAD, "install NVIDIA's driver, or use cpu")]
+    except ConfigError as error:
+        remedy = (
+            "look at CUDA_VISIBLE_DEVICES and at what nvidia-smi says; "
+            "a driver older than CuPy's CUDA: update it, or install tierkv[cuda12]"
+        )
+        return [Finding("CUDA", str(error), Verdict.BAD, remedy)]
     driver, runtime = versions()
     fits = driver // 1000 >= runtime // 1000  # within a major version any two go together
     findings = [
@@ -91,14 +113,16 @@ def gpu_findings() -> list[Finding]:
         ),
         _batch_finding(),
     ]
-    for gpu in gpus:
-        findings += _of_gpu(gpu)
+    for index in range(count):
+        try:
+            findings += _of_gpu(Gpu(index))
+        except TransferError as error:
+            remedy = "look at nvidia-smi: it is broken, or another process has it to itself"
+            findings.append(Finding(f"GPU {index}", str(error), Verdict.BAD, remedy))
     return findings
 
 
 def _batch_finding() -> Finding:
-    from tierkv.gpu.driver import load_driver  # noqa: PLC0415 - there is a driver now
-
     if load_driver().has_batch_copy:
         return Finding("batched copies", "yes")
     remedy = "update the driver to CUDA 12.8 or later: submitting is 14 times faster"
@@ -109,11 +133,13 @@ def _of_gpu(gpu: Gpu) -> list[Finding]:
     name = f"GPU {gpu.index}"
     free, total = gpu.memory_info()
     findings = [Finding(name, f"{gpu.model}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free")]
-    node = numa.numa_node_of(gpu.pci_bus_id)
-    findings.append(Finding(f"{name} NUMA node", "one node only" if node is None else str(node)))
-    link = numa.pcie_link(gpu.pci_bus_id)
+    if numa.numa_nodes() > 1:
+        node = numa.numa_node_of(gpu.pci_bus_id)
+        findings.append(Finding(f"{name} NUMA node", _SILENT if node is None else str(node)))
+    measured, speeds = _measured(gpu, name)
+    link = numa.pcie_link(gpu.pci_bus_id)  # now: an idle one may be slower, to save power
     if link is None:
-        findings.append(Finding(f"{name} PCIe link", "this machine does not say"))
+        findings.append(Finding(f"{name} PCIe link", _SILENT))
     else:
         is_full = link.width == link.max_width
         findings.append(
@@ -125,11 +151,24 @@ def _of_gpu(gpu: Gpu) -> list[Finding]:
                 "" if is_full else "the card has fewer lanes than it could use: look at its slot",
             )
         )
-    wire = link.raw_gb_per_s if link is not None else None
-    return [*findings, *_measured(gpu, name, wire)]
+    findings += measured
+    for way, speed in speeds.items():
+        findings.append(_speed_finding(f"{name} {way}", speed, link))
+    return findings
 
 
-def _measured(gpu: Gpu, name: str, wire: float | None) -> list[Finding]:
+def _speed_finding(what: str, speed: float, link: numa.PcieLink | None) -> Finding:
+    if link is None:
+        return Finding(what, f"{speed:.1f} GB/s")
+    value = f"{speed:.1f} GB/s, {speed / link.raw_gb_per_s:.0%} of the wire"
+    if speed >= _GOOD_SHARE * link.raw_gb_per_s:
+        return Finding(what, value)
+    remedy = "look for other traffic, a wrong slot, or an IOMMU in the way"
+    return Finding(what, value, Verdict.WARNING, remedy)
+
+
+def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
+    """What there is to say of pinning, and GB/s of copies each way."""
     from tierkv.gpu.cuda_memory import DeviceMemory, timed_copies  # noqa: PLC0415 - CuPy is there
     from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
 
@@ -139,31 +178,27 @@ def _measured(gpu: Gpu, name: str, wire: float | None) -> list[Finding]:
         host = PinnedSlots(gpu, probe, 1)
         pinning = _PROBE_BYTES / _GIB / (time.perf_counter() - began)
     except ConfigError as error:
-        return [Finding(f"{name} pinned memory", str(error), Verdict.BAD)]
+        return [Finding(f"{name} pinned memory", str(error), Verdict.BAD)], {}
     findings = [Finding(f"{name} pinning", f"{pinning:.1f} GiB/s (one chunk, one thread)")]
     try:
         memory = DeviceMemory(gpu, _PROBE_BYTES)
         speeds = timed_copies(gpu, memory.address, host.address, _PROBE_BYTES)
+    except DeviceFailedError:
+        raise
     except TransferError as error:
-        return [*findings, Finding(f"{name} copies", str(error), Verdict.BAD)]
+        remedy = f"they need {_PROBE_BYTES / _GIB:.2f} GiB of free GPU memory"
+        return [*findings, Finding(f"{name} copies", str(error), Verdict.WARNING, remedy)], {}
     finally:
         host.close()
-    for way, speed in speeds.items():
-        is_good = wire is None or speed >= _GOOD_SHARE * wire
-        findings.append(
-            Finding(
-                f"{name} {way}",
-                f"{speed:.1f} GB/s" + (f", {speed / wire:.0%} of the wire" if wire else ""),
-                Verdict.OK if is_good else Verdict.WARNING,
-                "" if is_good else "look for other traffic, a wrong slot, or an IOMMU in the way",
-            )
-        )
-    return findings
+    return findings, speeds
 
 
 @click.command()
 def doctor() -> None:
-    """Look at this machine's GPUs and memory, measure them, and say what to fix."""
+    """Look at this machine's GPUs and memory, measure them, and say what to fix.
+
+    Ends with status 1 if something is bad: there is no GPU that can be used, or one of them cannot.
+    """
     findings = [*machine_findings(), *gpu_findings()]
     width = max(len(finding.what) for finding in findings)
     for finding in findings:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 import resource
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_SYS = Path("/sys")
+ROOT = Path("/")  # where /proc and /sys are
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1  # take it there if there is room, elsewhere otherwise
 _MAX_NODES = 1024
+HUGE_PAGE = 2 << 20  # of those that a machine sets aside, in bytes
 
 
 @cache
@@ -28,13 +30,14 @@ def _read(path: Path) -> str | None:
 
 
 def numa_nodes() -> int:
-    return max(len(list((_SYS / "devices/system/node").glob("node[0-9]*"))), 1)
+    """How many there are; 0 where the machine does not say."""
+    return len(list((ROOT / "sys/devices/system/node").glob("node[0-9]*")))
 
 
 def numa_node_of(pci_bus_id: str) -> int | None:
     """The NUMA node of a GPU; None where the machine does not say, or has but one."""
-    text = _read(_SYS / "bus/pci/devices" / pci_bus_id / "numa_node")
-    if text is None or int(text) < 0 or numa_nodes() == 1:
+    text = _read(ROOT / "sys/bus/pci/devices" / pci_bus_id / "numa_node")
+    if text is None or int(text) < 0 or numa_nodes() <= 1:
         return None
     return int(text)
 
@@ -55,7 +58,7 @@ class PcieLink:
 
 
 def pcie_link(pci_bus_id: str) -> PcieLink | None:
-    folder = _SYS / "bus/pci/devices" / pci_bus_id
+    folder = ROOT / "sys/bus/pci/devices" / pci_bus_id
     texts = [
         _read(folder / name)
         for name in (
@@ -93,6 +96,16 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
     return status == 0
 
 
+def may_place() -> bool:
+    """Whether the kernel lets this process say where memory comes from; some containers may not."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        here = ctypes.c_char.from_buffer(page)
+        try:
+            return prefer_node(ctypes.addressof(here), mmap.PAGESIZE, 0)
+        finally:
+            del here  # or the page cannot be unmapped
+
+
 def memlock_limit() -> int | None:
     """Bytes that this process may lock; None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -100,30 +113,79 @@ def memlock_limit() -> int | None:
 
 
 def cgroup_room() -> int | None:
-    """Bytes that this process's memory cgroup has left; None if there is no limit."""
-    for maximum, current in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        limit, used = _read(Path(maximum)), _read(Path(current))
-        if limit is not None and used is not None and limit != "max" and int(limit) < 1 << 60:
-            return max(int(limit) - int(used), 0)
-    return None
+    """Bytes that the memory cgroups of this process, at every level, still let it take; None if
+    there is no limit. What they count of files does not take room: the kernel drops that first."""
+    rooms = [
+        room
+        for version in _CGROUP_VERSIONS
+        for folder in version.folders()
+        if (room := version.room(folder)) is not None
+    ]
+    return min(rooms, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _CgroupVersion:
+    """Where a version of cgroups keeps what it knows of memory. controller: as /proc names it."""
+
+    controller: str
+    base: str
+    limit: str
+    used: str
+    files: tuple[str, ...]  # entries of memory.stat
+
+    def folders(self) -> list[Path]:
+        """This process's cgroup and those above it. In a container it may be the base, whatever
+        /proc says."""
+        base = ROOT / self.base
+        folders = [base]
+        for line in (_read(ROOT / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if self.controller in controllers.split(",") and ".." not in path:
+                parts = Path(path.strip("/")).parts
+                folders += [base.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+        return folders
+
+    def room(self, folder: Path) -> int | None:
+        limit, used = _read(folder / self.limit), _read(folder / self.used)
+        if limit is None or used is None or limit == "max" or int(limit) >= _NO_LIMIT:
+            return None
+        entries = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
+        of_files = sum(int(count) for name, count in entries if name in self.files)
+        return max(int(limit) - max(int(used) - of_files, 0), 0)
+
+
+_NO_LIMIT = 1 << 60
+_CGROUP_VERSIONS = (
+    _CgroupVersion(
+        "", "sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")
+    ),
+    _CgroupVersion(
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+)
 
 
 def transparent_huge_pages() -> str:
     """ "always", "madvise", "never", or "unknown"."""
-    text = _read(_SYS / "kernel/mm/transparent_hugepage/enabled") or ""
+    text = _read(ROOT / "sys/kernel/mm/transparent_hugepage/enabled") or ""
     _, _, rest = text.partition("[")
     return rest.partition("]")[0] or "unknown"
 
 
+def free_huge_pages() -> int:
+    """Huge pages of 2 MiB that the machine has set aside and nobody uses."""
+    folder = ROOT / "sys/kernel/mm/hugepages/hugepages-2048kB"
+    return int(_read(folder / "free_hugepages") or 0)
+
+
 def memory_available() -> int | None:
     """Bytes that the machine has free for use, None if it does not say."""
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+    for line in (_read(ROOT / "proc/meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None

@@ -37,7 +37,7 @@ class PendingEvent:
         if self._event is not None:
             return self._event.is_done
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # it is asked often: else every answer is kept
         return False
 
     @property
@@ -58,7 +58,7 @@ class PendingEvent:
         if self._event is not None:
             return self._event
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         raise GateTimeoutError(f"the copy was not submitted within {timeout_s:g} s")
 
     def block_until_done(self, timeout_s: float) -> None:

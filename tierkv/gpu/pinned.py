@@ -8,7 +8,6 @@ import mmap
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import gcd
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +21,10 @@ from tierkv.gpu.protocol import Ids
 
 log = logging.getLogger("tierkv.gpu")
 
-_PAGE = 4096
-_HUGE_PAGE = 2 << 20
-_MAP_HUGETLB = 0x40000
+_PAGE = mmap.PAGESIZE  # 64 KiB on some machines
+_MAP_HUGETLB = 0x40000 | 21 << 26  # pages of 2 MiB, whatever size is the machine's default
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_FREE_HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 _GIB = 1 << 30
 
 
@@ -57,7 +55,6 @@ class PinnedSlots:
         self._gpu = gpu
         self._block_bytes = layout.block_bytes
         self.num_bytes = num_slots * layout.block_bytes
-        _check_room(self.num_bytes)
         self._array: npt.NDArray[np.uint8] | None = _mapped(gpu, num_slots, layout.block_bytes)
         self.address = self._array.ctypes.data
         _pinned_pages[self.address] = self._array
@@ -65,14 +62,18 @@ class PinnedSlots:
         self._slots_per_chunk = len(self._chunks[0])
         self.chunk_bytes = max(self._slots_per_chunk, 1) * layout.block_bytes
         self._registered: list[int] = []  # addresses
+        self.pinned_bytes = 0  # how far pinning has come, of `num_bytes`
+        self.refusal: str | None = None  # why some chunk cannot be pinned
         self._lock = threading.Lock()
         self._is_closing = False
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tierkv-pin")
-        self._pins = [self._threads.submit(self._pin, chunk) for chunk in self._chunks]
+        self._pins: list[Future[None]] = []
         self.is_pinned = False  # every chunk
         try:
+            for chunk in self._chunks:
+                self._pins.append(self._threads.submit(self._pin, chunk))
             self._pins[0].result()
-        except ConfigError:
+        except BaseException:
             self.close()
             raise
 
@@ -85,13 +86,6 @@ class PinnedSlots:
     @property
     def is_closed(self) -> bool:
         return self._array is None
-
-    @property
-    def pinned_bytes(self) -> int:
-        """How far pinning has come, of `num_bytes`."""
-        with self._lock:
-            pinned = sum(pin.done() and not pin.cancelled() for pin in self._pins)
-        return min(pinned * self._slots_per_chunk * self._block_bytes, self.num_bytes)
 
     def wait_until_pinned(self, slot_ids: Ids | None = None) -> None:
         """Block until these slots (all, if None) are pinned. Raises TransferError if they cannot
@@ -135,11 +129,13 @@ class PinnedSlots:
                     load_driver().register_host(address, num_bytes)
                 except DriverError as error:
                     raise _cannot_pin(error, self.num_bytes) from error
-        except ConfigError as error:
+        except (ConfigError, TransferError) as error:
             log.error("%s", error)
+            self.refusal = str(error)
             raise
         with self._lock:
             self._registered.append(address)
+            self.pinned_bytes += num_bytes
             pinned = len(self._registered)
         log.debug("host tier: %d of %d chunks pinned", pinned, len(self._chunks))
         if pinned == len(self._chunks):
@@ -163,20 +159,19 @@ def _chunks(num_slots: int, block_bytes: int, chunk_bytes: int) -> list[range]:
 def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]:
     """uint8 [num_slots, block_bytes] of anonymous memory, aligned to huge pages, untouched."""
     num_bytes = num_slots * block_bytes
-    length = -(-max(num_bytes, 1) // _HUGE_PAGE) * _HUGE_PAGE
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    try:
-        if _free_huge_pages() * _HUGE_PAGE >= length:
-            pages = mmap.mmap(-1, length, flags=flags | _MAP_HUGETLB)
-        else:
-            pages = mmap.mmap(-1, length + _HUGE_PAGE, flags=flags)
-    except OSError as error:
-        raise ConfigError(
-            f"{num_bytes / _GIB:.1f} GiB of host memory cannot be mapped ({error}): "
-            "lower cache.host_blocks"
-        ) from error
+    length = -(-max(num_bytes, 1) // numa.HUGE_PAGE) * numa.HUGE_PAGE
+    pages = _huge_pages(length)
+    if pages is None:
+        _check_room(num_bytes)
+        try:
+            pages = mmap.mmap(-1, length + numa.HUGE_PAGE, flags=_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"{num_bytes / _GIB:.1f} GiB of host memory cannot be mapped ({error}): "
+                "lower cache.host_blocks"
+            ) from error
     raw = np.frombuffer(pages, np.uint8)
-    start = -raw.ctypes.data % _HUGE_PAGE
+    start = -raw.ctypes.data % numa.HUGE_PAGE
     array = raw[start : start + num_bytes].reshape(num_slots, block_bytes)
     address = raw.ctypes.data + start
     numa.libc().madvise(
@@ -184,15 +179,23 @@ def _mapped(gpu: Gpu, num_slots: int, block_bytes: int) -> npt.NDArray[np.uint8]
     )
     node = numa.numa_node_of(gpu.pci_bus_id)
     if node is not None and not numa.prefer_node(address, length, node):
-        log.warning("host tier: the kernel does not place memory on NUMA node %d", node)
+        log.warning(
+            "host tier: the kernel does not place memory on NUMA node %d; `tierkv doctor` says why",
+            node,
+        )
     return array
 
 
-def _free_huge_pages() -> int:
+def _huge_pages(length: int) -> mmap.mmap | None:
+    """So many bytes of the huge pages that the machine has set aside, which no limit of a
+    container's memory counts; None where they are too few, or others have a claim on them."""
+    if numa.free_huge_pages() * numa.HUGE_PAGE < length:
+        return None
     try:
-        return int(_FREE_HUGE_PAGES.read_text())
-    except (OSError, ValueError):
-        return 0
+        return mmap.mmap(-1, length, flags=_ANONYMOUS | _MAP_HUGETLB)
+    except OSError as error:
+        log.warning("host tier: on ordinary pages, since of huge ones it can have none: %s", error)
+        return None
 
 
 def _populate(address: int, num_bytes: int) -> None:
@@ -224,13 +227,12 @@ def _check_room(num_bytes: int) -> None:
 
 
 def _cannot_pin(error: DriverError, num_bytes: int) -> ConfigError:
+    remedy = "lower cache.host_blocks, or free memory on this machine"
     limit = numa.memlock_limit()
-    if limit is not None and limit < num_bytes:
-        remedy = (
-            f"this process may lock {limit / _GIB:.2f} GiB: raise the limit (ulimit -l unlimited, "
-            "LimitMEMLOCK=infinity, or --ulimit memlock=-1 for a container)"
+    if limit is not None and limit < num_bytes:  # by itself it does not stop every driver
+        remedy += (
+            f"; this process may lock {limit / _GIB:.2f} GiB: if it is that, raise the limit "
+            "(ulimit -l unlimited, LimitMEMLOCK=infinity, --ulimit memlock=-1 for a container)"
         )
-    else:
-        remedy = "lower cache.host_blocks, or free memory on this machine"
     needed = f"{num_bytes / _GIB:.1f} GiB of host memory"
     return ConfigError(f"{needed} cannot be pinned ({error}): {remedy}")

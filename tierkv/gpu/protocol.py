@@ -105,8 +105,9 @@ class Direction(Enum):
 class BlockCopy:
     """A validated list of blocks to copy: slot_ids[i] of the host with block_ids[i] of the device.
 
-    after: events that must be done before the first byte moves: the kernels that wrote the
-        blocks (offload), or the last readers of the blocks that will be overwritten (load).
+    after: events that must be done before a device block is touched: the kernels that wrote the
+        blocks (offload), or the last readers of the blocks that will be overwritten (load). Host
+        slots of a load may be read at once.
     Raises LayoutError if the ids differ in number or a destination appears twice.
     """
 
