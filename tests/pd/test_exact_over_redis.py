@@ -22,7 +22,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.sampling import Sampling
 from tierkv.sched.estimate import FetchPolicy
-from tierkv.storage.factory import open_store
+from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
 
 NEW = 6
@@ -35,13 +35,16 @@ def server() -> Iterator[RedisServer]:
         yield running
 
 
-def store(server: RedisServer) -> Store:
-    return open_store(server.url, PATIENT, SystemClock())
+def store(server: RedisServer, settings: StoreSettings = PATIENT) -> Store:
+    return open_store(server.url, settings, SystemClock())
 
 
 @asynccontextmanager
 async def pair(
-    server: RedisServer, storage_write: WritePolicy = WritePolicy.NONE
+    server: RedisServer,
+    storage_write: WritePolicy = WritePolicy.NONE,
+    *,
+    stores: StoreSettings = PATIENT,
 ) -> AsyncIterator[tuple[ExactNode, ExactNode]]:
     # The model here is so small that computing beats any store: fetch all the same.
     options: Any = {
@@ -51,8 +54,8 @@ async def pair(
         "handoff": HandoffSettings(publish_deadline_s=60, lookup_deadline_s=20),
     }
     async with (
-        exact_node(store(server), **options) as prefill,
-        exact_node(store(server), **options) as decode,
+        exact_node(store(server, stores), **options) as prefill,
+        exact_node(store(server, stores), **options) as decode,
     ):
         yield prefill, decode
 
@@ -136,7 +139,7 @@ async def test_the_first_token_does_not_wait_for_storage_if_it_need_not(
     server: RedisServer,
 ) -> None:
     prompt = text(100, seed=77)
-    async with pair(server) as (prefill, decode):
+    async with pair(server, stores=StoreSettings()) as (prefill, decode):
         server.pause()
         try:
             prefilled = await prefill.engine.prefill(
