@@ -54,6 +54,10 @@ def _array(shape: Any, _dtype: Any, pointer: _Pointer, strides: Any) -> Any:
     return np.asarray(_View(shape, strides, pointer))
 
 
+def _bytes_of(memory: Any, offset: int) -> Any:
+    return _array((memory.size - offset,), np.uint8, _Pointer(memory, offset), (1,))
+
+
 def install(seed: int) -> Gpu:
     """Put all of it in the place of CuPy and of the driver, for the rest of this process."""
     gpu = Gpu(random.Random(seed))
@@ -79,6 +83,8 @@ def _modules(gpu: Gpu) -> list[ModuleType]:
         driver=driver,
         memory=memory,
         Memory=_memory(gpu),
+        PinnedMemory=_memory(gpu),
+        PinnedMemoryPointer=_bytes_of,
         MemoryPointer=_Pointer,
         UnownedMemory=_Unowned,
         Event=_event(gpu, runtime),
@@ -100,7 +106,7 @@ def _memory(gpu: Gpu) -> type:
 
         def __init__(self, size: int) -> None:
             gpu.check("malloc")
-            self.ptr = gpu.allocate(size)
+            self.ptr, self.size = gpu.allocate(size), size
 
         def __del__(self) -> None:
             if self.ptr:
@@ -158,10 +164,12 @@ def _module(driver: Any) -> type:
             driver.kernels.append(name)
 
     class RawModule:
-        def __init__(self, **_: Any) -> None: ...
+        def __init__(self, *, options: tuple[str, ...], **_: Any) -> None:
+            self._takes_sums = "-DTAKES_SUMS" in options
 
         def get_function(self, name: str) -> Function:
-            return Function(name)
+            is_summed = self._takes_sums and name in {"gather", "scatter"}
+            return Function(f"{name}_summed" if is_summed else name)
 
     return RawModule
 
@@ -201,6 +209,10 @@ def _runtime(gpu: Gpu) -> ModuleType:
         gpu.check("memcpy")
         ctypes.memmove(target, source, size)
 
+    def fill(address: int, value: int, size: int, stream: int) -> None:
+        gpu.check("memset")
+        gpu.submit(stream, gpu.fill(address, value, size))
+
     def rectangle(
         target: int, pitch: int, source: int, width: int, row_bytes: int, rows: int, *rest: int
     ) -> None:
@@ -232,6 +244,7 @@ def _runtime(gpu: Gpu) -> ModuleType:
         eventQuery=event_query,
         memcpy=write,
         memcpyAsync=copy,
+        memsetAsync=fill,
         memcpy2DAsync=rectangle,
         streamSynchronize=gpu.wait_until_idle,
     )

@@ -120,6 +120,37 @@ def memory_that_is_refused(gpu: Gpu, seed: int) -> None:
     _everything_is_given_back(gpu)
 
 
+def memory_that_is_closed(gpu: Gpu, seed: int) -> None:
+    """A copy that comes when its slots or planes are closed fails, and touches nothing: also on a
+    lane that has moved blocks before, and so would begin at once."""
+    for count in (1, 4):
+        for closed in ("planes", "host"):
+            _copy_when_closed(closed, count)
+            assert not gpu.lost
+    _everything_is_given_back(gpu)
+
+
+def _copy_when_closed(closed: str, count: int) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+
+    ids = np.arange(count, dtype=np.int32)
+    device = CudaDevice()
+    planes, host = device.allocate_planes(ODD, 8), device.allocate_host(ODD, 8)
+    lane = device.open_lane(Direction.LOAD, planes, host)
+    copy = BlockCopy(Direction.LOAD, ids, ids)
+    lane.submit(copy)[-1].block_until_done(WAIT_S)
+    first, then = (planes, host) if closed == "planes" else (host, planes)
+    first.close()
+    gc.collect()
+    late = lane.submit(copy)[-1]
+    _expect(TransferError, "closed", lambda: late.block_until_done(WAIT_S))
+    if closed == "planes":
+        _expect(LayoutError, "closed", lambda: device.copy_blocks(planes, ids, ids + np.int32(4)))
+    lane.close()
+    then.close()
+    device.close()
+
+
 def errors(gpu: Gpu, seed: int) -> None:
     """Which errors cost the GPU, and which only the call."""
     from tierkv.gpu.cuda import Gpu as Ours  # noqa: PLC0415 - once the stand-in is there
@@ -189,6 +220,7 @@ PROGRAMS = (
     random_copies,
     calls_that_fail,
     memory_that_is_refused,
+    memory_that_is_closed,
     errors,
     tensors_that_do_not_fit,
     a_doctor,

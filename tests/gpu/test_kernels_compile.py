@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, files
 
 import pytest
 
-KERNELS = ("gather", "scatter", "within")
+KERNELS = ("gather", "scatter", "within", "tell_sums")
 
 
 def nvrtc() -> ctypes.CDLL:
@@ -24,16 +24,18 @@ def nvrtc() -> ctypes.CDLL:
     pytest.skip("NVRTC is not installed (pip install nvidia-cuda-nvrtc-cu12)")
 
 
+@pytest.mark.parametrize("defines", [(), ("-DTAKES_SUMS",)], ids=["plain", "with-sums"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_kernels_compile_for(arch: str) -> None:
+def test_kernels_compile_for(arch: str, defines: tuple[str, ...]) -> None:
     library = nvrtc()
     source = resources.files("tierkv.gpu").joinpath("csrc/planes.cu").read_bytes()
     program = ctypes.c_void_p()
     assert not library.nvrtcCreateProgram(
         ctypes.byref(program), source, b"planes.cu", 0, None, None
     )
-    options = (ctypes.c_char_p * 2)(f"--gpu-architecture={arch}".encode(), b"-std=c++17")
-    status = library.nvrtcCompileProgram(program, 2, options)
+    given = [one.encode() for one in (f"--gpu-architecture={arch}", "-std=c++17", *defines)]
+    options = (ctypes.c_char_p * len(given))(*given)
+    status = library.nvrtcCompileProgram(program, len(given), options)
     size = ctypes.c_size_t()
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

@@ -20,6 +20,10 @@ def test_memory_that_cannot_be_had_is_refused_with_the_remedy_and_given_back() -
     run_program("memory_that_is_refused", 1)
 
 
+def test_a_copy_of_closed_memory_fails_and_touches_nothing() -> None:
+    run_program("memory_that_is_closed", 1)
+
+
 def test_a_mistake_in_a_call_does_not_cost_the_gpu_and_a_broken_kernel_does() -> None:
     run_program("errors", 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -24,7 +25,16 @@ from tierkv.gpu.cuda_streams import CudaStream, adopted_stream, new_stream
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.pipeline import LaneSettings
-from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids, Lane, Planes
+from tierkv.gpu.protocol import (
+    BlockCopy,
+    Direction,
+    Event,
+    HostSlots,
+    Ids,
+    Lane,
+    Planes,
+    SummingLane,
+)
 from tierkv.gpu.queues import used_queues
 from tierkv.gpu.shared import SharedPlane
 from tierkv.gpu.units import Order
@@ -115,12 +125,25 @@ class CudaDevice:
         return self.open_ordered_lane(direction, planes, host, order)
 
     def open_ordered_lane(
-        self, direction: Direction, planes: Planes, host: HostSlots, order: Order
+        self,
+        direction: Direction,
+        planes: Planes,
+        host: HostSlots,
+        order: Order,
+        *,
+        takes_sums: bool = False,
     ) -> CudaLane:
         planes, host = self._ours(planes), _pinned(host)
         self._queues = self._queues or used_queues(self.gpu)
         settings, before = self._lane_settings, self._before_copy
+        settings = replace(settings, takes_sums=takes_sums or settings.takes_sums)
         return CudaLane(self.gpu, direction, planes, host, settings, order, before)
+
+    def open_summing_lane(
+        self, direction: Direction, planes: Planes, host: HostSlots
+    ) -> SummingLane:
+        order = Order.LAYERS if direction is Direction.LOAD else Order.BLOCKS
+        return self.open_ordered_lane(direction, planes, host, order, takes_sums=True)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         ours = self._ours(planes)
@@ -142,6 +165,8 @@ class CudaDevice:
     def _ours(self, planes: Planes) -> CudaPlanes:
         if not isinstance(planes, CudaPlanes):
             raise LayoutError("these planes are another device's")
+        if planes.is_closed:
+            raise LayoutError("these planes are closed")
         return planes
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tierkv.errors import DeviceFailedError, TransferError
+from tierkv.errors import DeviceFailedError, LayoutError, TransferError
 from tierkv.gpu.cpu import check_copy, done_event
 from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.cuda_planes import CudaPlanes
@@ -17,6 +17,7 @@ from tierkv.gpu.pending import PendingEvent
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.pipeline import LaneSettings, Pipeline
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
+from tierkv.gpu.sums import Sums
 from tierkv.gpu.units import Order, Unit
 
 _FEW_BLOCKS = 4
@@ -66,7 +67,9 @@ class CudaLane:
         self._planes = planes
         self._host = host
         self._before_copy = before_copy
-        self._pipeline: Pipeline | None = Pipeline(gpu, direction, planes, host, settings, order)
+        pipeline = Pipeline(gpu, direction, planes, host, settings, order)
+        self._pipeline: Pipeline | None = pipeline
+        self._sums = None if pipeline.sums is None else pipeline.sums.told
         self._line = object()
         self._num_events = 0
         self._progress = threading.Condition(threading.RLock())
@@ -75,6 +78,12 @@ class CudaLane:
         self._at_once: deque[CudaEvent] = deque()  # ends of what callers' threads submitted
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
+
+    @property
+    def sums(self) -> Sums:
+        """See SummingLane."""
+        assert self._sums is not None, "opened by open_summing_lane"
+        return self._sums
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
@@ -102,6 +111,8 @@ class CudaLane:
         streams."""
         if self._num_queued or self._before_copy is not None or not self._host.is_pinned:
             return False
+        if self._host.is_closed or self._planes.is_closed:
+            return False  # that memory is somebody else's: the lane's thread says so
         if not all(isinstance(event, CudaEvent) for event in copy.after):
             return False
         while self._at_once and self._at_once[0].is_done:
@@ -200,6 +211,8 @@ class CudaLane:
     def _units(self, copy: BlockCopy, timeout_s: float) -> Units:
         """Submit unit after unit, as they are asked for, once `copy.after` is waited for."""
         assert self._pipeline is not None, "the thread ends before the pipeline goes"
+        if self._planes.is_closed:
+            raise LayoutError("these planes are closed")
         for event in copy.after:
             self._pipeline.wait(event, timeout_s)
         yield from self._pipeline.submit(copy)

@@ -75,6 +75,10 @@ class CudaPlanes:
             raise LayoutError("these planes are closed")
         return self._arrays
 
+    @property
+    def is_closed(self) -> bool:
+        return self._arrays is None
+
     def close(self) -> None:
         """Let go of the memory: it is freed when no array over it is left. Nothing may be in
         flight."""

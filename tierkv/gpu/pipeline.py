@@ -21,6 +21,7 @@ from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.cuda_memory import DeviceMemory, copy_rectangle
 from tierkv.gpu.cuda_planes import CudaPlanes
 from tierkv.gpu.cuda_streams import CudaEvent, new_stream
+from tierkv.gpu.cuda_sums import LaneSums
 from tierkv.gpu.driver import Addresses, Column, load_driver
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
@@ -49,11 +50,13 @@ class LaneSettings:
     turn_bytes: what goes through one of the two copy streams before it is the other's turn. The
         copy engine goes on with a stream for as long as that has work for it: 8 bytes to the host
         on another stream, whatever its priority, waited 34 ms for the end of an offload of 2 GiB.
-        At a turn they come in: 0.7 ms (32 MiB: 0.3 ms, but 2 % fewer GB/s; H200, 2026-11-21)."""
+        At a turn they come in: 0.7 ms (32 MiB: 0.3 ms, but 2 % fewer GB/s; H200, 2026-11-21).
+    takes_sums: checksums of the blocks as well, see SummingLane. Then all blocks go by staging."""
 
     staging_bytes: int = 512 << 20
     turn_bytes: int = 64 << 20
     num_ctas: int = 64
+    takes_sums: bool = False
     units: UnitSizes = field(default_factory=UnitSizes)
 
 
@@ -87,7 +90,9 @@ class Pipeline:
         self._since_turn = 0
         self._under_way: deque[CudaEvent] = deque(maxlen=4)  # ends of the last batches
         self._kernel_stream = new_stream(gpu, is_urgent=True)
-        self._kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas)
+        num_targets = planes.num_blocks if direction is Direction.LOAD else host.num_slots
+        self.sums = LaneSums(gpu, num_targets) if settings.takes_sums else None
+        self._kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas, sums=self.sums)
         self._ring: Ring[CudaEvent] = Ring(capacity)
         self._staging = DeviceMemory(gpu, capacity)
         # Where the pieces of a unit are, on either side, and their bytes.
@@ -106,12 +111,17 @@ class Pipeline:
         """Each unit with the event of its end, as soon as it is submitted. The first ones are made
         with as little Python as can be, since nothing moves meanwhile. Blocks of those after them
         move in the order of their slots, neighbours as one piece."""
-        slots = copy.slot_ids.astype(np.uint64)
+        slot_ids, block_ids = copy.slot_ids, copy.block_ids
+        if self.sums is not None:  # sorted now, so that a row is the same block's in every unit
+            by_slot = np.argsort(slot_ids)
+            slot_ids, block_ids = slot_ids[by_slot], block_ids[by_slot]
+            is_load = self._direction is Direction.LOAD
+            self.sums.begin(block_ids if is_load else slot_ids, self._kernel_stream)
+        slots = slot_ids.astype(np.uint64)
         slots *= np.uint64(self._block_bytes)
         slots += np.uint64(self._host.address)
-        block_ids = copy.block_ids
         for number, unit in enumerate(self._planner.plan(len(copy))):
-            if number == _UNSORTED_UNITS:
+            if number == _UNSORTED_UNITS and self.sums is None:
                 rest = slice(unit.start, None)
                 by_slot = np.argsort(slots[rest])
                 slots[rest] = slots[rest][by_slot]
@@ -122,9 +132,11 @@ class Pipeline:
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
         """Submit a copy of a few blocks without staging, by the copy engine alone, to which a block
         is a rectangle of planes; the event of its end. That is a kernel and two waits less, but for
-        many blocks slower than units. None where it cannot be: the planes are no rectangle, or
-        units are under way, which it might overtake."""
-        if self._pitch is None or (self._last_end is not None and not self._last_end.is_done):
+        many blocks slower than units. None where it cannot be: the planes are no rectangle, sums
+        are taken, or units are under way, which it might overtake."""
+        if self._pitch is None or self.sums is not None:
+            return None
+        if self._last_end is not None and not self._last_end.is_done:
             return None
         first, width = self._planes.memory[0], self._planes.layout.planes[0].block_bytes
         for event in copy.after:
@@ -161,17 +173,24 @@ class Pipeline:
             if free is not None:
                 self._copies.wait_bound(free)
             self._kernel_stream.wait_bound(self._copy(*pieces))
-            self._kernels.scatter(unit, blocks, staging, self._kernel_stream)
+            self._launch(unit, blocks, staging)
             end = self._kernel_stream.record_bound()
         else:
             if free is not None:
                 self._kernel_stream.wait_bound(free)
-            self._kernels.gather(unit, blocks, staging, self._kernel_stream)
+            self._launch(unit, blocks, staging)
             self._copies.wait_bound(self._kernel_stream.record_bound())
             end = self._copy(*pieces)
         self._ring.use_until(end)
         self._last_end = end
         return end
+
+    def _launch(self, unit: Unit, block_ids: Ids, staging: int) -> None:
+        kernels, stream = self._kernels, self._kernel_stream
+        move = kernels.scatter if self._direction is Direction.LOAD else kernels.gather
+        move(unit, block_ids, staging, stream)
+        if self.sums is not None and unit.first_byte + unit.num_bytes == self._block_bytes:
+            self.sums.whole_up_to(unit.stop, stream)
 
     def _write_pieces(
         self, unit: Unit, slots: Addresses, staging: int, *, joins: bool

@@ -119,10 +119,14 @@ class BlockCopy:
     def __post_init__(self) -> None:
         if self.slot_ids.shape != self.block_ids.shape or self.slot_ids.ndim != 1:
             raise LayoutError("a copy needs as many slots as blocks")
-        written = self.block_ids if self.direction is Direction.LOAD else self.slot_ids
-        in_order = np.sort(written)  # a third of what np.unique takes
-        if len(written) > 1 and (in_order[1:] == in_order[:-1]).any():
+        in_order = np.sort(self.target_ids)  # a third of what np.unique takes
+        if len(in_order) > 1 and (in_order[1:] == in_order[:-1]).any():
             raise LayoutError("a destination appears twice in one copy")
+
+    @property
+    def target_ids(self) -> Ids:
+        """Of what is written: blocks of a load, slots of an offload."""
+        return self.block_ids if self.direction is Direction.LOAD else self.slot_ids
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -141,6 +145,31 @@ class Lane(Protocol):
 
     def close(self) -> None:
         """Wait for what is in flight, then let go of streams and staging memory."""
+
+
+class SummingLane(Lane, Protocol):
+    @property
+    def sums(self) -> npt.NDArray[np.uint64]:
+        """The checksum of each block that was moved, as in sums.py: of an offload lane uint64
+        [num_slots], by the slot that it went to, of the bytes that were read on the device; of a
+        load lane [num_blocks], by the device block, of the bytes that came over the bus and were
+        put there.
+
+        The same array all the time. What a copy adds to it is there when its last event is done,
+        until the next copy to that slot or block is submitted; of one that failed, anything is.
+        """
+
+
+@runtime_checkable
+class Summing(Protocol):
+    """A device whose lanes can say what they move, so that who compares the sum of what is loaded
+    with that of what was offloaded finds bits that flipped in host memory or on the bus. Copies
+    take no such sums unless asked: a lane of `open_lane` does nothing for this."""
+
+    def open_summing_lane(
+        self, direction: Direction, planes: Planes, host: HostSlots
+    ) -> SummingLane:
+        """See Device.open_lane."""
 
 
 class Device(Protocol):

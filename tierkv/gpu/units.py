@@ -44,10 +44,11 @@ class UnitSizes:
     first: what the submitting thread brings to the streams itself, of at most FIRST_BLOCKS blocks.
         It must keep the copy engine busy until the lane's thread goes on, 0.5 to 0.7 ms after the
         first batch (H200 in a virtual machine, 2026-11-21); PCIe 5 moves 32 MiB in 0.6.
-    most: beside saturating matmuls a kernel starts only between two of the model's, 1.6 ms apart
-        at bf16 8192^3, one per boundary, so a unit must bring what PCIe moves in that time: with
-        16 MiB the pipeline fell to 60 % of the limit, with 64 MiB to 75 %, with 128 MiB it kept
-        99 % (H200, 2026-11-21).
+    most: a kernel has the GPU to itself for as long as its unit takes, 90 us for 128 MiB, and the
+        model's next one waits for the whole of it. Decoder layers beside a load lost 1.7 % with 128
+        MiB, 0.5 with 64, 0.8 with 32 (1.9 and 1.3 in another run of the first two), beside an
+        offload 2.0, 1.2 and 1.1; the load kept 98.5, 98.6 and 97.9 % of the limit, the offload
+        98.8, 98.3 and 97.8. Beside matmuls there was no such difference (H200, 2026-11-22).
     last: not less, for such units have to wait for kernels of the model just as large ones: with 8
         MiB, 2 GiB are 22 units instead of 20, and beside decoder layers a load keeps 97.7 % of the
         limit instead of 98.5 (H200, 2026-11-21).
@@ -61,7 +62,7 @@ class UnitSizes:
 
     first: int = 64 << 20
     least: int = 8 << 20
-    most: int = 128 << 20
+    most: int = 64 << 20
     last: int = 32 << 20
     piece: int = 256 << 10
     most_piece: int = 2 << 20
