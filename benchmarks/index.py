@@ -77,7 +77,8 @@ class Cache:
 
     def _freed(self, needed: int) -> list[Ids]:
         """The slots of what had to go so that `needed` are free."""
-        order, freed = self.index.order[Tier.DEVICE], list[Ids]()
+        order = self.index.order[Tier.DEVICE]
+        freed: list[Ids] = []
         missing = missing_slots(order, self.pool, needed=needed, on_the_way=0)
         while missing > 0 and (leaf := order.leaf_to_go(missing, _RULE)) is not None:
             freed.append(self.index.drop(Tier.DEVICE, *leaf))

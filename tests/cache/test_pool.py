@@ -56,7 +56,7 @@ class PoolMachine(RuleBasedStateMachine):
         rest = st.lists(st.sampled_from(sorted(self.taken)), unique=True)
         given = data.draw(rest) if self.taken else []
         cut = data.draw(st.integers(0, len(given)))
-        parts = [np.array(part, np.int32) for part in (given[:cut], given[cut:])]
+        parts = [np.array(part, np.int32) for part in (given[:cut], given[cut:]) if part]
         kept = self.taken - set(given)
         if count > CAPACITY - len(kept):
             with pytest.raises(OutOfBlocksError):

@@ -128,7 +128,7 @@ def test_different_blocks_have_different_keys(
     assert (child_key(pack(left), extra) == child_key(pack(right), other)) == is_same
 
 
-@pytest.mark.parametrize("shared", [0, 1, 256, 257, 2304, 18_687, 18_688, 40_000])
+@pytest.mark.parametrize("shared", [0, 1, 2047, 2048, 2049, 10_240, 26_623, 26_624, 40_000])
 @pytest.mark.parametrize("size", [1, 3, 16, 50_000])
 def test_common_blocks_are_counted_beyond_every_look(shared: int, size: int) -> None:
     left = np.arange(40_000, dtype=np.int32)

@@ -187,6 +187,11 @@ class Index(Leases):
         for part, i, j in segments(node, start, stop):
             part.believe_stored(i, j, np.zeros(j - i, np.bool_))
 
+    def unmark_all_stored(self) -> None:
+        """Storage is another one, or may have lost what it had: walks the tree, 1 us a run."""
+        for node in self.nodes():
+            node.believe_nothing_stored()
+
     def drop(self, tier: Tier, node: Node, i: int, j: int) -> Ids:
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"

@@ -92,21 +92,7 @@ class Prompt:
         space: str = "",
     ) -> Prompt:
         packed = pack(tokens)
-        num_tokens = len(packed) // TOKEN_BYTES
-        items: dict[int, list[MediaItem]] = {}  # by block: looking through all for each is slow
-        for item in media:
-            stop = item.start + item.num_tokens
-            if stop > num_tokens:
-                raise BadRequestError(
-                    f"a media item covers tokens {item.start} to {stop}, "
-                    f"but the prompt has {num_tokens}"
-                )
-            for block in range(item.start // block_size, (stop - 1) // block_size + 1):
-                items.setdefault(block, []).append(item)
-        extras: dict[int, bytes] = {}
-        for block in sorted(items):
-            start = block * block_size
-            extras[block] = extra_keys(items[block], start, min(start + block_size, num_tokens))
+        extras = _extras(media, len(packed) // TOKEN_BYTES, block_size) if media else {}
         return cls(packed, block_size, extras, space)
 
     def __post_init__(self) -> None:
@@ -129,6 +115,25 @@ class Prompt:
 
     def extra(self, index: int) -> bytes:
         return self.extras.get(index, b"")
+
+
+def _extras(media: Sequence[MediaItem], num_tokens: int, block_size: int) -> dict[int, bytes]:
+    """The extra keys of each block, the tail included, that `media` overlap."""
+    items: dict[int, list[MediaItem]] = {}  # by block: looking through all for each is slow
+    for item in media:
+        stop = item.start + item.num_tokens
+        if stop > num_tokens:
+            raise BadRequestError(
+                f"a media item covers tokens {item.start} to {stop}, "
+                f"but the prompt has {num_tokens}"
+            )
+        for block in range(item.start // block_size, (stop - 1) // block_size + 1):
+            items.setdefault(block, []).append(item)
+    extras: dict[int, bytes] = {}
+    for block in sorted(items):
+        start = block * block_size
+        extras[block] = extra_keys(items[block], start, min(start + block_size, num_tokens))
+    return extras
 
 
 def block_digest(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:

@@ -205,6 +205,9 @@ class Node:
             self._stored = np.zeros(self.num_blocks, np.bool_)
         self._stored[start:stop] = believed
 
+    def believe_nothing_stored(self) -> None:
+        self._stored = None
+
     # The shape of the run
 
     def append(self, tier: Tier, slots: Ids) -> None:

@@ -91,7 +91,7 @@ class BlockPool:
         """
         if not given:
             return self.allocate(count)
-        ids = np.frombuffer(bytearray().join([part.data for part in given]), _INT32)
+        ids = given[0] if len(given) == 1 else np.concatenate(given)
         more = count - len(ids)
         if more < 0 or more > self._num_free:
             self.release(ids)

@@ -93,8 +93,10 @@ def common_tokens(left: bytes, right: bytes) -> int:
     return ((both & -both).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
-_FIRST_LOOK = 1024  # bytes
-_LONGEST_LOOK = 65_536  # a copy of more is memory new from the system every time
+# Bytes. Each look takes 2 us beside reading memory that nobody has read for a while: 9 us in all
+# up to a difference after 27 KB. Slices that are compared and then halved took 13, looks of always
+# 64 KiB 8, but three times as long up to one after 2 KB (2-core x86-64 VM, 2026-11-22).
+_FIRST_LOOK, _LONGEST_LOOK = 8192, 65_536
 
 
 def common_blocks(  # noqa: PLR0917 - two places, how far, and in what steps
@@ -102,20 +104,16 @@ def common_blocks(  # noqa: PLR0917 - two places, how far, and in what steps
 ) -> int:
     """How many blocks of `width` bytes, at most `most`, `left` from byte `left_at` on shares with
     `right` from byte `right_at` on. Looks at little more than what is shared.
-
-    Ever longer looks up to the first that differs, then halves of what is left to tell apart. A
-    slice and a comparison of bytes take a fifth of what a small comparison by NumPy takes.
     """
-    done, look, limit = 0, max(_FIRST_LOOK // width, 1), most
+    done, look = 0, max(_FIRST_LOOK // width, 1)
     while done < most:
-        stop = min(done + look, most)
-        theirs = right[right_at + done * width : right_at + stop * width]
-        if left.startswith(theirs, left_at + done * width):
-            done = stop
-        else:
-            most = stop - 1  # in one of [done, stop) they differ
-        if most == limit:
-            look = min(8 * look, max(_LONGEST_LOOK // width, 1))
-        else:
-            look = (most - done + 1) // 2
+        blocks, at = min(look, most - done), done * width
+        num_tokens = blocks * width // TOKEN_BYTES
+        ours = np.frombuffer(left, _INT32, num_tokens, left_at + at)
+        differs = ours != np.frombuffer(right, _INT32, num_tokens, right_at + at)
+        first = int(differs.argmax())
+        if differs[first]:
+            return done + first * TOKEN_BYTES // width
+        done += blocks
+        look = min(4 * look, max(_LONGEST_LOOK // width, 1))
     return done

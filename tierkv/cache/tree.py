@@ -211,7 +211,7 @@ class Tree(Spaces):
     def prune(self, node: Node) -> None:
         """Remove blocks without any copy from the end of `node`'s path."""
         while node.parent is not None and not node.children:
-            device, host = node.device.num_present, node.num_present(Tier.HOST)
+            device, host = node.device.num_present, node.host.num_present if node.host else 0
             if device or host:
                 if device < node.num_blocks and host < node.num_blocks:
                     self._trim(node)
