@@ -48,6 +48,8 @@ def test_slots_are_those_that_redis_computes() -> None:
         ("MOVED 3999 127.0.0.1:6381", (3999, Address("127.0.0.1", 6381), False)),
         ("ASK 0 ::1:7", (0, Address("::1", 7), True)),
         ("MOVED 1 :6381", (1, Address("127.0.0.1", 6381), False)),
+        ("MOVED 1 ?:6381", None),
+        ("ASK 1 ?:6381", (1, Address("127.0.0.1", 6381), True)),
         ("MOVED x 127.0.0.1:6381", None),
         ("MOVED 16384 127.0.0.1:6381", None),
         ("MOVED 3999", None),
@@ -67,6 +69,20 @@ def test_a_slot_table_names_each_master_once() -> None:
     table = parse_slots([[0, 99, [b"b", 2, b"id"], [b"r", 9]], [100, 16_383, [b"", 1]]], HERE)
     assert (table[0], table[99], table[100]) == (Address("b", 2), Address("b", 2), HERE)
     assert masters(table) == [HERE, Address("b", 2)]
+
+
+@pytest.mark.parametrize(
+    ("told", "host"),
+    [
+        ([b"?", 7, b"id", [b"ip", b"10.0.0.7"]], "10.0.0.7"),
+        ([None, 7, b"id", [b"ip", b"10.0.0.7"]], "127.0.0.1"),  # not to be named: as we came
+        ([b"a.example", 7, b"id", [b"ip", b"10.0.0.7"]], "a.example"),
+        ([b"?", 7, b"id", []], "127.0.0.1"),
+        ([b"?", 7], "127.0.0.1"),
+    ],
+)
+def test_a_master_that_has_no_name_is_called_by_its_address(told: list[object], host: str) -> None:
+    assert parse_slots([[0, 16_383, told]], HERE)[0] == Address(host, 7)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +128,31 @@ async def test_values_spread_over_all_masters(store: RedisStore, cluster: RedisC
     assert sum(int(str(count)) for count in counts) == len(NAMES)
     assert all(int(str(count)) > 50 for count in counts)
     assert await check_all(store) == {GetStatus.HIT: len(NAMES)}
+
+
+@pytest.mark.parametrize("kind", ["hostname", "unknown-endpoint"])
+async def test_a_cluster_that_does_not_tell_its_addresses_is_used_and_resharded(
+    cluster: RedisCluster, kind: str
+) -> None:
+    def prefer(kind: str) -> None:
+        for server in cluster.masters:
+            server.execute("CONFIG", "SET", "cluster-preferred-endpoint-type", kind)
+
+    cluster.empty()
+    await asyncio.to_thread(prefer, kind)
+    try:
+        store = cluster_store(cluster.url)
+        async with store.running():
+            await filled(store)
+            resharding = asyncio.to_thread(cluster.move_slots, range(100), *cluster.masters[:2])
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(resharding)
+                while not task.done():
+                    assert await check_all(store) == {GetStatus.HIT: len(NAMES)}
+            assert await store.exists(NAMES) == len(NAMES)
+    finally:
+        await asyncio.to_thread(prefer, "ip")
+        await asyncio.to_thread(cluster.move_slots, range(100), *cluster.masters[1::-1])
 
 
 async def reshard(cluster: RedisCluster, start: int, count: int) -> None:
@@ -211,6 +252,9 @@ async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
         store = cluster_store(group.url, RedisSettings(connect_timeout_s=2.0))
         async with store.running():
             assert await put_one(store, "t:f:a:0", b"before") is PutStatus.STORED
+            await store.put([PutItem(f"t:l:{index}:0", (b"x",)) for index in range(3_000)])
+            page = await store.list("t:l", limit=1_000)
+            listed = {value.name for value in page.values}
             await asyncio.to_thread(group.master.execute, "WAIT", 1, 5_000)
             group.master.kill()
             async with asyncio.timeout(30):
@@ -219,6 +263,10 @@ async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
             assert await asyncio.to_thread(group.master_port) == group.replica.port
             assert await store.get("t:f:a:0", max_bytes=10) == b"before"
             assert await store.get("t:f:b:0", max_bytes=10) == b"after"
+            while page.cursor is not None:  # which was the other server's
+                page = await store.list("t:l", limit=1_000, cursor=page.cursor)
+                listed |= {value.name for value in page.values}
+            assert len(listed) == 3_000
 
 
 @pytest.mark.parametrize("command", ["stat", "ls", "du"])

@@ -675,19 +675,45 @@ async def test_a_long_value_is_read_in_ranges_into_scattered_buffers(store: Redi
     landed = bytearray(LONG_BYTES)
     cuts = [0, 96, 2_000_000, 2_000_001, LONG_BYTES]
     views = [memoryview(landed)[a:b] for a, b in itertools.pairwise(cuts)]
-    [outcome] = await store.get_into([GetItem("t:f:long:0", tuple(views))])
+    [outcome] = await store.get_into([GetItem("t:f:long:0", tuple(views), Taken)])
     assert (outcome.status, bytes(landed)) == (GetStatus.HIT, content)
     assert await store.get("t:f:long:0", max_bytes=LONG_BYTES) == content
+
+
+async def test_a_long_value_that_is_replaced_all_the_while_is_seen_whole_by_who_makes_no_digest(
+    store: RedisStore,
+) -> None:
+    name, ways = "t:f:long:0", [bytes([letter]) * (8 << 20) for letter in b"ab"]
+    await put_one(store, name, ways[0])
+
+    async def replace_it() -> None:
+        for turn in itertools.count(1):
+            await put_one(store, name, ways[turn % 2], keep_existing=False)
+
+    async with asyncio.TaskGroup() as group:
+        writers = [group.create_task(replace_it()) for _ in range(2)]
+        for _ in range(40):
+            status, content = await get_one(store, name, 8 << 20)
+            assert status is GetStatus.HIT
+            assert content in ways
+        for writer in writers:
+            writer.cancel()
 
 
 async def test_a_long_value_of_another_length_is_damage_and_one_that_is_gone_a_miss(
     store: RedisStore,
 ) -> None:
     name = "t:f:long:0"
-    assert (await get_one(store, name, LONG_BYTES))[0] is GetStatus.MISS
+
+    async def status_of(num_bytes: int) -> GetStatus:
+        item = replace(landing(name, num_bytes)[0], digest=Taken)
+        [outcome] = await store.get_into([item])
+        return outcome.status
+
+    assert await status_of(LONG_BYTES) is GetStatus.MISS
     await put_one(store, name, content_of("long", LONG_BYTES))
     for num_bytes in (LONG_BYTES - 1, LONG_BYTES + 1, LONG_BYTES // 2 + 1, 2 * LONG_BYTES):
-        assert (await get_one(store, name, num_bytes))[0] is GetStatus.DAMAGED, num_bytes
+        assert await status_of(num_bytes) is GetStatus.DAMAGED, num_bytes
 
 
 @pytest.mark.parametrize("left_bytes", [0, 1, 2 << 20, (2 << 20) + 1, 4 << 20, (6 << 20) - 1])
@@ -699,7 +725,7 @@ async def test_a_long_value_that_was_cut_is_damage_wherever_it_was_cut(
     await put_one(store, name, bytes(left_bytes))
     missing, _ = landing("t:f:missing:0", 6 << 20)
     cut, _ = landing(name, 6 << 20)
-    outcomes = await store.get_into([missing, cut])
+    outcomes = await store.get_into([replace(item, digest=Taken) for item in (missing, cut)])
     assert [outcome.status for outcome in outcomes] == [GetStatus.MISS, GetStatus.DAMAGED]
     assert f"{left_bytes} bytes" in outcomes[1].reason or left_bytes % (2 << 20)
 
@@ -716,6 +742,18 @@ async def test_no_batch_is_too_large_and_many_at_once_all_have_their_turn(
         touches = [group.create_task(store.touch(names[:1_000], ttl_s=60.0)) for _ in range(8)]
     assert {touch.result() for touch in touches} == {1_000}
     assert await store.delete(names) == len(names)
+
+
+async def test_names_that_are_only_counted_cost_a_fraction_of_values(store: RedisStore) -> None:
+    names = [f"t:f:{index:05}:0" for index in range(10_000)]
+    began = time.thread_time()
+    await store.put([PutItem(name, (b"x",)) for name in names])
+    of_values_s = time.thread_time() - began
+    began = time.thread_time()
+    assert await store.touch(["t:f:no:0", *names], ttl_s=60.0) == len(names)
+    assert await store.delete(["t:f:no:0", *names, *names[:9]]) == len(names)
+    assert time.thread_time() - began < of_values_s / 3
+    assert await store.usage("t:f") == Usage(0, 0)
 
 
 @pytest.mark.parametrize("num_there", [0, 1, 9, 10, 99, 100, 101, 555, 999, 1000])

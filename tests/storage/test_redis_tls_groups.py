@@ -114,7 +114,7 @@ async def test_all_connections_are_encrypted_and_show_our_certificate(
         notifier = store.notifier()
         async with store.running(), notifier.running():
             names = [f"t:f:{index}:0" for index in range(8)]
-            sizes = [1, 5_000, 1 << 20, (5 << 20) + 3] * 2  # the last ones are read in ranges
+            sizes = [1, 5_000, 1 << 20, (5 << 20) + 3] * 2
             items = [
                 PutItem(name, (content_of(name, size),))
                 for name, size in zip(names, sizes, strict=True)

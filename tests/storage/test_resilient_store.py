@@ -154,6 +154,27 @@ async def test_a_silent_store_costs_one_deadline(make: Make) -> None:
     assert 0.14 <= loop.time() - started <= 1.0
 
 
+class TakesItsTime(MemoryStore):
+    """For each value, however small."""
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        await asyncio.sleep(0.0008 * len(items))
+        return await super().get_into(items)
+
+
+async def test_a_read_of_many_small_values_has_time_for_each() -> None:
+    store = ResilientStore(
+        TakesItsTime(MemorySettings(), SystemClock()),
+        ResilienceSettings(timeout_s=0.5, slowest_bytes_per_s=5e6),
+        SystemClock(),
+    )
+    async with store.running():
+        names = [f"t:f:{index:04}:0" for index in range(1_000)]
+        await store.put([PutItem(name, (b"x",)) for name in names])
+        outcomes = await store.get_into([landing(name, 1)[0] for name in names])
+        assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
+
+
 async def test_questions_to_a_store_that_is_stuck_are_given_up_and_reads_open_the_breaker(
     make: Make,
 ) -> None:

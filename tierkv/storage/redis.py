@@ -122,8 +122,7 @@ class RedisStore:
 
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        router = self._opened()
-        return [one for part in cut(names, NAMES_PER_COMMAND) for one in await router.present(part)]
+        return [answer == 1 for answer in await self._each("EXISTS", names)]
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         calls = [[Call(item.name, make) for make in get_requests(item)] for item in items]
@@ -170,18 +169,23 @@ class RedisStore:
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
-        return await self._count("UNLINK", names)
+        return sum(await self._each("UNLINK", names))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
         check_names(names)
         check_ttl(ttl_s)
-        return await self._count("PEXPIRE", names, math.ceil(ttl_s * 1000))
+        return sum(await self._each("PEXPIRE", names, math.ceil(ttl_s * 1000)))
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)
         check_limit(limit)
         position, *passed = _parse_cursor(cursor)
-        nodes = {zlib.crc32(node.url.encode()): node for node in self._opened().nodes()}
+        # By address, since a cursor means nothing to another server, though sentinels call it the
+        # same.
+        nodes = {}
+        for node in self._opened().nodes():
+            address = await node.locate()
+            nodes[zlib.crc32(str(address).encode())] = node, address
         left = [tag for tag in nodes if tag not in passed[:-1]]
         if passed and (current := passed.pop()) in left:
             left = [current, *(tag for tag in left if tag != current)]
@@ -189,8 +193,9 @@ class RedisStore:
             position = 0
         values: dict[str, StoredValue] = {}
         while left and len(values) < limit:
+            node, address = nodes[left[0]]
             wanted = limit - len(values)
-            position, found, moving = await nodes[left[0]].list(prefix, position, wanted)
+            position, found, moving = await node.list(address, prefix, position, wanted)
             values |= found
             values |= await self._found_on_their_way(moving)
             if position == 0:
@@ -282,14 +287,11 @@ class RedisStore:
             return [Failure(f"{self.url} is closed")] * len(calls)
         return await self._router.carry_out(calls, lane)
 
-    async def _count(self, verb: str, names: Sequence[str], *more: int) -> int:
-        """Of how many names `verb` says 1."""
-        calls = [Call(name, lambda name=name: question(verb, name, *more)) for name in names]  # type: ignore[misc]
-        count = 0
-        for at in range(0, len(calls), NAMES_PER_COMMAND):
-            for reply in await self._carry_out(calls[at : at + NAMES_PER_COMMAND], Lane.QUESTION):
-                count += expect(int, understood(reply, (verb,)))
-        return count
+    async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
+        """What `verb name more` says of each name. Raises StoreUnavailableError."""
+        router = self._opened()
+        parts = cut(names, NAMES_PER_COMMAND)
+        return [answer for part in parts for answer in await router.each(verb, part, *more)]
 
     def _opened(self) -> Router:
         if self._router is None:
@@ -309,8 +311,8 @@ def _router(url: RedisUrl, access: Access, clock: Clock) -> Router:
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:
-    """Where to go on in a server's listing; which servers have been listed (by their URLs' CRC:
-    masters come and go meanwhile); and which one is being listed."""
+    """Where to go on in a server's listing; which servers have been listed (by their addresses'
+    CRC: masters come and go meanwhile); and which one is being listed."""
     if cursor is None:
         return [0]
     numbers = [int(text) for text in cursor.split(".")] if _CURSOR.fullmatch(cursor) else []

@@ -19,6 +19,8 @@ from tierkv.storage.resp import Argument, Refused, pack
 from tierkv.storage.unreachable import why_unreachable
 from tierkv.tasks import background, outlast
 
+# Of one request, whose connection the peer ended: all others may have ended too, as yet unnoticed.
+_MAX_RETRIES = 3
 # How long a lane that gets no connection leaves the requests to those that have one.
 _WITHOUT_S = 0.5
 
@@ -73,8 +75,8 @@ class BulkLanes:
     """`num_connections` connections, opened when first needed and again after a failure.
 
     A connection that fails takes the requests with it that wait for one: the server that is silent
-    for one is silent for all. One that its peer closed while it was idle costs nobody an answer,
-    nor does one that is not to be had while others work.
+    for one is silent for all. What one carried that its peer ended is sent once more, over another,
+    and one that is not to be had costs nobody an answer while others work.
     """
 
     def __init__(self, dialer: Dialer, *, num_connections: int, max_waiting: int, url: str) -> None:
@@ -82,6 +84,7 @@ class BulkLanes:
         where fewer do, so that no batch is too large."""
         self._dialer = dialer
         self._num_connections = num_connections
+        self._max_retries = min(num_connections, _MAX_RETRIES)
         self._max_waiting = max_waiting
         self._url = url
         self._waiting: deque[Request] = deque()
@@ -204,16 +207,17 @@ class BulkLanes:
                 )
 
     def _take_back(self, requests: Sequence[Request], failure: Failure) -> None:
-        """Try once more what the peer has not seen, and what a new connection was to carry as long
-        as others work; fail the rest."""
+        """Try again what was on a connection that the peer ended, and what a new one was to
+        carry as long as others work; fail the rest."""
         reason = f"{self._url} {failure.reason}"
-        may_retry = failure.is_unseen and self._is_open
+        may_retry = failure.is_over and self._is_open
         serves = may_retry and failure.is_new and self._serves()
         again: list[Request] = []
         lost: list[Request] = []
         for request in requests:
             is_for_any = may_retry and not request.is_login
-            is_again = is_for_any and (serves or not request.was_retried)
+            has_retries = request.may_retry and request.num_retries < self._max_retries
+            is_again = is_for_any and (serves or has_retries)
             (again if is_again else lost).append(request)
         for request in lost:
             request.settle(Failure(reason))
@@ -224,7 +228,7 @@ class BulkLanes:
     def _put_back(self, requests: Sequence[Request]) -> None:
         """Requests that no connection has carried out: they are next."""
         for request in reversed(requests):
-            request.was_retried, request.was_sent = True, False
+            request.num_retries, request.was_sent = request.num_retries + 1, False
             self._waiting.appendleft(request)
             self._came.set()
 

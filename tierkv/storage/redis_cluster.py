@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
@@ -18,18 +19,21 @@ from tierkv.storage.redis_bulk import finished
 from tierkv.storage.redis_exchange import Failure, Request
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Access, Lane, RedisNode, cut, expect
 from tierkv.storage.redis_node import understood as checked
-from tierkv.storage.redis_requests import pipeline, question
+from tierkv.storage.redis_requests import question, question_each
 from tierkv.storage.redis_router import Call
 from tierkv.storage.redis_slots import redirection, slot_of
 from tierkv.storage.redis_socket import Address
 from tierkv.storage.redis_topology import Topology
 from tierkv.storage.redis_url import RedisUrl
-from tierkv.storage.resp import Refused, Reply, pack, pack_each
+from tierkv.storage.resp import Refused, Reply, pack
 
 # A slot that moves is asked for twice at most (MOVED, then ASK); the rest is for keys in between.
 _MAX_ATTEMPTS = 8
 _BETWEEN_ATTEMPTS_S = 0.02
-_TRANSIENT = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})
+_TRANSIENT = frozenset(
+    # The last when it does not say where to: the table will.
+    {"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY", "MOVED"}
+)
 _ASKING = memoryview(pack("ASKING"))
 
 
@@ -86,19 +90,19 @@ class ClusterRouter:
     async def count_leading(self, names: Sequence[str]) -> int:
         found = 0
         for part in cut(names, 4 * NAMES_PER_COMMAND):
-            present = await self.present(part)
-            leading = present.index(False) if False in present else len(part)
+            present = await self.each("EXISTS", part)
+            leading = present.index(0) if 0 in present else len(part)
             found += leading
             if leading < len(part):
                 break
         return found
 
-    async def present(self, names: Sequence[str]) -> list[bool]:
-        """Whether each name has a value: one pipelined request per node, in parallel.
+    async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
+        """As in `Router`: one pipelined request per node, in parallel.
 
         A variadic EXISTS would need all its names in one slot.
         """
-        present = [False] * len(names)
+        answers = [0] * len(names)
         requests: list[tuple[list[int], Request]] = []
         again: list[int] = []
         with ExitStack() as uses:
@@ -107,9 +111,7 @@ class ClusterRouter:
                 if node is None:
                     again += indexes
                     continue
-                request = pipeline(
-                    pack_each("EXISTS", [names[index] for index in indexes]), len(indexes)
-                )
+                request = question_each(verb, [names[index] for index in indexes], *more)
                 node.lanes[Lane.QUESTION].begin([request])
                 requests.append((indexes, request))
             outcomes = await finished([request for _, request in requests])
@@ -118,14 +120,17 @@ class ClusterRouter:
                 self._topology.doubt()
                 raise StoreUnavailableError(outcome.reason)
             for index, reply in zip(indexes, outcome, strict=True):
-                if reply == 1:
-                    present[index] = True
-                elif reply != 0:
+                if isinstance(reply, int):
+                    answers[index] = reply
+                else:
                     again.append(index)
-        calls = [_exists_call(names[index]) for index in again]
+        calls = [
+            Call(names[index], partial(question_each, verb, [names[index]], *more))
+            for index in again
+        ]
         for index, answer in zip(again, await self.carry_out(calls, Lane.QUESTION), strict=True):
-            present[index] = expect(int, checked(answer, ("EXISTS",))) == 1
-        return present
+            answers[index] = expect(int, checked(answer, (verb,)))
+        return answers
 
     def _by_master(self, names: Sequence[str]) -> dict[Address | None, list[int]]:
         """Which names, by index, belong to which master; those of None to no known one."""
@@ -189,8 +194,3 @@ class ClusterRouter:
         else:
             self._topology.note(elsewhere.slot, elsewhere.address)
         return True
-
-
-def _exists_call(name: str) -> Call:
-    wire = pack("EXISTS", name)
-    return Call(name, lambda: pipeline(wire, 1))

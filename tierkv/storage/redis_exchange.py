@@ -17,12 +17,11 @@ _TURN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request has no reply. is_unseen: the peer turned the connection away, or not even a
-    byte came since it was last idle, so that the peer has probably closed it before it saw the
-    request. is_new: of a connection that has never answered."""
+    """Why a request has no reply. is_over: the peer ended the connection, or turned it away:
+    another one may carry the request. is_new: of a connection on which nothing was ever heard."""
 
     reason: str
-    is_unseen: bool = False
+    is_over: bool = False
     is_new: bool = False
 
 
@@ -36,6 +35,7 @@ class Request:
     num_bytes: of the value it carries or asks for. num_replies: of several commands in `pieces`;
     only the last one's value lands in `into`, and is given to `digest`. outcome: all replies, set
     once, when the buffers are the caller's again. is_login: of use on its own connection only.
+    is_once: not sent again where it may have been carried out. may_retry: sent again at all.
     """
 
     pieces: Sequence[memoryview]
@@ -45,15 +45,18 @@ class Request:
     num_replies: int = 1
     digest: Digest | None = None
     was_sent: bool = False
-    was_retried: bool = False
+    may_retry: bool = True
+    num_retries: int = 0
     is_login: bool = False
+    is_once: bool = False
 
     def settle(self, outcome: Outcome) -> None:
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
     def abandon(self) -> None:
-        """Nobody waits any more: do not begin it. What has begun goes on to its end."""
+        """Nobody waits any more: do not begin it. What has begun goes on to its end, once."""
+        self.may_retry = False
         if not self.was_sent:
             self.settle(Failure("nobody waits for it"))
 

@@ -142,15 +142,14 @@ class RedisNode:
         return await self._locator.locate()
 
     async def list(
-        self, prefix: str, position: int, limit: int
+        self, address: Address, prefix: str, position: int, limit: int
     ) -> tuple[int, dict[str, StoredValue], Sequence[str]]:
         """Where to go on, 0 at the end; values from a position of the server's own on; and names
         on their way between two servers of a cluster, of which this one does not tell more.
 
-        Through redis-py, over a connection that lives as long as the call. Raises
-        StoreUnavailableError.
+        address: as `locate` told it. Through redis-py, over a connection that lives as long as the
+        call. Raises StoreUnavailableError.
         """
-        address = await self.locate()
         new_connection = connection_factory(
             address,
             self._access.login,

@@ -19,7 +19,16 @@ from tierkv.storage.protocol import (
     PutStatus,
 )
 from tierkv.storage.redis_exchange import Failure, Request
-from tierkv.storage.resp import Argument, Landed, OtherLength, Refused, Reply, pack, pack_set
+from tierkv.storage.resp import (
+    Argument,
+    Landed,
+    OtherLength,
+    Refused,
+    Reply,
+    pack,
+    pack_each,
+    pack_set,
+)
 
 # What is longer is read in ranges of about _RANGE_BYTES: a server delivers 8 MiB in one piece at
 # half the speed (1.1 and 2.3 GB/s, loopback, Redis 7.0, 2 cores, 2026-11-21).
@@ -50,12 +59,18 @@ def pipeline(commands: bytes, num_replies: int) -> Request:
     return request
 
 
-def get_requests(item: GetItem) -> list[Callable[[], Request]]:
-    """What makes GET of the value, or of its ranges if it is long.
+def question_each(verb: str, names: Sequence[str], *more: int) -> Request:
+    """`verb name more` about each name, whose replies are numbers."""
+    request = pipeline(pack_each(verb, names, *more), len(names))
+    request.is_once = verb == "UNLINK"  # the second time there would be none
+    return request
 
-    The last range ends one byte after the value, so that a longer one shows. Should the value be
-    replaced between two ranges, its checksum will not fit. Ranges land in any order, so that no
-    digest is made of them.
+
+def get_requests(item: GetItem) -> list[Callable[[], Request]]:
+    """What makes GET of the value, or of its ranges, see `is_in_ranges`.
+
+    The last range ends one byte after the value, so that a longer one shows. Ranges land in any
+    order, so that no digest is made of them.
     """
     if not is_in_ranges(item):
         return [partial(get_whole_request, item)]
@@ -72,7 +87,9 @@ def get_requests(item: GetItem) -> list[Callable[[], Request]]:
 
 
 def is_in_ranges(item: GetItem) -> bool:
-    return item.num_bytes > _LONGEST_WHOLE
+    """Whether it is long, and whoever asks for it makes a digest: of a value that is replaced
+    between two ranges this tells. Others see only values as they were written."""
+    return item.digest is not None and item.num_bytes > _LONGEST_WHOLE
 
 
 def get_whole_request(item: GetItem) -> Request:
@@ -106,7 +123,7 @@ def put_request(item: PutItem) -> Request:
         options.append("NX")
     request = new_request(pack_set(item.name, item.parts, options), None, item.num_bytes)
     # Had the first try been carried out, and its answer lost, a second would be told EXISTED.
-    request.was_retried = item.only_new
+    request.may_retry = not item.only_new
     return request
 
 

@@ -10,8 +10,8 @@ from typing import Protocol
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_exchange import Failure, Request
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Lane, RedisNode, cut, expect, understood
-from tierkv.storage.redis_requests import pipeline
-from tierkv.storage.resp import Reply, pack_all, pack_each
+from tierkv.storage.redis_requests import pipeline, question_each
+from tierkv.storage.resp import Reply, pack_all
 
 # Names are counted in so many parts at once: a gap among 1,000 is found in three exchanges, whose
 # names are 1,110 together. Halving takes ten exchanges and 2,000 names.
@@ -43,8 +43,8 @@ class Router(Protocol):
     async def count_leading(self, names: Sequence[str]) -> int:
         """How many of `names`, from the first on, have a value. Raises StoreUnavailableError."""
 
-    async def present(self, names: Sequence[str]) -> list[bool]:
-        """Whether each name has a value. Raises StoreUnavailableError."""
+    async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
+        """What `verb name more` says of each name, a number. Raises StoreUnavailableError."""
 
 
 class OneNode:
@@ -75,14 +75,14 @@ class OneNode:
                 break
         return found
 
-    async def present(self, names: Sequence[str]) -> list[bool]:
+    async def each(self, verb: str, names: Sequence[str], *more: int) -> list[int]:
         if not names:
             return []
-        request = pipeline(pack_each("EXISTS", names), len(names))
+        request = question_each(verb, names, *more)
         [outcome] = await self._node.lanes[Lane.QUESTION].ask([request])
         if isinstance(outcome, Failure):
             raise StoreUnavailableError(outcome.reason)
-        return [expect(int, understood(reply, ("EXISTS",))) == 1 for reply in outcome]
+        return [expect(int, understood(reply, (verb,))) for reply in outcome]
 
     async def _count_leading(self, names: Sequence[str]) -> int:
         """Counts per part, in one exchange; then the same within the first part with a gap."""

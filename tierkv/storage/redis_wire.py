@@ -170,7 +170,7 @@ class Wire:
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
             why = f"turns connections away ({first.message:.80})"
-            self.close(Failure(why, is_unseen=True, is_new=True))
+            self.close(Failure(why, is_over=True, is_new=True))
             return []
         self.has_answered = True
         waiting = self._in_flight[0]
@@ -241,6 +241,14 @@ class Wire:
         self.close(Failure(f"did not answer within {allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
+        """The peer ended the connection. What it may have seen is asked again, too, but for what
+        would not be answered the same."""
+        if self._was_heard:
+            for place, waiting in enumerate(self._in_flight):
+                # The oldest one's digest may have taken a part of the value.
+                has_begun = place == 0 and waiting.request.digest is not None
+                if has_begun or waiting.request.is_once:
+                    waiting.request.may_retry = False
         reason = f"cannot be reached {why}"
-        is_new = not self.has_answered
-        self.close(Failure(reason, is_unseen=not self._was_heard, is_new=is_new))
+        is_new = not (self.has_answered or self._was_heard)
+        self.close(Failure(reason, is_over=True, is_new=is_new))

@@ -39,6 +39,9 @@ from tierkv.storage.protocol import (
 from tierkv.storage.resilience_settings import ResilienceSettings
 from tierkv.storage.write_queue import WriteQueue
 
+# What a value costs beside its bytes, as bytes: 0.16 ms at 100 MB/s. 10,000 small ones took 0.4 s.
+_ITEM_BYTES = 16 << 10
+
 __all__ = ["ResilienceSettings", "ResilienceSnapshot", "ResilientStore"]
 
 T = TypeVar("T")
@@ -185,7 +188,7 @@ class ResilientStore(StoreAround):
         return outcomes
 
     async def _get_into(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
-        num_bytes = sum(item.num_bytes for item in items)
+        num_bytes = sum(item.num_bytes + _ITEM_BYTES for item in items)
         try:
             outcomes = await self._guard.asked(
                 lambda: self.inner.get_into(items), num_bytes=num_bytes, lends_buffers=True

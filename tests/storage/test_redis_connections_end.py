@@ -1,0 +1,79 @@
+"""A server, or what lies between, ends all connections in the middle of work: it is done over new
+ones, and nothing is answered that was not so."""
+
+# ruff: noqa: F811 - a fixture is asked for by the name it is imported under
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+
+from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.storage.values import Taken, content_of, landing, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_url import parse_redis_url
+
+PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
+VALUE_BYTES = 200_000
+NAMES = [f"t:f:{index:02}:0" for index in range(16)]
+CONTENT = {name: content_of(name, VALUE_BYTES) for name in NAMES}
+ROUNDS = 4
+
+
+async def test_connections_that_end_in_the_middle_cost_nobody_an_answer(
+    empty_redis: RedisServer,
+) -> None:
+    store = RedisStore(parse_redis_url(empty_redis.url), PATIENT, SystemClock())
+
+    async def use(at: int) -> None:
+        landings = [landing(name, VALUE_BYTES) for name in (NAMES[at], *NAMES[:7])]
+        for outcome in await store.get_into([item for item, _ in landings]):
+            assert outcome.status is GetStatus.HIT, outcome.reason
+        for item, [buffer] in landings:
+            assert buffer == CONTENT[item.name]
+        assert await put_one(store, NAMES[at], bytes(VALUE_BYTES)) is PutStatus.EXISTED
+        assert await store.exists(NAMES) == len(NAMES)
+
+    async with store.running():
+        await store.put([PutItem(name, (CONTENT[name],)) for name in NAMES])
+        await end_in_the_middle(empty_redis, use)
+
+
+async def test_what_is_not_the_same_the_second_time_is_right_or_not_answered(
+    empty_redis: RedisServer,
+) -> None:
+    """A digest that has taken a part of its value, and how many values there were to forget."""
+    store = RedisStore(parse_redis_url(empty_redis.url), PATIENT, SystemClock())
+
+    async def use(at: int) -> None:
+        [item, [buffer]] = landing(NAMES[at], VALUE_BYTES)
+        for _ in range(2):
+            [outcome] = await store.get_into([replace(item, digest=Taken)])
+            if outcome.status is GetStatus.HIT:
+                assert isinstance(outcome.digest, Taken)
+                assert outcome.digest.content == buffer == CONTENT[item.name]
+            name = f"t:g:{at:02}:0"
+            await put_one(store, name, b"x", keep_existing=False)
+            try:
+                assert await store.delete([name]) == 1
+            except StoreUnavailableError:
+                continue
+
+    async with store.running():
+        await store.put([PutItem(name, (CONTENT[name],)) for name in NAMES])
+        await end_in_the_middle(empty_redis, use)
+
+
+async def end_in_the_middle(
+    server: RedisServer, use: Callable[[int], Coroutine[None, None, None]]
+) -> None:
+    """In each round everybody works, and the server ends all connections once."""
+    for _ in range(ROUNDS):
+        async with asyncio.TaskGroup() as group:
+            for at in range(len(NAMES)):
+                group.create_task(use(at))
+            await asyncio.to_thread(server.execute, "CLIENT", "KILL", "TYPE", "normal")
