@@ -27,6 +27,14 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     assert (settings.node.port, settings.cache.block_size) == (2, 32)
 
 
+def test_options_win_over_both_and_need_only_fit_together_with_them(tmp_path: Path) -> None:
+    path = file(tmp_path, "[node]\nlistens_tcp = false\nport = 1\n[tls]\nkey = 'key.pem'\n")
+    options = [("node", "unix_socket", "here"), ("tls", "cert", "cert.pem"), ("node", "port", 0)]
+    settings = load(NodeSettings, path, {"TIERKV_NODE__PORT": "2"}, options)
+    assert (settings.node.unix_socket, settings.node.port) == ("here", 0)
+    assert (settings.tls.cert, settings.tls.key) == ("cert.pem", "key.pem")
+
+
 def test_a_nested_table_can_be_set_by_the_environment() -> None:
     settings = load(NodeSettings, None, {"TIERKV_STORAGE__REDIS__TIMEOUT_S": "0.5"})
     assert settings.storage.redis.timeout_s == 0.5

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar
+from typing import IO, ClassVar
 
 import click
 
 from tierkv import __version__
-from tierkv.cli_options import address, insecure_and_log_level, who_may_call
+from tierkv.cli_options import address, insecure_and_log_level, settings_in, who_may_call
 from tierkv.errors import TierKVError
-
-if TYPE_CHECKING:
-    from tierkv.api.settings import NodeSettings
 
 _EPILOG = "Exit codes: 0 all went well, 1 it failed (one line on stderr says why), 2 wrong usage."
 
@@ -133,50 +128,18 @@ def serve(
     """
     from tierkv.api.logs import log_to_stderr  # noqa: PLC0415
     from tierkv.api.server import run  # noqa: PLC0415
+    from tierkv.api.settings import NodeSettings  # noqa: PLC0415
+    from tierkv.config import load  # noqa: PLC0415
 
-    settings = _settings(config, options, insecure=insecure, no_tcp=no_tcp)
+    options["listens_tcp"] = "false" if no_tcp else None
+    given = settings_in(options, table="node", insecure=insecure)
+    settings = load(NodeSettings, config, os.environ, given)
     log_to_stderr(log_level.upper())
 
     def announce(url: str) -> None:
         click.echo(f"tierkv {settings.node.role.value} listening on {url}")
 
     run(settings, announce)
-
-
-def _settings(
-    config: Path | None,
-    options: Mapping[str, str | int | None],
-    *,
-    insecure: bool,
-    no_tcp: bool,
-) -> NodeSettings:
-    from msgspec.structs import replace  # noqa: PLC0415
-
-    from tierkv.api.settings import NodeSettings, Role  # noqa: PLC0415
-    from tierkv.config import load  # noqa: PLC0415
-
-    settings = load(NodeSettings, config, os.environ)
-    given: dict[str, object] = {key: value for key, value in options.items() if value is not None}
-    storage = given.pop("storage", None)
-    auth = {"file": given.pop("auth_file")} if "auth_file" in given else {}
-    names = {"tls_cert": "cert", "tls_key": "key", "client_ca": "client_ca"}
-    tls = {names[key]: given.pop(key) for key in list(given) if key in names}
-    if "role" in given:
-        given["role"] = Role(given["role"])
-    if insecure:
-        given["allow_insecure_bind"] = True
-    if no_tcp:
-        given["listens_tcp"] = False
-    settings = replace(
-        settings,
-        node=replace(settings.node, **given),
-        auth=replace(settings.auth, **auth),
-        tls=replace(settings.tls, **tls),
-    )
-    if storage is not None:
-        changed = dataclasses.replace(settings.storage, url=str(storage))
-        settings = replace(settings, storage=changed)
-    return settings
 
 
 @main.command()

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import click
-from msgspec.structs import replace
 
 from tierkv.api.logs import log_to_stderr
-from tierkv.cli_options import address, insecure_and_log_level, who_may_call
+from tierkv.cli_options import address, insecure_and_log_level, settings_in, who_may_call
 from tierkv.config import load
 from tierkv.gateway.server import run
 from tierkv.gateway.settings import GatewaySettings
-
-_NAMES = {  # of options that are called otherwise than their setting
-    "insecure": ("gateway", "allow_insecure_bind"),
-    "auth_file": ("auth", "file"),
-    "tls_cert": ("tls", "cert"),
-    "tls_key": ("tls", "key"),
-    "client_ca": ("tls", "client_ca"),
-}
 
 
 @click.command()
@@ -63,6 +53,7 @@ _NAMES = {  # of options that are called otherwise than their setting
 def gateway(
     log_level: str,
     *,
+    insecure: bool,
     config: Path | None,
     **options: str | int | bool | tuple[str, ...] | None,
 ) -> None:
@@ -76,22 +67,7 @@ def gateway(
     A node that dies is replaced in the middle of an answer. On SIGTERM the gateway takes no more
     work, lets streams end within gateway.drain_grace_s, and exits with 0.
     """
-    settings = load(GatewaySettings, config, os.environ)
     log_to_stderr(log_level.upper())
-    settings = _with_options(settings, options)
+    given = settings_in(options, table="gateway", insecure=insecure)
+    settings = load(GatewaySettings, config, os.environ, given)
     run(settings, lambda url: click.echo(f"tierkv gateway listening on {url}"))
-
-
-def _with_options(settings: GatewaySettings, options: Mapping[str, object]) -> GatewaySettings:
-    """Raises ConfigError if they do not go together."""
-    # What was not given is None, False or empty; port 0 is none of these.
-    given = {
-        _NAMES.get(name, ("gateway", name)): value
-        for name, value in options.items()
-        if not (value is None or value is False or value == ())
-    }
-    for section in ("gateway", "auth", "tls"):
-        changed = {key: value for (where, key), value in given.items() if where == section}
-        new = replace(getattr(settings, section), **changed)
-        settings = replace(settings, **{section: new})
-    return settings

@@ -1,8 +1,9 @@
-"""Options of every command that listens: where, who may call, and how much goes to the log."""
+"""Options of every command that listens: where, who may call, how much goes to the log; and which
+settings they set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -40,6 +41,26 @@ _LAST: tuple[Decorator, ...] = (
         help="How much goes to the log, on stderr.",
     ),
 )
+_SETTINGS = {  # of options that are called otherwise than their setting
+    "auth_file": ("auth", "file"),
+    "tls_cert": ("tls", "cert"),
+    "tls_key": ("tls", "key"),
+    "client_ca": ("tls", "client_ca"),
+    "storage": ("storage", "url"),
+}
+
+
+def settings_in(
+    options: Mapping[str, object], *, table: str, insecure: bool
+) -> Iterator[tuple[str, str, object]]:
+    """Of the options that were given, as `config.load` takes them. table: of most of them."""
+    if insecure:
+        yield table, "allow_insecure_bind", True
+    for name, value in options.items():
+        # What was not given is None, False or empty; port 0 is none of these.
+        if not (value is None or value is False or value == ()):
+            section, key = _SETTINGS.get(name, (table, name))
+            yield section, key, value
 
 
 def address(port: int) -> Decorator:

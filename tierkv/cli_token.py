@@ -15,7 +15,7 @@ from tierkv.api.auth_keys import digest_of, new_token
 from tierkv.errors import ConfigError
 
 _UNITS = {"m": 60, "h": 3600, "d": 86_400}
-_DURATION = re.compile(r"([1-9][0-9]{0,6})([mhd])")
+_DURATION = re.compile(r"([1-9][0-9]{0,5})([mhd])")  # up to the year 4764: Python ends with 9999
 
 _file = click.option(
     "--file",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -18,9 +18,15 @@ T = TypeVar("T")
 _ENV_PREFIX = "TIERKV_"
 
 
-def load(kind: type[T], path: Path | None, environ: Mapping[str, str]) -> T:
-    """Settings of type `kind` (a msgspec struct of sections) from `path` and from variables
-    named TIERKV_SECTION__KEY, which win (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one).
+def load(
+    kind: type[T],
+    path: Path | None,
+    environ: Mapping[str, str],
+    options: Iterable[tuple[str, str, object]] = (),
+) -> T:
+    """Settings of type `kind` (a msgspec struct of sections) from `path`, from variables named
+    TIERKV_SECTION__KEY, which win (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one), and from
+    `options`, each a section, a key and a value, which win over both.
 
     Raises ConfigError, naming the file and the key, if a file cannot be read, a key is unknown or
     a value is not of its type.
@@ -30,13 +36,10 @@ def load(kind: type[T], path: Path | None, environ: Mapping[str, str]) -> T:
     for variable, text in environ.items():
         if variable.startswith(_ENV_PREFIX) and "__" in variable:
             *sections, key = variable.removeprefix(_ENV_PREFIX).lower().split("__")
-            inner = table
-            for section in sections:
-                inner = inner.setdefault(section, {})
-                if not isinstance(inner, dict):
-                    raise ConfigError(f"{where}: {section} must be a table")
-            inner[key] = text
+            _section(table, sections, where)[key] = text
             where = f"{where} with {variable}"
+    for section, key, value in options:
+        _section(table, [section], where)[key] = value
     _refuse_unknown(kind, table, where, "")
     try:
         return msgspec.convert(table, kind, strict=False)
@@ -62,6 +65,14 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file {path} is not valid TOML: {error}") from error
+
+
+def _section(table: dict[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
+    for name in names:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: {name} must be a table")
+    return table
 
 
 def _refuse_unknown(kind: object, table: Mapping[str, Any], where: str, at: str) -> None:

@@ -1,4 +1,4 @@
-"""Tasks that live as long as the body of a `with`, and a wait that outlasts a cancel."""
+"""Tasks and deadlines of the body of a `with`, and a wait that outlasts a cancel."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ async def background(work: dict[str, Coroutine[None, None, None]]) -> AsyncItera
         finally:
             for task in tasks:
                 task.cancel()
+
+
+@asynccontextmanager
+async def deadline(
+    seconds: float | None, late: Callable[[], Exception]
+) -> AsyncIterator[asyncio.Timeout]:
+    """Raises what `late` makes if the body takes longer; a TimeoutError of its own comes out as it
+    is. None is no deadline, until the scope that is yielded is given one."""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield scope
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise late() from error
 
 
 async def outlast(

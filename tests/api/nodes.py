@@ -17,9 +17,10 @@ from uuid import uuid4
 import aiohttp
 
 from tests.latch import CopyLatch, until
+from tierkv.api.listen import bind
 from tierkv.api.node import Node
 from tierkv.api.problems import PASSING_REASONS
-from tierkv.api.server import bind, listening
+from tierkv.api.server import listening
 from tierkv.api.settings import NodeSection, NodeSettings, Role
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice

@@ -17,12 +17,26 @@ from tests.api.nodes import process, run_to_end
 from tests.redis_server import free_port
 from tierkv.cli import main
 
-COMMANDS = ["demo", "generate", "lookup", "serve", "stats", "verify", "version"]
+COMMANDS = [
+    "demo",
+    "doctor",
+    "gateway",
+    "generate",
+    "lookup",
+    "serve",
+    "stats",
+    "storage",
+    "token",
+    "verify",
+    "version",
+]
 
 
 def test_help_lists_every_command_with_a_sentence() -> None:
     shown = CliRunner().invoke(main, ["--help"])
     assert shown.exit_code == 0
+    with click.Context(main) as context:
+        assert main.list_commands(context) == COMMANDS
     for command in COMMANDS:
         assert f"\n  {command} " in shown.output
     assert "Exit codes: 0" in shown.output
@@ -33,13 +47,15 @@ def test_every_command_and_every_option_of_it_has_help(command: str) -> None:
     with click.Context(main) as context:
         found = main.get_command(context, command)
     assert found is not None
-    assert found.help
-    for option in found.params:
-        if isinstance(option, click.Option):
-            assert option.help, option.name
-    shown = CliRunner().invoke(main, [command, "--help"])
-    assert shown.exit_code == 0
-    assert max(len(line) for line in shown.output.splitlines()) <= 80
+    parts = found.commands.items() if isinstance(found, click.Group) else ()
+    for path, one in (((), found), *(((name,), part) for name, part in parts)):
+        assert one.help
+        for option in one.params:
+            if isinstance(option, click.Option):
+                assert option.help, option.name
+        shown = CliRunner().invoke(main, [command, *path, "--help"])
+        assert shown.exit_code == 0
+        assert max(len(line) for line in shown.output.splitlines()) <= 80
 
 
 def test_help_does_not_wait_for_heavy_imports() -> None:
@@ -61,10 +77,18 @@ def test_help_does_not_wait_for_heavy_imports() -> None:
         ["nothing"],
         ["generate"],
         ["generate", "a", "--max-tokens", "0"],
+        ["token", "new", "--file", "a", "--name", "a", "--role", "read", "--expires", "9999999d"],
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(main, arguments).exit_code == 2
+
+
+async def test_an_option_completes_what_the_environment_began(tmp_path: Path) -> None:
+    """A key of the environment needs a certificate, which may be an option's."""
+    given = ("--port", "0", "--storage", "none", "--tls-cert", "missing.pem")
+    _, _, err = await run_to_end(tmp_path, "serve", *given, TIERKV_TLS__KEY="key.pem")
+    assert "missing.pem or its key cannot be used" in err
 
 
 def test_version_is_the_packages() -> None:

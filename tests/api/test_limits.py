@@ -19,7 +19,7 @@ from tests.api.guarded import Authority, guarded
 from tests.api.nodes import Here, here
 from tests.latch import until
 from tierkv.api.connections import Limits
-from tierkv.api.server import bind, url_of
+from tierkv.api.listen import bind, url_of
 from tierkv.api.serving import serving
 from tierkv.api.settings import NodeSection, TlsSection
 

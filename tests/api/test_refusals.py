@@ -56,6 +56,8 @@ JSON_BODIES = [
     (f'{{"prompt": "a", "seed": {HUGE}}}'.encode(), 422, "invalid_body"),
     (b'{"prompt": "a", "request_id": ""}', 422, "invalid_body"),
     (b'{"prompt": "a", "request_id": "a b"}', 422, "invalid_body"),
+    (b'{"prompt": "a", "request_id": "."}', 422, "invalid_body"),
+    (b'{"prompt": "a", "request_id": ".."}', 422, "invalid_body"),
     (b'{"prompt": "a", "request_id": "a\\r\\nX-Evil: 1"}', 422, "invalid_body"),
     (f'{{"prompt": "a", "request_id": "{"x" * 257}"}}'.encode(), 422, "invalid_body"),
     (b'{"prompt": ""}', 400, "bad_request"),
@@ -151,6 +153,18 @@ def decoded_or_refused(raw: bytes, content_type: str) -> None:
         with suppress(BadRequestError):
             body = decode(raw, kind, content_type=content_type)
             body.job("id", Prompt(body.packed(), 16))
+
+
+async def test_an_empty_ticket_id_is_wrong_and_not_the_same_as_none() -> None:
+    async with here() as on:
+        await on.client.post("/v1/requests", {"prompt": "hello", "request_id": "r"})
+        for path, prompt in (
+            ("/v1/prefill", {"prompt": "hello"}),
+            ("/v1/requests/r/stream", {}),
+            ("/v1/requests/r/publish", {}),
+        ):
+            answer = await on.client.post(path, {"ticket_id": ""} | prompt)
+            assert (answer.status, answer.code) == (422, "invalid_body"), path
 
 
 @pytest.mark.parametrize(

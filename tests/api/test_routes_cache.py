@@ -9,6 +9,7 @@ import pytest
 
 from tests.api.nodes import Answer, Client, Here, here
 from tests.latch import until
+from tierkv.api import pins, prefetches
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -102,14 +103,47 @@ async def test_a_prefetch_can_be_given_up() -> None:
         await on.settle()
 
 
+async def test_a_prefetch_too_many_is_refused_until_one_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefetches, "MOST_RUNNING", 1)
+    async with here() as on:
+        on.store.hold()
+        first = {"tokens": TOKENS, "request_id": "first"}
+        assert (await on.client.post("/v1/prefetches", first)).status == 202
+        other = {"tokens": TOKENS, "request_id": "other"}
+        refused = await on.client.post("/v1/prefetches", other)
+        assert (refused.status, refused.code) == (429, "too_many")
+        assert "Retry-After" in refused.headers
+        on.store.release()
+        await prefetched(on.client, "first")
+        assert (await on.client.post("/v1/prefetches", other)).status == 202
+        await prefetched(on.client, "other")
+        await on.settle()
+
+
+async def test_a_pin_too_many_is_refused_until_one_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pins, "MOST_PINS", 2)
+    async with here() as on:
+
+        async def pin(name: str) -> int:
+            return (await on.client.ask("PUT", f"/v1/pins/{name}", json={"tokens": TOKENS})).status
+
+        assert [await pin(name) for name in ("a", "b", "c", "a")] == [200, 200, 429, 200]
+        await on.client.ask("DELETE", "/v1/pins/a")
+        assert await pin("c") == 200
+
+
 async def test_pins_keep_blocks_until_they_are_ended() -> None:
     async with here() as on:
         await publish(on.client)
         answer = await on.client.ask("PUT", "/v1/pins/a", json={"tokens": TOKENS, "ttl_s": 60})
         assert (answer.status, answer.body["num_tokens"], answer.body["soft"]) == (200, 32, False)
         await on.client.ask("PUT", "/v1/pins/b", json={"tokens": TOKENS, "soft": True})
-        pins = (await on.client.get("/v1/pins")).body["pins"]
-        assert [pin["pin_id"] for pin in pins] == ["a", "b"]
+        told = (await on.client.get("/v1/pins")).body["pins"]
+        assert [pin["pin_id"] for pin in told] == ["a", "b"]
         assert (await on.client.ask("POST", "/v1/reset")).body["held_copies"] > 0
         assert 0 < (await on.client.get("/v1/pins/a")).body["expires_in_s"] <= 60
         for name in ("a", "b"):

@@ -15,10 +15,11 @@ from msgspec.structs import replace
 from tests.api.nodes import Client, Here, here, settings
 from tests.latch import until
 from tierkv.api.events import RING_EVENTS, EventFeed
+from tierkv.api.listing import MOST_LISTINGS
 from tierkv.api.masked import masked, masked_url
-from tierkv.api.settings import StorageSection
 from tierkv.cache.keys import Prompt
 from tierkv.sched.events import Happening
+from tierkv.storage.settings import StorageSettings
 
 Json = dict[str, Any]
 
@@ -199,6 +200,20 @@ async def test_looking_at_the_quota_of_a_tenant_that_there_is_not_makes_none() -
         assert (await on.client.get("/v1/config")).body["roots"] == before
 
 
+async def test_the_quota_of_a_tenant_that_was_closed_for_others_is_told_and_changed_still() -> None:
+    async with here() as on:
+        service, path = on.node.service, "/v1/quotas/someone"
+        await on.client.ask("PUT", path, json={"device_blocks": 3})
+        for number in range(service.settings.max_tenants):
+            service.space_of_tenant(f"tenant {number}")
+        before = service.roots()
+        answer = await on.client.get(path)
+        assert (answer.status, answer.body["device_blocks"]) == (200, 3)
+        answer = await on.client.ask("DELETE", path)
+        assert (answer.status, answer.body["device_blocks"]) == (200, None)
+        assert service.roots() == before, "which opens nothing"
+
+
 # Blocks
 
 
@@ -227,6 +242,29 @@ async def test_every_block_is_listed_once_whatever_the_page() -> None:
             assert {block["device"] for block in found} == {"ready"}
 
 
+async def test_a_listing_goes_on_where_blocks_have_gone_meanwhile() -> None:
+    async with here() as on:
+        await cache(on.client, 100)
+        await cache(on.client, 50, first=1000)
+        begun = (await on.client.get("/v1/blocks", params={"limit": "1"})).body
+        await on.client.ask("POST", "/v1/reset")
+        query = {"limit": "100", "cursor": begun["cursor"]}
+        rest = (await on.client.get("/v1/blocks", params=query)).body
+        assert rest == {"blocks": [], "cursor": None}
+
+
+async def test_of_too_many_listings_the_one_asked_longest_ago_is_given_up() -> None:
+    async with here() as on:
+        await cache(on.client, 100)
+        begun = [
+            (await on.client.get("/v1/blocks", params={"limit": "1"})).body["cursor"]
+            for _ in range(MOST_LISTINGS + 1)
+        ]
+        for cursor, status in ((begun[0], 404), (begun[1], 200)):
+            answer = await on.client.get("/v1/blocks", params={"cursor": cursor})
+            assert answer.status == status
+
+
 @pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"c": "1"}])
 async def test_bad_pages_are_refused(query: dict[str, str]) -> None:
     async with here() as on:
@@ -248,7 +286,7 @@ async def test_settings_are_told_without_secrets() -> None:
 
 def test_no_secret_is_left_in_masked_settings() -> None:
     url = "redis://user:pa55@host:6379/0?password=pa55"
-    chosen = replace(settings(), storage=StorageSection(url=url))
+    chosen = replace(settings(), storage=StorageSettings(url=url))
     chosen = replace(chosen, cache=replace(chosen.cache, tenant="pa55"))
     text = json.dumps(masked(chosen))
     assert "pa55" not in text

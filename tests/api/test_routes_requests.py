@@ -11,7 +11,8 @@ import msgpack
 import pytest
 
 from tests.api.nodes import Answer, Client, Here, here
-from tests.latch import until
+from tests.latch import EVERY, until
+from tierkv.gpu.protocol import Direction
 
 Json = dict[str, Any]
 TOKENS = list(range(40))  # two blocks of 16 and a tail of 8
@@ -96,16 +97,47 @@ async def test_an_answer_in_msgpack_has_a_packed_block_table() -> None:
         await on.client.ask("DELETE", "/v1/requests/r")
 
 
+async def bring_to_host(on: Here) -> None:
+    """Leave TOKENS on the host, and there alone."""
+    await cache(on.client, "one")
+    for name in ("two", "three"):  # its second hit brings it to the host
+        await admit(on.client, name)
+        await on.client.post(f"/v1/requests/{name}/finish", {"num_tokens": 40})
+    await on.settle()
+    filler = list(range(100, 100 + 64 * 16))
+    await admit(on.client, "filler", tokens=filler, max_new_tokens=0)
+    await on.client.ask("DELETE", "/v1/requests/filler")
+
+
+async def test_loads_that_fail_while_they_are_waited_for_leave_no_request() -> None:
+    async with here() as on:
+        await bring_to_host(on)
+        on.latch.fail_next(Direction.LOAD, EVERY)
+        failed = await admit(on.client, "r", wait="loaded")
+        assert (failed.status, failed.code) == (503, "transfer_failed")
+        assert (await on.client.get("/v1/requests/r")).status == 404
+        await on.settle()
+        on.latch.fail_next(Direction.LOAD, 0)
+        assert (await admit(on.client, "r", wait="loaded")).body["loads"] == "loaded"
+        await on.client.ask("DELETE", "/v1/requests/r")
+        await on.settle()
+
+
+async def test_a_client_that_goes_while_it_waits_for_loads_leaves_no_request() -> None:
+    async with here() as on:
+        await bring_to_host(on)
+        on.latch.hold(Direction.LOAD)
+        waiting = asyncio.ensure_future(admit(on.client, "r", wait="loaded"))
+        await until(lambda: on.node.desk.num_open == 1, "a request that waits for its loads")
+        waiting.cancel()
+        await until(lambda: on.node.desk.num_open == 0, "the end of the request")
+        on.latch.release()
+        await on.settle()
+
+
 async def test_a_prompt_on_the_host_is_loaded_before_the_answer_if_asked_for() -> None:
     async with here() as on:
-        await cache(on.client, "one")
-        for name in ("two", "three"):  # its second hit brings it to the host
-            await admit(on.client, name)
-            await on.client.post(f"/v1/requests/{name}/finish", {"num_tokens": 40})
-        await on.settle()
-        filler = list(range(100, 100 + 64 * 16))
-        await admit(on.client, "filler", tokens=filler, max_new_tokens=0)
-        await on.client.ask("DELETE", "/v1/requests/filler")
+        await bring_to_host(on)
         on.latch.hold()
         answer = await admit(on.client, "polling")
         assert (answer.body["loads"], answer.body["matched"]["host"]) == ("loading", 32)

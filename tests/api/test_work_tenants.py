@@ -16,6 +16,7 @@ from tests.api.guarded import Callers, Guarded, callers_in, guarded
 from tests.api.nodes import Answer
 from tests.e2e.exact import truth
 from tierkv.api.auth_file import RoleName
+from tierkv.api.names import ticket_name
 from tierkv.client.sse import EventReader
 from tierkv.clock import SystemClock
 from tierkv.sched.estimate import FetchPolicy
@@ -157,8 +158,8 @@ async def test_ids_cannot_be_made_that_are_another_tenants(cast: Cast) -> None:
         for path, body in (
             ("/v1/generate", {"request_id": f"{space}/r"}),
             ("/v1/requests", {"request_id": f"{space}/r"}),
-            ("/v1/prefill", {"ticket_id": on.node.ticket_name("t", "one")}),
-            ("/v1/decode", {"ticket_id": on.node.ticket_name("t", "one")}),
+            ("/v1/prefill", {"ticket_id": ticket_name("t", "one")}),
+            ("/v1/decode", {"ticket_id": ticket_name("t", "one")}),
         ):
             answer = await nobody.post(path, {"prompt": "hello"} | body)
             assert (answer.status, answer.code) == (400, "bad_request"), path

@@ -12,9 +12,11 @@ from typing import TypeVar
 import pytest
 
 from tests.api.nodes import here, process
+from tests.client.scripted import says, scripted
 from tests.latch import until
+from tierkv.api.sse import EVENT_STREAM
 from tierkv.api.types import GenerateBody, LookupBody
-from tierkv.client import CallError, Client, Retries, UnreachableError
+from tierkv.client import BrokenOffError, CallError, Client, Retries, UnreachableError
 from tierkv.errors import BadRequestError
 
 T = TypeVar("T")
@@ -70,6 +72,71 @@ async def test_leaving_a_stream_early_ends_the_work_of_the_node() -> None:
         await until(lambda: on.node.num_working == 0, "the end of the work")
         await in_thread(client.close)
         await on.settle()
+
+
+async def test_the_blocks_of_a_node_are_told_to_a_thread_as_they_come() -> None:
+    async with here() as on:
+        url = on.client.url
+
+        def work() -> None:
+            with Client(url) as client, client.events() as events:
+                client.generate(GenerateBody(prompt="x" * 64, max_tokens=1))
+                assert next(iter(events)).tier == "device"
+
+        await in_thread(work)
+        await on.settle()
+
+
+async def test_a_stream_that_is_refused_is_never_open() -> None:
+    async with here() as on:
+        url = on.client.url
+
+        def work() -> None:
+            with Client(url) as client:
+                stream = client.stream_generate(GenerateBody(prompt="a", max_tokens=2))
+                with pytest.raises(BrokenOffError, match="to its end"):
+                    _ = stream.answer
+                refused = client.stream_generate(GenerateBody())
+                with pytest.raises(BadRequestError), refused:
+                    pass
+
+        await in_thread(work)
+        await on.settle()
+
+
+async def test_a_stream_that_is_over_says_so_however_often_it_is_read() -> None:
+    async with here() as on:
+        url = on.client.url
+
+        def work() -> None:
+            with Client(url) as client:
+                with client.stream_generate(GenerateBody(prompt="a", max_tokens=2)) as stream:
+                    assert len(list(stream)) >= 1
+                    assert list(stream) == []
+                assert list(stream) == []
+                with client.stream_generate(GenerateBody(prompt="a", max_tokens=900)) as stream:
+                    next(iter(stream))
+                with pytest.raises(CallError, match="closed"):
+                    list(stream)
+
+        await in_thread(work)
+        await on.settle()
+
+
+async def test_a_stream_that_failed_raises_that_however_often_it_is_read() -> None:
+    event = b'event: tokens\ndata: {"tokens":[97],"text":"a"}\n\n'
+    async with scripted(says(event, EVENT_STREAM)) as node:
+
+        def work() -> None:
+            with (
+                Client(node.url) as client,
+                client.stream_generate(GenerateBody(prompt="a")) as stream,
+            ):
+                for _ in range(2):
+                    with pytest.raises(BrokenOffError):
+                        list(stream)
+
+        await in_thread(work)
 
 
 async def test_closing_ends_the_calls_of_other_threads(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +26,18 @@ from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.embed import Admitted, Embedded
+from tierkv.embed.link import MAGIC, VERSION, Alive, Link
 from tierkv.embed.memory import EnginePlanes
 from tierkv.embed.shards import pieces, side_by_side
-from tierkv.embed.worker import Worker
+from tierkv.embed.worker import Worker, serve_in_thread
 from tierkv.embed.workers import WorkerDevice
-from tierkv.errors import ConfigError, DeviceFailedError, LayoutError
+from tierkv.errors import ConfigError, DeviceFailedError, LayoutError, StoreCorruptError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.wire import seal
 
 ROOT = Path(__file__).parents[2]
 Left = tuple[set[str], int, int, set[str]]
@@ -85,6 +88,10 @@ class Cluster:
         """Whether PROMPT and ALL are, so that nothing need be copied to make room for either."""
         num_blocks = sum(-(-len(tokens) // BLOCK) for tokens in (PROMPT, ALL))
         return self.cache.stats().wait(PATIENCE_S).tiers.offloaded_blocks == num_blocks
+
+
+def _planes() -> EnginePlanes:
+    return EnginePlanes(GQA, [np.zeros((4, plane.block_bytes), np.uint8) for plane in GQA.planes])
 
 
 def _kv(rank: int, tokens: Sequence[int]) -> list[np.ndarray]:
@@ -302,6 +309,48 @@ def test_a_scheduler_refuses_what_does_not_fit(tmp_path: Path) -> None:
     device.close()
     with pytest.raises(ConfigError, match="no scheduler listens"):
         worker.serve()
+
+
+def test_a_worker_on_a_thread_says_in_the_log_why_it_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = CpuDevice()
+    thread = serve_in_thread(Worker(str(tmp_path / "socket"), 0, device, _planes()))
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    device.close()
+    assert "the worker has ended: no scheduler listens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "answer", [b"no record", seal(MAGIC, VERSION + 1, {}), seal(MAGIC, VERSION, Alive())]
+)
+def test_a_scheduler_that_cannot_be_understood_leaves_nothing_open(
+    answer: bytes, tmp_path: Path
+) -> None:
+    """Another version of tierkv, say."""
+    path = str(tmp_path / "socket")
+    device = CpuDevice()
+    worker = Worker(path, 0, device, _planes())
+    with (
+        open(os.memfd_create("sent-to-a-worker"), "rb") as memory,
+        socket.socket(socket.AF_UNIX) as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        listener.bind(path)
+        listener.listen()
+        serving = pool.submit(worker.serve)
+        end, _ = listener.accept()
+        with end:
+            end.settimeout(PATIENCE_S)
+            Link(end).send(answer, descriptor=memory.fileno())
+            with pytest.raises(StoreCorruptError):
+                serving.result(PATIENCE_S)
+            assert end.recv(1 << 16), "its hello"
+            assert end.recv(1) == b"", "it has closed its end"
+    device.close()
+    left = subprocess.run(["ls", "-l", f"/proc/{os.getpid()}/fd"], check=False, capture_output=True)
+    assert b"sent-to-a-worker" not in left.stdout
 
 
 def test_a_socket_that_a_killed_scheduler_left_is_taken_over_and_no_other(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.embed.planes import shard_planes
 from tests.world import GQA
 from tierkv.embed.memory import EnginePlanes
-from tierkv.embed.worker import Worker
+from tierkv.embed.worker import Worker, serve_in_thread
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
 
@@ -22,7 +22,7 @@ def _fail_if_told(flag: Path, copy: BlockCopy) -> None:
 def main(path: str, rank: str, folder: str, num_blocks: str) -> None:
     planes = EnginePlanes(GQA, shard_planes(Path(folder), int(rank), int(num_blocks)))
     device = CpuDevice(before_copy=lambda copy: _fail_if_told(Path(folder, f"fail-{rank}"), copy))
-    Worker(path, int(rank), device, planes).serve()
+    serve_in_thread(Worker(path, int(rank), device, planes)).join()
     device.close()
 
 

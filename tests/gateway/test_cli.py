@@ -47,6 +47,13 @@ async def test_a_wrong_number_in_the_environment_names_its_setting(tmp_path: Pat
     assert "deadlines.stall_s" in err
 
 
+async def test_an_option_completes_what_the_environment_began(tmp_path: Path) -> None:
+    """A key of the environment needs a certificate, which may be an option's."""
+    given = (*NODES, "--node-cert", "missing.pem")
+    _, _, err = await run_to_end(tmp_path, "gateway", *given, TIERKV_GATEWAY__NODE_KEY="key.pem")
+    assert "missing.pem or its key cannot be used" in err
+
+
 async def test_nodes_from_the_environment_a_ready_line_and_a_clean_end(tmp_path: Path) -> None:
     environ = clean_environ(tmp_path) | {
         "TIERKV_GATEWAY__DECODE": "http://127.0.0.1:1 http://[::1]:1"

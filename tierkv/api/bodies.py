@@ -14,6 +14,7 @@ from aiohttp import web
 from tierkv.api.types import FieldError
 from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError
+from tierkv.tasks import deadline
 
 T = TypeVar("T")
 
@@ -28,7 +29,10 @@ _ENCODINGS = ("identity", "gzip", "deflate")
 LARGE_BYTES = 256 << 10
 _PIECE_BYTES = 64 << 10  # 0.6 ms of parsing
 
-_ID = re.compile(r"[!-~]{1,256}")  # visible ASCII: safe in a header and on a line of a log
+# Visible ASCII: safe in a header and on a line of a log. Not a dot or two: clients leave these out
+# of a path, and would ask another route.
+ID_PATTERN = r"^(?!\.{1,2}$)[!-~]{1,256}$"
+_ID = re.compile(ID_PATTERN)
 
 
 class BodyError(BadRequestError):
@@ -58,14 +62,13 @@ async def read_body(request: web.Request, kind: type[T], *, timeout_s: float) ->
         raise MediaTypeError(f"bodies are encoded with gzip or deflate, not {encoding[:80]!r}")
     if (request.content_length or 0) > request.client_max_size:  # none of it need be read
         raise web.HTTPRequestEntityTooLarge(request.client_max_size)
-    scope = asyncio.timeout(timeout_s)
+
+    def late() -> BodyTimeoutError:
+        return BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s")
+
     try:
-        async with scope:
+        async with deadline(timeout_s, late):
             raw = await request.read()
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s") from error
     except (web.RequestPayloadError, ValueError) as error:
         raise BodyError("the body breaks off, or is not encoded as its headers say") from error
     if content_type == OCTETS:
@@ -166,7 +169,7 @@ def is_id(text: str) -> bool:
 def check_id(text: str, field: str) -> str:
     """`text`, or FieldError if it cannot be an id: ids go to headers and logs."""
     if not is_id(text):
-        raise FieldError(f"{field} must have 1 to 256 visible ASCII characters")
+        raise FieldError(f"{field} must have 1 to 256 visible ASCII characters, and not be . or ..")
     return text
 
 

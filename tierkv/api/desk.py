@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
-from tierkv.api.held import Held, Key, Publishing
+from tierkv.api.held import Held, Key
 from tierkv.api.idempotency import Once
 from tierkv.api.leases import Leases
 from tierkv.api.outgoing import Outgoing
@@ -18,7 +18,7 @@ from tierkv.errors import GateTimeoutError, OutOfBlocksError
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.request import Request, RequestState
 from tierkv.service import Service
-from tierkv.tasks import task_group
+from tierkv.tasks import deadline, task_group
 
 log = logging.getLogger("tierkv.desk")
 
@@ -144,57 +144,53 @@ class Desk:
                 held.request, held.state = resumed, State.RUNNING
                 held.matched = resumed.matched
 
-    @asynccontextmanager
-    async def room(self, num_tokens: int, *, deadline_s: float) -> AsyncIterator[asyncio.Timeout]:
+    def room(
+        self, num_tokens: int, *, deadline_s: float
+    ) -> AbstractAsyncContextManager[asyncio.Timeout]:
         """Wait in it for room for `num_tokens`, no longer than `deadline_s` seconds; then it
         raises OutOfBlocksError."""
-        scope = asyncio.timeout(deadline_s)
-        try:
-            async with scope:
-                yield scope
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
+
+        def late() -> OutOfBlocksError:
             needed = -(-num_tokens // self._service.settings.block_size)
             available = self._service.tiers.available(Tier.DEVICE)
-            raise OutOfBlocksError("device", needed=needed, available=available) from error
+            return OutOfBlocksError("device", needed=needed, available=available)
+
+        return deadline(deadline_s, late)
 
     # Ending
 
     async def end(self, held: Held, state: State) -> None:
         """Give everything back; no error if that has happened. To finish waits for what is being
         published, anything else gives it up; a cancel ends only the wait."""
+        why = f"the request is {state.value}, and its prompt was not published"
+        if ended := self._begin_end(held, state, why, gives_up=state is not State.FINISHED):
+            await asyncio.wait([ended])
+
+    def abort_all(self) -> None:
+        """Publishes are given up; each request ends as soon as its own have."""
+        for held in list(self._held.values()):
+            self._begin_end(held, State.ABORTED, "the node was stopped", gives_up=True)
+
+    def _begin_end(
+        self, held: Held, state: State, why: str, *, gives_up: bool
+    ) -> asyncio.Task[None] | None:
+        """End it now, or in the task that is returned, when nothing of it is being published any
+        more. why: for who waits for its streams. gives_up: what else is being published."""
         streaming = {held.publishes[name] for name in held.streams}
-        held.fail_streams(f"the request is {state.value}, and its prompt was not published")
+        held.fail_streams(why)
         tasks = held.busy_publishes()
         if not tasks:
             self._end(held, state)
-            return
-        if state is not State.FINISHED:
+            return None
+        if gives_up:
             for task in tasks - streaming:  # those end by themselves, when they have said so
                 task.cancel()
-        ended = self._end_when_out(held, state)
-        await asyncio.wait([ended])
 
-    def _end_when_out(self, held: Held, state: State) -> asyncio.Task[None]:
         async def end_later() -> None:
             await self.outgoing.all_out(held)
             self._end(held, state)
 
         return self._tasks.create_task(end_later(), name="tierkv-desk-end")
-
-    def abort_all(self) -> None:
-        """Publishes are given up; each request ends as soon as its own have."""
-        for held in list(self._held.values()):
-            streaming = {held.publishes[name] for name in held.streams}
-            held.fail_streams("the node was stopped")
-            tasks: set[Publishing] = held.busy_publishes()
-            for task in tasks - streaming:  # those end by themselves, when they have said so
-                task.cancel()
-            if tasks:
-                _ = self._end_when_out(held, State.ABORTED)
-            else:
-                self._end(held, State.ABORTED)
 
     def _end(self, held: Held, state: State) -> None:
         request = held.request
@@ -216,8 +212,5 @@ class Desk:
 
     def _expired(self, held: Held) -> None:
         self.num_expired += 1
-        held.fail_streams("the engine that computed it was not heard of any more")
-        if held.busy_publishes():
-            _ = self._end_when_out(held, State.EXPIRED)
-        else:
-            self._end(held, State.EXPIRED)
+        why = "the engine that computed it was not heard of any more"
+        self._begin_end(held, State.EXPIRED, why, gives_up=False)

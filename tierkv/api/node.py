@@ -11,7 +11,7 @@ from tierkv.api.desk import Desk
 from tierkv.api.events import EventFeed
 from tierkv.api.heartbeat import Heartbeat
 from tierkv.api.idempotency import Once
-from tierkv.api.names import request_name, ticket_name
+from tierkv.api.names import request_name
 from tierkv.api.pins import PinBook
 from tierkv.api.prefetches import Prefetches
 from tierkv.api.refusals import NotReadyError
@@ -20,7 +20,7 @@ from tierkv.api.types import GenerateAnswer
 from tierkv.api.working import Working
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Prompt
-from tierkv.clock import Clock, SystemClock
+from tierkv.clock import SystemClock
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu.opening import open_device
 from tierkv.gpu.protocol import Device
@@ -91,7 +91,6 @@ class Node:
             now=lambda: asyncio.get_running_loop().time(),
         )
         self.heartbeat = Heartbeat()
-        self.clock: Clock = SystemClock()
         self.has_started = False
 
     @asynccontextmanager
@@ -130,9 +129,6 @@ class Node:
 
     def request_name(self, request_id: str, prompt: Prompt) -> str:
         return request_name(prompt.space, request_id)
-
-    def ticket_name(self, ticket_id: str, tenant: str) -> str:
-        return ticket_name(ticket_id, tenant)
 
     def space(self, tenant: str) -> str:
         """What the cache calls a tenant."""

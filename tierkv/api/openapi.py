@@ -11,18 +11,18 @@ import msgspec
 
 import tierkv
 from tierkv.api.access import Access
-from tierkv.api.bodies import JSON, MSGPACK, OCTETS
+from tierkv.api.bodies import ID_PATTERN, JSON, MSGPACK, OCTETS
 from tierkv.api.examples import EXAMPLES
 from tierkv.api.problems import PROBLEM_JSON, Problem
 from tierkv.api.route import Route
+from tierkv.api.sse import EVENT_STREAM
 
 Json = dict[str, Any]
 
-EVENT_STREAM = "text/event-stream"
 _REFS = "#/components/schemas/{name}"
 _PROBLEM_REF = {"$ref": "#/components/responses/Problem"}
 _NAME = re.compile(r"\{(\w+)\}")
-_ID = {"type": "string", "pattern": "^[!-~]{1,256}$"}
+_ID = {"type": "string", "pattern": ID_PATTERN}
 _METHODS_THAT_ARE_NAMED = ("POST",)
 
 _ALWAYS = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -169,8 +169,6 @@ def internal_problem(request: web.Request) -> web.Response:
 
 
 def _http_problem(request: web.Request, error: web.HTTPException) -> web.Response:
-    if error.status < HTTPStatus.BAD_REQUEST:
-        raise error
     code = HTTP_CODES.get(error.status, f"http_{error.status}")
     headers = {}
     detail = f"{request.method} {request.path[:200]}: {error.reason}"
@@ -178,6 +176,8 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
         allowed = ", ".join(sorted(error.allowed_methods))
         headers["Allow"] = allowed
         detail = f"{request.path[:200]} takes {allowed}"
+    elif isinstance(error, web.HTTPNotFound):
+        detail = f"there is no {request.path[:200]} here; GET /openapi.json tells what there is"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
         detail = error.text or error.reason
     return problem(request, error.status, code, error.reason, detail, headers=headers)

@@ -11,6 +11,7 @@ from tierkv.api.access import Principal
 from tierkv.api.auth import PRINCIPAL
 from tierkv.api.held import Held, Key
 from tierkv.api.metrics import Metrics
+from tierkv.api.names import ticket_name
 from tierkv.api.node import Node
 from tierkv.api.types import PromptBody
 from tierkv.cache.keys import Prompt
@@ -49,6 +50,12 @@ class Routes:
     def _key(self, request: web.Request) -> Key:
         """Of what the path names, which belongs to the caller's tenant."""
         return principal_of(request).tenant, bodies.check_id(request.match_info["id"], "the id")
+
+    def _ticket(self, request: web.Request, ticket_id: str) -> str:
+        """What a ticket that the caller calls so is called on all nodes. Raises FieldError or
+        BadRequestError."""
+        tenant = principal_of(request).tenant
+        return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
 
     def _held(self, request: web.Request) -> Held:
         """Raises UnknownIdError."""

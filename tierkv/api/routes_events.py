@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from contextlib import suppress
 
@@ -12,13 +11,12 @@ from aiohttp import hdrs, web
 from tierkv.api.access import Access
 from tierkv.api.route import Route
 from tierkv.api.routes_base import Routes
+from tierkv.api.sse import EVENT_STREAM, event_stream, open_stream, write
 from tierkv.errors import ShuttingDownError
 from tierkv.sched.events import CacheEvent
 
-EVENT_STREAM = "text/event-stream"
 _ID = re.compile(r"(\d{1,18})-(\d{1,18})")
 _QUIET_S = 15.0  # then a comment line tells that the connection is alive
-_WRITE_S = 30.0  # a client that takes nothing for so long is cut off
 _MOST = 256  # events in one write
 
 
@@ -45,20 +43,17 @@ class EventRoutes(Routes):
         known = _ID.fullmatch(request.headers.get("Last-Event-ID", ""))
         epoch = int(known[1]) if known else None
         number = int(known[2]) if known else 0
-        response = web.StreamResponse(
-            headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"}
-        )
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
-            return response
+            return event_stream()
         async with node.feed.reading(epoch, number) as reader:
-            await response.prepare(request)
+            response = await open_stream(request)
             told = 0
-            with suppress(ConnectionError, TimeoutError):
-                await _write(response, b"retry: 1000\n\n")
+            with suppress(ConnectionError):
+                await write(response, b"retry: 1000\n\n")
                 while True:
                     events = await node.feed.next(reader, most=_MOST, timeout_s=_QUIET_S)
                     if events is None:
-                        await _write(response, b"event: end\ndata: {}\n\n")
+                        await write(response, b"event: end\ndata: {}\n\n")
                         await response.write_eof()
                         break
                     first = reader.number - len(events) + 1
@@ -69,13 +64,8 @@ class EventRoutes(Routes):
                     if reader.num_lost > told:
                         lost = b'event: lost\ndata: {"events":%d}\n\n' % (reader.num_lost - told)
                         told, chunk = reader.num_lost, lost + chunk
-                    await _write(response, chunk or b":\n\n")
+                    await write(response, chunk or b":\n\n")
         return response
-
-
-async def _write(response: web.StreamResponse, chunk: bytes) -> None:
-    async with asyncio.timeout(_WRITE_S):
-        await response.write(chunk)
 
 
 def _encode(epoch: int, number: int, event: CacheEvent) -> bytes:

@@ -62,8 +62,8 @@ class HandoffRoutes(Routes):
         async with node.call():
             held = self._held(request)
             body = await self._read_optional(request, StreamBody)
-            ticket_id = bodies.check_id(body.ticket_id or held.key[1], "ticket_id")
-            name = node.ticket_name(ticket_id, principal_of(request).tenant)
+            ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
+            name = self._ticket(request, ticket_id)
             try:
                 streams = await node.desk.outgoing.stream(held, name)
             except HandoffError as error:
@@ -78,8 +78,8 @@ class HandoffRoutes(Routes):
         async with node.call():
             held = self._held(request)
             body = await self._read_optional(request, PublishBody)
-            ticket_id = bodies.check_id(body.ticket_id or held.key[1], "ticket_id")
-            name = node.ticket_name(ticket_id, principal_of(request).tenant)
+            ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
+            name = self._ticket(request, ticket_id)
             try:
                 published = await node.desk.outgoing.publish(
                     held, name, body.first_tokens, body.sampling
@@ -108,8 +108,7 @@ class HandoffRoutes(Routes):
             body = await self._read(request, ClaimBody)
             request_id = self._name(request, body.request_id)
             prompt = self._prompt(request, body)
-            tenant = principal_of(request).tenant
-            ticket = node.ticket_name(bodies.check_id(body.ticket_id, "ticket_id"), tenant)
+            ticket = self._ticket(request, body.ticket_id)
 
             async def begin() -> tuple[Request, Ticket | None]:
                 return await node.service.claim(
@@ -124,7 +123,7 @@ class HandoffRoutes(Routes):
 
             try:
                 held = await node.desk.begin(
-                    (tenant, request_id),
+                    (principal_of(request).tenant, request_id),
                     content_of(body, prompt.tokens),
                     begin,
                     ttl_s=body.ttl_s,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -14,6 +12,7 @@ from tierkv.api.route import Disconnect, Route
 from tierkv.api.routes_base import Routes
 from tierkv.api.types_node import LifeAnswer, SleepBody, WakeBody
 from tierkv.errors import BadRequestError, ConfigError, OwnershipError
+from tierkv.tasks import deadline
 
 
 class LifeRoutes(Routes):
@@ -78,19 +77,18 @@ class LifeRoutes(Routes):
     async def sleep(self, request: web.Request) -> web.Response:
         async with self._node.work():
             body = await self._read_optional(request, SleepBody)
-            scope = asyncio.timeout(body.deadline_s)
+
+            def late() -> WrongStateError:
+                running = len(self._node.service.scheduler.running_requests)
+                return WrongStateError(
+                    f"{running} requests and the pins still held blocks after {body.deadline_s:g} s"
+                )
+
             try:
-                async with scope:
+                async with deadline(body.deadline_s, late):
                     await self._node.service.sleep(keeps_blocks=body.keep_blocks)
             except OwnershipError as error:
                 raise WrongStateError(str(error)) from error
-            except TimeoutError as error:
-                if not scope.expired():
-                    raise
-                running = len(self._node.service.scheduler.running_requests)
-                raise WrongStateError(
-                    f"{running} requests and the pins still held blocks after {body.deadline_s:g} s"
-                ) from error
         return self._life(request)
 
     async def wake(self, request: web.Request) -> web.Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import msgspec
@@ -30,6 +29,7 @@ from tierkv.api.types_node import (
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import PoolStats
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, OwnershipError
+from tierkv.tasks import deadline
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 _TIERS = {TierName.DEVICE: Tier.DEVICE, TierName.HOST: Tier.HOST}
@@ -143,21 +143,19 @@ class NodeRoutes(Routes):
     async def resize(self, request: web.Request) -> web.Response:
         async with self._node.work():
             body = await self._read(request, ResizeBody)
-            scope = asyncio.timeout(body.deadline_s)
+            tier = _TIERS[body.tier]
+
+            def late() -> OutOfBlocksError:
+                capacity = self._node.service.tiers.pools[tier].capacity
+                return OutOfBlocksError(body.tier.value, needed=capacity - body.blocks, available=0)
+
             try:
-                async with scope:
-                    await self._node.service.resize(_TIERS[body.tier], body.blocks)
+                async with deadline(body.deadline_s, late):
+                    await self._node.service.resize(tier, body.blocks)
             except ConfigError as error:
                 raise BadRequestError(str(error)) from error
             except OwnershipError as error:
                 raise WrongStateError(str(error)) from error
-            except TimeoutError as error:
-                if not scope.expired():
-                    raise
-                held = self._node.service.tiers.pools[_TIERS[body.tier]].capacity
-                raise OutOfBlocksError(
-                    body.tier.value, needed=held - body.blocks, available=0
-                ) from error
         return self._tiers(request)
 
     # What there is

@@ -85,8 +85,7 @@ class TicketRoutes(Routes):
         return handoff
 
     def _ticket_name(self, request: web.Request) -> str:
-        _, ticket_id = self._key(request)
-        return self._node.ticket_name(ticket_id, principal_of(request).tenant)
+        return self._ticket(request, request.match_info["id"])
 
     def _unknown(self, request: web.Request) -> UnknownIdError:
         return UnknownIdError(f"there is no ticket {request.match_info['id']!r}")

@@ -95,10 +95,8 @@ class WorkRoutes(Routes):
         async with self._node.work():
             body = await self._read(request, PrefillBody)
             work = self._work(request, "prefill", body)
-            ticket_id = body.ticket_id
-            if ticket_id is None:
-                ticket_id = work.request_id
-            name = self._ticket(ticket_id, work)
+            ticket_id = work.request_id if body.ticket_id is None else body.ticket_id
+            name = self._ticket(request, ticket_id)
 
         async def compute(job: GenerateRequest) -> PrefillAnswer:
             try:
@@ -117,7 +115,7 @@ class WorkRoutes(Routes):
         async with self._node.work():
             body = await self._read(request, DecodeBody)
             work = self._work(request, "decode", body)
-            name = self._ticket(body.ticket_id, work)
+            name = self._ticket(request, body.ticket_id)
 
         async def compute(job: GenerateRequest) -> DecodeAnswer:
             try:
@@ -145,9 +143,6 @@ class WorkRoutes(Routes):
             content_of(same, prompt.tokens),
             body.job(self._node.request_name(request_id, prompt), prompt),
         )
-
-    def _ticket(self, ticket_id: str, work: _Work) -> str:
-        return self._node.ticket_name(bodies.check_id(ticket_id, "ticket_id"), work.tenant)
 
     async def _answer(
         self,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvloop
@@ -19,13 +17,12 @@ from tierkv.api.app import make_app
 from tierkv.api.auth import Guard
 from tierkv.api.connections import Limits
 from tierkv.api.garbage import short_collections
-from tierkv.api.listen import bind, is_loopback, make_room_for, open_listeners, url_of
+from tierkv.api.listen import is_loopback, make_room_for, open_listeners, url_of
 from tierkv.api.node import Node
 from tierkv.api.serving import serving
 from tierkv.api.settings import NodeSection, NodeSettings
+from tierkv.api.signals import told_to_end
 from tierkv.api.tls import server_tls
-
-__all__ = ["bind", "listening", "run", "serve", "url_of"]
 
 log = logging.getLogger("tierkv.server")
 
@@ -80,20 +77,12 @@ async def serve(
 
     on_closing: called when no work is left and all begins to close.
     """
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            log.warning("a second signal: not waiting for the work under way")
-            node.hurry()
-        stop.set()
-
-    with _signals(on_signal):
+    with told_to_end(node.hurry) as told:
         async with listening(node, *listeners) as url, node.running(), short_collections():
             log.info("%s is ready at %s", node.name, url)
             announce(url)
             try:
-                await stop.wait()
+                await told.wait()
                 grace_s = node.settings.node.drain_grace_s
                 log.info("%s drains, for up to %g s", node.name, grace_s)
                 node.drain()
@@ -118,19 +107,3 @@ async def listening(node: Node, *listeners: socket.socket) -> AsyncIterator[str]
         serving(make_app(node, guard), listeners, limits=Limits.of(settings.node), tls=tls),
     ):
         yield url_of(listeners[0], has_tls=tls is not None)
-
-
-# Signals
-
-
-@contextmanager
-def _signals(call: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `call`, on the loop."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, call)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

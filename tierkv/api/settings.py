@@ -95,9 +95,6 @@ class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("tls.key and tls.client_ca are of no use without tls.cert")
 
 
-StorageSection = StorageSettings
-
-
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The config file of `tierkv serve`: each field is a table in it."""
 
@@ -106,7 +103,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tls: TlsSection = TlsSection()
     cache: CacheSettings = CacheSettings()
     handoff: HandoffSettings = HandoffSettings()
-    storage: StorageSection = StorageSection()
+    storage: StorageSettings = StorageSettings()
     model: ModelConfig = ModelConfig()
     engine: EngineSettings = EngineSettings()
 

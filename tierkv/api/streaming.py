@@ -19,15 +19,13 @@ from aiohttp import web
 
 from tierkv.api import bodies
 from tierkv.api.problems import internal_problem, known_problem
+from tierkv.api.sse import open_stream, write
 from tierkv.errors import TierKVError
 from tierkv.refmodel.generation import OnTokens
 from tierkv.refmodel.text import decode
 from tierkv.tasks import task_group
 
 log = logging.getLogger("tierkv.api")
-
-EVENT_STREAM = "text/event-stream"
-_WRITE_TIMEOUT_S = 30.0  # a client that reads nothing for so long has gone
 
 Work = Callable[[OnTokens], Awaitable[msgspec.Struct]]
 
@@ -82,7 +80,8 @@ async def stream(request: web.Request, work: Work) -> web.StreamResponse:
             new = await feed.news(sent)
             if new:
                 response = response or await open_stream(request)
-                await write_event(response, "tokens", TokensEvent(new, decode(new)))
+                news = msgspec.json.encode(TokensEvent(new, decode(new)))
+                await _tell(response, "tokens", news)
                 sent += len(new)
     outcome = task.result()
     if isinstance(outcome, Exception):
@@ -93,10 +92,10 @@ async def stream(request: web.Request, work: Work) -> web.StreamResponse:
             if isinstance(outcome, TierKVError)
             else internal_problem(request)
         )
-        await _write(response, "error", bytes(failure.body or b""))  # type: ignore[arg-type]
+        await _tell(response, "error", bytes(failure.body or b""))  # type: ignore[arg-type]
     else:
         response = response or await open_stream(request)
-        await write_event(response, "done", outcome)
+        await _tell(response, "done", msgspec.json.encode(outcome))
     await response.write_eof()
     return response
 
@@ -114,27 +113,5 @@ async def _outcome(
         return error
 
 
-async def open_stream(request: web.Request) -> web.StreamResponse:
-    """The head of an event stream, on its way."""
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": EVENT_STREAM,
-            "Cache-Control": "no-store",
-            "X-Accel-Buffering": "no",  # a proxy in between is not to collect events
-        }
-    )
-    await response.prepare(request)
-    return response
-
-
-async def write_event(response: web.StreamResponse, event: str, body: msgspec.Struct) -> None:
-    await _write(response, event, msgspec.json.encode(body))
-
-
-async def _write(response: web.StreamResponse, event: str, line: bytes) -> None:
-    """Raises ConnectionError if the client has gone or takes nothing."""
-    try:
-        async with asyncio.timeout(_WRITE_TIMEOUT_S):
-            await response.write(b"event: %b\ndata: %b\n\n" % (event.encode(), line))
-    except TimeoutError as error:
-        raise ConnectionResetError(f"nothing was read for {_WRITE_TIMEOUT_S:g} s") from error
+async def _tell(response: web.StreamResponse, event: str, data: bytes) -> None:
+    await write(response, b"event: %b\ndata: %b\n\n" % (event.encode(), data))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tierkv.errors import TierKVError
+from tierkv.tasks import deadline
 
 
 class Working:
@@ -27,19 +28,13 @@ class Working:
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._scopes.add(scope)
-                try:
-                    yield
-                finally:
-                    self._scopes.discard(scope)
-                    self.changed()
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise self._cut_off() from error
+        async with deadline(None, self._cut_off) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+                self.changed()
 
     def changed(self) -> None:
         self._changed.set()

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tierkv.api.bodies import JSON, MSGPACK
-from tierkv.api.streaming import EVENT_STREAM
+from tierkv.api.sse import EVENT_STREAM
 from tierkv.api.types import PromptBody
 from tierkv.cache.tokens import pack
 from tierkv.client.errors import (
@@ -28,11 +28,12 @@ from tierkv.client.errors import (
     remote_error,
 )
 from tierkv.client.events import EventStream
-from tierkv.client.http import Http, Reply, deadline
+from tierkv.client.http import Http, Reply
 from tierkv.client.retries import Retries
 from tierkv.client.routes import Call, Repeat
 from tierkv.client.streams import Events, Stream
 from tierkv.errors import TierKVError
+from tierkv.tasks import deadline
 
 A = TypeVar("A")
 B = TypeVar("B", bound=msgspec.Struct)
@@ -93,8 +94,7 @@ class Calls:
     ) -> A:
         """Raises RemoteError for an answer that is an error, else CallError."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        late = DeadlineError(f"{self._http.where} did not answer {call.path} within {limit_s:g} s")
-        async with deadline(limit_s, late) as scope:
+        async with deadline(limit_s, lambda: self._late(call, limit_s)) as scope:
             return await self._attempts(call, question, scope)
 
     async def _attempts(self, call: Call[A], question: Question, scope: asyncio.Timeout) -> A:
@@ -133,16 +133,18 @@ class Calls:
     async def _opened(self, call: Call[A], question: Question) -> AsyncIterator[Events]:
         path, raw, headers = self._prepared(call, question)
         headers["Accept"] = EVENT_STREAM
-        where = self._http.where
-        late = DeadlineError(f"{where} did not answer {call.path} within {self._timeout_s:g} s")
+        limit_s = self._timeout_s
         async with AsyncExitStack() as stack:
-            async with deadline(self._timeout_s, late):
+            async with deadline(limit_s, lambda: self._late(call, limit_s)):
                 response = await stack.enter_async_context(
                     self._http.opened(call.method, path, raw, headers)
                 )
                 if response.content_type != EVENT_STREAM:
                     self._refuse(await self._http.whole(response))
-            yield Events(where, response, self._timeout_s)
+            yield Events(self._http.where, response, limit_s)
+
+    def _late(self, call: Call[A], limit_s: float) -> DeadlineError:
+        return DeadlineError(f"{self._http.where} did not answer {call.path} within {limit_s:g} s")
 
     def _prepared(
         self, call: Call[A], question: Question

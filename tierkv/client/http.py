@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -190,16 +189,3 @@ def translated(where: str) -> Iterator[None]:
     except (aiohttp.ClientError, OSError) as error:
         what = str(error) or type(error).__name__
         raise BrokenOffError(f"{where} broke off: {what}") from error
-
-
-@asynccontextmanager
-async def deadline(timeout_s: float | None, error: CallError) -> AsyncIterator[asyncio.Timeout]:
-    """Raises `error` when the time is up."""
-    scope = asyncio.timeout(timeout_s)
-    try:
-        async with scope:
-            yield scope
-    except TimeoutError as late:
-        if not scope.expired():
-            raise
-        raise error from late

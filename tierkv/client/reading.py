@@ -14,7 +14,6 @@ from tierkv.api.streaming import TokensEvent
 from tierkv.client.errors import BrokenOffError
 from tierkv.client.events import EventStream, NodeEvent
 from tierkv.client.streams import Stream
-from tierkv.errors import TierKVError
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -37,7 +36,7 @@ class _News(Generic[T]):
 
     item: T | None = None
     is_end: bool = False
-    error: TierKVError | None = None
+    error: Exception | None = None
 
 
 class _Reading(Generic[T, S]):
@@ -47,6 +46,7 @@ class _Reading(Generic[T, S]):
         self._runner = runner
         self._opening = opening
         self._stream: S | None = None
+        self._over: _News[T] | None = None  # the last of the news: there will be no others
 
     def __enter__(self) -> Self:
         # One task reads it all: a deadline must end in the task where it began.
@@ -66,6 +66,8 @@ class _Reading(Generic[T, S]):
         trace: TracebackType | None,
     ) -> None:
         self._task.cancel()
+        left = BrokenOffError("this stream was left, and is closed")
+        self._over = self._over or _News(error=left)
 
     def __iter__(self) -> Iterator[T]:
         """Raises what the stream of AsyncClient raises."""
@@ -74,7 +76,9 @@ class _Reading(Generic[T, S]):
             yield news.item
 
     def _next(self) -> _News[T]:
-        news = self._runner.wait_for(self._news.get())
+        news = self._over or self._runner.wait_for(self._news.get())
+        if news.is_end or news.error is not None:
+            self._over = news
         if news.error is not None:
             raise news.error
         return news
@@ -86,7 +90,7 @@ class _Reading(Generic[T, S]):
                 async for item in self._stream:
                     await self._news.put(_News(item))  # type: ignore[arg-type]
                 await self._news.put(_News(is_end=True))
-        except TierKVError as error:
+        except Exception as error:  # noqa: BLE001 - it is raised in the thread that reads
             await self._news.put(_News(error=error))
 
 

@@ -11,8 +11,9 @@ from aiohttp import ClientResponse
 from tierkv.api.problems import Problem
 from tierkv.api.streaming import TokensEvent
 from tierkv.client.errors import BrokenOffError, DeadlineError, NotANodeError, remote_error
-from tierkv.client.http import deadline, translated
+from tierkv.client.http import translated
 from tierkv.client.sse import EventReader, ServerEvent
+from tierkv.tasks import deadline
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -34,9 +35,8 @@ class Events:
         """None at the end. Raises DeadlineError, BrokenOffError, or NotANodeError for what is no
         event."""
         while not self._ready:
-            late = DeadlineError(f"{self._where} told nothing for {self._gap_s:g} s")
             with translated(self._where):
-                async with deadline(self._gap_s, late):
+                async with deadline(self._gap_s, self._late):
                     chunk = await self._content.readany()
             if not chunk:
                 return None
@@ -47,6 +47,9 @@ class Events:
                     f"{self._where} sends no events: {error}", status=200
                 ) from error
         return self._ready.popleft()
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(f"{self._where} told nothing for {self._gap_s:g} s")
 
     def decoded(self, event: ServerEvent, kind: type[T]) -> T:
         """The data of `event`. Raises NotANodeError."""

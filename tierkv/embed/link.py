@@ -85,7 +85,8 @@ class Link:
             with self._sending:
                 if descriptor is not None:
                     data = data[socket.send_fds(self._socket, [data], [descriptor]) :]
-                self._socket.sendall(data)
+                if data:  # to send nothing fails too if the other end has read all and gone
+                    self._socket.sendall(data)
         except OSError as error:
             raise LinkClosedError(f"the other process does not read: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tierkv.cache.layout import Layout
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.protocol import BlockCopy, Planes
+from tierkv.gpu.protocol import Planes
 
 Bytes2D = npt.NDArray[np.uint8]
 
@@ -85,10 +85,8 @@ class EnginePlanes:
 class EngineCpuDevice(CpuDevice):
     """The CPU, for an engine in this process that has its KV in `arrays` already."""
 
-    def __init__(
-        self, arrays: Sequence[Bytes2D], before_copy: Callable[[BlockCopy], None] | None = None
-    ) -> None:
-        super().__init__(before_copy)
+    def __init__(self, arrays: Sequence[Bytes2D]) -> None:
+        super().__init__()
         self._engine_arrays = tuple(arrays)
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:

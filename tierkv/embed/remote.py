@@ -40,7 +40,6 @@ class Movements:
 
     def __init__(self, num_ranks: int, *, dead_s: float) -> None:
         self.failure: str | None = None
-        self._num_ranks = num_ranks
         self._dead_s = dead_s
         self._ranks = Ranks(num_ranks, late_s=min(5.0, dead_s), dead_s=dead_s)
         self._heard = dict.fromkeys(range(num_ranks), time.monotonic())

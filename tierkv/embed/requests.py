@@ -52,10 +52,6 @@ class Requests:
         self._load_timeout_s = load_timeout_s
         self._held: dict[str, _Held] = {}
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
     # Admission
 
     async def admit(self, spec: RequestSpec, until: Until) -> Admitted:

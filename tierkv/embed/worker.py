@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tierkv.embed.link import Alive, Hello, Link, LinkClosedError, Memory, Report, read
@@ -40,29 +39,37 @@ class Worker:
     def serve(self) -> None:
         """Carry out plans until the scheduler closes its end or `stop` is called.
 
-        Raises ConfigError if nobody listens at the path, or does not take this worker.
+        Raises ConfigError if nobody listens at the path, or does not take this worker, and
+        StoreCorruptError if what comes from there cannot be read.
         """
         link = self._link = Link(_connect(self._path))
+        try:
+            host = self._join(link)
+            try:
+                self._carry_out(link, host)
+            finally:
+                host.close()
+        except ConfigError:
+            if not self._ended.is_set():
+                raise
+        finally:
+            link.close()
+
+    def _join(self, link: Link) -> SharedSlots:
+        """Say hello, and map the host slots that are the answer."""
         hello = Hello(self._rank, self._planes.num_blocks, self._planes.layout.digest, os.getpid())
         try:
             link.send(hello)
             record, descriptor = link.receive_with_descriptor()
         except LinkClosedError as error:
-            link.close()
-            if self._ended.is_set():
-                return
             raise ConfigError(f"the scheduler did not take worker {self._rank}: {error}") from error
-        memory = read(record)
-        if not isinstance(memory, Memory):
-            os.close(descriptor)
-            raise StoreCorruptError("a scheduler's first record is about its memory")
-        piece = slice(memory.start, memory.stop)
-        host = SharedSlots(descriptor, memory.num_slots, memory.block_bytes, piece)
         try:
-            self._carry_out(link, host)
-        finally:
-            link.close()
-            host.close()
+            memory = _memory(record)
+        except StoreCorruptError:
+            os.close(descriptor)
+            raise
+        piece = slice(memory.start, memory.stop)
+        return SharedSlots(descriptor, memory.num_slots, memory.block_bytes, piece)
 
     def stop(self) -> None:
         """Let `serve` return; to the scheduler this worker is dead then."""
@@ -130,6 +137,13 @@ class Worker:
                 return
 
 
+def _memory(record: bytes) -> Memory:
+    found = read(record)
+    if not isinstance(found, Memory):
+        raise StoreCorruptError("a scheduler's first record is about its memory")
+    return found
+
+
 _KINDS = ("load", "offload", "copy")
 
 
@@ -155,20 +169,14 @@ def _connect(path: str) -> socket.socket:
     return end
 
 
-def serve_in_thread(worker: Worker, on_end: Callable[[], None] | None = None) -> threading.Thread:
-    """Start `worker.serve` on a daemon thread: an engine's process may end without asking it.
-
-    on_end: called there when the scheduler has gone, or could not be reached.
-    """
+def serve_in_thread(worker: Worker) -> threading.Thread:
+    """Start `worker.serve` on a daemon thread: an engine's process may end without asking it."""
 
     def serve() -> None:
         try:
             worker.serve()
         except TierKVError as error:
             log.error("the worker has ended: %s", error)
-        finally:
-            if on_end is not None:
-                on_end()
 
     thread = threading.Thread(target=serve, name="tierkv-worker", daemon=True)
     thread.start()

@@ -9,32 +9,14 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from tierkv.api.access import ForbiddenError, UnauthenticatedError
-from tierkv.api.bodies import (
-    REQUEST_ID,
-    REQUEST_ID_HEADER,
-    BodyError,
-    BodyTimeoutError,
-    MediaTypeError,
-    first_id,
-)
-from tierkv.api.problems import problem_response
-from tierkv.api.types import FieldError
-from tierkv.errors import TierKVError
+from tierkv.api.bodies import REQUEST_ID, REQUEST_ID_HEADER, first_id
+from tierkv.api.problems import ERRORS, HTTP_CODES, problem_response
 from tierkv.gateway.failures import GatewayError, InvalidRequestError
 
 log = logging.getLogger("tierkv.gateway")
 
 _RETRY_AFTER_S = 1
 _MOST_ID = 200  # what nodes get is longer by the number of the call
-_CALLERS_ERRORS: tuple[tuple[type[TierKVError], int, str], ...] = (
-    (BodyError, 400, "malformed_body"),
-    (FieldError, 422, "invalid_body"),
-    (MediaTypeError, 415, "unsupported_media_type"),
-    (BodyTimeoutError, 408, "body_timeout"),
-    (UnauthenticatedError, 401, "unauthenticated"),
-    (ForbiddenError, 403, "forbidden"),
-)
 
 
 class OpenAIError(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,12 +43,11 @@ def failure_of(request: web.Request, error: Exception) -> Failure:
         param = error.param if isinstance(error, InvalidRequestError) else None
         return _failure(request, error.status, error.code, error.title, str(error), param=param)
     if isinstance(error, web.HTTPException):
-        code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-        name = code.get(error.status, f"http_{error.status}")
-        return _failure(request, error.status, name, error.reason, _sentence(request, error))
-    for kind, status, name in _CALLERS_ERRORS:
+        code = HTTP_CODES.get(error.status, f"http_{error.status}")
+        return _failure(request, error.status, code, error.reason, _sentence(request, error))
+    for kind, status, code, title in ERRORS:
         if isinstance(error, kind):
-            return _failure(request, status, name, InvalidRequestError.title, str(error))
+            return _failure(request, status, code, title, str(error))
     said = "Something unexpected happened; the log of the gateway has the details."
     return _failure(request, 500, GatewayError.code, GatewayError.title, said)
 

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from tierkv.api.bodies import REQUEST_ID_HEADER
-from tierkv.api.streaming import EVENT_STREAM
+from tierkv.api.sse import EVENT_STREAM
 from tierkv.client.errors import CallError, DeadlineError, NotANodeError
 from tierkv.client.http import Http, Reply
 from tierkv.client.sse import ServerEvent

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from tierkv.api.families import gauge
 from tierkv.gateway.admission import Admission
 from tierkv.gateway.nodes import Nodes
 
@@ -97,26 +98,28 @@ class _State(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        prompts = GaugeMetricFamily(
-            "tierkv_gateway_prompts", "Prompts that run at the nodes or wait here", labels=["state"]
+        admission, nodes = self._admission, self._nodes.all
+        yield gauge(
+            "tierkv_gateway_prompts",
+            "Prompts that run at the nodes or wait here",
+            ("state",),
+            {("running",): admission.num_running, ("waiting",): admission.num_waiting},
         )
-        prompts.add_metric(["running"], self._admission.num_running)
-        prompts.add_metric(["waiting"], self._admission.num_waiting)
-        yield prompts
-        for name, text, values in (
-            ("requests", "Requests at a node", {n.url: n.running for n in self._nodes.all}),
-            (
-                "outstanding_tokens",
-                "Tokens that a node is still to compute or generate",
-                {n.url: n.outstanding_tokens for n in self._nodes.all},
-            ),
-            (
-                "failures_in_a_row",
-                "Failures since a node last worked",
-                {n.url: n.num_failures for n in self._nodes.all},
-            ),
-        ):
-            family = GaugeMetricFamily(f"tierkv_gateway_node_{name}", text, labels=["node"])
-            for url, value in values.items():
-                family.add_metric([url], value)
-            yield family
+        yield gauge(
+            "tierkv_gateway_node_requests",
+            "Requests at a node",
+            ("node",),
+            {(node.url,): node.running for node in nodes},
+        )
+        yield gauge(
+            "tierkv_gateway_node_outstanding_tokens",
+            "Tokens that a node is still to compute or generate",
+            ("node",),
+            {(node.url,): node.outstanding_tokens for node in nodes},
+        )
+        yield gauge(
+            "tierkv_gateway_node_failures_in_a_row",
+            "Failures since a node last worked",
+            ("node",),
+            {(node.url,): node.num_failures for node in nodes},
+        )

@@ -9,7 +9,6 @@ state, one would have to generate again from the start and skip what has been de
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 from tierkv.cache.tokens import pack
@@ -23,6 +22,7 @@ from tierkv.gateway.handover import hand_over
 from tierkv.gateway.nodes import BackendNode
 from tierkv.gateway.routing import Held, choose_prefill
 from tierkv.pd.ticket import ClaimProblem
+from tierkv.tasks import deadline
 
 # A decode node that holds all but so many tokens of a prompt computes them itself, as in the next
 # turn of a conversation: about what a hand-off costs in calls and storage (reference model, CPU).
@@ -32,24 +32,21 @@ _INCOMPATIBLE = ClaimProblem.INCOMPATIBLE.value
 
 async def run(delivery: Delivery) -> None:
     """Return when all tokens are there. Raises GatewayError."""
-    scope = asyncio.timeout(delivery.backend.settings.deadlines.request_s)
     can_hand_off = True
-    try:
-        async with scope:
-            while not delivery.is_done:
-                try:
-                    await _attempt(delivery, can_hand_off=can_hand_off)
-                except HandoffRefusedError as error:
-                    can_hand_off = False  # what one node has to do alone
-                    delivery.is_divided |= error.reason == _INCOMPATIBLE
-                except AttemptError:
-                    await delivery.pause()
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        raise OutOfTimeError(
-            f"{len(delivery.tokens)} of {delivery.job.max_tokens} tokens came in time"
-        ) from error
+
+    def late() -> OutOfTimeError:
+        told, wanted = len(delivery.tokens), delivery.job.max_tokens
+        return OutOfTimeError(f"{told} of {wanted} tokens came in time")
+
+    async with deadline(delivery.backend.settings.deadlines.request_s, late):
+        while not delivery.is_done:
+            try:
+                await _attempt(delivery, can_hand_off=can_hand_off)
+            except HandoffRefusedError as error:
+                can_hand_off = False  # what one node has to do alone
+                delivery.is_divided |= error.reason == _INCOMPATIBLE
+            except AttemptError:
+                await delivery.pause()
 
 
 async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:

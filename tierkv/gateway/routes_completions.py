@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from tierkv.api import bodies
-from tierkv.api.streaming import open_stream
+from tierkv.api.sse import open_stream, write
 from tierkv.gateway.answers import failure_of, log_if_unexpected
 from tierkv.gateway.completion import PromptAnswer
 from tierkv.gateway.failures import NoSuchModelError
@@ -19,7 +19,6 @@ from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.openai import CachedDetails, Choice, Completion, CompletionBody, Usage
 from tierkv.tasks import task_group
 
-_WRITE_TIMEOUT_S = 30.0  # a client that reads nothing for so long has gone
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
 SayTo = Callable[[int, str], Awaitable[None]]
@@ -168,11 +167,7 @@ class _Writer:
         """Raises ConnectionError if the client has gone or takes nothing."""
         if self._response is None:
             self._response = await open_stream(self.request)
-        try:
-            async with asyncio.timeout(_WRITE_TIMEOUT_S):
-                await self._response.write(b"data: %b\n\n" % line)
-        except TimeoutError as error:
-            raise ConnectionResetError("the client reads nothing") from error
+        await write(self._response, b"data: %b\n\n" % line)
 
     async def end(self) -> web.StreamResponse:
         assert self._response is not None, "something was written"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +14,7 @@ from tierkv.api.auth import Guard
 from tierkv.api.connections import Limits
 from tierkv.api.listen import bind, make_room_for, url_of
 from tierkv.api.serving import serving
+from tierkv.api.signals import told_to_end
 from tierkv.api.tls import server_tls
 from tierkv.gateway.app import make_app
 from tierkv.gateway.gateway import Gateway
@@ -47,25 +46,15 @@ def listener_of(settings: GatewaySettings) -> socket.socket:
 async def serve(gateway: Gateway, listener: socket.socket, announce: Callable[[str], None]) -> None:
     """Run `gateway` behind `listener` until a signal; then drain it: it is unready and takes no
     more work, and streams may end within the grace time. A second signal cuts them off."""
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            log.warning("a second signal: not waiting for the work under way")
-            gateway.hurry()
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    async with listening(gateway, listener) as url, gateway.running():
-        log.info("the gateway is ready at %s", url)
-        announce(url)
-        await stop.wait()
-        grace_s = gateway.settings.gateway.drain_grace_s
-        log.info("the gateway drains, for up to %g s", grace_s)
-        gateway.drain()
-        await gateway.idle(grace_s=grace_s)
+    with told_to_end(gateway.hurry) as told:
+        async with listening(gateway, listener) as url, gateway.running():
+            log.info("the gateway is ready at %s", url)
+            announce(url)
+            await told.wait()
+            grace_s = gateway.settings.gateway.drain_grace_s
+            log.info("the gateway drains, for up to %g s", grace_s)
+            gateway.drain()
+            await gateway.idle(grace_s=grace_s)
     log.info("the gateway has ended")
 
 
