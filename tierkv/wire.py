@@ -38,7 +38,8 @@ def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
     if found_version != version:
         raise StoreCorruptError(f"the record has version {found_version}, not {version}")
     try:
-        return msgspec.convert(msgpack.unpackb(body), kind)
+        # Without the builtin types text would be taken for bytes in base64.
+        return msgspec.convert(msgpack.unpackb(body), kind, builtin_types=(bytes,))
     except (msgspec.ValidationError, ValueError, msgpack.UnpackException) as error:
         raise StoreCorruptError(f"the record cannot be read: {error}") from error
 

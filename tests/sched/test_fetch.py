@@ -21,6 +21,7 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetItem, GetOutcome
 
 THROUGH = WritePolicy.WRITE_THROUGH
+PATIENT_S = 20.0
 
 
 def tokens(count: int, base: int = 0) -> list[int]:
@@ -70,6 +71,24 @@ async def test_fetched_blocks_are_matched_again_and_can_be_evicted() -> None:  #
         match = here.service.index.match(here.prompt(tokens(16)))
         assert match.num_blocks == 0
         assert (await here.run(tokens(16))).storage_tokens == 15
+
+
+@pytest.mark.parametrize("pressure", [7, 8])
+async def test_device_blocks_that_others_were_fetched_behind_go_to_the_host_before_they_go(
+    pressure: int,
+) -> None:
+    """Both may be of one run, of which the device has the beginning and the host the end."""
+    async with world(store=await filled(tokens(24)), device_blocks=8) as here:
+        await here.run(tokens(8), uses_cache=False)
+        fetched = await finish(
+            here.service.fetcher.fetch(here.prompt(tokens(24)), deadline_s=PATIENT_S)
+        )
+        fetched.release()
+        await here.settle()
+        for base in (100, 200):
+            await here.run(tokens(4 * pressure, base), uses_cache=False)
+        assert (await here.service.lookup(here.prompt(tokens(24)))).host_tokens == 24
+        assert (await here.run(tokens(24))).host_tokens == 23  # checks every byte
 
 
 async def test_identical_prompts_at_the_same_time_share_one_fetch() -> None:

@@ -194,14 +194,15 @@ async def test_closing_waits_for_a_store_that_uses_the_slots_and_says_so(
         here.service.end(await here.admit(list(range(8))))
         assert here.service.tiers.num_tasks
         here.service.drain()
-        release, released = here.the_store.release, asyncio.Event()
+        release = here.the_store.release
 
-        def at_last() -> None:
-            release()
-            released.set()
+        async def let_go_once_it_was_said() -> None:
+            try:
+                await until(lambda: "closing waits for 1 tasks" in caplog.text, "a word of it")
+            finally:
+                release()
 
-        asyncio.get_running_loop().call_later(0.1, at_last)
         here.the_store.release = lambda: None  # type: ignore[method-assign] # leaving calls it
-        await stack.aclose()
-        assert released.is_set()
-    assert "closing waits for 1 tasks" in caplog.text
+        async with asyncio.TaskGroup() as group:
+            group.create_task(let_go_once_it_was_said())
+            await stack.aclose()

@@ -72,6 +72,25 @@ async def test_layers_open_as_they_arrive_and_not_before() -> None:  # faults 4 
         await here.settle()
 
 
+async def test_the_books_are_right_while_others_load_again_what_one_load_has_failed_to_bring() -> (
+    None
+):
+    prompt = [*tokens(12), 77]
+    async with with_host_copies(tokens(12)) as here:
+        here.latch.fail_next(LOAD)
+        first = await here.admit(prompt)
+        with pytest.raises(TransferError):
+            await finish(here.service.commit(first, pack(prompt)))
+        second = await here.admit(prompt)  # in other slots: those of the first are in its table
+        await here.prefill(second, prompt)  # checks every byte
+        assert second.cached_tokens == 12
+        assert not second.is_private[:3].any()
+        assert here.service.verify() == []
+        here.service.end(first)
+        here.service.end(second)
+        await here.settle()
+
+
 async def test_identical_prompts_at_the_same_time_share_one_load() -> None:
     async with with_host_copies(tokens(16)) as here:
         here.latch.hold(LOAD)

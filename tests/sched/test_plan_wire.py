@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ from tierkv.sched.plan_wire import (
     encode,
     merge,
 )
-from tierkv.wire import seal
+from tierkv.wire import seal, unseal
 
 slots = st.integers(0, 40) | st.integers(0, 2**31 - 1)
 ids = st.lists(slots, max_size=8).map(lambda x: np.array(x, np.int32))
@@ -178,6 +179,10 @@ def test_a_merged_batch_leaves_what_the_plans_one_after_another_leave(
         ("cached_tokens", -1, "fewer than 0"),
         ("num_computed", -1, "fewer than 0"),
         ("block_table", 7, "cannot be read"),
+        ("block_table", "AAAAAAAAAAAAAAAA", "cannot be read"),
+        ("moves", [{"kind": "copy", "source": "AAAAAAAAAAAAAAAA", "target": b"\0" * 12}], "read"),
+        ("cached_tokens", 2**63, "more than"),
+        ("num_computed", 2**64 - 1, "more than"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_when_it_is_read(
@@ -195,11 +200,37 @@ def test_a_plan_that_cannot_be_is_refused_when_it_is_read(
         {"kind": "batch", "body": {"number": -1, "requests": [], "moves": []}},
         {"kind": "match", "body": dict.fromkeys(MatchResult.__struct_fields__, -1)},
         {"kind": "match", "body": dict.fromkeys(MatchResult.__struct_fields__[:5], 0)},
+        {"kind": "match", "body": dict.fromkeys(MatchResult.__struct_fields__[:4], 1)},
     ],
 )
 def test_numbers_that_cannot_be_are_refused_when_they_are_read(record: dict[str, object]) -> None:
     with pytest.raises(StoreCorruptError):
         decode(seal(MAGIC, 1, record))
+
+
+@pytest.mark.parametrize("number", [2**31, 2**32 + 1, -1, 1.5])
+def test_a_slot_that_cannot_be_becomes_no_other_slot(number: float) -> None:
+    with pytest.raises(StoreCorruptError, match="slot"):
+        Moves.of("load", np.array([number]), np.array([1], np.int32))
+
+
+def test_fields_that_are_not_known_are_passed_over() -> None:
+    body = dict.fromkeys(MatchResult.__struct_fields__[:4], 0) | {"more": "words"}
+    record = {"kind": "match", "body": body, "from": "elsewhere"}
+    assert decode(seal(MAGIC, 1, record)) == MatchResult(0, 0, 0, 0)
+
+
+def test_text_is_not_taken_for_bytes_in_any_record() -> None:
+    class Named(msgspec.Struct):
+        digest: bytes
+
+    for digest in (b"AAAA", "AAAA"):
+        value = seal(b"TEST", 1, {"digest": digest})
+        if isinstance(digest, bytes):
+            assert unseal(b"TEST", 1, value, Named) == Named(digest)
+        else:
+            with pytest.raises(StoreCorruptError, match="cannot be read"):
+                unseal(b"TEST", 1, value, Named)
 
 
 def test_a_block_table_is_read_as_the_slots_it_was_made_of() -> None:

@@ -67,8 +67,22 @@ def test_a_rank_that_lags_and_one_that_is_dead_are_named_with_what_they_owe() ->
     assert ledger.findings(0.5) == []
     ledger.alive(1, 7.9)
     lags, dead = ledger.findings(8.0)
-    assert lags.startswith("rank 1 lags, last heard for 0.1 s: owes 2 movements, the first is 7")
+    assert lags.startswith("rank 1 lags, silent for 0.1 s: owes 2 movements, the first is 7")
     assert dead.startswith("rank 2 is dead, silent for 8.0 s: owes 2")
+
+
+def test_a_rank_that_had_nothing_to_do_for_long_is_not_dead_for_having_said_nothing() -> None:
+    ledger = ranks(2)
+    ledger.begin(1, 0.0)
+    for rank in range(2):
+        ledger.report(rank, 1, 0.1)
+    ledger.end(1)
+    ledger.begin(2, 100.0)
+    ledger.report(0, 2, 100.1)
+    [lags] = ledger.findings(102.0)
+    assert lags.startswith("rank 1 lags, silent for 2.0 s: owes 1 movements, the first is 2")
+    [dead] = ledger.findings(106.0)
+    assert dead.startswith("rank 1 is dead, silent for 6.0 s")
 
 
 def test_what_a_rank_that_left_owed_has_failed_and_later_movements_too() -> None:
@@ -166,3 +180,39 @@ def test_a_copy_that_one_rank_does_not_even_take_fails_by_name_once_the_other_le
             _ = event.is_done
         assert failed.value.blocks == ((3, 4) if what == "lane" else (4, 5))
     assert device.findings() == [], "nothing is under way, and no rank owes anything"
+
+
+class Unclosable(Rank):
+    """Neither it nor a lane of it can be closed without an error; counts who tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_closed = 0
+
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> CpuLane:
+        return _UnclosableLane(self)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        raise TransferError("it cannot be closed")
+
+
+class _UnclosableLane(_Lane):
+    def __init__(self, device: Unclosable) -> None:
+        super().__init__(device)
+        self._owner = device
+
+    def close(self) -> None:
+        self._owner.close()
+
+
+@pytest.mark.parametrize("what", ["lane", "device"])
+def test_what_cannot_be_closed_on_one_rank_leaves_nothing_open_on_another(what: str) -> None:
+    parts = [Unclosable(), Unclosable()]
+    scheme = ShardScheme(LAYOUTS["gqa"], {"key": 2, "value": 2})
+    device = RankedDevice(parts, scheme)
+    planes, host = device.allocate_planes(scheme.whole, 8), device.allocate_host(scheme.whole, 8)
+    lane = device.open_lane(Direction.LOAD, planes, host)
+    with pytest.raises(TransferError, match="cannot be closed"):
+        (lane if what == "lane" else device).close()
+    assert [part.num_closed for part in parts] == [1, 1]

@@ -10,7 +10,7 @@ from tests.latch import finish, turns, until
 from tests.world import GQA, world
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
-from tierkv.errors import ConfigError, OwnershipError, ShuttingDownError
+from tierkv.errors import ConfigError, OwnershipError, RequestTooLargeError, ShuttingDownError
 
 THROUGH = WritePolicy.WRITE_THROUGH
 
@@ -194,6 +194,62 @@ async def test_who_waits_for_room_does_not_get_the_slots_that_a_shrink_has_freed
         assert on.service.stats().device.capacity == 5
         on.service.end(first)
         on.service.end(await finish(waits))
+        await on.settle()
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("is_cached", [False, True])
+async def test_a_shrink_does_not_wait_until_nobody_is_in_line(
+    tier: Tier, *, is_cached: bool
+) -> None:
+    async def client(base: int) -> None:
+        request = await on.admit(tokens(16, base))  # 4 blocks
+        if is_cached:
+            await on.prefill(request, tokens(16, base))
+        await turns(5)
+        on.service.end(request)
+
+    async with world(device_blocks=8, host_blocks=8, host_write=THROUGH) as on:
+        holding = [await on.admit(tokens(16, base)) for base in (100, 200)]
+        async with asyncio.TaskGroup() as group:
+            for base in range(1000, 4000, 100):
+                group.create_task(client(base))
+            await turns(5)
+            shrinks = group.create_task(on.service.resize(tier, 4))
+            await turns(5)
+            for request in holding:
+                on.service.end(request)
+            await finish(shrinks)
+            assert on.service.scheduler.num_waiting, "else it had all the time of the world"
+            assert on.service.verify() == []
+        assert on.service.stats().device.capacity == (4 if tier is Tier.DEVICE else 8)
+        await on.settle()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_request_that_a_shrink_leaves_no_room_for_takes_nothing_with_it(
+    *, is_cancelled: bool
+) -> None:
+    async with world(device_blocks=8, host_write=WritePolicy.NONE) as on:
+        first, second = await on.admit(tokens(12)), await on.admit(tokens(16, 100))
+        shrinks = asyncio.ensure_future(on.service.resize(Tier.DEVICE, 4))
+        await turns(5)
+        waits = asyncio.ensure_future(on.admit(tokens(20, 200)))  # 5 blocks
+        on.service.end(first)
+        await turns(5)
+        assert not waits.done()
+        assert on.service.verify() == []
+        if is_cancelled:
+            shrinks.cancel()
+            on.service.end(second)
+            on.service.end(await finish(waits))
+            assert on.service.stats().device.free == 8
+        else:
+            on.service.end(second)
+            await finish(shrinks)
+            with pytest.raises(RequestTooLargeError):
+                await finish(waits)
+            assert on.service.stats().device.free == 4
         await on.settle()
 
 

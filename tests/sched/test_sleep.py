@@ -12,6 +12,7 @@ from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError, OwnershipError
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.request import Request
 
 NONE = WritePolicy.NONE
 
@@ -173,3 +174,36 @@ async def test_free_clears_storage_only_if_asked() -> None:
         assert (await here.run(tokens(16))).storage_tokens == 15
         assert await here.service.free(clears_storage=True) == 4
         assert (await here.run(tokens(16))).total_tokens == 0
+
+
+@pytest.mark.parametrize("comes", ["before", "meanwhile"])
+@pytest.mark.parametrize("what", ["sleep", "shrink"])
+async def test_who_waits_while_nobody_is_admitted_holds_up_neither_a_sleep_nor_a_shrink(
+    what: str, comes: str
+) -> None:
+    """With a store, what a prompt has here is held for its request until that is admitted."""
+    async with world(with_store=True, device_blocks=8, host_write=NONE) as here:
+        await here.run(tokens(16))
+        running = await here.admit(tokens(16, 100))
+        here.service.pause()
+
+        async def comes_now() -> asyncio.Future[Request]:
+            waits = asyncio.ensure_future(here.admit(tokens(16), name="waits"))
+            await until(lambda: here.service.scheduler.num_waiting == 1)
+            return waits
+
+        before = await comes_now() if comes == "before" else None
+        work = here.service.sleep() if what == "sleep" else here.service.resize(Tier.DEVICE, 4)
+        empties = asyncio.ensure_future(work)
+        await turns(5)
+        waits = before or await comes_now()
+        here.service.end(running)
+        await finish(empties)
+        if what == "sleep":
+            await finish(here.service.wake())
+        here.service.unpause()
+        request = await finish(waits)
+        await here.prefill(request, tokens(16))  # checks every byte
+        assert request.cached_tokens >= 12
+        here.service.end(request)
+        await here.settle()

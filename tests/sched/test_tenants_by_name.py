@@ -237,7 +237,9 @@ async def test_what_a_tenant_was_given_is_its_own_still_after_others_took_its_pl
         here.service.set_quota(space, (3, None))
         here.service.set_limits(space, Limits(request_blocks=2))
         await run(here, "b", tokens(8))
-        assert here.service.tenants.known_space_of("a") is None
+        assert space not in here.service.roots(), "it is closed"
+        assert here.service.tenants.known_space_of("a") == space
+        assert here.service.quota_of(space) == (3, None)
         assert here.service.space_of_tenant("a") == space
         assert here.service.quota_of(space) == (3, None)
         with pytest.raises(RequestTooLargeError, match="limit"):
@@ -247,3 +249,101 @@ async def test_what_a_tenant_was_given_is_its_own_still_after_others_took_its_pl
         here.service.close_fingerprint(space)  # by an operator, for good
         assert here.service.quota_of(here.service.space_of_tenant("a")) == (6, None)
         await run(here, "a", tokens(12))
+
+
+async def test_a_quota_given_with_a_fingerprint_outlasts_that_it_is_closed_for_others() -> None:
+    async with world(max_tenants=1, host_write=NONE, tenant_device_blocks=6) as here:
+        space = here.service.open_fingerprint(fingerprint(tenant="a"), quota=(3, None))
+        await run(here, "a", tokens(8))
+        await run(here, "b", tokens(8))
+        assert space not in here.service.roots(), "it is closed"
+        assert here.service.space_of_tenant("a") == space
+        assert here.service.quota_of(space) == (3, None)
+        await run(here, "a", tokens(12))
+
+
+async def test_the_quota_of_a_tenant_that_is_closed_can_be_read_and_changed() -> None:
+    async with world(max_tenants=1, host_write=NONE) as here:
+        space = here.service.space_of_tenant("a")
+        assert here.service.tenants.known_space_of("b") is None
+        here.service.set_quota(space, (3, None))
+        await run(here, "b", tokens(8))
+        here.service.set_quota(space, (2, 5))
+        assert space not in here.service.roots(), "that opens nothing"
+        assert here.service.quota_of(space) == (2, 5)
+        here.service.space_of_tenant("a")
+        assert here.service.index.root_named(space).space.quota == (2, 5)
+        here.service.close_fingerprint(space)
+        assert here.service.tenants.known_space_of("a") is None
+        with pytest.raises(BadRequestError):
+            here.service.quota_of(space)
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+async def test_a_tenant_whose_request_is_preempted_is_not_closed_for_others(
+    *, is_resumed: bool
+) -> None:
+    async with world(max_tenants=1, host_write=NONE) as here:
+        space = here.service.space_of_tenant("a")
+        request = await admit(here, "a", tokens(8))
+        await here.service.commit(request, pack(tokens(8)))
+        here.service.preempt(request)
+        await here.settle()
+        with pytest.raises(OutOfBlocksError):
+            here.service.space_of_tenant("b")
+        with pytest.raises(BadRequestError, match="have not ended"):
+            here.service.close_fingerprint(space)
+        if is_resumed:
+            resumed = await finish(here.service.resume(request, max_new_tokens=0))
+            assert resumed.cached_tokens == 8
+            here.service.end(resumed)
+        else:
+            here.service.scheduler.abandon(request)
+        await here.settle()
+        here.service.space_of_tenant("b")
+        assert space not in here.service.roots()
+
+
+@pytest.mark.parametrize("tier", Tier)
+async def test_a_quota_that_lets_much_go_lets_others_go_on_meanwhile(tier: Tier) -> None:
+    write = WritePolicy.WRITE_THROUGH if tier is Tier.HOST else NONE
+    async with world(host_write=write, device_blocks=4096, host_blocks=4096) as here:
+        space = here.service.space_of_tenant("a")
+        for base in range(3):
+            await run(here, "a", tokens(1200 * 4, base * 10_000))
+        await run(here, "b", tokens(8))
+        used = here.service.index.root_named(space).space.used
+        assert used[tier] == 3600
+        here.service.set_quota(space, (5, None) if tier is Tier.DEVICE else (None, 5))
+        after_one_turn = used[tier]
+        assert 5 < after_one_turn < 3600
+        await here.settle()
+        assert used[tier] == 5
+        other = Prompt.of(tokens(8), 4, space=here.service.space_of_tenant("b"))
+        assert (await here.service.lookup(other)).device_tokens == 8
+
+
+async def test_a_quota_whose_tenant_is_closed_while_much_of_it_goes_harms_nobody() -> None:
+    async with world(host_write=NONE, device_blocks=4096) as here:
+        space = here.service.space_of_tenant("a")
+        await run(here, "a", tokens(3600 * 4))
+        here.service.set_quota(space, (5, None))
+        assert here.service.close_fingerprint(space) > 5
+        here.service.space_of_tenant("a")
+        await run(here, "a", tokens(8 * 4))
+        await here.settle()
+        assert here.service.index.root_named(space).space.used[0] == 8
+
+
+async def test_what_goes_from_the_device_for_a_lower_quota_keeps_its_host_copies() -> None:
+    async with world(host_write=WritePolicy.WRITE_THROUGH) as here:
+        space = here.service.space_of_tenant("a")
+        await run(here, "a", tokens(32))
+        here.service.set_quota(space, (2, None))
+        await here.settle()
+        where = await here.service.lookup(Prompt.of(tokens(32), 4, space=space))
+        assert (where.device_tokens, where.host_tokens) == (8, 24)
+        here.service.set_quota(space, (2, 3))  # of these the device has two
+        await here.settle()
+        where = await here.service.lookup(Prompt.of(tokens(32), 4, space=space))
+        assert (where.device_tokens, where.host_tokens) == (8, 4)

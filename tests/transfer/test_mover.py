@@ -188,12 +188,13 @@ class Layers:
 
 
 class LayerByLayer(CpuDevice):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Layers] = Layers) -> None:
         super().__init__()
+        self.kind = kind
         self.lanes: list[Layers] = []
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        self.lanes.append(Layers())
+        self.lanes.append(self.kind())
         return self.lanes[-1]
 
 
@@ -218,6 +219,31 @@ async def test_a_movement_ends_with_its_last_layer_and_a_lane_with_its_planes() 
         assert not any(lane.is_closed for lane in device.lanes[2:])
     assert len(device.lanes) == 4
     assert all(lane.is_closed for lane in device.lanes)
+    host.close()
+    planes.close()
+    device.close()
+
+
+class BadlyMade(Layers):
+    def close(self) -> None:
+        super().close()
+        raise TransferError("it cannot be closed")
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+async def test_a_lane_whose_close_raises_leaves_no_other_open(*, is_suspended: bool) -> None:
+    device = LayerByLayer(BadlyMade)
+    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
+    mover = Mover(device, planes, host)
+
+    async def live() -> None:
+        async with mover.running():
+            if is_suspended:
+                await mover.suspend()
+
+    with pytest.raises(TransferError, match="cannot be closed"):
+        await live()
+    assert [lane.is_closed for lane in device.lanes] == [True, True]
     host.close()
     planes.close()
     device.close()

@@ -74,6 +74,8 @@ class Admitting:
                 self._parking.park(waiting, wait)
                 return None
         self._line.join(waiting)
+        if self.is_paused:
+            waiting.release_fetched()
         if not self._is_stuck_still():
             self.pump()
         return None

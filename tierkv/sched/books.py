@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
 import numpy as np
@@ -45,6 +45,19 @@ class TierStats:
     failed_transfers: int = 0
 
 
+@dataclass(slots=True)
+class Leaving:
+    """Slots of a tier that go, those from `first` on: who takes some gets others, so that those who
+    wait for room cannot keep them in use for ever. slots: those that are out of use by now."""
+
+    first: int
+    slots: list[Ids] = field(default_factory=list)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(map(len, self.slots))
+
+
 class Parts(TypedDict):
     """What the tiers are made of. host_rule: when a device block is copied to the host;
     storage_rule: when a host block is stored."""
@@ -79,6 +92,7 @@ class TierBooks:
         self.history = History()
         self.pins = Pins(self.index, self.capacity_changed)
         self._in_flight_slots: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}
+        self.leaving: dict[Tier, Leaving] = {}  # of tiers that shrink, or are being emptied
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[Callable[[], None]] = []
         self._changed: asyncio.Event | None = None  # made for those who wait for it
@@ -199,6 +213,11 @@ class TierBooks:
     def unlend(self, tier: Tier, slots: Ids) -> None:
         lent = self._in_flight_slots[tier]
         del lent[next(i for i, other in enumerate(lent) if other is slots)]
+
+    def retire(self, tier: Tier, slots: Ids) -> None:
+        """Taken slots, of those that leave, go out of use."""
+        self.lend(tier, slots)
+        self.leaving[tier].slots.append(slots)
 
     def lent_slots(self, tier: Tier) -> Ids:
         return np.concatenate([np.zeros(0, np.int32), *self._in_flight_slots[tier]])

@@ -12,6 +12,7 @@ from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import CopyState
 from tierkv.errors import ConfigError, OwnershipError
+from tierkv.sched.books import Leaving
 from tierkv.sched.tiers import Tiers
 
 # Host memory is pinned once, and its address is known to lanes, stores and other nodes.
@@ -72,8 +73,8 @@ class Lifecycle:
             if capacity >= pool.capacity:
                 pool.grow(capacity)
             else:
-                with self._retiring(tier) as retired:
-                    await self._retire(tier, capacity, retired, keeps_blocks=True)
+                with self._retiring(tier, capacity) as leaving:
+                    await self._retire(tier, leaving, keeps_blocks=True)
                 pool.shrink(capacity)
             tiers.index.order[tier].resized(capacity)
         tiers.capacity_changed()
@@ -94,31 +95,29 @@ class Lifecycle:
             self._changing.remove(tier)
 
     @contextmanager
-    def _retiring(self, tier: Tier) -> Iterator[list[Ids]]:
-        """Slots that the body takes out of use are free at its end. If that is a good one, nobody
-        has been told yet, so that they are free still."""
-        retired: list[Ids] = []
+    def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
+        """Slots from `first` on that go out of use in the body are free at its end. If that is a
+        good one, nobody has been told yet, so that they are free still."""
+        leaving = self._tiers.leaving[tier] = Leaving(first)
         try:
-            yield retired
+            yield leaving
         except BaseException:
-            self._give_back(tier, retired)
+            self._give_back(tier)
             self._tiers.capacity_changed()
             raise
-        self._give_back(tier, retired)
+        self._give_back(tier)
 
-    def _give_back(self, tier: Tier, retired: list[Ids]) -> None:
-        for slots in retired:
+    def _give_back(self, tier: Tier) -> None:
+        for slots in self._tiers.leaving.pop(tier).slots:
             self._tiers.unlend(tier, slots)
             self._tiers.pools[tier].release(slots)
 
-    async def _retire(
-        self, tier: Tier, first: int, retired: list[Ids], *, keeps_blocks: bool
-    ) -> None:
-        """Take all slots from `first` on, as they come free; `retired` has them as far as it is.
+    async def _retire(self, tier: Tier, leaving: Leaving, *, keeps_blocks: bool) -> None:
+        """Take all slots that leave, as they come free, also by the hands of who takes some.
 
         keeps_blocks: copy device blocks to the host first, as far as it has room.
         """
-        tiers, pool = self._tiers, self._tiers.pools[tier]
+        tiers, pool, first = self._tiers, self._tiers.pools[tier], leaving.first
         tried: set[int] = set()  # runs whose copy was started once: it may have failed
         while True:
             seen = tiers.num_changes
@@ -127,9 +126,8 @@ class Lifecycle:
                 part = nodes[at : at + _SLICE]
                 self._clear(tier, first, part, tried, keeps_blocks=keeps_blocks)
                 if len(slots := pool.take_from(first)):
-                    retired.append(slots)
-                    tiers.lend(tier, slots)
-                if sum(map(len, retired)) == pool.capacity - first:
+                    tiers.retire(tier, slots)
+                if leaving.num_slots == pool.capacity - first:
                     return
                 if at + _SLICE < len(nodes):
                     await asyncio.sleep(0)
@@ -188,8 +186,8 @@ class Lifecycle:
         """
         if self._asleep is not None:
             raise OwnershipError("the device sleeps already")
-        with self._retiring(Tier.DEVICE) as retired:
-            await self._retire(Tier.DEVICE, 0, retired, keeps_blocks=keeps_blocks)
+        with self._retiring(Tier.DEVICE, 0) as leaving:
+            await self._retire(Tier.DEVICE, leaving, keeps_blocks=keeps_blocks)
             while self._tiers.mover.num_in_flight:  # a store may be at work on host slots
                 await self._tiers.next_change()
         self._asleep = self._tiers.pools[Tier.DEVICE].take_from(0)

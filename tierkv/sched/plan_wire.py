@@ -20,6 +20,7 @@ MAGIC = b"TKPL"
 VERSION = 1
 _TIERS = {"load": ("host", "device"), "offload": ("device", "host"), "copy": ("device", "device")}
 _Slot = tuple[str, int]  # tier, number
+_MOST = 2**63 - 1  # of what is counted: an integer everywhere
 
 
 class Moves(msgspec.Struct, frozen=True):
@@ -95,6 +96,8 @@ class MatchResult(msgspec.Struct, frozen=True):
         if (self.partial_block is None) != (self.partial_tokens is None):
             raise StoreCorruptError("a partial match is a block and how many of its tokens")
         _check_counts(self.partial_block or 0, self.partial_tokens or 0)
+        if self.device_blocks + self.loading_blocks + self.host_blocks != self.num_blocks:
+            raise StoreCorruptError("each matched block is on the device, coming, or on the host")
 
     @classmethod
     def of(cls, match: Match) -> MatchResult:
@@ -160,7 +163,8 @@ def decode(value: bytes) -> Record:
     if kind is None:
         raise StoreCorruptError(f"a plan cannot be of kind {found.get('kind')!r}")
     try:
-        return msgspec.convert(found.get("body"), kind)
+        # Without the builtin types text would be taken for bytes in base64.
+        return msgspec.convert(found.get("body"), kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise StoreCorruptError(f"the plan cannot be read: {error}") from error
 
@@ -175,10 +179,16 @@ def _check_slots(packed: bytes) -> None:
 def _check_counts(*counts: int) -> None:
     if min(counts) < 0:
         raise StoreCorruptError("a plan cannot count fewer than 0")
+    if max(counts) > _MOST:
+        raise StoreCorruptError(f"a plan cannot count more than {_MOST}")
 
 
 def _packed(slots: Ids) -> bytes:
-    return np.asarray(slots).astype("<i4").tobytes()
+    given = np.asarray(slots)
+    packed = given.astype("<i4")
+    if not np.array_equal(packed, given):
+        raise StoreCorruptError("a slot's number is whole, and below 2**31")
+    return packed.tobytes()
 
 
 def _slots(packed: bytes) -> Ids:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 
 import numpy as np
@@ -37,6 +37,13 @@ from tierkv.sched.ranked_events import FailedEvent, Ledger, RankedEvent, RankedS
 from tierkv.transfer.storage_io_slices import Slice
 
 LATE_S = 5.0
+
+
+def _close(parts: Sequence[Device | Planes | HostSlots | Lane]) -> None:
+    """Each rank's, also if another one's close has raised."""
+    with ExitStack() as stack:
+        for part in parts:
+            stack.callback(part.close)
 
 
 class RankedDevice:
@@ -95,8 +102,7 @@ class RankedDevice:
             for device, own in zip(self.devices, self.layouts, strict=True):
                 parts.append(device.allocate_planes(own, num_blocks))
         except BaseException:
-            for part in parts:
-                part.close()
+            _close(parts)
             raise
         return RankedPlanes(layout, num_blocks, parts)
 
@@ -107,8 +113,7 @@ class RankedDevice:
             for device, own in zip(self.devices, self.layouts, strict=True):
                 parts.append(device.allocate_host(own, num_slots))
         except BaseException:
-            for part in parts:
-                part.close()
+            _close(parts)
             raise
         return RankedHost(num_slots, parts)
 
@@ -126,8 +131,7 @@ class RankedDevice:
             for device, p, h in zip(self.devices, planes.parts, host.parts, strict=True):
                 lanes.append(device.open_lane(direction, p, h))
         except BaseException:
-            for lane in lanes:
-                lane.close()
+            _close(lanes)
             raise
         return _RankedLane(lanes, planes.layout.num_layers, self._ledger)
 
@@ -142,8 +146,7 @@ class RankedDevice:
         return RankedEvent(events, self._ledger.begin())
 
     def close(self) -> None:
-        for device in self.devices:
-            device.close()
+        _close(self.devices)
 
     def _check(self, layout: Layout) -> None:
         if layout.digest != self.scheme.whole.digest:
@@ -161,8 +164,7 @@ class RankedPlanes:
         return [array for part in self.parts for array in part.arrays]
 
     def close(self) -> None:
-        for part in self.parts:
-            part.close()
+        _close(self.parts)
 
 
 class RankedHost:
@@ -177,8 +179,7 @@ class RankedHost:
         raise LayoutError("slots of several ranks are not one array: ask each part for its own")
 
     def close(self) -> None:
-        for part in self.parts:
-            part.close()
+        _close(self.parts)
 
 
 class _RankedLane:
@@ -201,5 +202,4 @@ class _RankedLane:
         return (*(RankedEvent(events) for events in layers), RankedEvent(last, ended))
 
     def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
+        _close(self._lanes)

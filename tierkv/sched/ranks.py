@@ -105,8 +105,10 @@ class Ranks:
                 for rank in movement.missing:
                     owed.setdefault(rank, []).append(number)
         for rank, numbers in sorted(owed.items()):
-            silent = now - self._heard.get(rank, now)
-            state = "is dead, silent" if silent > self._dead_s else "lags, last heard"
+            # Of a rank that had nothing to do before, nothing was to be heard.
+            asked = self._movements[numbers[0]].begun
+            silent = now - max(self._heard.get(rank, now), asked)
+            state = "is dead, silent" if silent > self._dead_s else "lags, silent"
             wrong.append(
                 f"rank {rank} {state} for {silent:.1f} s: owes {len(numbers)} movements, "
                 f"the first is {min(numbers)}"

@@ -8,7 +8,7 @@ from enum import Enum
 from tierkv.cache.copies import Mask
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import NO_SLOT, Node, Tier
+from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import BadRequestError, OwnershipError, RequestAbortedError
@@ -146,8 +146,9 @@ class Request:
         known = self.prompt.tokens[: self.computed_tokens * TOKEN_BYTES]
         return tokens.startswith(known) and tokens.startswith(wanted[: len(tokens)])
 
-    def findings(self, index: Index) -> list[str]:
-        """What is wrong with a request that is listed as running, in words."""
+    def findings(self, index: Index, *, has_failed: bool = False) -> list[str]:
+        """What is wrong with a request that is listed as running, in words. has_failed: a load of
+        its blocks has, which others may have brought to other slots since."""
         wrong, who = [], f"request {self.request_id!r}"
         if self.state is not RequestState.RUNNING:
             wrong.append(f"{who} is listed as running, but {self.state.value}")
@@ -155,14 +156,14 @@ class Request:
             wrong.append(f"{who} runs without its lease")
         if len(self.is_private) != len(self.block_table):
             wrong.append(f"{who} does not know whose its blocks are")
-        elif self._differs_from(index):
+        elif not has_failed and self._differs_from(index):
             wrong.append(f"{who} has other blocks in its table than the index has for its tokens")
         return wrong
 
     def _differs_from(self, index: Index) -> bool:
         num_blocks = self.lease.num_blocks
         cached = index.slots(Tier.DEVICE, self.lease.node, 0, num_blocks)
-        shared = ~self.is_private[:num_blocks] & (cached != NO_SLOT)  # none: its load has failed
+        shared = ~self.is_private[:num_blocks]
         return bool((shared & (cached != self.block_table[:num_blocks])).any())
 
     def check_running(self) -> None:

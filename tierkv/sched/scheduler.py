@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -59,6 +60,7 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._running = Running()
         self._is_draining = False
+        self._num_preempted: Counter[str] = Counter()  # by tenant
         self.loads = Loads(tiers)
         self.computing = Computing(prefill or Line(), self._pump, tiers.decisions)
         self._starting = Starting(tiers, self._running, self.loads, self.computing)
@@ -128,8 +130,12 @@ class Scheduler:
         self._limits.forget(tenant)
 
     def is_used_by(self, tenant: str) -> bool:
-        """Whether requests of this tenant run, wait or end."""
-        return self._waiting.has_tenant(tenant) or self._running.has_tenant(tenant)
+        """Whether requests of this tenant run, wait, end, or are to be resumed."""
+        return (
+            self._waiting.has_tenant(tenant)
+            or self._running.has_tenant(tenant)
+            or tenant in self._num_preempted
+        )
 
     @property
     def is_paused(self) -> bool:
@@ -137,8 +143,11 @@ class Scheduler:
 
     def pause(self, *, why: str = "asked") -> None:
         """Admit nobody until `unpause` for the same reason; requests may come and wait, those
-        running go on."""
+        running go on. What was fetched for those that wait is held no longer: a sleep or a shrink
+        would wait for it, and they for the end of that."""
         self._admitting.pauses.add(why)
+        for waiting in list(self._waiting):
+            waiting.release_fetched()
 
     def unpause(self, *, why: str = "asked") -> None:
         self._admitting.pauses.discard(why)
@@ -152,7 +161,8 @@ class Scheduler:
         both = {one.spec.request_id for one in self._waiting} & running.by_id.keys()
         wrong += [f"request {name!r} waits and runs" for name in sorted(both)]
         for one in running.by_id.values():
-            wrong += one.findings(self.index)
+            has_failed = any(load.is_failed for load in running.loads_of.get(one, ()))
+            wrong += one.findings(self.index, has_failed=has_failed)
         for one in running.loads_of:
             if one not in running:
                 wrong.append(f"request {one.request_id!r} has ended, but its loads are kept")
@@ -251,8 +261,10 @@ class Scheduler:
 
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Give all blocks back for a while. What was committed goes to the host, if it has room,
-        and is the last to be evicted until `resume` or `abandon`. `after` is as in `end`."""
+        and is the last to be evicted until `resume` or `abandon`; so long its tenant stays open.
+        `after` is as in `end`."""
         self._commits.end(request, RequestState.PREEMPTED, after)
+        self._num_preempted[request.space] += 1
 
     async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
         """Wait for blocks again, for the whole prompt and `max_new_tokens` more, as the request of
@@ -283,6 +295,9 @@ class Scheduler:
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(f"request {request.request_id!r} is not preempted")
         request.state = RequestState.ENDED
+        self._num_preempted[request.space] -= 1
+        if not self._num_preempted[request.space]:
+            del self._num_preempted[request.space]
         if request.pinned is not None:
             self.index.unpin_softly(request.pinned)
             request.pinned = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,12 +43,13 @@ class Tenants:
         self._by_tenant: OrderedDict[str, str] = OrderedDict()  # last asked for last
 
     def known_space_of(self, tenant: str) -> str | None:
-        """As `space_of`, but opens nothing: None if the tenant has no space now."""
+        """As `space_of`, but opens nothing: None if the tenant has no space now, and has none that
+        was given a quota before it was closed to make room."""
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant:
             return DEFAULT
         short = replace(own, tenant=tenant).short
-        return short if short in self._fingerprints else None
+        return short if short in self._fingerprints or short in self._set_quotas else None
 
     def space_of(self, tenant: str) -> str:
         """The space of a tenant's prompts, opened on first use. When there are too many, the one
@@ -63,7 +65,7 @@ class Tenants:
         fingerprint = replace(own, tenant=tenant)
         if fingerprint.short not in self._fingerprints:
             self._make_room()
-            self.open(fingerprint, self._set_quotas.get(fingerprint.short, self._quota))
+            self._open(fingerprint, self._set_quotas.get(fingerprint.short, self._quota))
         self._by_tenant[tenant] = fingerprint.short
         return fingerprint.short
 
@@ -77,8 +79,13 @@ class Tenants:
         raise OutOfBlocksError("tenants", needed=1, available=0)
 
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
-        """Serve `fingerprint`, too; the space of its prompts. Raises ConfigError, BadRequestError
-        if it is open already."""
+        """Serve `fingerprint`, too; the space of its prompts. It keeps its quota as with
+        `set_quota`. Raises ConfigError, BadRequestError if it is open already."""
+        name = self._open(fingerprint, quota)
+        self._set_quotas[name] = quota
+        return name
+
+    def _open(self, fingerprint: Fingerprint, quota: Quota) -> str:
         own = self._fingerprints[DEFAULT]
         if fingerprint.layout.digest != own.layout.digest or fingerprint.short == own.short:
             raise ConfigError("another fingerprint has the same layout and another root")
@@ -121,16 +128,34 @@ class Tenants:
         return before
 
     def quota_of(self, name: str) -> Quota:
-        return self._index.root_named(name).space.quota
+        """Also of a space that was given one and is closed now."""
+        kept = self._set_quotas.get(name)
+        return self._index.root_named(name).space.quota if kept is None else kept
 
     def set_quota(self, name: str, quota: Quota) -> None:
         """The most device and host blocks that `name` may have from now on, None for any. What it
-        has beyond goes as far as nobody holds it, and the rest as soon as it wants more. It
-        stays so if the space is closed to make room for another tenant's, and opened again."""
+        has beyond goes as far as nobody holds it, if that is much in a task, and the rest as soon
+        as it wants more. It stays so if the space is closed to make room for another tenant's, and
+        opened again."""
         check_quota(quota)
+        if name in self._set_quotas and name not in self._fingerprints:
+            self._set_quotas[name] = quota
+            return
         root = self._index.root_named(name)
         self._set_quotas[name] = quota
         self._index.set_quota(root.space, quota, self._eviction)
-        for tier in Tier:
-            self._tiers.shrink_to_quota(tier, root.space)
+        if self._shrink(root.space):
+            self._tiers.start(self._shrink_on(root.space), "tierkv-quota", space=name)
         self._tiers.capacity_changed()
+
+    def _shrink(self, space: Space) -> bool:
+        """One turn's worth; whether there is more."""
+        have_more = [self._tiers.shrink_to_quota(tier, space) for tier in Tier]
+        return any(have_more)
+
+    async def _shrink_on(self, space: Space) -> None:
+        is_over = False
+        while not is_over:
+            await asyncio.sleep(0)
+            is_over = not self._shrink(space)
+            self._tiers.capacity_changed()

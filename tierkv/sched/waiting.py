@@ -66,6 +66,9 @@ class Waiting:
 
     def let_go(self) -> None:
         self.unpark()
+        self.release_fetched()
+
+    def release_fetched(self) -> None:
         if self.fetched is not None:
             self.fetched.release()
 

@@ -137,8 +137,7 @@ class Service:
             return
         self.tiers.storage = self._storage_tier.attached_io
         self.estimator.begin_anew()
-        for node in self.index.nodes():
-            self.index.unmark_stored(node, node.start, node.end)
+        self.index.unmark_all_stored()
         self.tiers.capacity_changed()
 
     # Tenants

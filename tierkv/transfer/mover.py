@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from tierkv.errors import TierKVError, TransferError
@@ -88,9 +88,8 @@ class Mover:
                     await outlast(self._following, on_cancel=lambda: None)
         finally:
             # Blocks the loop on purpose: memory must not be freed under a copy in flight.
-            self._submitter.shutdown(wait=True)
-            for lane in self._lanes.values():
-                lane.close()
+            with _closing(self._lanes.values()):
+                self._submitter.shutdown(wait=True)
 
     async def _open_lanes(self) -> None:
         """In the submitting thread: a lane takes memory, and its kernels may have to be compiled.
@@ -121,11 +120,12 @@ class Mover:
         self._lanes.clear()
 
         def close() -> None:
-            for lane in lanes:
-                lane.close()
+            with _closing(lanes):
+                pass
 
         closing = asyncio.get_running_loop().run_in_executor(self._submitter, close)
         await outlast({closing}, on_cancel=lambda: None)
+        closing.result()
 
     async def reopen(self, planes: Planes) -> None:
         """Open lanes over `planes`, which may have another number of blocks than those before."""
@@ -192,6 +192,15 @@ class Mover:
         if error is None and counts is not None:
             self.bytes_moved[counts] += movement.num_bytes
         movement.end(error)
+
+
+@contextmanager
+def _closing(lanes: Iterable[Lane]) -> Iterator[None]:
+    """Closes each at the end, also if another one's close has raised."""
+    with ExitStack() as stack:
+        for lane in lanes:
+            stack.callback(lane.close)
+        yield
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:
