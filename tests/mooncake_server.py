@@ -55,24 +55,36 @@ def program(name: str) -> str:
 
 @contextmanager
 def mooncake_server(segment: str = "1 GB") -> Iterator[MooncakeServer]:
+    for tries_left in (2, 1, 0):
+        with ExitStack() as stack:
+            try:
+                server = _server(stack, segment)
+            except RuntimeError:  # such as a provider, at times, whose port another has taken
+                if not tries_left:
+                    raise
+                continue
+            yield server
+            return
+
+
+def _server(stack: ExitStack, segment: str) -> MooncakeServer:
     master_program, provider_program = program("mooncake_master"), program("mooncake_client")
     rpc, metrics, port = free_port(), free_port(), free_port()
-    with ExitStack() as stack:
-        # fmt: off
-        master = _started(stack, [
-            master_program, "--rpc_address=127.0.0.1", f"--rpc_port={rpc}",
-            "--metrics_host=127.0.0.1", f"--metrics_port={metrics}",
-        ])
-        _wait_for_port(rpc, master)
-        provider = _started(stack, [
-            provider_program, "--host=127.0.0.1", f"--port={port}",
-            "--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{rpc}",
-            "--protocol=tcp", f"--global_segment_size={segment}", "--local_buffer_size=16 MB",
-        ])
-        # fmt: on
-        server = MooncakeServer(rpc, master, provider)
-        _wait_until_it_takes_values(server)
-        yield server
+    # fmt: off
+    master = _started(stack, [
+        master_program, "--rpc_address=127.0.0.1", f"--rpc_port={rpc}",
+        "--metrics_host=127.0.0.1", f"--metrics_port={metrics}",
+    ])
+    _wait_for_port(rpc, master)
+    provider = _started(stack, [
+        provider_program, "--host=127.0.0.1", f"--port={port}",
+        "--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{rpc}",
+        "--protocol=tcp", f"--global_segment_size={segment}", "--local_buffer_size=16 MB",
+    ])
+    # fmt: on
+    server = MooncakeServer(rpc, master, provider)
+    _wait_until_it_takes_values(server)
+    return server
 
 
 def _started(stack: ExitStack, command: list[str]) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -69,6 +70,8 @@ def ls(
     without_expiry: bool,
 ) -> None:
     """List values: name, size, and seconds to live."""
+    if expires_within is not None and math.isnan(expires_within):
+        raise click.BadParameter("not a number", param_hint="--expires-within")
     now = time.time()
 
     is_all = True
@@ -168,7 +171,7 @@ def verify(
     """Read every value and check it against its name, its length and its checksum.
 
     Of several stores (layered:, mirrored:) each one's copies. Exits with 1 if a value is damaged
-    and was not removed.
+    and was not removed, or could not be read.
     """
     key = None if key_file is None else parse_key(Path(key_file).read_text("ascii", "replace"))
 
@@ -182,17 +185,19 @@ def verify(
         "keyed": sum(found.num_keyed for found in parts),
         "no blocks": sum(found.num_others for found in parts),
         "gone meanwhile": sum(found.num_gone for found in parts),
+        "unread": sum(len(found.unread) for found in parts),
     }
     damaged = [one for found in parts for one in found.damaged]
+    unread = [one for found in parts for one in found.unread]
     if as_json:
-        click.echo(json.dumps(counts | {"names": dict(damaged)}))
+        click.echo(json.dumps(counts | {"names": dict(damaged), "unread_names": dict(unread)}))
     else:
-        for name, why in damaged:
+        for name, why in damaged + unread:
             click.echo(f"{name}: {why}")
         click.echo(", ".join(f"{count} {what}" for what, count in counts.items()))
         if counts["keyed"] and key is None:
             click.echo("keyed values can only be verified with --key-file", err=True)
-    if damaged and not remove_damaged:
+    if unread or (damaged and not remove_damaged):
         raise SystemExit(1)
 
 
@@ -216,7 +221,9 @@ def rm(url: str, prefix: str, *, yes: bool) -> None:
     try:
         with_store(url, prefix, lambda store: maintenance.remove(store, prefix, so_far))
     except (KeyboardInterrupt, TierKVError):
-        click.echo(f"stopped after {removed} values were removed", err=True)
+        click.echo(
+            f"stopped after {removed} values were removed, and perhaps some of the next", err=True
+        )
         raise
     click.echo(f"removed {removed} values")
 

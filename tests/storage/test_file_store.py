@@ -304,7 +304,7 @@ async def test_a_disk_that_may_only_be_read_any_more_is_read(
             assert await store.exists(["t:f:stays:0", "t:f:ends:0"]) == 1
             assert await put_one(store, "t:f:stays:0", b"value") is PutStatus.EXISTED
             [outcome] = await store.put([PutItem("t:f:new:0", (b"x",))])
-            assert (outcome.status, "Read-only" in outcome.reason) == (PutStatus.FAILED, True)
+            assert (outcome.status, "Read-only" in outcome.reason) == (PutStatus.FULL, True)
             with pytest.raises(StoreUnavailableError, match="Read-only"):
                 await store.delete(["t:f:stays:0"])
         assert await put_one(store, "t:f:new:0", b"x") is PutStatus.STORED

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,12 @@ from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F
 from tierkv.cli_storage import storage
 from tierkv.cli_storage_options import PATIENT
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.storage import maintenance
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.file import FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem, Store
 
@@ -199,6 +202,40 @@ def test_keyed_values_are_verified_by_who_has_the_key(
     result = run("verify", url, "--key-file", str(key))
     assert result.exit_code == 1  # the second was made with another tenant's key
     assert "6 whole, 1 damaged, 0 keyed" in result.output
+
+
+def test_a_value_that_cannot_be_read_is_told_and_the_rest_verified(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread, get = item(ONE, 2).name, FileStore.get
+
+    async def refused(store: FileStore, name: str, *, max_bytes: int) -> bytes | None:
+        if name == unread:
+            raise StoreUnavailableError(f"{name}: Permission denied")
+        return await get(store, name, max_bytes=max_bytes)
+
+    monkeypatch.setattr(FileStore, "get", refused)
+    result = run("verify", url, "--remove-damaged")
+    assert result.exit_code == 1
+    assert f"{unread}: Permission denied\n" in result.output
+    assert "4 whole, 0 damaged, 0 keyed, 1 no blocks, 0 gone meanwhile, 1 unread" in result.output
+    found = json.loads(run("verify", url, "--json").output)
+    assert (found["unread"], found["unread_names"]) == (1, {unread: "Permission denied"})
+    monkeypatch.undo()
+    assert run("verify", url).exit_code == 0
+
+
+def test_who_may_not_look_is_told_so(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    with pytest.raises(StoreUnavailableError, match=r"Permission denied.*let user \d+"):
+        run("ls", url)
+
+
+def test_a_time_that_is_no_number_is_wrong_usage(url: str) -> None:
+    assert run("ls", url, "--expires-within", "nan").exit_code == 2
 
 
 @pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])

@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from typing import cast
 
 import pytest
@@ -263,6 +264,18 @@ def test_a_store_whose_master_is_gone_or_frozen_is_not_well(how: signal.Signals)
         with pytest.raises(StoreUnavailableError, match="does not answer"):
             values.ping()
         values.close()
+
+
+def test_opening_a_store_whose_master_is_frozen_ends_within_seconds() -> None:
+    """Its client alone tries 20 times, 2 s each."""
+    with mooncake_server("64 MB") as server:
+        address = "127.0.0.1", server.master_port
+        server.master.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.master.pid, os.WSTOPPED | os.WNOWAIT)
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+            mooncake_values.MooncakeValues(address, server.url, MooncakeSettings())
+        assert time.monotonic() - started < 20
 
 
 class Unanswered:

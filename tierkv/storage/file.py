@@ -107,8 +107,11 @@ class FileStore:
         return Capabilities(is_shared=True, is_durable=True)
 
     def is_made(self) -> bool:
-        """Whether a store was ever opened here. Blocks."""
-        return (self._root / WRITERS).is_dir()
+        """Whether a store was ever opened here. Blocks. Raises StoreUnavailableError."""
+        try:
+            return (self._root / WRITERS).is_dir()
+        except PermissionError as error:
+            raise self._refusal(error) from error
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -223,13 +226,19 @@ class FileStore:
     def _open(self) -> Scratch:
         try:
             os.makedirs(self._root, mode=0o700, exist_ok=True)
-            return Scratch(self._root)
+            scratch = Scratch(self._root)
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreUnavailableError(
                 f"{self._root} is no directory, or below a file: set another directory"
             ) from error
         except OSError as error:
-            raise StoreUnavailableError(
-                f"the directory {self._root} cannot hold a store ({error.strerror or error}): "
-                f"let user {os.geteuid()} write in it, or set another directory"
-            ) from error
+            raise self._refusal(error) from error
+        if scratch.refused is not None:
+            _log.warning("%s is only read for now: %s", self.url, scratch.refused.strerror)
+        return scratch
+
+    def _refusal(self, error: OSError) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"the directory {self._root} cannot hold a store ({error.strerror or error}): "
+            f"let user {os.geteuid()} write in it, or set another directory"
+        )

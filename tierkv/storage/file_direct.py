@@ -7,6 +7,7 @@ much larger than memory, whose writes should not push other pages out. Not the d
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -41,19 +42,20 @@ class DirectWriter:
         if not self._is_possible:
             return None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
+        fd = None
         try:
             fd = os.open(path, flags, 0o600)
+            return self._write(fd, parts)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._is_possible = False  # such as tmpfs
-            if os.path.exists(path):
+            self._is_possible = False  # such as old tmpfs, or sectors larger than our pieces
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             return None
-        try:
-            return self._write(fd, parts)
         finally:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
 
     def _write(self, fd: int, parts: Sequence[Buffer]) -> bytes:
         buffer = self._buffer()

@@ -12,8 +12,8 @@ whose name ends in a plus.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +24,8 @@ _NO_GROUP = ","
 _GOES_ON = "+"
 # 255 bytes is the limit of common file systems; encrypting ones (ecryptfs) leave 143.
 _PIECE_CHARS = 140
+# Behind a group, with the parts that go on put together.
+_ABOVE_VALUES = re.compile(r"[^/]+(/[0-9a-f]){0,2}|[^/]+(/[0-9a-f]){2}/[^/]+\+")
 
 
 def relative_path(name: str) -> tuple[str, ...]:
@@ -53,23 +55,27 @@ def _pieces(text: str) -> list[str]:
     return [cut + _GOES_ON for cut in cuts[:-1]] + cuts[-1:]
 
 
+def _tell_nobody(_: str) -> None: ...
+
+
 def walk(
     root: Path,
     prefix: str,
     *,
     after: tuple[str, ...] = (),
-    when_empty: Callable[[str], object] = lambda _: None,
+    when_empty: Callable[[str], object] = _tell_nobody,
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """(name, directory entry) of each value whose name starts with `prefix`, in order of paths.
 
-    after: only paths behind this one. when_empty: told of directories in which nothing is.
+    after: only paths behind this one. when_empty: told of directories of ours in which nothing is.
     Directories that cannot hold such a value are not read. Files that are no values, what another
     user keeps there for itself, and whatever vanishes meanwhile, are passed over. Raises OSError.
     """
     for group in _entries(root):
         if group.is_dir(follow_symlinks=False) and _may_hold(group.name, prefix):
-            with contextlib.suppress(PermissionError):
-                yield from _values(Path(group.path), (group.name,), prefix, after, when_empty)
+            # A directory of one word can be a stranger's, in a store that was put beside others.
+            tells = when_empty if _NO_GROUP in group.name else _tell_nobody
+            yield from _values(Path(group.path), (group.name,), prefix, after, tells)
 
 
 def _values(
@@ -81,17 +87,26 @@ def _values(
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
     if parts < after[: len(parts)]:
         return
-    entries = _entries(directory)
+    try:
+        entries = _entries(directory)
+    except PermissionError:
+        return
     if not entries:
         when_empty(str(directory))
     for entry in entries:
         path = (*parts, entry.name)
         if entry.is_dir(follow_symlinks=False):
-            yield from _values(Path(entry.path), path, prefix, after, when_empty)
+            if _leads_to_values(path):
+                yield from _values(Path(entry.path), path, prefix, after, when_empty)
         elif path > after:
             name = name_of(path)
             if name is not None and name.startswith(prefix):
                 yield name, entry
+
+
+def _leads_to_values(path: tuple[str, ...]) -> bool:
+    """Whether the directory `path` can be above a value: of fan-out, or of a part that goes on."""
+    return _ABOVE_VALUES.fullmatch("/".join(path).replace(_GOES_ON + "/", "")) is not None
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

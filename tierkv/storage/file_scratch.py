@@ -29,6 +29,8 @@ _LOCK = "lock"
 # again has no cause but a file system without locks.
 _MAX_TRIES = 10
 _UNUSED_S = 600.0
+# What a disk says on which nothing can be written just now, though it may well be read.
+TAKES_NOTHING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 class Scratch:
@@ -38,15 +40,27 @@ class Scratch:
     """
 
     def __init__(self, root: Path) -> None:
-        """Clear away what the dead left, then make the directory. Raises OSError."""
+        """Clear away what the dead left, then make the directory. Raises OSError.
+
+        A disk that takes nothing now is one to read what is there from: `refused` says why, there
+        is no directory, and `renew` makes it when the disk takes it.
+        """
         self._writers = writers = root / WRITERS
         os.makedirs(writers, mode=0o700, exist_ok=True)
         with os.scandir(writers) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     _clear_if_dead(Path(entry.path))
-        self._directory, self._lock_fd = _make(writers)
-        self._device = os.fstat(self._lock_fd).st_dev
+        self._device = os.stat(writers).st_dev
+        self._lock_fd: int | None = None
+        self.refused: OSError | None = None
+        try:
+            self._directory, self._lock_fd = _make(writers)
+        except OSError as error:
+            if error.errno not in TAKES_NOTHING:
+                raise
+            self.refused = error
+            self._directory = writers / secrets.token_hex(8)
         self._serial = count()
         self._renewing = threading.Lock()
 
@@ -73,21 +87,27 @@ class Scratch:
             os.makedirs(self._writers, mode=0o700, exist_ok=True)
             gone = self._lock_fd
             self._directory, self._lock_fd = _make(self._writers)
-            os.close(gone)
+            if gone is not None:
+                os.close(gone)
 
     def close(self) -> None:
         """Clear the directory away. What cannot be removed is left to a successor."""
         try:
             _clear(self._directory)
         finally:
-            os.close(self._lock_fd)
+            if self._lock_fd is not None:
+                os.close(self._lock_fd)
 
 
 def _make(writers: Path) -> tuple[Path, int]:
     for _ in range(_MAX_TRIES):
         directory = writers / secrets.token_hex(8)
         os.mkdir(directory, mode=0o700)
-        fd = _lock(directory)
+        try:
+            fd = _lock(directory)
+        except OSError:
+            _clear(directory)
+            raise
         if fd is None:
             continue
         with contextlib.suppress(FileNotFoundError):
@@ -116,7 +136,7 @@ def _lock(directory: Path) -> int | None:
 
 def _clear_if_dead(directory: Path) -> None:
     fd = None
-    with contextlib.suppress(PermissionError):  # such as of root, who is looking into the store
+    with contextlib.suppress(OSError):  # root's, who is looking into the store, or a full disk
         fd = _lock(directory)
     if fd is not None:
         try:

@@ -27,7 +27,13 @@ from tierkv.storage.file_direct import MIN_BYTES, DirectWriter
 from tierkv.storage.file_listing import NEVER_NS, USE_GRAIN_S, Listing, sentence
 from tierkv.storage.file_paths import relative_path, walk
 from tierkv.storage.file_room import Room
-from tierkv.storage.file_scratch import Scratch, locked_directory, remove_unused
+from tierkv.storage.file_scratch import (
+    TAKES_NOTHING,
+    WRITERS,
+    Scratch,
+    locked_directory,
+    remove_unused,
+)
 from tierkv.storage.protocol import (
     Buffer,
     GetItem,
@@ -38,7 +44,11 @@ from tierkv.storage.protocol import (
     PutStatus,
 )
 
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# Not a failure, five of which would keep readers away as well: others can be read.
+_FULL = TAKES_NOTHING | {errno.EFBIG, errno.EACCES, errno.EPERM}
+# A place of the disk that is broken stays so, and the value would be found, and not written again,
+# for as long as it is asked for; forgotten, it gets another place.
+_UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
 class ValueFiles:
@@ -81,7 +91,8 @@ class ValueFiles:
                 if not read_fully(fd, item.into, digest):
                     return GetOutcome(GetStatus.DAMAGED, f"{item.name} was cut while being read")
         except OSError as error:
-            return GetOutcome(GetStatus.FAILED, sentence(item.name, error))
+            status = GetStatus.DAMAGED if error.errno in _UNREADABLE else GetStatus.FAILED
+            return GetOutcome(status, sentence(item.name, error))
         return GetOutcome(GetStatus.HIT, digest=digest)
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
@@ -100,6 +111,8 @@ class ValueFiles:
                     raise StoreCorruptError(f"{name} was cut while being read")
                 return bytes(content)
         except OSError as error:
+            if error.errno in _UNREADABLE:
+                raise StoreCorruptError(sentence(name, error)) from error
             raise StoreUnavailableError(sentence(name, error)) from error
 
     def put(self, item: PutItem) -> PutOutcome:
@@ -111,7 +124,7 @@ class ValueFiles:
                 self._renew()
                 return self._put(path, item)
         except OSError as error:
-            status = PutStatus.FULL if error.errno in _NO_ROOM else PutStatus.FAILED
+            status = PutStatus.FULL if error.errno in _FULL else PutStatus.FAILED
             return PutOutcome(status, sentence(item.name, error))
 
     def _put(self, path: str, item: PutItem) -> PutOutcome:
@@ -135,7 +148,7 @@ class ValueFiles:
     def ping(self) -> None:
         """Raises OSError."""
         try:
-            os.stat(self._root)
+            os.stat(self._root / WRITERS)  # asks for the right to look into the root
         except FileNotFoundError:
             self._renew()
 

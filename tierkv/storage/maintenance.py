@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tierkv.errors import StoreCorruptError
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.codec import (
     HEADER_BYTES,
     KEY_DIGEST_BYTES,
@@ -73,14 +73,16 @@ async def usage_by_group(store: Store, prefix: str) -> dict[str, Usage]:
 
 @dataclass(slots=True)
 class Verified:
-    """damaged: (name, why). num_keyed: values that only a tenant's key can verify; their headers
-    fit. num_others: lists of tails, tickets and whatever else is no block."""
+    """damaged: (name, why). unread: likewise, of what a store that answers does not give.
+    num_keyed: values that only a tenant's key can verify; their headers fit. num_others: lists of
+    tails, tickets and whatever else is no block."""
 
     num_whole: int = 0
     num_keyed: int = 0
     num_others: int = 0
     num_gone: int = 0
     damaged: list[tuple[str, str]] = field(default_factory=list)
+    unread: list[tuple[str, str]] = field(default_factory=list)
 
 
 async def verify(
@@ -135,6 +137,10 @@ async def _verify_one(
         is_keyed = _check(name, bytearray(content), identity, codecs)
     except StoreCorruptError as error:
         found.damaged.append((name, str(error)))
+        return
+    except StoreUnavailableError as error:
+        await store.ping()
+        found.unread.append((name, str(error).removeprefix(f"{name}: ")))
         return
     if identity.num_tokens == _TAILS_TOKENS:
         found.num_others += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ class MemoryStore:
         self._clock = clock
         self._values: dict[str, _Value] = {}
         self._num_bytes = 0
+        self._none_ends_before = math.inf  # Unix seconds
         self._is_open = False
         self._hub = Hub()
 
@@ -139,7 +141,7 @@ class MemoryStore:
         touched = 0
         for name in names:
             if (value := self._live(name)) is not None:
-                self._values[name] = replace(value, expires_at=self._clock.wall() + ttl_s)
+                self._values[name] = replace(value, expires_at=self._end_in(ttl_s))
                 touched += 1
         return touched
 
@@ -217,7 +219,7 @@ class MemoryStore:
             )
         if existing is not None:
             self._forget(item.name)
-        expires_at = None if item.ttl_s is None else self._clock.wall() + item.ttl_s
+        expires_at = None if item.ttl_s is None else self._end_in(item.ttl_s)
         self._values[item.name] = _Value(b"".join(item.parts), expires_at)
         self._num_bytes += item.num_bytes
         return PutOutcome(PutStatus.STORED)
@@ -226,6 +228,14 @@ class MemoryStore:
         capacity = self._settings.capacity_bytes
         if capacity is None or self._num_bytes + num_bytes <= capacity:
             return True
-        for name in list(self._values):
-            self._live(name)
+        if self._clock.wall() >= self._none_ends_before:
+            for name in list(self._values):
+                self._live(name)
+            ends = (value.expires_at for value in self._values.values())
+            self._none_ends_before = min((end for end in ends if end is not None), default=math.inf)
         return self._num_bytes + num_bytes <= capacity
+
+    def _end_in(self, ttl_s: float) -> float:
+        expires_at = self._clock.wall() + ttl_s
+        self._none_ends_before = min(self._none_ends_before, expires_at)
+        return expires_at

@@ -76,6 +76,8 @@ class MooncakeValues:
         os.environ.setdefault("GLOG_minloglevel", "2")  # it logs each miss otherwise
         for variable in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):
             os.environ.setdefault(variable, str(math.ceil(settings.connect_timeout_s * 1000)))
+        # Each waits for the master once more: 42 s for a frozen one, with the package's own 20.
+        os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "2")
         self._url = url
         self._settings = settings
         self._package = _load_package()

@@ -34,6 +34,9 @@ from tierkv.tasks import task_group
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _NOTHING = "no store is attached"
+# Where everything starts at once, the first answer may be late. Refusals are quicker than that.
+_START_S = 5.0
+_LATE_S = 0.2
 
 
 @dataclass(eq=False, slots=True)
@@ -98,11 +101,23 @@ class SwitchStore(StoreAround):
             self._tasks = tasks
             try:
                 if self._first is not None:
-                    await self.attach(self._first)
+                    await self._start(self._first)
                 yield
             finally:
                 self._tasks = None
                 self.detach()
+
+    async def _start(self, store: Store) -> None:
+        """Attach the first store: one that is late is asked again, one that refuses is not."""
+        time = asyncio.get_running_loop().time
+        until = time() + _START_S
+        while True:
+            asked_at = time()
+            try:
+                return await self.attach(store)
+            except StoreUnavailableError:
+                if time() - asked_at < _LATE_S or time() >= until:
+                    raise
 
     async def attach(self, store: Store) -> None:
         """Put `store` in the place of the one attached, if any, once it can be used.

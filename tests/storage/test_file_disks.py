@@ -1,0 +1,198 @@
+"""The store in files on a disk that refuses, is broken in places, or is somebody else's as well."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.storage.values import TurnedClock, get_one, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.storage import file_room
+from tierkv.storage.factory import StoreSettings, open_resilient_store
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.file_paths import relative_path
+from tierkv.storage.file_room import Room
+from tierkv.storage.file_scratch import WRITERS
+from tierkv.storage.file_used import UsedBytes
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
+from tierkv.storage.resilient import ResilienceSettings
+
+
+def file_store(root: Path, **settings: int) -> FileStore:
+    return FileStore(root, FileSettings(min_free_bytes=0, **settings), SystemClock())  # type: ignore[arg-type]
+
+
+def refuses(
+    disk: pytest.MonkeyPatch, call: str, code: int, where: Callable[[str], bool] = lambda _: True
+) -> None:
+    """Let the system call fail for such paths."""
+    asked = getattr(os, call)
+
+    def refuse(path: str | Path, *more: object, **options: object) -> object:
+        if where(str(path)):
+            raise OSError(code, os.strerror(code), str(path))
+        return asked(path, *more, **options)
+
+    disk.setattr(os, call, refuse)
+
+
+def age_directories(root: Path) -> None:
+    for directory in root.glob("[!.]*/**/"):
+        os.utime(directory, (0, 0))
+
+
+async def test_empty_directories_of_strangers_beside_the_values_stay(tmp_path: Path) -> None:
+    strangers = ["backup", "project/.git/refs", "project/3/f", "a,b/objects", "a,b/1/photos"]
+    for path in strangers:
+        (tmp_path / path).mkdir(parents=True)
+    async with (store := file_store(tmp_path, num_threads=1)).running():  # one sweep at a time
+        assert await put_one(store, "a:b:ours:0", b"x") is PutStatus.STORED
+        ours = tmp_path.joinpath(*relative_path("a:b:ours:0")).parent
+        assert await store.delete(["a:b:ours:0"]) == 1
+        age_directories(tmp_path)
+        await store.sweep()
+        assert not ours.exists()
+    assert [path for path in strangers if not (tmp_path / path).is_dir()] == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+async def test_a_disk_that_takes_nothing_more_is_opened_to_be_read_and_emptied(
+    tmp_path: Path, code: int
+) -> None:
+    root = tmp_path / "store"
+    async with (store := file_store(root, capacity_bytes=1000)).running():
+        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
+        assert await put_one(store, "t:f:b:0", b"value") is PutStatus.STORED
+    store = file_store(root, capacity_bytes=1000)
+    with pytest.MonkeyPatch.context() as disk:
+        refuses(disk, "mkdir", code)
+        async with store.running():
+            assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
+            assert await put_one(store, "t:f:a:0", b"value") is PutStatus.EXISTED
+            assert await put_one(store, "t:f:c:0", b"value") is PutStatus.FULL
+            assert await store.usage("t") == Usage(2, 10)
+            assert await store.delete(["t:f:b:0"]) == 1
+            await store.ping()
+            disk.undo()
+            assert await put_one(store, "t:f:c:0", b"value") is PutStatus.STORED
+        assert list((root / WRITERS).iterdir()) == []
+        refuses(disk, "mkdir", code)
+        with pytest.raises(StoreUnavailableError, match="set another directory"):
+            async with file_store(tmp_path / "new").running():
+                pass
+
+
+async def test_a_disk_that_refuses_writes_is_not_kept_from_its_readers(tmp_path: Path) -> None:
+    settings = StoreSettings(
+        file=FileSettings(min_free_bytes=0),
+        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
+    )
+    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    async with store.running():
+        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
+        with pytest.MonkeyPatch.context() as disk:
+            opened = os.open
+
+            def open_to_read(path: str | Path, flags: int, mode: int = 0o777) -> int:
+                if flags & os.O_CREAT:
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+                return opened(path, flags, mode)
+
+            disk.setattr(os, "open", open_to_read)
+            for index in range(20):
+                assert await put_one(store, f"t:f:{index}:0", b"x") is PutStatus.FULL
+            assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
+        assert store.snapshot().breaker.num_opened == 0
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EBADMSG])
+async def test_a_value_on_a_broken_place_of_the_disk_is_damaged(tmp_path: Path, code: int) -> None:
+    """So that it is forgotten: else it would be there, and never read, for ever."""
+    async with (store := file_store(tmp_path)).running():
+        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
+        with pytest.MonkeyPatch.context() as disk:
+            refuses(disk, "preadv", code)
+            assert (await get_one(store, "t:f:a:0", 5))[0] is GetStatus.DAMAGED
+            with pytest.raises(StoreCorruptError, match="t:f:a:0"):
+                await store.get("t:f:a:0", max_bytes=10)
+
+
+async def test_a_directory_that_may_not_be_read_hides_no_other(tmp_path: Path) -> None:
+    names = [f"t:f:{index}:0" for index in range(20)]
+    async with (store := file_store(tmp_path, capacity_bytes=1000)).running():
+        await store.put([PutItem(name, (bytes(10),)) for name in names])
+        hidden = str(tmp_path.joinpath(*relative_path(names[3])).parent)
+        left = [n for n in names if str(tmp_path.joinpath(*relative_path(n)).parent) != hidden]
+        with pytest.MonkeyPatch.context() as disk:
+            refuses(disk, "scandir", errno.EACCES, lambda path: path == hidden)
+            listed = await store.list("t:f:", limit=100)
+            assert {value.name for value in listed.values} == {*left}
+            assert await put_one(store, "t:f:new:0", bytes(990)) is PutStatus.STORED
+            assert (await store.usage("t:f:")).num_values == 1  # and the others were evicted
+
+
+async def test_of_many_files_those_used_longest_ago_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_room, "_PART_FILES", 7)
+    clock = TurnedClock()
+    store = FileStore(tmp_path, FileSettings(min_free_bytes=0, capacity_bytes=5000), clock)
+    async with store.running():
+        for index in range(50):
+            assert await put_one(store, f"t:f:{index}:0", bytes(100)) is PutStatus.STORED
+            clock.now += 100
+        assert await put_one(store, "t:f:new:0", bytes(100)) is PutStatus.STORED
+        names = [*(f"t:f:{index}:0" for index in range(50)), "t:f:new:0"]
+        assert await store.present(names) == [False] * 6 + [True] * 45
+
+
+def test_there_is_room_while_others_add_as_much_as_they_like(tmp_path: Path) -> None:
+    """A node that is told there is none writes nothing for a second."""
+    ours, others = tmp_path / WRITERS / "ours", tmp_path / WRITERS / "others"
+    for directory in (ours, others, tmp_path / "t,f/0/0"):
+        directory.mkdir(parents=True)
+    names = [f"t:f:{index}:0" for index in range(9)]
+    for name in names:
+        path = tmp_path.joinpath(*relative_path(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1000))
+    other = UsedBytes(tmp_path / WRITERS, lambda: others)
+
+    def order(status: os.stat_result) -> tuple[bool, float, float]:
+        other.add(100)  # while all files are looked at
+        return True, status.st_mtime, 0.0
+
+    room = Room(
+        tmp_path,
+        UsedBytes(tmp_path / WRITERS, lambda: ours),
+        capacity_bytes=10_000,
+        min_free_bytes=0,
+        order=order,
+    )
+
+    def remove(path: str) -> bool:
+        os.unlink(path)
+        other.add(1000)  # and while some are removed
+        return True
+
+    assert room.make(900, remove) == ""
+    assert len([*tmp_path.glob("t,f/*/*/*")]) < len(names)
+    assert "do not fit" in room.make(10_001, remove)
+
+
+async def test_a_disk_that_refuses_a_direct_write_itself_is_written_as_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one of larger sectors: it lets the file be opened that way all the same."""
+    content = bytes(range(256)) * 4000
+    settings = FileSettings(min_free_bytes=0, writes_directly=True)
+    async with (store := FileStore(tmp_path, settings, SystemClock())).running():
+        refuses(monkeypatch, "pwrite", errno.EINVAL)
+        for name in ("t:f:a:0", "t:f:b:0"):
+            assert await put_one(store, name, content) is PutStatus.STORED
+            assert await get_one(store, name, len(content)) == (GetStatus.HIT, content)
