@@ -664,6 +664,28 @@ async def test_directories_of_a_model_that_is_no_more_are_not_kept(tmp_path: Pat
         assert await get_one(store, names[0], 1) == (GetStatus.HIT, b"x")
 
 
+async def test_a_directory_removed_while_it_is_made_costs_no_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another process's sweep: `mkdir` finds it, and the look at what it is does not."""
+    made, parent = os.mkdir, str(tmp_path.joinpath(*relative_path("t:f:1:0")).parent)
+
+    def removed_meanwhile(path: str, mode: int = 0o777) -> None:
+        try:
+            made(path, mode)
+        except FileExistsError:
+            if path == parent:
+                os.rmdir(path)
+            raise
+
+    store = file_store(tmp_path)
+    async with store.running():
+        os.makedirs(parent)
+        monkeypatch.setattr(os, "mkdir", removed_meanwhile)
+        assert await put_one(store, "t:f:1:0", b"value") is PutStatus.STORED
+        assert await store.get("t:f:1:0", max_bytes=10) == b"value"
+
+
 async def test_a_directory_removed_and_made_again_does_not_let_two_be_the_first(
     tmp_path: Path,
 ) -> None:
@@ -676,7 +698,10 @@ async def test_a_directory_removed_and_made_again_does_not_let_two_be_the_first(
         put = group.create_task(put_one(slow, "t:f:1:0", b"slow", only_new=True))
         await until(lambda: any(tmp_path.glob(".writers/*/0")), "written, and not visible")
         await asyncio.to_thread(path.parent.rmdir)
-        assert await put_one(fast, "t:f:1:0", b"fast", only_new=True) is PutStatus.STORED
+        fast_is = await put_one(fast, "t:f:1:0", b"fast", only_new=True)
         os.close(lock)
-        assert await put is PutStatus.EXISTED
-        assert await slow.get("t:f:1:0", max_bytes=10) == b"fast"
+        # The slow one waits for the lock of the directory that is gone, unless it had not got there
+        # when that went: then it is the first in the new one.
+        outcomes = {fast_is: b"fast", await put: b"slow"}
+        assert outcomes.keys() == {PutStatus.STORED, PutStatus.EXISTED}
+        assert await slow.get("t:f:1:0", max_bytes=10) == outcomes[PutStatus.STORED]

@@ -291,7 +291,7 @@ class ValueFiles:
             os.close(fd)
 
     def _publish(self, temporary: str, path: str, item: PutItem) -> PutStatus:
-        os.makedirs(_parent(path), mode=0o700, exist_ok=True)
+        _make_directory(_parent(path))
         with locked_directory(_parent(path)):
             if item.leaves_existing and self._is_live(path):
                 return PutStatus.EXISTED
@@ -303,6 +303,14 @@ class ValueFiles:
             finally:
                 os.close(fd)
         return PutStatus.STORED
+
+
+def _make_directory(directory: str) -> None:
+    """With those above it, where they are missing. Raises OSError."""
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    except FileExistsError:  # so says `makedirs` also of one that was removed while it looked
+        os.makedirs(directory, mode=0o700, exist_ok=True)
 
 
 def _unlink(path: str) -> bool:
