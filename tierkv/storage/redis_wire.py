@@ -243,12 +243,12 @@ class Wire:
     def _lose(self, why: str) -> None:
         """The peer ended the connection. What it may have seen is asked again, too, but for what
         would not be answered the same."""
-        if self._was_heard:
-            for place, waiting in enumerate(self._in_flight):
-                # The oldest one's digest may have taken a part of the value.
-                has_begun = place == 0 and waiting.request.digest is not None
-                if has_begun or waiting.request.is_once:
-                    waiting.request.may_retry = False
+        for place, waiting in enumerate(self._in_flight):
+            # The oldest one's digest may have taken a part of the value. That nothing was heard
+            # does not tell that nothing was done: a server that ends a connection drops answers.
+            has_begun = self._was_heard and place == 0 and waiting.request.digest is not None
+            if has_begun or waiting.request.is_once:
+                waiting.request.may_retry = False
         reason = f"cannot be reached {why}"
         is_new = not (self.has_answered or self._was_heard)
         self.close(Failure(reason, is_over=True, is_new=is_new))
