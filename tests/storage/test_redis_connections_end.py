@@ -6,8 +6,13 @@ ones, and nothing is answered that was not so."""
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
+
+import pytest
 
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.values import Taken, content_of, landing, put_one
@@ -67,6 +72,34 @@ async def test_what_is_not_the_same_the_second_time_is_right_or_not_answered(
     async with store.running():
         await store.put([PutItem(name, (CONTENT[name],)) for name in NAMES])
         await end_in_the_middle(empty_redis, use)
+
+
+async def test_only_what_may_be_done_twice_is_sent_again_to_a_server_that_ends_without_a_word() -> (
+    None
+):
+    heard = Counter[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while said := await reader.read(65_536):
+                verbs = re.findall(rb"\*\d+\r\n\$\d+\r\n([A-Z]+)\r\n", said)
+                heard.update(verbs)
+                if {b"UNLINK", b"EXISTS"} & set(verbs):
+                    break
+                for verb in verbs:
+                    writer.write(b"+PONG\r\n" if verb == b"PING" else b"+OK\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        store = RedisStore(parse_redis_url(f"redis://127.0.0.1:{port}"), PATIENT, SystemClock())
+        async with store.running():
+            with pytest.raises(StoreUnavailableError):
+                await store.delete([NAMES[0]])
+            with pytest.raises(StoreUnavailableError):
+                await store.present([NAMES[0]])
+    assert heard[b"UNLINK"] == 1
+    assert heard[b"EXISTS"] > 1
 
 
 async def end_in_the_middle(
