@@ -37,6 +37,9 @@ class Cache:
         for victim in self.index.order[Tier.DEVICE].victims(count):
             self.pool.release(self.index.drop(Tier.DEVICE, *victim))
 
+    def drop(self, node: Node, start: int, stop: int) -> None:
+        self.pool.release(self.index.drop(Tier.DEVICE, node, start, stop))
+
     def findings(self) -> list[str]:
         nobody: dict[Tier, list[int]] = {tier: [] for tier in Tier}
         pools = {Tier.DEVICE: self.pool, Tier.HOST: BlockPool("host", 0)}
@@ -44,6 +47,9 @@ class Cache:
 
     def check(self) -> None:
         assert self.findings() == []
+
+    def check_is_told(self, what: str) -> None:
+        assert [what in finding for finding in self.findings()] == [True]
 
 
 def numbered(count: int, first: int = 0) -> list[int]:
@@ -76,6 +82,44 @@ def test_a_prompt_that_shares_most_leaves_nothing_of_itself_in_memory() -> None:
     cache.run(shared + numbered(SIZE, 5000))  # so that what follows branches off
     node = cache.run(shared + numbered(2 * SIZE, 1000))
     assert len(node.packed) == 2 * SIZE * 4
+    cache.check()
+
+
+def test_the_halves_of_a_run_share_its_bytes_until_most_of_them_are_needed_no_more() -> None:
+    cache, base = Cache(), numbered(40 * SIZE)
+    lower = cache.run(base)
+    packed = lower.packed
+    for at in (30, 20, 8):  # cut in four, from the end on
+        cache.run(base[: at * SIZE] + numbered(SIZE, 1000 * at))
+    runs = [lower, *list(lower.path())[1:]]
+    assert [node.num_blocks for node in runs] == [10, 10, 12, 8]
+    assert all(node.packed is packed for node in runs), "a split copies no tokens"
+    assert b"".join(node.tokens for node in reversed(runs)) == pack(base)
+    cache.check()
+    cache.drop(lower, 0, 10)  # 30 of 40 blocks are needed
+    assert [node.packed is packed for node in runs[1:]] == [True] * 3
+    for node in runs[1:3]:  # and now the last 8
+        for child in list(node.children.values()):
+            cache.drop(child, 0, child.num_blocks)
+        cache.drop(node, 0, node.num_blocks)
+    assert runs[3].packed == pack(base[: 8 * SIZE])
+    runs[3].packed += b"\0" * 4 * 25 * SIZE
+    cache.check_is_told("keeps more tokens in memory that are gone than it may")
+
+
+def test_a_run_whose_end_went_lets_go_of_what_it_shares_with_runs_above() -> None:
+    cache, base = Cache(), numbered(40 * SIZE)
+    lower = cache.run(base)
+    packed = lower.packed
+    cache.run(base[: 2 * SIZE] + numbered(SIZE, 1000))
+    upper = lower.parent
+    assert upper is not None
+    assert upper.packed is packed
+    cache.drop(lower, 8, 38)  # 10 of 40 blocks are needed: a quarter
+    assert upper.packed is lower.packed is packed
+    cache.drop(lower, 7, 8)
+    assert upper.packed == pack(base[: 2 * SIZE])
+    assert lower.packed == pack(base[2 * SIZE : 9 * SIZE])
     cache.check()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +57,20 @@ def forgotten_candidate(here: World, _: Request) -> Undo:
 
 def no_heap(here: World, _: Request) -> Undo:
     order = here.service.index.order[Tier.DEVICE]
-    return put(order, "_heap", sorted(order._heap, reverse=True))
+    entries = [*order._line, *order._heap]
+    undo_line = put(order, "_line", deque())
+    undo_heap = put(order, "_heap", sorted(entries, reverse=True))
+
+    def undo() -> None:
+        undo_heap()
+        undo_line()
+
+    return undo
+
+
+def no_line(here: World, _: Request) -> Undo:
+    order = here.service.index.order[Tier.DEVICE]
+    return put(order, "_line", deque(reversed(order._line)))
 
 
 def wrong_use(here: World, _: Request) -> Undo:
@@ -146,6 +159,7 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     wait_without_end: "waits for blocks without an end",
     wait_not_counted: "is not counted by what it waits for",
     no_heap: "the queue is not a heap",
+    no_line: "the line is not in order",
 }
 
 

@@ -153,14 +153,13 @@ class TierCopies:
     def behead(self, at: int) -> TierCopies:
         """Give up the first `at` blocks; returns their copies."""
         upper = TierCopies(at)
-        rest = self.num_blocks - at
+        upper.uniform = self.uniform
         if self.num_present:
             upper.num_present = self.present_in(0, at)
             self.num_present -= upper.num_present
             upper._slots = self._packed_slots(0, at) if upper.num_present else None
             self._slots = self._packed_slots(at, self.num_blocks) if self.num_present else None
-        self.num_blocks = rest
-        upper.uniform = self.uniform
+        self.num_blocks -= at
         if self._states is not None:
             upper._states, self._states = self._states[:at].copy(), self._states[at:].copy()
             upper._settle()

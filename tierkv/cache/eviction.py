@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from itertools import pairwise
 from typing import NamedTuple
 
 from tierkv.cache.node import Node, Segment, Tier
@@ -28,26 +30,31 @@ class Victim(NamedTuple):
 class EvictionOrder:
     """One tier's candidates: unheld nodes none of whose children has a copy on this tier.
 
-    A lazy heap: `offer` pushes whenever a node may have become a candidate, and entries that are
-    no longer true are skipped when they come up. O(log n) each; nothing ever scans the tree.
+    A lazy queue: `offer` adds an entry whenever a node may have become a candidate, and entries
+    that are no longer true are skipped when they come up. What comes in the order of its rank, as
+    nearly all does by LRU, waits in `_line`, O(1) each; the rest in `_heap`, O(log n). Nothing ever
+    scans the tree.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy | None = None) -> None:
         self.tier = tier
         self.policy = policy or Lru()
         self.num_unheld = 0  # copies in nodes without holders: all of them can be evicted
+        self._line: deque[Entry] = deque()  # ascending
         self._heap: list[Entry] = []
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
         self._num_pushed = 0
         self._rank = self.policy.rank
-        self._memory = self.policy if self.policy.has_memory else None
+        self.memory = self.policy if self.policy.has_memory else None
         self._spares = self.policy.spares if self.policy.has_second_chances else None
 
     def is_candidate(self, node: Node) -> bool:
+        copies = node.host if self.tier else node.device
         return (
-            node.holders == 0
-            and node.num_present(self.tier) > 0
-            and node.present_children[self.tier] == 0
+            not node.holders
+            and copies is not None
+            and copies.num_present > 0
+            and not node.present_children[self.tier]
         )  # never a root, which has no copies
 
     def rank(self, node: Node) -> int:
@@ -56,16 +63,15 @@ class EvictionOrder:
 
     def offer(self, node: Node) -> None:
         """Queue `node` if it can go."""
-        tier = self.tier
-        if node.holders or node.present_children[tier] or not node.num_present(tier):
+        if not self.is_candidate(node):
             return
-        fallen = () if self._memory is None else self._memory.queued(node)
+        fallen = () if self.memory is None else self.memory.queued(node)
         self._push(node)
         for other in fallen:
             self._push_again(other)
-        if len(self._heap) > 2 * len(self._newest) + 64:  # mostly entries that have gone stale
-            self._heap = list(self._newest.values())
-            heapq.heapify(self._heap)
+        if len(self._line) + len(self._heap) > 2 * len(self._newest) + 64:  # mostly gone stale
+            self._line = deque(sorted(self._newest.values()))
+            self._heap = []
 
     def _push(self, node: Node) -> None:
         rank, uid, newest = self._rank(node), node.uid, self._newest
@@ -76,7 +82,11 @@ class EvictionOrder:
             return
         self._num_pushed += 1
         entry = newest[uid] = (rank, self._num_pushed, node)
-        heapq.heappush(self._heap, entry)
+        line = self._line
+        if not line or line[-1] < entry:
+            line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
 
     def _push_again(self, node: Node) -> None:
         """Its rank has changed."""
@@ -91,28 +101,23 @@ class EvictionOrder:
     def forget(self, node: Node) -> None:
         """`node` has left the tree."""
         self._newest.pop(node.uid, None)
-        if self._memory is not None:
-            self._memory.forget(node)
-
-    def evicted(self, node: Node) -> None:
-        """Copies of `node` go."""
-        if self._memory is not None:
-            self._memory.evicted(node)
+        if self.memory is not None:
+            self.memory.forget(node)
 
     def leaf_to_go(self, most: int, rule: WriteRule) -> Segment | None:
         """What goes next, at most `most` blocks of it, if there is nothing to plan about it: the
         last blocks of a leaf with no copies on the other tier, by a rule that copies nothing that
         goes. None if something else, or nothing, goes next, and by a policy with memory: for that
         a run whose children went one by one is one to be queued, in a plan it goes with them."""
-        if rule.policy is _WRITE_BACK or self._memory is not None:
+        if rule.policy is _WRITE_BACK or self.memory is not None:
             return None
         if (entry := self._top()) is None:
             return None
         node = entry[2]
         copies, other = (node.host, node.device) if self.tier else (node.device, node.host)
-        if node.children or (other and other.num_present):
+        if node.children or (other is not None and other.num_present):
             return None
-        if not copies or copies.uniform is not _READY:
+        if copies is None or copies.uniform is not _READY:
             return None
         stop = node.num_blocks
         return node, stop - most if most < stop else 0, stop
@@ -147,7 +152,7 @@ class EvictionOrder:
             if virtual and virtual[0] is entry:
                 heapq.heappop(virtual)
             else:
-                chosen.append(heapq.heappop(self._heap))
+                chosen.append(self._pop(entry))
             parent = node.parent
             if present or count <= 0 or parent is None or parent.parent is None:
                 continue
@@ -170,22 +175,28 @@ class EvictionOrder:
 
     def _top(self) -> Entry | None:
         """The first entry of the heap; what is no longer true is dropped on the way."""
-        heap, newest = self._heap, self._newest
-        while heap:
-            entry = heap[0]
+        line, heap, newest = self._line, self._heap, self._newest
+        while line or heap:
+            entry = heap[0] if not line or (heap and heap[0] < line[0]) else line[0]
             node = entry[2]
             if newest.get(node.uid) is not entry:
-                heapq.heappop(heap)
+                self._pop(entry)
             elif not self.is_candidate(node):
-                heapq.heappop(heap)
+                self._pop(entry)
                 del newest[node.uid]
             elif self._spares is not None and self._spares(node):
-                heapq.heappop(heap)
+                self._pop(entry)
                 del newest[node.uid]
                 self._push(node)
             else:
                 return entry
         return None
+
+    def _pop(self, entry: Entry) -> Entry:
+        """Take off the first entry, which is `entry`."""
+        if self._line and self._line[0] is entry:
+            return self._line.popleft()
+        return heapq.heappop(self._heap)
 
     def findings(self, nodes: list[Node]) -> list[str]:
         """What is wrong, in words, if `nodes` are all the nodes of the tree."""
@@ -193,7 +204,7 @@ class EvictionOrder:
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
             wrong.append(f"{self.tier.name}: {unheld} unheld copies, but {self.num_unheld} counted")
-        queued = {id(entry) for entry in self._heap}
+        queued = {id(entry) for entry in (*self._line, *self._heap)}
         for node in nodes:
             if not self.is_candidate(node):
                 continue
@@ -206,4 +217,6 @@ class EvictionOrder:
         heap = self._heap
         if any(heap[(at - 1) // 2] > heap[at] for at in range(1, len(heap))):
             wrong.append(f"{self.tier.name}: the queue is not a heap")
+        if any(before > after for before, after in pairwise(self._line)):
+            wrong.append(f"{self.tier.name}: the line is not in order")
         return wrong

@@ -196,11 +196,12 @@ class Index(Leases):
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = (node.on(tier), node.device) if tier else (node.device, node.host)
-        self.order[tier].evicted(node)
+        if (memory := self.order[tier].memory) is not None:
+            memory.evicted(node)
         if (
             copies.uniform is _READY
             and not node.children
-            and not (other and other.num_present)
+            and (other is None or not other.num_present)
             and j == node.num_blocks
         ):
             # The common case, a leaf's last blocks on their last tier: no state is needed between.

@@ -151,7 +151,7 @@ def _memory_findings(node: Node) -> list[str]:
         wrong.append("does not say of each block whether it is believed stored")
     if node.soft_pins < 0:
         wrong.append(f"is softly pinned {node.soft_pins} times")
-    if len(node.packed) > MOST_KEPT * node.token_bytes:
+    if len(node.packed) > MOST_KEPT * _bytes_that_share(node):
         wrong.append("keeps more tokens in memory that are gone than it may")
     above = node.packed[max(node.packed_at - parent.token_bytes, 0) : node.packed_at]
     if not parent.tokens.endswith(above):  # a match compares them together with the run's own
@@ -159,6 +159,20 @@ def _memory_findings(node: Node) -> list[str]:
     if node.holders == 0 and node.last_used > parent.last_used and parent.holders == 0:
         wrong.append("was used after its parent")
     return wrong
+
+
+def _bytes_that_share(node: Node) -> int:
+    """Of `node.packed`, what runs from here up need, if the ones below that share it are counted
+    with them: enough for the lowest of those."""
+    packed = node.packed
+    if any(child.packed is packed for child in node.children.values()):
+        return len(packed)
+    part: Node | None = node
+    needed = 0
+    while part is not None and part.packed is packed:
+        needed += part.token_bytes
+        part = part.parent
+    return needed
 
 
 def _digests_of(node: Node) -> bytes:

@@ -65,6 +65,7 @@ def _on_device(node: Node, pos: int) -> tuple[int, int]:
 def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]:
     """Follow blocks [pos, stop) of `prompt` from `node`, whose path covers [0, pos)."""
     tokens, width, extras = prompt.tokens, prompt.block_size * TOKEN_BYTES, prompt.extras
+    startswith = tokens.startswith
     if pos < node.end and pos < stop:
         pos += _shared_blocks(node, pos, prompt, stop)
     while pos < stop and pos == node.end:
@@ -75,8 +76,14 @@ def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]
         child = node.children.get(key)
         if child is None:
             break
-        node = child
-        pos += _shared_blocks(node, pos, prompt, stop)
+        node, num_bytes = child, child.token_bytes
+        run: bytes | memoryview = child.packed
+        if len(run) != num_bytes:  # there is more in it than the run: a view copies nothing
+            run = memoryview(run)[child.packed_at : child.packed_at + num_bytes]
+        if node.end <= stop and startswith(run, at) and not (extras or node.extras):
+            pos = node.end  # the whole run, as mostly
+        else:
+            pos += _shared_blocks(node, pos, prompt, stop)
     return node, pos
 
 
@@ -95,18 +102,9 @@ def segments(node: Node, start: int, stop: int) -> list[Segment]:
 
 def _shared_blocks(node: Node, pos: int, prompt: Prompt, stop: int) -> int:
     """How many blocks from `pos` on, at most up to `stop`, `node` shares with the prompt."""
-    width, packed, first = prompt.block_size * TOKEN_BYTES, node.packed, pos - node.start
-    at = pos * width
-    if (
-        first == 0
-        and node.end <= stop
-        and len(packed) == node.packed_at + node.token_bytes
-        and prompt.tokens.startswith(packed, at - node.packed_at)
-    ):
-        blocks = node.num_blocks  # compared in place, nothing copied
-    else:
-        their_at, most = node.packed_at + first * width, min(stop, node.end) - pos
-        blocks = common_blocks(prompt.tokens, at, packed, their_at, most, width)
+    width = prompt.block_size * TOKEN_BYTES
+    at, most = node.packed_at + (pos - node.start) * width, min(stop, node.end) - pos
+    blocks = common_blocks(prompt.tokens, pos * width, node.packed, at, most, width)
     if node.extras or prompt.extras:
         for block in range(pos, pos + blocks):
             if node.extra(block) != prompt.extra(block):

@@ -52,7 +52,8 @@ class Node:
     """Blocks [start, end) of every prompt that runs through here.
 
     packed: the tokens of the run are `token_bytes` bytes of it, from `packed_at` on. Before them
-        are the last tokens of the path above, behind them perhaps some that are gone.
+        are the last tokens of the path above, behind them those of runs below that were split
+        off, or some that are gone.
     key: how the parent finds it, see `child_key`.
     extras: extra keys by block, where media overlap. is_tail: a partial block; it has no
         children, and its tokens are fewer than a block's.
@@ -153,6 +154,19 @@ class Node:
         self.token_bytes = stop - start
         self.packed, self.packed_at = fitting(packed, start, stop)
 
+    def keep_less(self, packed: bytes) -> None:
+        """Blocks below needed `packed` and are gone: this run and those above that share it with
+        it, as the halves of a run do, copy what is theirs if it is much more than they need."""
+        part, needed = self, 0
+        while part.packed is packed and part.parent is not None:
+            needed += part.token_bytes
+            part = part.parent
+        if len(packed) > MOST_KEPT * needed:
+            part = self
+            while part.packed is packed and part.parent is not None:
+                part.packed, part.packed_at = part.tokens, 0
+                part = part.parent
+
     # Copies
 
     @property
@@ -224,7 +238,7 @@ class Node:
 
     def truncate(self, num_blocks: int) -> None:
         """Forget blocks from `num_blocks` on. The tokens behind them stay in memory for a while,
-        see `MOST_KEPT`."""
+        see `keep_less`."""
         self._cut(num_blocks)
         self.device.truncate(num_blocks)
         if self.host:
@@ -243,7 +257,7 @@ class Node:
     def _cut(self, num_blocks: int) -> None:
         self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
         if len(self.packed) > MOST_KEPT * self.token_bytes:
-            self.packed, self.packed_at = self.tokens, 0
+            self.keep_less(self.packed)
         before, self.end = self.end, self.start + num_blocks
         self.num_blocks = num_blocks
         if self.extras:
@@ -261,14 +275,14 @@ class Node:
         upper = Node(uid, self.parent, self.space, self.key, self.device.behead(at))
         if self.host:
             upper.host = self.host.behead(at)
-        upper.packed, upper.token_bytes = self.tokens_of(0, at), cut
+        upper.packed, upper.packed_at, upper.token_bytes = self.packed, self.packed_at, cut
         upper.hits, upper.last_used, upper.soft_pins = self.hits, self.last_used, self.soft_pins
         if self.digests:
             known = at * DIGEST_BYTES
             upper.digests, self.digests = self.digests[:known], self.digests[known:]
         self.key = child_key(self.tokens_of(at, at + 1), self.extra(self.start + at))
-        first = self.packed_at + cut
-        self.put_tokens(self.packed, first, first + self.token_bytes - cut)
+        self.packed_at += cut
+        self.token_bytes -= cut
         self.start += at
         self.num_blocks -= at
         if self.extras:

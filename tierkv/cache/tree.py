@@ -64,8 +64,10 @@ class Tree(Spaces):
             if parent.last_used < node.last_used:  # noqa: PLR1730 - max() takes 0.1 us
                 parent.last_used = node.last_used
             device += node.device.num_present
-            host += node.host.num_present if node.host else 0
-            self._offer(node)
+            if node.host is not None:
+                host += node.host.num_present
+            if node.host is not None or not node.present_children[0]:
+                self._offer(node)
             node = parent
         self._count_unheld(node.space, device, host)
 
@@ -112,14 +114,16 @@ class Tree(Spaces):
         held: where the caller's lease ends."""
         if pos < node.end:
             node = self._split(node, pos - node.start)
-        elif self._grows_in_place(node, stop - pos, held):
-            before = node.num_present(tier)
+        elif not node.children and self._grows_in_place(node, stop - pos, held):
+            before, packed = node.num_present(tier), node.packed
             node.append(tier, slots)
             node.put_tokens(
                 prompt.tokens, node.start * self.block_token_bytes, stop * self.block_token_bytes
             )
             if prompt.extras:
                 node.extras = _extras_of(prompt, node.start, stop)
+            assert node.parent is not None, "the root has no run"
+            node.parent.keep_less(packed)
             self._recount(tier, node, before)
             return node
         ready = TierCopies(stop - pos, _READY, slots)
@@ -132,13 +136,12 @@ class Tree(Spaces):
         return child
 
     def _grows_in_place(self, node: Node, num_blocks: int, held: Node) -> bool:
-        """Only if nobody but the caller holds it: a lease of others would protect what is added,
-        too. And only while it was never matched, nor softly pinned: what is added has not been."""
+        """A leaf does, if nobody but the caller holds it: a lease of others would protect what is
+        added, too. And only while it was never matched, nor softly pinned, as what is added."""
         return (
             node.holders == int(node is held)
             and not node.hits
             and not node.soft_pins
-            and not node.children
             and node.parent is not None
             and (node.num_blocks < _SMALL_RUN_BLOCKS or node.num_blocks < num_blocks)
         )
@@ -149,22 +152,33 @@ class Tree(Spaces):
         assert 0 < at < node.num_blocks, "a split leaves two non-empty runs"
         parent = node.parent
         assert parent is not None, "the root has no run"
-        had = [node.num_present(tier) > 0 for tier in TIERS]
-        is_mixed = any(copies and copies.uniform is None for copies in (node.device, node.host))
+        device, host = node.device, node.host
+        is_mixed = device.uniform is None or (host is not None and host.uniform is None)
+        had = device.num_present > 0, host is not None and host.num_present > 0
         upper = node.behead(self._next_uid, at)
         self._next_uid += 1
         upper.holders = int(node.holders > 0)
         parent.children[upper.key] = upper  # in the place of `node`, whose key it has
         upper.adopt(node)
-        for tier in TIERS:
-            upper.count_present(tier, int(node.num_present(tier) > 0))
-            # The parent counted this run once; now it has the upper half for a child.
-            parent.count_present(tier, (upper.num_present(tier) > 0) - had[tier])
+        upper.present_children = (int(had[0]), int(had[1]))
         self._offer(node)
         if is_mixed:  # else both halves are where the run was, and neither's turn has come
-            self._offer(parent)
-            self._offer(upper)
+            self._recount_halves(parent, upper, node, had)
         return upper
+
+    def _recount_halves(
+        self, parent: Node, upper: Node, lower: Node, had: tuple[bool, bool]
+    ) -> None:
+        """After a run was cut in two that is somewhere else than where they are, each."""
+        is_lower, is_upper = (
+            tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
+        )
+        upper.present_children = is_lower[0], is_lower[1]
+        for tier in TIERS:
+            # The parent counted this run once; now it has the upper half for a child.
+            parent.count_present(tier, is_upper[tier] - had[tier])
+        self._offer(parent)
+        self._offer(upper)
 
     # Copies
 
@@ -225,6 +239,8 @@ class Tree(Spaces):
         parent = node.parent
         assert parent is not None, "the root stays"
         parent.disown(node)
+        if parent.packed is node.packed:
+            parent.keep_less(node.packed)
         self.order[0].forget(node)
         self.order[1].forget(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
