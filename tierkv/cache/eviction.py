@@ -177,7 +177,9 @@ class EvictionOrder:
         """The first entry of the heap; what is no longer true is dropped on the way."""
         line, heap, newest = self._line, self._heap, self._newest
         while line or heap:
-            entry = heap[0] if not line or (heap and heap[0] < line[0]) else line[0]
+            entry = line[0] if line else heap[0]
+            if heap and heap[0] < entry:
+                entry = heap[0]
             node = entry[2]
             if newest.get(node.uid) is not entry:
                 self._pop(entry)

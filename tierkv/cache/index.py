@@ -196,16 +196,20 @@ class Index(Leases):
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = (node.on(tier), node.device) if tier else (node.device, node.host)
-        if (memory := self.order[tier].memory) is not None:
-            memory.evicted(node)
+        order = self.order[tier]
+        if order.memory is not None:
+            order.memory.evicted(node)
         if (
             copies.uniform is _READY
+            and j == node.num_blocks
             and not node.children
             and (other is None or not other.num_present)
-            and j == node.num_blocks
         ):
             # The common case, a leaf's last blocks on their last tier: no state is needed between.
-            self._count_gone(tier, node, j - i)
+            node.space.used[tier] -= j - i
+            order.num_unheld -= j - i
+            if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
+                own[tier].num_unheld -= j - i
             if i:
                 return node.drop_ready(tier, i)
             parent = self._unlink(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierkv.cache.node import Node
+from tierkv.cache.states import CopyState
 from tierkv.cache.tree import Tree
 from tierkv.errors import OwnershipError
 
@@ -16,6 +17,9 @@ class Lease:
     node: Node
     num_blocks: int
     is_released: bool = False
+
+
+_READY = CopyState.READY
 
 
 class Leases(Tree):
@@ -47,8 +51,10 @@ class Leases(Tree):
             raise OwnershipError("a lease was released twice")
         lease.is_released = True
         self.num_held_leases -= 1
-        self._unhold(lease.node)
-        self.prune(lease.node)
+        node = lease.node
+        self._unhold(node)
+        if node.device.uniform is not _READY:  # else there is nothing to prune
+            self.prune(node)
 
     def _move(self, lease: Lease, node: Node, *, is_new: bool = False) -> None:
         """Let `lease` end where `node` does from now on, a use of that.

@@ -46,35 +46,41 @@ class Tree(Spaces):
         """One more holder at `node`'s end."""
         device = host = 0
         while True:
-            node.holders += 1
-            if node.holders > 1 or node.parent is None:
+            before, parent = node.holders, node.parent
+            node.holders = before + 1
+            if before or parent is None:
                 break
-            device += node.device.num_present
-            host += node.host.num_present if node.host else 0
-            node = node.parent
-        self._count_unheld(node.space, -device, -host)
+            device -= node.device.num_present
+            if node.host is not None:
+                host -= node.host.num_present
+            node = parent
+        if device or host:
+            self._count_unheld(node.space, device, host)
 
     def _unhold(self, node: Node) -> None:
         device = host = 0
         while True:
-            node.holders -= 1
-            parent = node.parent
-            if node.holders or parent is None:
+            left, parent = node.holders - 1, node.parent
+            node.holders = left
+            if left or parent is None:
                 break
             if parent.last_used < node.last_used:  # noqa: PLR1730 - max() takes 0.1 us
                 parent.last_used = node.last_used
             device += node.device.num_present
             if node.host is not None:
                 host += node.host.num_present
-            if node.host is not None or not node.present_children[0]:
+                self._offer(node)
+            elif not node.present_children[0]:
                 self._offer(node)
             node = parent
-        self._count_unheld(node.space, device, host)
+        if device or host:
+            self._count_unheld(node.space, device, host)
 
     def _count_unheld(self, space: Space, device: int, host: int) -> None:
         """So many more copies of `space` can be evicted."""
         self.order[0].num_unheld += device
-        self.order[1].num_unheld += host
+        if host:
+            self.order[1].num_unheld += host
         if self._own_orders and (own := self._own_orders.get(space.name)) is not None:
             own[0].num_unheld += device
             own[1].num_unheld += host
@@ -213,13 +219,6 @@ class Tree(Spaces):
         if after > before:
             self._offer(node)
 
-    def _count_gone(self, tier: Tier, node: Node, num_blocks: int) -> None:
-        """So many copies of an unheld node are no more."""
-        node.space.used[tier] -= num_blocks
-        self.order[tier].num_unheld -= num_blocks
-        if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
-            own[tier].num_unheld -= num_blocks
-
     # Shrinking
 
     def prune(self, node: Node) -> None:
@@ -241,8 +240,8 @@ class Tree(Spaces):
         parent.disown(node)
         if parent.packed is node.packed:
             parent.keep_less(node.packed)
-        self.order[0].forget(node)
-        self.order[1].forget(node)
+        for order in self.order:
+            order.forget(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
             own[0].forget(node)
             own[1].forget(node)
