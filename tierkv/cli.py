@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, Any, ClassVar
 
 import click
 
@@ -37,6 +38,14 @@ class _Commands(click.Group):
         "token": ("tierkv.cli_token", "Give callers tokens, and take them back."),
         "verify": ("tierkv.cli_node", "Let a node recount its blocks and leases."),
     }
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - click's
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # of what is written, by `--help` too: a full disk, say
+            where = f": {error.filename}" if error.filename else ""
+            click.echo(f"error: {error.strerror or error}{where}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,18 @@ def test_looking_into_a_directory_that_is_not_there_does_not_make_it(
 
 def test_a_store_inside_a_node_cannot_be_looked_into_from_outside() -> None:
     assert "inside one node" in told("storage", "ls", "memory://").stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+@pytest.mark.parametrize("arguments", [["version"], ["--help"], ["storage", "ls", "--help"]])
+def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "tierkv", *arguments]
+        found = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert found.returncode == 1
+    assert found.stderr == "error: No space left on device\n"
 
 
 def test_every_command_explains_itself() -> None:
