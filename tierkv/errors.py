@@ -75,6 +75,10 @@ class StoreUnavailableError(StoreError):
     """The store does not answer in time or refuses: skip the tier, compute instead."""
 
 
+class StoreRefusedError(StoreUnavailableError):
+    """The store answers, and refuses this, such as any change: go on with what it gives."""
+
+
 class StoreCorruptError(StoreError):
     """A stored value is not what was written: drop the key, compute instead."""
 

@@ -289,6 +289,18 @@ def test_a_copy_within_the_device_that_cannot_be_is_refused_or_fails(ground: Gro
     assert np.array_equal(ground.blocks(planes), before)
 
 
+@pytest.mark.parametrize("count", [2, 100, 1000])
+def test_a_destination_that_appears_twice_is_refused_however_many_there_are(count: int) -> None:
+    rng = np.random.default_rng(count)
+    once = rng.permutation(5000)[:count].astype(np.int32)
+    sources = np.arange(count, dtype=np.int32)
+    BlockCopy(Direction.LOAD, sources, once)
+    twice = once.copy()
+    twice[-1] = twice[0]
+    with pytest.raises(LayoutError, match="destination"):
+        BlockCopy(Direction.LOAD, sources, twice)
+
+
 def test_a_destination_that_appears_twice_is_refused() -> None:
     with pytest.raises(LayoutError, match="destination"):
         BlockCopy(Direction.LOAD, ids(1, 2), ids(3, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 
@@ -10,19 +11,22 @@ import pytest
 
 from tests.latch import until
 from tests.redis_server import redis_server
-from tests.storage.test_hung_disk import HungReads
+from tests.storage.test_hung_disk import HungReads, all_locked
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage import late
 from tierkv.storage.attach import AttachedStores
+from tierkv.storage.breaker import BreakerState
 from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.resilient import ResilienceSettings
+from tierkv.storage.routed import RoutedStore
 from tierkv.storage.switch import SwitchStore
 
 STORED = PutStatus.STORED
@@ -33,7 +37,7 @@ def memory() -> FaultyStore:
     return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
 
 
-async def fill(store: FaultyStore | LayeredStore | MirroredStore | SwitchStore) -> None:
+async def fill(store: Store) -> None:
     puts = await store.put([PutItem(name, (content_of(name, 500),)) for name in NAMES])
     assert {put.status for put in puts} == {PutStatus.STORED}
 
@@ -94,6 +98,67 @@ async def test_a_first_store_that_hangs_leaves_the_second_one_in_use(
                 assert min(took_s) < 0.2, "the first store is left alone by now"
             finally:
                 disk.release()
+
+
+@pytest.mark.parametrize("kind", ["layered", "mirrored"])
+async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
+    tmp_path: Path, kind: str
+) -> None:
+    resilience = ResilienceSettings(timeout_s=20.0, write_timeout_s=0.2)
+    urls = [(tmp_path / name).as_uri() for name in ("first", "second")]
+    first = open_store(urls[0], StoreSettings(), SystemClock())
+    async with first.running():
+        await fill(first)  # so that there are directories to lock
+        await first.delete(NAMES)
+    settings = StoreSettings(resilience=resilience)
+    store = open_resilient_store(f"{kind}:{'|'.join(urls)}", settings, SystemClock())
+    async with store.running(), asyncio.TaskGroup() as group:
+        with all_locked(tmp_path / "first"):  # as by a process that was stopped in the middle
+            puts = []
+            async with asyncio.timeout(60):
+                for name in itertools.cycle(NAMES):
+                    puts.append(group.create_task(put_one(store, name, b"value")))
+                    await asyncio.wait(puts[-1:], timeout=0.3)
+                    if puts[-1].done() and puts[-1].result() is PutStatus.STORED:
+                        break
+            assert not all(put.done() for put in puts)  # some buffers are the first store's yet
+
+
+@pytest.mark.parametrize(("kind", "down"), [("layered", 0), ("mirrored", 0), ("mirrored", 1)])
+async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, down: int
+) -> None:
+    monkeypatch.setattr(late, "_RETRY_S", 0.02)
+    paths = [tmp_path / "first", tmp_path / "second"]
+    paths[down].touch()  # where a directory has to be
+    url = f"{kind}:{'|'.join(path.as_uri() for path in paths)}"
+    settings = StoreSettings(
+        resilience=ResilienceSettings(timeout_s=40.0, write_timeout_s=20.0, probe_interval_s=0.02)
+    )
+    store = open_resilient_store(url, settings, SystemClock())
+    async with store.running():
+        for name in NAMES[:10]:
+            assert await put_one(store, name, b"value") is STORED
+            assert await get_one(store, name, 5) == (GetStatus.HIT, b"value")
+        assert store.weakest()[0] == paths[down].as_uri()
+        assert store.snapshot().breaker.num_opened == 0
+        paths[down].unlink()
+        await until(lambda: store.weakest()[1].state is BreakerState.CLOSED, "all stores in use")
+        assert store.weakest()[1].degraded_s > 0
+        assert await put_one(store, NAMES[10], b"value") is STORED
+    async with (back := open_store(paths[down].as_uri(), settings, SystemClock())).running():
+        assert await get_one(back, NAMES[10], 5) == (GetStatus.HIT, b"value")
+
+
+async def test_mirrors_of_which_none_can_be_opened_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path in paths:
+        path.touch()
+    url = f"mirrored:{'|'.join(path.as_uri() for path in paths)}"
+    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=40.0))
+    with pytest.raises(StoreUnavailableError, match="first is no directory"):
+        async with open_resilient_store(url, settings, SystemClock()).running():
+            raise AssertionError("it opens")
 
 
 async def test_a_prompt_that_is_partly_near_is_found_whole() -> None:
@@ -335,3 +400,22 @@ def test_urls_of_composed_stores_that_make_no_sense_are_refused(url: str) -> Non
 def test_urls_of_composed_stores_tell_no_secrets() -> None:
     store = open_store("layered:file:///a|redis://:s3cret@b", StoreSettings(), SystemClock())
     assert store.url == "layered:file:///a|redis://b:6379/0"
+
+
+async def test_a_tenants_store_that_fails_keeps_no_other_tenants_values_from_living_on() -> None:
+    """Blocks that are used are told in batches of all tenants."""
+    failing, other = memory(), memory()
+    store = RoutedStore({"t:a": failing, "t:b": other}, memory())
+    async with failing.running(), other.running(), store.running():
+        for name in ("t:a:1:0", "t:b:1:0"):
+            assert await put_one(store, name, b"x", ttl_s=5) is STORED
+        failing.fail_next(1)
+        with pytest.raises(StoreUnavailableError):
+            await store.touch(["t:a:1:0", "t:b:1:0"], ttl_s=5000)
+        [value] = (await other.list("t:b:", limit=10)).values
+        assert value.expires_at is not None
+        assert value.expires_at > SystemClock().wall() + 1000
+        failing.fail_next(1)
+        with pytest.raises(StoreUnavailableError):
+            await store.delete(["t:a:1:0", "t:b:1:0"])
+        assert await other.exists(["t:b:1:0"]) == 0

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.storage.values import TurnedClock, get_one, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import StoreCorruptError, StoreUnavailableError
-from tierkv.storage import file_room
+from tierkv.errors import StoreCorruptError, StoreRefusedError, StoreUnavailableError
+from tierkv.storage import file_paths, file_room
 from tierkv.storage.factory import StoreSettings, open_resilient_store
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.file_paths import relative_path
@@ -110,6 +111,27 @@ async def test_a_disk_that_refuses_writes_is_not_kept_from_its_readers(tmp_path:
         assert store.snapshot().breaker.num_opened == 0
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+async def test_a_disk_that_lets_nothing_be_changed_is_not_kept_from_its_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    settings = StoreSettings(
+        file=FileSettings(min_free_bytes=0), resilience=ResilienceSettings(timeout_s=20.0)
+    )
+    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    async with store.running():
+        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
+        for call in ("utime", "unlink"):
+            refuses(monkeypatch, call, code, lambda path: "t,f" in path)
+        for _ in range(10):  # such as of a long prompt that is used, in batches
+            with pytest.raises(StoreRefusedError, match="t:f:a:0"):
+                await store.touch(["t:f:a:0"], ttl_s=60)
+            with pytest.raises(StoreRefusedError, match="t:f:a:0"):
+                await store.delete(["t:f:a:0"])
+        assert store.snapshot().breaker.num_opened == 0
+        assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.EBADMSG])
 async def test_a_value_on_a_broken_place_of_the_disk_is_damaged(tmp_path: Path, code: int) -> None:
     """So that it is forgotten: else it would be there, and never read, for ever."""
@@ -149,6 +171,34 @@ async def test_of_many_files_those_used_longest_ago_go_first(
         assert await put_one(store, "t:f:new:0", bytes(100)) is PutStatus.STORED
         names = [*(f"t:f:{index}:0" for index in range(50)), "t:f:new:0"]
         assert await store.present(names) == [False] * 6 + [True] * 45
+
+
+async def test_a_disk_down_to_its_floor_is_not_looked_through_for_each_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes a second where there are 200,000 of them."""
+    statvfs, walked = os.statvfs, 0
+
+    def filled_disk(path: Path) -> os.statvfs_result:
+        """Of 600 values of 1,000 bytes."""
+        disk = list(statvfs(path))
+        disk[1] = 1  # f_frsize, in bytes
+        disk[4] = 600_000 - 1000 * len([*tmp_path.glob("t,f/*/*/*")])  # f_bavail
+        return os.statvfs_result(disk)
+
+    def walk(*some: Any, **more: Any) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        nonlocal walked
+        walked += 1
+        return file_paths.walk(*some, **more)
+
+    store = FileStore(tmp_path, FileSettings(min_free_bytes=100_000), TurnedClock())
+    async with store.running():
+        monkeypatch.setattr(os, "statvfs", filled_disk)
+        monkeypatch.setattr(file_room, "walk", walk)
+        for index in range(600):
+            assert await put_one(store, f"t:f:{index}:0", bytes(1000)) is PutStatus.STORED
+        assert 1 <= walked <= 12
+        assert 480 <= (await store.usage("t")).num_values <= 500
 
 
 def test_there_is_room_while_others_add_as_much_as_they_like(tmp_path: Path) -> None:
@@ -196,3 +246,89 @@ async def test_a_disk_that_refuses_a_direct_write_itself_is_written_as_usual(
         for name in ("t:f:a:0", "t:f:b:0"):
             assert await put_one(store, name, content) is PutStatus.STORED
             assert await get_one(store, name, len(content)) == (GetStatus.HIT, content)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_disk_without_inodes_or_beyond_a_quota_gives_up_what_was_used_longest_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """It says that it has bytes free all the while."""
+    clock, names = TurnedClock(), [f"t:f:{index}:0" for index in range(100)]
+    store = FileStore(tmp_path, FileSettings(min_free_bytes=1), clock)
+    async with store.running():
+        for name in names:
+            assert await put_one(store, name, b"value") is PutStatus.STORED
+            clock.now += 100
+        renamed = os.rename
+
+        def rename(old: str, new: str) -> None:
+            if len([*tmp_path.glob("t,f/*/*/*")]) >= 100:
+                raise OSError(code, os.strerror(code), new)
+            renamed(old, new)
+
+        monkeypatch.setattr(os, "rename", rename)
+        put = await store.put([PutItem(f"t:f:new{index}:0", (b"value",)) for index in range(4)])
+        assert {outcome.status for outcome in put} == {PutStatus.STORED}
+        are_there = await store.present(names)
+        num_gone = are_there.index(True)
+        assert 1 <= num_gone <= 20
+        assert all(are_there[num_gone:])
+
+
+async def test_a_models_directory_that_was_moved_and_linked_counts_like_any_other(
+    tmp_path: Path,
+) -> None:
+    root, moved = tmp_path / "store", tmp_path / "moved"
+    names = [f"t:f:{index}:0" for index in range(20)]
+    async with (store := file_store(root, capacity_bytes=10_000)).running():
+        await store.put([PutItem(name, (bytes(100),)) for name in names])
+    (root / "t,f").rename(moved)
+    (root / "t,f").symlink_to(moved)
+    (root / "t,loop").symlink_to(root / "t,loop")
+    (root / "t,root").symlink_to("/")
+    async with (store := file_store(root, capacity_bytes=10_000)).running():
+        assert await store.usage("t:f:") == Usage(20, 2000)
+        for index in range(200):
+            assert await put_one(store, f"t:f:new{index}:0", bytes(100)) is PutStatus.STORED
+        assert (await store.usage("t:f:")).num_bytes <= 10_000
+
+
+async def test_a_models_directory_on_another_disk_is_read_and_keeps_nobody_from_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = StoreSettings(
+        file=FileSettings(min_free_bytes=0),
+        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
+    )
+    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    async with store.running():
+        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
+        refuses(monkeypatch, "rename", errno.EXDEV)
+        for index in range(20):
+            assert await put_one(store, f"t:f:{index}:0", b"x") is PutStatus.FULL
+        assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
+
+
+async def test_a_models_directory_of_another_user_keeps_nobody_from_other_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as root's, who once ran a node of that model here."""
+    settings = StoreSettings(
+        file=FileSettings(min_free_bytes=0),
+        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
+    )
+    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    async with store.running():
+        assert await put_one(store, "t:ours:a:0", b"value") is PutStatus.STORED
+        assert await put_one(store, "t:root:a:0", b"value") is PutStatus.STORED
+        for call in ("stat", "open", "mkdir"):
+            refuses(monkeypatch, call, errno.EACCES, lambda path: "t,root/" in path)
+        for index in range(10):
+            assert await store.exists([f"t:root:{index}:0"]) == 0
+            assert await store.present([f"t:root:{index}:0"]) == [False]
+            assert (await get_one(store, "t:root:a:0", 5))[0] is GetStatus.MISS
+            assert await put_one(store, f"t:root:{index}:0", b"value") is PutStatus.FULL
+            with pytest.raises(StoreRefusedError, match="t:root:a:0"):
+                await store.get("t:root:a:0", max_bytes=10)
+        assert store.snapshot().breaker.num_opened == 0
+        assert await get_one(store, "t:ours:a:0", 5) == (GetStatus.HIT, b"value")

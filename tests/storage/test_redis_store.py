@@ -34,7 +34,12 @@ from tests.redis_server import (  # noqa: F401 - fixtures
 from tests.storage.values import Taken, cancelled_after, content_of, get_one, landing, put_one
 from tierkv.cli_storage import storage
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import (
+    ConfigError,
+    StoreCorruptError,
+    StoreRefusedError,
+    StoreUnavailableError,
+)
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_socket import Address, TlsFiles, open_pipe
@@ -495,6 +500,32 @@ async def test_a_server_that_takes_no_values_is_left_alone_by_writes_only(
         await asyncio.to_thread(mortal_redis.execute, *takes_nothing)
         for name in NAMES[1:]:
             assert await put_one(store, name, bytes((1 << 20) + 1)) is PutStatus.FULL
+        assert store.snapshot().breaker.num_opened == 0
+        assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
+
+
+@pytest.mark.parametrize(
+    "lets_nothing_be_changed",
+    [
+        ("REPLICAOF", "127.0.0.1", "1"),
+        ("CONFIG", "SET", "min-replicas-to-write", "1"),
+        ("ACL", "SETUSER", "default", "-pexpire", "-unlink"),
+    ],
+)
+async def test_a_server_that_refuses_changes_is_not_kept_from_its_readers(
+    mortal_redis: RedisServer, lets_nothing_be_changed: tuple[str, ...]
+) -> None:
+    """The blocks of a prompt that is used live on: it is told in batches, one after the other."""
+    inner = redis_store(mortal_redis.url)
+    store = ResilientStore(inner, ResilienceSettings(timeout_s=10.0), SystemClock())
+    async with store.running():
+        assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
+        await asyncio.to_thread(mortal_redis.execute, *lets_nothing_be_changed)
+        for _ in range(10):
+            with pytest.raises(StoreRefusedError, match="refused PEXPIRE"):
+                await store.touch(NAMES[:1], ttl_s=60)
+            with pytest.raises(StoreRefusedError, match="refused UNLINK"):
+                await store.delete(NAMES[:1])
         assert store.snapshot().breaker.num_opened == 0
         assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 

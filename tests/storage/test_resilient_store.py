@@ -268,6 +268,30 @@ async def test_writes_behind_stuck_ones_are_given_up_when_the_store_is_left_alon
     assert stuck.result() is PutStatus.FAILED
 
 
+async def test_writes_behind_writes_that_hang_are_given_up_though_reads_are_answered(
+    make: Make,
+) -> None:
+    """As behind the lock of a frozen neighbour. They hold buffers: slots, and whoever publishes."""
+    pair = await make(write_batches=2, write_timeout_s=0.05, probe_interval_s=100.0)
+    pair.faulty.hold_writes(firmly=True)
+    async with asyncio.TaskGroup() as group:
+        stuck = []
+        for count, name in enumerate(NAMES[:2], 1):
+            stuck.append(group.create_task(put_one(pair.store, name, BLOCK)))
+            await pair.faulty.until_held(count)
+        waiting = group.create_task(put_one(pair.store, NAMES[2], BLOCK))
+        await until(waiting.done, "an answer")
+        assert waiting.result() is PutStatus.FAILED
+        assert await put_one(pair.store, NAMES[3], BLOCK) is PutStatus.FULL
+        assert pair.store.snapshot().num_refused == 1
+        assert pair.store.snapshot().waiting_write_bytes == 0
+        assert await pair.store.exists(NAMES) == 0
+        assert pair.state is BreakerState.CLOSED
+        assert not any(task.done() for task in stuck)
+        pair.faulty.release()
+    assert await put_one(pair.store, NAMES[3], BLOCK) is PutStatus.STORED
+
+
 async def test_a_read_whose_turn_comes_when_the_breaker_is_open_is_refused(make: Make) -> None:
     pair = await make(max_reads=1, timeout_s=0.5, failures_to_open=1, probe_interval_s=100.0)
     pair.faulty.hold()

@@ -25,6 +25,7 @@ from tierkv.storage.breaker import BreakerState
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.notify import notifier_of
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 from tierkv.transfer.storage_io_tier import StorageOptions
@@ -213,6 +214,23 @@ async def test_a_store_that_came_back_empty_is_written_to_again() -> None:
 
 
 # Trust
+
+
+async def test_one_of_several_stores_that_is_left_alone_is_told() -> None:
+    """The others do without it, so that nobody would know."""
+    parts = [memory(), memory()]
+    mirrored = MirroredStore([guarded(part, probe_interval_s=100.0) for part in parts])
+    store = ResilientStore(mirrored, ResilienceSettings(), SystemClock())
+    async with tier(store) as here:
+        [state] = here.service.storage_state()
+        assert (state.circuit, state.part) == (BreakerState.CLOSED.value, "")
+        parts[0].fail_next(1_000)
+        for number in range(5):
+            await store.exists([f"tierkv:f:{number}:0"])
+        [state] = here.service.storage_state()
+        assert (state.circuit, state.part) == (BreakerState.OPEN.value, parts[0].url)
+        assert state.is_degraded
+        assert "does not answer, as it was told" in state.reason
 
 
 @pytest.mark.parametrize("trust", [Trust.SIGNED, Trust.SEALED])

@@ -55,7 +55,8 @@ async def _of_store(node: Node, state: StoreState) -> Part:
     """A store that is left alone is not asked again: its breaker does that."""
     if state.is_degraded:
         return Health.DEGRADED, (
-            f"{state.url} is left alone ({state.circuit}) since it failed: {state.reason}"
+            f"{state.part or state.url} is left alone ({state.circuit}) since it failed: "
+            f"{state.reason}"
         )
     store = node.service.store
     if state.tenant or store is None:

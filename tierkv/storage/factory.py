@@ -11,6 +11,7 @@ from tierkv.clock import Clock
 from tierkv.errors import ConfigError
 from tierkv.storage import mooncake, redis_url
 from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.late import LateStore
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
@@ -74,10 +75,12 @@ def _mirrored(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 def _with_breakers(urls: Sequence[str], settings: StoreSettings, clock: Clock) -> Sequence[Store]:
     """Stores that are asked one after the other, each with its part of the time and a breaker of
-    its own: one that is silent would use up the others' time as well."""
+    its own: one that is silent would use up the others' time as well. Nor do these wait for one
+    that cannot be opened yet."""
     resilience = settings.resilience
     part = replace(resilience, timeout_s=resilience.timeout_s / len(urls))
-    return [open_resilient_store(url, replace(settings, resilience=part), clock) for url in urls]
+    stores = [LateStore(open_store(url, settings, clock)) for url in urls]
+    return [ResilientStore(store, part, clock) for store in stores]
 
 
 _LAYERED = "layered:NEAR-URL|FAR-URL"
@@ -115,4 +118,7 @@ def urls_in(url: str) -> Sequence[str]:
 
 def open_resilient_store(url: str, settings: StoreSettings, clock: Clock) -> ResilientStore:
     """The store that `url` names, inside what keeps its faults from its callers."""
-    return ResilientStore(open_store(url, settings, clock), settings.resilience, clock)
+    # One of several whose writes hang keeps as many batches as it takes; the others take as many.
+    write_batches = settings.resilience.write_batches * len(urls_in(url))
+    resilience = replace(settings.resilience, write_batches=write_batches)
+    return ResilientStore(open_store(url, settings, clock), resilience, clock)

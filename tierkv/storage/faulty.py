@@ -53,9 +53,10 @@ class FaultyStore(StoreAround):
         self._latch.clear()
         self._is_firm = self._passes_reads = False
 
-    def hold_writes(self) -> None:
-        """Like `hold`, for `put` alone."""
+    def hold_writes(self, *, firmly: bool = False) -> None:
+        """Like `hold` or `hold_firmly`, for `put` alone."""
         self.hold()
+        self._is_firm = firmly
         self._passes_reads = True
 
     def hold_firmly(self) -> None:

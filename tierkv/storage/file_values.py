@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tierkv.clock import Clock
-from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.errors import StoreCorruptError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage.buffers import read_fully, write_fully
 from tierkv.storage.file_direct import MIN_BYTES, DirectWriter
 from tierkv.storage.file_listing import NEVER_NS, USE_GRAIN_S, Listing, sentence
@@ -45,10 +45,13 @@ from tierkv.storage.protocol import (
 )
 
 # Not a failure, five of which would keep readers away as well: others can be read.
-_FULL = TAKES_NOTHING | {errno.EFBIG, errno.EACCES, errno.EPERM}
+_FULL = TAKES_NOTHING | {errno.EFBIG, errno.EACCES, errno.EPERM, errno.EXDEV}
 # A place of the disk that is broken stays so, and the value would be found, and not written again,
 # for as long as it is asked for; forgotten, it gets another place.
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
+
+# For one value that the system refuses for want of room: others take what was made.
+_MAX_EVICTIONS = 3
 
 
 class ValueFiles:
@@ -90,6 +93,8 @@ class ValueFiles:
                 digest = item.digest() if item.digest is not None else None
                 if not read_fully(fd, item.into, digest):
                     return GetOutcome(GetStatus.DAMAGED, f"{item.name} was cut while being read")
+        except PermissionError:  # what another user keeps for itself is not there for us
+            return GetOutcome(GetStatus.MISS)
         except OSError as error:
             status = GetStatus.DAMAGED if error.errno in _UNREADABLE else GetStatus.FAILED
             return GetOutcome(status, sentence(item.name, error))
@@ -113,19 +118,32 @@ class ValueFiles:
         except OSError as error:
             if error.errno in _UNREADABLE:
                 raise StoreCorruptError(sentence(name, error)) from error
-            raise StoreUnavailableError(sentence(name, error)) from error
+            raise _failure(name, error) from error
 
     def put(self, item: PutItem) -> PutOutcome:
-        path = self._path(item.name)
         try:
-            try:
-                return self._put(path, item)
-            except FileNotFoundError:
-                self._renew()
-                return self._put(path, item)
+            for _ in range(_MAX_EVICTIONS):
+                num_evictions = self._room.num_evictions
+                try:
+                    return self._put_anew(item)
+                except OSError as error:
+                    is_short = error.errno in {errno.ENOSPC, errno.EDQUOT}
+                    num_bytes = item.num_bytes
+                    if not (is_short and self._room.make_more(num_bytes, num_evictions, _unlink)):
+                        raise
+            return self._put_anew(item)
         except OSError as error:
             status = PutStatus.FULL if error.errno in _FULL else PutStatus.FAILED
             return PutOutcome(status, sentence(item.name, error))
+
+    def _put_anew(self, item: PutItem) -> PutOutcome:
+        """Also where somebody has removed the directory. Raises OSError."""
+        path = self._path(item.name)
+        try:
+            return self._put(path, item)
+        except FileNotFoundError:
+            self._renew()
+        return self._put(path, item)
 
     def _put(self, path: str, item: PutItem) -> PutOutcome:
         """Raises OSError."""
@@ -167,7 +185,7 @@ class ValueFiles:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            raise StoreUnavailableError(sentence(name, error)) from error
+            raise _failure(name, error) from error
         self._room.removed(status.st_size)
         return not self.listing.is_expired(status)
 
@@ -184,7 +202,7 @@ class ValueFiles:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            raise StoreUnavailableError(sentence(name, error)) from error
+            raise _failure(name, error) from error
         return True
 
     def count_leading(self, names: Sequence[str]) -> int:
@@ -247,8 +265,8 @@ class ValueFiles:
     def _is_live(self, path: str) -> bool:
         try:
             status = os.stat(path, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return False  # as in `get`
         return stat.S_ISREG(status.st_mode) and not self.listing.is_expired(status)
 
     def _mark_used(self, path: str, status: os.stat_result) -> None:
@@ -303,6 +321,11 @@ class ValueFiles:
             finally:
                 os.close(fd)
         return PutStatus.STORED
+
+
+def _failure(name: str, error: OSError) -> StoreUnavailableError:
+    kind = StoreRefusedError if error.errno in _FULL else StoreUnavailableError
+    return kind(sentence(name, error))
 
 
 def _make_directory(directory: str) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from tierkv.clock import Clock
-from tierkv.errors import StoreUnavailableError, TierKVError
+from tierkv.errors import StoreRefusedError, StoreUnavailableError, TierKVError
 from tierkv.storage.breaker import Breaker, BreakerSnapshot
 from tierkv.storage.protocol import Store
 from tierkv.storage.resilience_settings import ResilienceSettings
@@ -113,14 +113,24 @@ class Guard:
         return answer
 
     async def within(
-        self, ask: Callable[[], Awaitable[T]], deadline_s: float, *, of_read: bool = True
+        self,
+        ask: Callable[[], Awaitable[T]],
+        deadline_s: float,
+        *,
+        of_read: bool = True,
+        when_stuck: Callable[[str], None] = lambda _: None,
     ) -> T:
         """What `ask` returns, cancelled after `deadline_s`, which is a failure of the store even if
-        the cancel has no effect. Raises StoreUnavailableError."""
+        the cancel has no effect: then `when_stuck` is told. Raises StoreUnavailableError."""
         loop = asyncio.get_running_loop()
         late = f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
         fail = partial(self._fail, of_read=of_read)
-        stuck = loop.call_later(deadline_s + _STUCK_S, fail, late)
+
+        def note_stuck() -> None:
+            fail(late)
+            when_stuck(late)
+
+        stuck = loop.call_later(deadline_s + _STUCK_S, note_stuck)
         try:
             async with asyncio.timeout(deadline_s):
                 return await ask()
@@ -128,6 +138,8 @@ class Guard:
             if stuck.when() > loop.time():
                 fail(late)
             raise StoreUnavailableError(late) from error
+        except StoreRefusedError:
+            raise  # it has answered, and gives others
         except StoreUnavailableError as error:
             fail(str(error))
             raise

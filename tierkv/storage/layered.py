@@ -61,6 +61,10 @@ class LayeredStore(StoreAround):
     def notifier(self) -> Notifier:
         return notifier_of(self._far)
 
+    @property
+    def parts(self) -> Sequence[Store]:
+        return self._near, self._far
+
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         for store in (self._near, self._far):
             use_memory(store, pools)

@@ -44,6 +44,10 @@ class MirroredStore:
             raise ConfigError("mirroring needs two stores or more, as mirrored:URL|URL")
         self._stores = tuple(stores)
 
+    @property
+    def parts(self) -> Sequence[Store]:
+        return self._stores
+
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         for store in self._stores:
             use_memory(store, pools)
@@ -67,6 +71,7 @@ class MirroredStore:
         async with AsyncExitStack() as stack:
             for store in self._stores:
                 await stack.enter_async_context(store.running())
+            await self.ping()
             yield
 
     async def ping(self) -> None:

@@ -11,7 +11,15 @@ from ssl import SSLContext
 from typing import Protocol, cast
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis_exchange import Failure, Outcome, Pace, Request, Turn, WireStats
+from tierkv.storage.redis_exchange import (
+    Failure,
+    Outcome,
+    Pace,
+    Request,
+    Traffic,
+    Turn,
+    WireStats,
+)
 from tierkv.storage.redis_requests import new_request
 from tierkv.storage.redis_socket import Address, open_pipe
 from tierkv.storage.redis_wire import Wire
@@ -21,6 +29,11 @@ from tierkv.tasks import background, outlast
 
 # Of one request, whose connection the peer ended: all others may have ended too, as yet unnoticed.
 _MAX_RETRIES = 3
+# Of values in flight on one connection when one more is begun.
+_READ_BYTES = 1 << 20
+# redis-server takes over a long value as it was received if nothing is received with it, and copies
+# it otherwise: behind another SET on the same connection it cost the server an eighth more.
+WRITE_BYTES = 256 << 10
 # How long a lane that gets no connection leaves the requests to those that have one.
 _WITHOUT_S = 0.5
 
@@ -69,6 +82,7 @@ class Dialer:
     pace: Pace
     stats: WireStats = field(default_factory=WireStats)
     turn: Turn = field(default_factory=Turn)
+    max_on_one: int = _READ_BYTES
 
 
 class BulkLanes:
@@ -88,7 +102,8 @@ class BulkLanes:
         self._max_waiting = max_waiting
         self._url = url
         self._waiting: deque[Request] = deque()
-        self._came = asyncio.Event()
+        self._idle: deque[asyncio.Future[None]] = deque()  # of each lane that has nothing to carry
+        self._traffic = Traffic(dialer.max_on_one, self._wake_one)
         self._is_open = False
         self._wires: list[Wire] = []
 
@@ -119,7 +134,7 @@ class BulkLanes:
             refusal = f"{self._url} has {len(self._waiting)} requests waiting for it"
         else:
             self._waiting.extend(requests)
-            self._came.set()
+            self._wake_one()
             return
         for request in requests:
             request.settle(Failure(refusal))
@@ -158,12 +173,21 @@ class BulkLanes:
 
     async def _next(self) -> Request:
         while True:
-            while self._waiting:
+            while self._waiting and self._traffic.has_room:
                 request = self._waiting.popleft()
                 if not request.outcome.done():
+                    self._wake_one()
                     return request
-            self._came.clear()
-            await self._came.wait()
+            idle = asyncio.get_running_loop().create_future()
+            self._idle.append(idle)
+            await idle
+
+    def _wake_one(self) -> None:
+        """Have a lane look for a request that it may carry; it wakes the next one when it has."""
+        if self._idle and self._waiting and self._traffic.has_room:
+            idle = self._idle.popleft()
+            if not idle.done():  # else its task is being cancelled
+                idle.set_result(None)
 
     async def _connect(self) -> Wire:
         """Raises StoreUnavailableError."""
@@ -179,7 +203,15 @@ class BulkLanes:
         except OSError as error:
             why = why_unreachable(error)
             raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
-        wire = Wire(pipe, dialer.pace, dialer.stats, turn=dialer.turn, on_lost=self._take_back)
+        self._traffic.is_near = pipe.is_near
+        wire = Wire(
+            pipe,
+            dialer.pace,
+            dialer.stats,
+            turn=dialer.turn,
+            traffic=self._traffic,
+            on_lost=self._take_back,
+        )
         self._wires = [one for one in self._wires if not one.is_lost] + [wire]
         try:
             await self._log_in(wire)
@@ -230,7 +262,7 @@ class BulkLanes:
         for request in reversed(requests):
             request.num_retries, request.was_sent = request.num_retries + 1, False
             self._waiting.appendleft(request)
-            self._came.set()
+        self._wake_one()
 
     def _serves(self) -> bool:
         """Whether some connection works: a server that takes no more serves those it has."""

@@ -13,14 +13,19 @@ from typing import TypeVar
 from redis.exceptions import AskError, ResponseError, TryAgainError
 
 from tierkv.clock import Clock
-from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import (
+    ConfigError,
+    StoreCorruptError,
+    StoreRefusedError,
+    StoreUnavailableError,
+)
 from tierkv.storage.protocol import StoredValue, is_name
-from tierkv.storage.redis_bulk import BulkLanes, Dialer, Locator, Login
+from tierkv.storage.redis_bulk import WRITE_BYTES, BulkLanes, Dialer, Locator, Login
 from tierkv.storage.redis_connection import connection_factory
 from tierkv.storage.redis_exchange import Failure, Pace, Turn, WireStats
 from tierkv.storage.redis_lanes import Command, RedisLanes
 from tierkv.storage.redis_lanes import Reply as ControlReply
-from tierkv.storage.redis_requests import question
+from tierkv.storage.redis_requests import TAKES_NOTHING, question
 from tierkv.storage.redis_socket import Address, TlsFiles
 from tierkv.storage.resp import Refused, Reply
 
@@ -30,6 +35,7 @@ _SCAN_COUNT = 1000
 _PTTL_NO_EXPIRY = -1  # below it stands "no such key"
 _POSITION_CHARS = 20  # of a 64-bit number
 _MAX_WAITING = 16_384
+_CHANGES = ("PEXPIRE", "UNLINK")
 
 T = TypeVar("T")
 
@@ -107,6 +113,8 @@ class RedisNode:
             locator, access.login, access.tls, settings.connect_timeout_s, settings.pace,
             access.stats,
         )  # fmt: skip
+        # What asks is never held up by what writes.
+        writing = replace(dialer, turn=access.turn, max_on_one=WRITE_BYTES)
         numbers = {
             Lane.READ: settings.num_connections,
             Lane.WRITE: settings.write_connections,
@@ -114,8 +122,7 @@ class RedisNode:
         }
         self.lanes = {
             lane: BulkLanes(
-                # What asks is never held up by what writes.
-                replace(dialer, turn=access.turn) if lane is Lane.WRITE else dialer,
+                writing if lane is Lane.WRITE else dialer,
                 num_connections=count,
                 max_waiting=_MAX_WAITING,
                 url=url,
@@ -229,7 +236,9 @@ def understood(reply: Reply | Failure, command: Sequence[object]) -> Reply:
             )
         if reply.code == "WRONGTYPE":
             raise StoreCorruptError(f"{command[1]!s} is not a string: {reply.message}")
-        raise StoreUnavailableError(f"Redis refused {command[0]!s}: {reply.message}")
+        is_change = command[0] in _CHANGES and TAKES_NOTHING.match(reply.message)
+        error = StoreRefusedError if is_change else StoreUnavailableError
+        raise error(f"Redis refused {command[0]!s}: {reply.message}")
     return reply
 
 

@@ -36,7 +36,7 @@ _RANGE_BYTES = 2 << 20
 _LONGEST_WHOLE = 3 << 20
 # Of servers that take no values now and give them all the same: full, cannot save, too few
 # replicas, a replica; from us, who may only read; of this size (proto-max-bulk-len).
-_TAKES_NOTHING = re.compile(
+TAKES_NOTHING = re.compile(
     "OOM |MISCONF |NOREPLICAS |READONLY |NOPERM .* to run |ERR Protocol error: invalid bulk length"
 )
 
@@ -167,7 +167,7 @@ def put_outcome(item: PutItem, reply: Reply | Failure) -> PutOutcome:
         case b"OK":
             return PutOutcome(PutStatus.STORED)
         case Refused(message):
-            status = PutStatus.FULL if _TAKES_NOTHING.match(message) else PutStatus.FAILED
+            status = PutStatus.FULL if TAKES_NOTHING.match(message) else PutStatus.FAILED
             return PutOutcome(status, f"{item.name}: {message}")
         case Failure(reason):
             return PutOutcome(PutStatus.FAILED, reason)

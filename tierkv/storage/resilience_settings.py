@@ -18,8 +18,8 @@ class ResilienceSettings:
     probe_interval_s: how often it is then asked whether it is back.
     retries_per_operation: a budget, over all reads: 0.1 lets one read in ten be tried again.
     max_reads, max_waiting_reads: reads at the store, and waiting for their turn.
-    write_batches, max_waiting_write_bytes: writes at the store, and waiting; beyond that the least
-        valuable are dropped.
+    write_batches, max_waiting_write_bytes: writes at the store (for each, where it is made of
+        several), and waiting; beyond that the least valuable are dropped.
     full_pause_s: how long nothing is written after the store said it was full.
     negative_ttl_s, negative_names: how long, and of how many names, "there is none" is believed; a
         ticket that is found ends it, since then somebody has written.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar, runtime_checkable
 
 from tierkv.cache.keys import tells_of_blocks
 from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.around import StoreAround
-from tierkv.storage.breaker import BreakerSnapshot
+from tierkv.storage.breaker import BreakerSnapshot, BreakerState
 from tierkv.storage.guard import Guard
 from tierkv.storage.host_memory import use_memory
 from tierkv.storage.negative import NegativeCache
@@ -47,13 +47,21 @@ __all__ = ["ResilienceSettings", "ResilienceSnapshot", "ResilientStore"]
 T = TypeVar("T")
 
 
+@runtime_checkable
+class MadeOfStores(Protocol):
+    """A store that is made of others, which can have breakers of their own."""
+
+    @property
+    def parts(self) -> Sequence[Store]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ResilienceSnapshot:
     """For metrics and readiness: a store whose breaker is not closed is degraded, not unready."""
 
     breaker: BreakerSnapshot
     num_retries: int
-    num_refused: int  # operations that failed at once: breaker open, or too many waiting
+    num_refused: int  # operations that failed at once: breaker open, too many waiting, or stuck
     num_dropped_writes: int
     waiting_write_bytes: int
     negative_hits: int
@@ -75,6 +83,7 @@ class ResilientStore(StoreAround):
             owner=inner.url,
         )
         self._full_until = 0.0
+        self._num_stuck = 0  # of the batches of writes at the store
         self._missing = NegativeCache(settings.negative_ttl_s, settings.negative_names, clock)
         self._guard.when_open(self._writes.give_up)
 
@@ -105,6 +114,21 @@ class ResilientStore(StoreAround):
             self._writes.waiting_bytes,
             self._missing.num_hits,
         )
+
+    def weakest(self) -> tuple[str, BreakerSnapshot]:
+        """Its own breaker, or that of a store it is made of where only that one is left alone; and
+        whose that is, "" its own. degraded_s: the longest of them all."""
+        found = "", self._guard.breaker()
+        if not isinstance(self.inner, MadeOfStores):
+            return found
+        longest_s = found[1].degraded_s
+        for part in self.inner.parts:
+            if isinstance(part, ResilientStore):
+                other = part.snapshot().breaker
+                longest_s = max(longest_s, other.degraded_s)
+                if found[1].state is BreakerState.CLOSED and other.state is not BreakerState.CLOSED:
+                    found = part.url, other
+        return found[0], replace(found[1], degraded_s=longest_s)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -159,6 +183,9 @@ class ResilientStore(StoreAround):
             self._guard.check()
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
+        if self._num_stuck == self._settings.write_batches:
+            self._guard.num_refused += 1
+            return [PutOutcome(PutStatus.FULL, f"what is written to {self.url} hangs")] * len(items)
         for item in items:
             self._missing.forget(item.name)
         try:
@@ -212,14 +239,27 @@ class ResilientStore(StoreAround):
             reason = f"{self.url} was full a moment ago"
             return [PutOutcome(PutStatus.FULL, reason)] * len(items)
         num_bytes = sum(item.num_bytes for item in items)
+        is_stuck = False
+
+        def note_stuck(reason: str) -> None:
+            """Reads may be answered all the while, so that the breaker does not open."""
+            nonlocal is_stuck
+            is_stuck = True
+            self._num_stuck += 1
+            if self._num_stuck == self._settings.write_batches:
+                self._writes.give_up(reason)
+
         try:
             outcomes = await self._guard.within(
                 lambda: self.inner.put(items),
                 self._guard.deadline_s(num_bytes, self._settings.write_timeout_s),
                 of_read=False,
+                when_stuck=note_stuck,
             )
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
+        finally:
+            self._num_stuck -= is_stuck
         if any(outcome.status is PutStatus.FULL for outcome in outcomes):
             self._full_until = self._clock.monotonic() + self._settings.full_pause_s
         self._guard.judge(

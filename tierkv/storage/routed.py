@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Mutable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
-from tierkv.errors import BadRequestError
+from tierkv.errors import BadRequestError, StoreUnavailableError
 from tierkv.storage.copies import forget_damaged
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.presence import present
@@ -116,16 +116,26 @@ class RoutedStore:
         return await self._spread(items, lambda store, part: store.put(part))
 
     async def delete(self, names: Sequence[str]) -> int:
-        check_names(names)
-        groups = self._groups(names).items()
-        return sum([await store.delete([names[i] for i in part]) for store, part in groups])
+        return await self._sum(names, lambda store, part: store.delete(part))
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        return await self._sum(names, lambda store, part: store.touch(part, ttl_s=ttl_s))
+
+    async def _sum(
+        self, names: Sequence[str], ask: Callable[[Store, Sequence[str]], Awaitable[int]]
+    ) -> int:
+        """Raises the first store's error after all have been asked."""
         check_names(names)
-        groups = self._groups(names).items()
-        return sum(
-            [await store.touch([names[i] for i in part], ttl_s=ttl_s) for store, part in groups]
-        )
+        total = 0
+        failures = []
+        for store, indexes in self._groups(names).items():
+            try:
+                total += await ask(store, [names[i] for i in indexes])
+            except StoreUnavailableError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return total
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """One store after the other."""

@@ -59,6 +59,20 @@ class _Attached:
 Lifetimes = MutableMapping[Store, _Attached]
 
 
+async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
+    """Attach a store of a node that starts: one that is late is asked again, one that refuses is
+    not."""
+    time = asyncio.get_running_loop().time
+    until = time() + _START_S
+    while True:
+        asked_at = time()
+        try:
+            return await attach()
+        except StoreUnavailableError:
+            if time() - asked_at < _LATE_S or time() >= until:
+                raise
+
+
 class SwitchStore(StoreAround):
     """`Store`. Operations under way end on the store they were begun on; later ones go to the one
     attached then. With none attached it is out of order: FAILED, or StoreUnavailableError."""
@@ -69,6 +83,7 @@ class SwitchStore(StoreAround):
         self._first = store
         self._lifetimes = {} if lifetimes is None else lifetimes
         self._current: _Attached | None = None
+        self._without = _NOTHING  # said to who asks while none is attached
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -100,24 +115,12 @@ class SwitchStore(StoreAround):
         async with task_group() as tasks:
             self._tasks = tasks
             try:
-                if self._first is not None:
-                    await self._start(self._first)
+                if (first := self._first) is not None:
+                    await patiently(lambda: self.attach(first))
                 yield
             finally:
                 self._tasks = None
                 self.detach()
-
-    async def _start(self, store: Store) -> None:
-        """Attach the first store: one that is late is asked again, one that refuses is not."""
-        time = asyncio.get_running_loop().time
-        until = time() + _START_S
-        while True:
-            asked_at = time()
-            try:
-                return await self.attach(store)
-            except StoreUnavailableError:
-                if time() - asked_at < _LATE_S or time() >= until:
-                    raise
 
     async def attach(self, store: Store) -> None:
         """Put `store` in the place of the one attached, if any, once it can be used.
@@ -162,12 +165,12 @@ class SwitchStore(StoreAround):
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         if self._current is None:
-            return [GetOutcome(GetStatus.FAILED, _NOTHING)] * len(items)
+            return [GetOutcome(GetStatus.FAILED, self._without)] * len(items)
         return await super().get_into(items)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._current is None:
-            return [PutOutcome(PutStatus.FAILED, _NOTHING)] * len(items)
+            return [PutOutcome(PutStatus.FAILED, self._without)] * len(items)
         return await super().put(items)
 
     async def _keep(self, attached: _Attached) -> None:
@@ -181,7 +184,7 @@ class SwitchStore(StoreAround):
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
         if self._current is None:
-            raise StoreUnavailableError(_NOTHING)
+            raise StoreUnavailableError(self._without)
         with _under_way(self._current) as store:
             return await ask(store)
 

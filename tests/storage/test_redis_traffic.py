@@ -1,0 +1,140 @@
+"""How much is on its way to a Redis server at a time: long values one by one, all else at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field
+
+from tests.latch import until
+from tests.storage.values import content_of, landing
+from tierkv.clock import SystemClock
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_url import parse_redis_url
+
+LONG = 3 << 19
+SHORT = 16 << 10
+NAMES = [f"t:f:{index:02}:0" for index in range(4)]
+LONG_ENOUGH_TO_COME_S = 0.1
+
+
+@dataclass
+class SlowServer:
+    """Hears requests and answers when told to, but to PING. begun: requests of which a part has
+    come. drops: so many connections are ended in the middle of what comes first. is_empty: has no
+    values, and says so at once."""
+
+    drops: int = 0
+    is_empty: bool = False
+    begun: int = 0
+    heard: list[tuple[list[bytes], asyncio.StreamWriter]] = field(default_factory=list)
+    port: int = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                num_words = int((await reader.readuntil(b"\r\n"))[1:])
+                words = []
+                for index in range(num_words):
+                    num_bytes = int((await reader.readuntil(b"\r\n"))[1:])
+                    if index == 0:
+                        self.begun += 1
+                    if self.drops and num_bytes >= LONG:
+                        self.drops -= 1
+                        self.begun -= 1
+                        return
+                    words.append((await reader.readexactly(num_bytes + 2))[:-2])
+                if words[0] == b"PING" or self.is_empty:
+                    self.begun -= 1
+                    writer.write(b"+PONG\r\n" if words[0] == b"PING" else b"$-1\r\n")
+                else:
+                    self.heard.append((words, writer))
+
+    async def next_of(self, count: int) -> list[bytes]:
+        """The oldest request, to be answered, of `count` that are here and no more."""
+        await until(lambda: len(self.heard) == count)
+        await asyncio.sleep(LONG_ENOUGH_TO_COME_S)
+        assert self.begun == count
+        return self.heard[0][0]
+
+    def answer(self, reply: bytes) -> None:
+        _, writer = self.heard.pop(0)
+        self.begun -= 1
+        writer.write(reply)
+
+
+@asynccontextmanager
+async def slow_server(
+    *, connections: int, drops: int = 0
+) -> AsyncIterator[tuple[SlowServer, RedisStore]]:
+    slow = SlowServer(drops)
+    async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
+        slow.port = server.sockets[0].getsockname()[1]
+        settings = RedisSettings(connections, connections, timeout_s=30.0, connect_timeout_s=5.0)
+        url = parse_redis_url(f"redis://127.0.0.1:{slow.port}")
+        store = RedisStore(url, settings, SystemClock())
+        async with store.running(), asyncio.timeout(60):
+            yield slow, store
+
+
+async def test_a_long_value_is_sent_when_the_one_before_it_has_been_answered() -> None:
+    """Else it lies in the server's buffer beside the one before, which then has to be copied."""
+    content = {name: content_of(name, 512 << 10) for name in NAMES}
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        putting = group.create_task(store.put([PutItem(n, (content[n],)) for n in NAMES]))
+        for name in NAMES:
+            verb, key, value, _ = await slow.next_of(1)
+            assert (verb, key, value) == (b"SET", name.encode(), content[name])
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+
+
+async def test_short_values_and_questions_do_not_wait_for_the_answers_before() -> None:
+    content = {name: content_of(name, SHORT) for name in NAMES}
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        putting = group.create_task(store.put([PutItem(n, (content[n],)) for n in NAMES]))
+        for count in range(len(NAMES), 0, -1):
+            await slow.next_of(count)
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+        # However long the answer may be.
+        asking = [group.create_task(store.get(name, max_bytes=16 << 20)) for name in NAMES]
+        for count in range(len(NAMES), 0, -1):
+            await slow.next_of(count)
+            slow.answer(b"$1\r\nx\r\n")
+        assert [await one for one in asking] == [b"x"] * len(NAMES)
+
+
+async def test_long_values_come_from_a_server_on_this_machine_one_by_one() -> None:
+    """Over how many connections ever: those behind would only lie in its memory meanwhile."""
+    landings = [landing(name, LONG) for name in NAMES]
+    items = [item for item, _ in landings]
+    async with slow_server(connections=4) as (slow, store), asyncio.TaskGroup() as group:
+        slow.is_empty = True
+        while store.stats.connections < 1 + len(NAMES):  # what waits for one goes when it is there
+            await store.get_into([landing(name, 1)[0] for name in NAMES])
+        slow.is_empty = False
+        getting = group.create_task(store.get_into(items))
+        for _ in NAMES:
+            [verb, key] = await slow.next_of(1)
+            assert verb == b"GET"
+            slow.answer(b"$%d\r\n%b\r\n" % (LONG, content_of(key.decode(), LONG)))
+        assert {outcome.status for outcome in await getting} == {GetStatus.HIT}
+    for item, [buffer] in landings:
+        assert buffer == content_of(item.name, LONG)
+
+
+async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
+    content = content_of(NAMES[0], LONG)
+    async with (
+        slow_server(connections=4, drops=3) as (slow, store),
+        asyncio.TaskGroup() as group,
+    ):
+        putting = group.create_task(store.put([PutItem(NAMES[0], (content,))]))
+        await until(lambda: bool(slow.heard))
+        assert slow.drops == 0
+        slow.answer(b"+OK\r\n")
+        [outcome] = await putting
+        assert outcome.status is PutStatus.STORED
