@@ -11,6 +11,7 @@ from tests.sched.test_fetch import filled
 from tests.world import world
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
+from tierkv.gpu.protocol import Direction
 from tierkv.sched.events import CacheEvent, Happening, Subscription
 
 THROUGH, NONE = WritePolicy.WRITE_THROUGH, WritePolicy.NONE
@@ -140,3 +141,29 @@ async def test_a_listener_that_is_cancelled_leaves_no_trace() -> None:
             await task
         assert not here.service.events.has_listeners
         await here.run(tokens(8))
+
+
+async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_to_be_there() -> (
+    None
+):
+    prompt = list(range(16))
+    through = WritePolicy.WRITE_THROUGH
+    async with world(store=await filled(prompt), host_write=through) as here:
+        with here.service.events.subscribe() as events:
+            here.the_store.hold()
+            fetching = asyncio.ensure_future(here.admit([*prompt, 1]))
+            await here.the_store.until_held(1)
+            here.latch.hold(Direction.OFFLOAD)
+            computes = await here.admit(prompt, uses_cache=False)
+            await here.prefill(computes, prompt)
+            await here.latch.until_held()
+            here.latch.fail_next(Direction.OFFLOAD, 1)
+            here.the_store.release()
+            fetched = await finish(fetching)
+            here.latch.release()
+            here.service.end(fetched)
+            here.service.end(computes)
+            await here.settle()
+            told = [one.tier for one in await everything(events) if one.kind is Happening.STORED]
+        assert here.service.stats().host.used == 0, "the one copy that was begun has failed"
+        assert set(told) == {"device"}

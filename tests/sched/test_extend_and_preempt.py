@@ -8,6 +8,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.world import World, world
+from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
@@ -170,6 +171,25 @@ async def test_one_preempted_in_the_middle_of_its_prompt_comes_back_for_the_whol
         assert again.cached_tokens == (20 if committed == 20 else 19)
         await here.prefill(again, tokens(20))
         here.service.end(again)
+        await here.settle()
+
+
+async def test_an_abort_of_a_preempted_request_abandons_it() -> None:
+    async with world(device_blocks=8, max_tenants=1) as here:
+        service = here.service
+        space = service.space_of_tenant("a")
+        prompt = Prompt.of(tokens(8), 4, space=space)
+        request = await service.admit("one", prompt, max_new_tokens=0)
+        await service.commit(request, prompt.tokens)
+        service.preempt(request)
+        await here.settle()
+        with pytest.raises(OutOfBlocksError):
+            service.space_of_tenant("b")  # the other tenant's blocks are kept for the resume
+        assert service.abort("one")
+        assert not service.abort("one")
+        with pytest.raises(OwnershipError, match="preempted"):
+            await service.resume(request, max_new_tokens=0)
+        service.space_of_tenant("b")
         await here.settle()
 
 

@@ -14,7 +14,7 @@ from tests.world import world
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
-from tierkv.sched import books
+from tierkv.sched import books, lifecycle
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 
@@ -103,6 +103,56 @@ async def test_a_reset_forgets_all_but_what_is_held() -> None:
         await here.settle()
         assert here.service.reset() == 0
         assert here.free_device_blocks == 16
+
+
+async def test_what_is_forgotten_in_slices_lets_others_have_their_turns_and_keeps_what_they_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "_SLICE", 4)
+    async with world(device_blocks=64, host_blocks=64, host_write=THROUGH) as here:
+        for number in range(12):
+            await here.run(tokens(16, 100 * number))
+        num_turns = 0
+
+        async def count_turns() -> None:
+            nonlocal num_turns
+            while True:
+                await asyncio.sleep(0)
+                num_turns += 1
+
+        counting = asyncio.ensure_future(count_turns())
+        forgetting = asyncio.ensure_future(here.service.forget())
+        await turns(2)  # it has begun
+        held = await here.admit(tokens(17))
+        assert await forgetting == 2 * 4, "what it holds, on both tiers"
+        assert num_turns >= 12 // 4
+        counting.cancel()
+        assert here.service.verify() == []
+        await here.prefill(held, tokens(17))
+        here.service.end(held)
+        await here.settle()
+        assert await here.service.forget() == 0
+        stats = here.service.stats()
+        assert stats.device.used == stats.host.used == 0
+
+
+async def test_forgetting_that_is_cancelled_leaves_whole_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "_SLICE", 2)
+    async with world(device_blocks=64, host_write=NONE) as here:
+        for number in range(8):
+            await here.run(tokens(16, 100 * number))
+        forgetting = asyncio.ensure_future(here.service.forget())
+        await turns(2)
+        forgetting.cancel()
+        await asyncio.wait([forgetting])
+        await here.settle()
+        found = {
+            here.service.index.match(here.prompt(tokens(16, 100 * number))).num_blocks
+            for number in range(8)
+        }
+        assert found == {0, 4}
 
 
 async def test_a_hard_pin_stays_under_pressure_until_it_ends() -> None:

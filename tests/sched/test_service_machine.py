@@ -26,6 +26,7 @@ from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import BadRequestError, TierKVError
 from tierkv.gpu.protocol import Direction
+from tierkv.sched import fetch_groups, lifecycle, tiers
 from tierkv.sched.events import Happening, Subscription
 
 STEPS = 150
@@ -168,8 +169,10 @@ class Machine:
         what = rng.choice(["size", "size", "reset", "speed", "pin", "tenant", "tenant"])
         if what == "size":
             await self.change_the_size()
-        elif what == "reset":
+        elif what == "reset" and rng.random() < 0.5:
             service.reset()
+        elif what == "reset":
+            await service.forget()
         elif what == "speed":
             service.note_prefill(1000, rng.choice([0.01, 1.0]))
         elif what == "pin":
@@ -233,6 +236,16 @@ async def run(seed: int, steps: int = STEPS) -> Machine:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_every_byte_is_right_and_the_books_agree_whatever_happens(seed: int) -> None:
+    simulate(run(seed))
+
+
+@pytest.mark.parametrize("seed", range(24, 28))
+def test_so_it_is_where_each_prompt_takes_several_groups(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tiers, fetch_groups):
+        monkeypatch.setattr(module, "GROUP_BLOCKS", 2)
+    monkeypatch.setattr(lifecycle, "_SLICE", 2)
     simulate(run(seed))
 
 

@@ -110,6 +110,18 @@ async def test_a_wake_may_take_another_number_of_blocks(count: int) -> None:
             await here.service.resize(Tier.DEVICE, count + 1)
 
 
+@pytest.mark.parametrize("count", [0, -5])
+async def test_a_wake_with_no_blocks_is_refused_and_the_device_sleeps_on(count: int) -> None:
+    async with world(device_blocks=8, host_write=NONE) as here:
+        await finish(here.service.sleep())
+        with pytest.raises(ConfigError, match="1 block or more"):
+            await here.service.wake(count)
+        assert here.service.is_asleep
+        await finish(here.service.wake())
+        await here.run(tokens(16))
+        await here.settle()
+
+
 async def test_a_node_that_was_paused_before_it_slept_is_paused_when_it_wakes() -> None:
     async with world(host_write=NONE) as here:
         here.service.pause()

@@ -217,6 +217,21 @@ async def test_an_explanation_says_what_is_where_and_why_the_rest_is_not() -> No
         assert (evicted.reason, evicted.tier, evicted.first_miss) == ("evicted", "device", 2)
         assert evicted.at is not None
         assert evicted.at > 0
+        assert evicted.ago_s is not None
+        assert 0 <= evicted.ago_s < 60
+        assert fresh.ago_s is whole.ago_s is None
+
+
+async def test_a_prompt_shorter_than_a_block_is_explained_across_fingerprints_too() -> None:
+    async with world(host_write=NONE) as here:
+        acme = here.service.open_fingerprint(ACME)
+        await here.run(tokens(7))
+        for count in (3, 7):  # the first tokens of a block; a block and a tail
+            other = here.service.explain(Prompt.of(tokens(count), 4, space=acme), names_fields=True)
+            assert (other.reason, other.first_miss) == ("fingerprint differs", 0)
+            assert "tenant" in other.detail
+        longer = here.service.explain(Prompt.of([0, 99], 4, space=acme))
+        assert longer.reason == "never stored"
 
 
 async def test_keys_of_stored_blocks_are_those_of_the_one_builder() -> None:

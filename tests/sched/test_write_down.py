@@ -41,6 +41,43 @@ async def test_write_through_copies_as_soon_as_blocks_are_whole() -> None:
         assert await stored(here, tokens(10)) == 3
 
 
+@pytest.mark.parametrize("rule", [THROUGH, SELECTIVE])
+async def test_no_group_of_a_long_prompt_is_left_out_where_both_rules_want_it(
+    rule: WritePolicy,
+) -> None:
+    """What one copies to the host the other waits for; a group is 32 blocks."""
+    sizes: dict[str, Any] = {"device_blocks": 128, "host_blocks": 128}
+    async with world(with_store=True, host_write=rule, storage_write=rule, **sizes) as here:
+        for number in range(1 if rule is THROUGH else 3):
+            await here.run([*tokens(390), 900 + number])
+        assert on_host(here) >= 97
+        assert await stored(here, tokens(388)) == 97
+        offloaded = here.service.stats().tiers.offloaded_blocks
+        assert offloaded == on_host(here), "none was copied twice"
+
+
+async def test_who_stores_blocks_that_another_brings_to_the_host_waits_until_they_are_there() -> (
+    None
+):
+    sizes: dict[str, Any] = {"device_blocks": 128, "host_blocks": 128}
+    sizes["background_copy_bytes"] = GQA.block_bytes
+    async with world(
+        with_store=True, host_write=NONE, storage_write=SELECTIVE, storage_after_hits=1, **sizes
+    ) as here:
+        await here.run(tokens(300))
+        here.latch.hold(OFFLOAD)
+        match = here.service.index.match(here.prompt(tokens(300)))
+        here.service.tiers.save(match.node, match.num_blocks)
+        await here.latch.until_held()
+        request = await here.admit([*tokens(300), 1])  # a hit, so that it is to be stored
+        await turns(20)
+        here.latch.release()
+        await here.settle()
+        assert await stored(here, tokens(300)) == 75
+        here.service.end(request)
+        await here.settle()
+
+
 @pytest.mark.parametrize("tier", ["host", "storage"])
 async def test_selective_copies_what_was_matched_so_often(tier: str) -> None:
     rules: dict[str, Any] = {f"{tier}_write": SELECTIVE, f"{tier}_after_hits": 2}

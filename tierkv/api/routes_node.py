@@ -130,13 +130,13 @@ class NodeRoutes(Routes):
 
     async def reset(self, request: web.Request) -> web.Response:
         self._node.check_started()
-        return bodies.answer(request, ResetAnswer(self._node.service.reset()))
+        return bodies.answer(request, ResetAnswer(await self._node.service.forget()))
 
     async def free(self, request: web.Request) -> web.Response:
         async with self._node.work():
             chosen = bodies.from_query(request, _Free)
             service = self._node.service
-            held = service.reset()
+            held = await service.forget()
             removed = await service.free(clears_storage=chosen.storage)
         return bodies.answer(request, ResetAnswer(held, removed))
 
@@ -199,7 +199,9 @@ class NodeRoutes(Routes):
                 device=_tier(stats.device, block_bytes),
                 host=_tier(stats.host, block_bytes),
                 storage=[
-                    msgspec.structs.replace(state, url=masked_url(state.url))
+                    msgspec.structs.replace(
+                        state, url=masked_url(state.url), part=masked_url(state.part)
+                    )
                     for state in service.storage_state()
                 ],
             ),

@@ -16,6 +16,7 @@ from tierkv.cache.node import Node
 from tierkv.cache.tokens import common_blocks
 from tierkv.sched.decisions import Decisions
 from tierkv.sched.estimate import HEDGE, Line
+from tierkv.sched.purse import Purse
 
 _Key = tuple[str, int, bytes, bytes]  # space, node, extra keys and tokens of the next block
 _MAX_CAUTION = 6
@@ -42,12 +43,13 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Wait:
     """For a claim to reach block `stop`; for `patience_s` seconds at the most. is_sooner: than
-    computing the same, as far as is known."""
+    computing the same, which takes `compute_s`, as far as is known."""
 
     claim: Claim
     stop: int
     patience_s: float
     is_sooner: bool = True
+    compute_s: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -72,6 +74,7 @@ class Computing:
         self._claims: dict[_Key, list[Claim]] = {}
         self._lost = 0  # waits in a row that came to nothing
         self._skip = 0  # chances to wait that are passed by because of them
+        self._purse = Purse()
         self.num_claims = 0
 
     def claims(self) -> list[Claim]:
@@ -84,6 +87,7 @@ class Computing:
             return None
         key = _key(node, first, prompt)
         claim = Claim(prompt, first, prompt.num_blocks, now, key, first)
+        self._purse.allow(self._prefill.seconds((prompt.num_blocks - first) * prompt.block_size))
         self._claims.setdefault(key, []).append(claim)
         self.num_claims += 1
         return claim
@@ -144,16 +148,17 @@ class Computing:
         expected_s = self._prefill.seconds((shared - claim.begun_at) * size)
         left_s = max(expected_s - (now - claim.begun), 0.0)
         patience_s = left_s + HEDGE * compute_s
-        return Wait(claim, shared, patience_s, is_sooner=left_s <= compute_s)
+        return Wait(claim, shared, patience_s, left_s <= compute_s, compute_s)
 
     def is_worth_it(self, wait: Wait) -> bool:
         """Whether it is better than to compute.
 
         A wait that comes to nothing costs what its owner was expected to need still, which is less
         than computing the same here, and HEDGE of the latter. After each such wait in a row twice
-        as many chances are passed by, so that owners who never deliver cost ever less.
+        as many chances are passed by, so that owners who never deliver cost ever less. Nobody waits
+        while all that were lost have cost more than the others brought (see Purse).
         """
-        return wait.is_sooner and not self._skip
+        return wait.is_sooner and not self._skip and self._purse.seconds > 0
 
     def passed_by(self, wait: Wait) -> None:
         """A request has started without it."""
@@ -164,10 +169,12 @@ class Computing:
         """A request waits from now on."""
         self._decisions.wait_device += 1
 
-    def note_wait(self, *, was_worth_it: bool) -> None:
+    def note_wait(self, wait: Wait, waited_s: float, *, was_worth_it: bool) -> None:
         if was_worth_it:
+            self._purse.add(max(wait.compute_s - waited_s, 0.0))
             self._lost = self._skip = 0
         else:
+            self._purse.add(-waited_s)
             self._lost = min(self._lost + 1, _MAX_CAUTION)
             self._skip = (1 << self._lost) - 1
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from tierkv.sched.purse import Purse
+
 
 class FetchPolicy(Enum):
     """BEST_EFFORT fetches what is estimated to be faster than computing, and gives up in time.
@@ -144,10 +146,17 @@ class Estimator:
         self._refused = 0
         self._answers = Line()  # what a question takes, by the tokens that it is about
         self._unasked = 0
+        self._purse = Purse()
 
     def begin_anew(self) -> None:
         """The tier is another one, or has come back: nothing is known of it."""
         self.transfer, self._answers = Line(), Line()
+        self._purse.fill()
+
+    def note_wait(self, tokens: int, seconds: float) -> None:
+        """A request has waited so long, from its question on, and has so many tokens for it."""
+        if self.prefill.is_known:
+            self._purse.add(self.prefill.seconds(tokens) - seconds)
 
     def note_fetch(self, num_bytes: float, seconds: float, *, is_whole: bool = True) -> None:
         """A fetch moved so many bytes in so much time. Of one given up, what it had moved: that is
@@ -170,12 +179,15 @@ class Estimator:
     def decide_question(self, tokens: int, policy: FetchPolicy | None = None) -> Decision:
         """Whether to ask the tier what it has of `tokens` missing tokens, and how long to wait for
         the answer. Of those for whom it is estimated to come too late, one of PROBE_EVERY asks;
-        who can wait for more than twice as long as was waited in vain, at once."""
+        who can wait for more than twice as long as was waited in vain, at once. Nobody while the
+        waits of others have cost more than they brought."""
         compute_s = self.prefill.seconds(tokens)
         patience: float | None = compute_s * HEDGE
         reason = "asked for a share of computing"
         if (policy or self.policy) is not FetchPolicy.BEST_EFFORT or not self.prefill.is_known:
             patience, reason = None, "asked until the deadline"
+        elif not self._purse.allow(compute_s):
+            patience, reason = 0.0, "waiting for the tier has cost more than it has saved"
         elif compute_s * HEDGE <= self._answers.at_least(tokens):
             self._unasked += 1
             if self._unasked % PROBE_EVERY:

@@ -56,18 +56,20 @@ class Surroundings:
     fetching: whether a block of this key is on its way from storage. computing: whether a request
     computes what follows a match. fingerprints: by space, for one who may know in which field
     another one differs; None for everybody else, who is told only that it does. stored: how many
-    blocks beyond the match storage has, None if it was not asked or did not answer in time.
+    blocks beyond the match storage has, None if it was not asked or did not answer in time. now:
+    on the clock of the history.
     """
 
     fetching: Callable[[Prompt, int], bool]
     computing: Callable[[Match, Prompt], bool]
     fingerprints: Mapping[str, Fingerprint] | None = None
     stored: int | None = None
+    now: float = 0.0
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """first_miss: the block, None if all are there. at: when, on the service's clock; tier: from
-    where; detail: in words."""
+    """first_miss: the block, None if all are there. at: when, on the service's clock, which was
+    `ago_s` seconds before the explanation; tier: from where; detail: in words."""
 
     num_tokens: int
     num_blocks: int
@@ -78,6 +80,7 @@ class Explanation(msgspec.Struct, frozen=True):
     tier: str | None = None
     at: float | None = None
     detail: str = ""
+    ago_s: float | None = None
 
 
 def explain(index: Index, prompt: Prompt, history: History, around: Surroundings) -> Explanation:
@@ -93,7 +96,7 @@ def explain(index: Index, prompt: Prompt, history: History, around: Surroundings
             else:
                 runs.append(Run(at, at + 1, where))
     partial = match.partial.num_tokens if match.partial else 0
-    is_all = match.num_blocks * prompt.block_size + partial >= prompt.num_tokens
+    is_all = _covers(match, prompt)
     at_block = match.num_blocks
     if around.stored and not is_all:
         runs.append(Run(at_block, at_block + around.stored, "storage"))
@@ -107,6 +110,7 @@ def explain(index: Index, prompt: Prompt, history: History, around: Surroundings
         reason=(Miss.NONE if is_all else miss).value,
         tier=None if is_all else tier,
         at=None if is_all else when,
+        ago_s=None if is_all or when is None else around.now - when,
         detail="" if is_all else detail,
     )
 
@@ -134,9 +138,16 @@ def _first_miss(
         if space.name == prompt.space:
             continue
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)
-        if index.match(other).num_blocks > block:
+        found = index.match(other)
+        if found.num_blocks > block or _covers(found, other):
             return Miss.OTHER_FINGERPRINT, None, None, _differs(prompt.space, space.name, around)
     return Miss.NEVER_STORED, None, None, ""
+
+
+def _covers(match: Match, prompt: Prompt) -> bool:
+    """Whether all of the prompt is cached, its tail included."""
+    partial = match.partial.num_tokens if match.partial else 0
+    return match.num_blocks * prompt.block_size + partial >= prompt.num_tokens
 
 
 def _differs(ours: str, theirs: str, around: Surroundings) -> str:

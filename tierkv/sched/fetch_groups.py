@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from tierkv.cache.copies import Mask
+from tierkv.cache.index import runs_of
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
@@ -146,13 +147,15 @@ class FetchGroups:
             kept[:blocks] = True
             kept[list(refused)] = False
             node = progress.lease.node
-            tiers.events.tell(Happening.STORED, "host", node, first, first + blocks)
+            for start, stop in runs_of(kept[:blocks]):  # others had, or bring, their own copies
+                tiers.events.tell(Happening.STORED, "host", node, first + start, first + stop)
             index.mark_stored(progress.lease.node, first, first + blocks)
         if arrived > blocks:
             tail, kept[blocks] = index.insert_tail(
                 Tier.HOST, progress.lease, prompt, int(slots[blocks])
             )
-            tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
+            if kept[blocks]:
+                tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
             progress.tail = index.hold(tail, tail.end)
             index.mark_stored(tail, tail.start, tail.end)
         self._end(group)  # with the insertion, or for a turn of the loop two would own the slots

@@ -75,6 +75,8 @@ class FetchWorth:
         """What the fetch came to: for the estimate, for `explain`, and for the log."""
         now = asyncio.get_running_loop().time()
         self._tiers.decisions.recompute_late += progress.fate is Fate.LATE
+        if progress.waits_since is not None:
+            self.estimator.note_wait(progress.num_tokens, now - progress.waits_since)
         if progress.expected_bytes:
             self.arrived(progress)
             self.estimator.queued_bytes -= progress.expected_bytes

@@ -38,6 +38,9 @@ class Fetched:
 class Progress:
     """How far a fetch has come. lease: of what the prompt has here by now, the tail aside.
 
+    is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
+    waits_since: on the loop's clock, if the request could compute instead and has not waited for
+        nothing yet.
     queued_before, arrived_before: bytes that were queued, and that had come since the start, for
     all other fetches when this one began.
     """
@@ -48,6 +51,8 @@ class Progress:
     num_tokens: int = 0
     first_token: int = 0
     first_problem: GetOutcome | None = None
+    is_whole: bool = False
+    waits_since: float | None = None
     claimed: list[bytes] = field(default_factory=list)
     was_given_up: bool = False
     expected_bytes: float = 0.0

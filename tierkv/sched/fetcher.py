@@ -115,7 +115,8 @@ class Fetcher:
                 with patience.watching():
                     await self._fetch(prompt, progress, patience, on_arrival)
         except TimeoutError:
-            progress.ends(Fate.LATE, "storage took too long")
+            if not progress.is_whole:
+                progress.ends(Fate.LATE, "storage took too long")
             # Before its deadline: the estimate was meant to end it.
             progress.was_given_up = (scope.when() or 0.0) < give_up_at
         except StoreUnavailableError as error:
@@ -180,17 +181,20 @@ class Fetcher:
             self._in_flight[key.digest] = loop.create_future()
             progress.claimed.append(key.digest)
         patience.until(question.give_up_s)
+        self._begin_to_wait(progress, patience)
         asked = self._source.count_present(keys)
         present = await self._worth.answer(asked, missing, question.give_up_s)
         if present < len(keys):
             progress.first_problem = GetOutcome(GetStatus.MISS, "not in storage")
         tokens = sum(key.num_tokens for key in keys[:present])
-        decision = self._estimator.decide(tokens, patience.policy)
-        if present and not decision.fetches:
-            self._worth.refuse(progress, decision)
-            return
-        self._worth.expect(progress, tokens)
-        patience.until(None if patience.policy is FetchPolicy.DEADLINE else decision.give_up_s)
+        if present:  # else the time for the answer is that for a shared tail, too
+            decision = self._estimator.decide(tokens, patience.policy)
+            if not decision.fetches:
+                self._worth.refuse(progress, decision)
+                return
+            self._worth.expect(progress, tokens)
+            is_bound = patience.policy is not FetchPolicy.DEADLINE
+            patience.until(decision.give_up_s if is_bound else None)
 
         def arrived() -> None:
             patience.arrived()
@@ -198,8 +202,8 @@ class Fetcher:
             if progress.fate is None:  # else the request has gone on without it
                 on_arrival(progress.lease.num_blocks)
 
-        is_whole = await self._groups.fetch(prompt, progress, keys[:present], arrived)
-        if is_whole and present < len(keys):
+        progress.is_whole = await self._groups.fetch(prompt, progress, keys[:present], arrived)
+        if progress.is_whole and present < len(keys):
             await self._fetch_shared_tail(prompt, progress)
 
     async def _fetch_shared_tail(self, prompt: Prompt, progress: Progress) -> None:
@@ -253,7 +257,13 @@ class Fetcher:
                 return []
             self._tiers.decisions.wait_storage += 1
             patience.until(decision.give_up_s)
+            self._begin_to_wait(progress, patience)
             await asyncio.shield(busy)
+
+    def _begin_to_wait(self, progress: Progress, patience: Patience) -> None:
+        could_compute = patience.policy is FetchPolicy.BEST_EFFORT
+        if could_compute and self._estimator.prefill.is_known and progress.waits_since is None:
+            progress.waits_since = patience.now()
 
     def _finish_claims(self, progress: Progress) -> None:
         for digest in progress.claimed:

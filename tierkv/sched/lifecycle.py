@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import numpy as np
 
@@ -22,7 +23,7 @@ _MORE = {
 }
 
 
-_SLICE = 1024  # runs that are looked at in one turn of the loop: 4 ms
+_SLICE = 128  # runs that are looked at, or forgotten, in one turn of the loop: 5 ms
 
 
 class Lifecycle:
@@ -40,18 +41,45 @@ class Lifecycle:
 
     def reset(self) -> int:
         """Forget every cached block that nobody holds, on both tiers, and what was believed to be
-        stored. Storage keeps its values. Returns how many copies are left, held by requests."""
-        index = self._tiers.index
-        pending = [child for root in index.roots() for child in root.children.values()]
+        stored. Storage keeps its values. Returns how many copies are left, held by requests. All in
+        one turn of the loop: `forget` lets it go round."""
+        for _ in self._forgetting():
+            pass
+        return self._num_copies()
+
+    async def forget(self) -> int:
+        """As `reset`, a slice in a turn of the loop. What others use meanwhile may stay."""
+        for _ in self._forgetting():
+            await asyncio.sleep(0)
+        return self._num_copies()
+
+    def _num_copies(self) -> int:
+        return sum(space.used[tier] for space in self._tiers.index.spaces() for tier in Tier)
+
+    def _forgetting(self) -> Iterator[None]:
+        """Stops after each slice. Leaves go before their parents, each run when its turn comes: one
+        that has left the tree by then, or was cut, was another's business."""
+        tiers, index = self._tiers, self._tiers.index
+        pending = [(node, False) for root in index.roots() for node in root.children.values()]
+        num_left = _SLICE
         while pending:
-            node = pending.pop()
-            if not node.holders:
-                self._tiers.forget(node, 0)
+            node, is_last = pending.pop()
+            if node.parent is None or node.parent.children.get(node.key) is not node:
                 continue
-            index.unmark_stored(node, node.start, node.end)
-            pending.extend(node.children.values())
-        self._tiers.capacity_changed()
-        return sum(space.used[tier] for space in index.spaces() for tier in Tier)
+            if node.children and not is_last:
+                pending.append((node, True))
+                pending.extend((child, False) for child in node.children.values())
+                continue
+            if node.holders:
+                index.unmark_stored(node, node.start, node.end)
+            else:
+                tiers.forget(node, 0)
+            num_left -= 1
+            if not num_left:
+                tiers.capacity_changed()
+                yield
+                num_left = _SLICE
+        tiers.capacity_changed()
 
     async def resize(self, tier: Tier, capacity: int) -> None:
         """Let the tier have `capacity` slots, within the memory there is.
@@ -121,15 +149,16 @@ class Lifecycle:
         tried: set[int] = set()  # runs whose copy was started once: it may have failed
         while True:
             seen = tiers.num_changes
-            nodes = list(tiers.index.nodes())
-            for at in range(0, max(len(nodes), 1), _SLICE):
-                part = nodes[at : at + _SLICE]
+            nodes, is_last = tiers.index.nodes(), False
+            while not is_last:
+                part = list(islice(nodes, _SLICE))
+                is_last = len(part) < _SLICE
                 self._clear(tier, first, part, tried, keeps_blocks=keeps_blocks)
                 if len(slots := pool.take_from(first)):
                     tiers.retire(tier, slots)
                 if leaving.num_slots == pool.capacity - first:
                     return
-                if at + _SLICE < len(nodes):
+                if not is_last:
                     await asyncio.sleep(0)
             if tiers.num_changes == seen:  # else something may go that was looked at before
                 await tiers.next_change()

@@ -58,15 +58,16 @@ class Parking:
         for waiting in self._line.whose_wait_is_over():
             wait = self._line.come_back(waiting)
             assert wait is not None, "it stood aside"
-            self._note(was_worth_it=wait.claim.first >= wait.stop)
+            self._note(waiting, wait, was_worth_it=wait.claim.first >= wait.stop)
 
     def _wait_is_up(self, waiting: Waiting) -> None:
         wait = self._line.come_back(waiting)
         assert wait is not None, "the timer ends with the wait"
         waiting.give_up_at = 0.0  # no more of this: it computes
-        self._note(was_worth_it=False)
+        self._note(waiting, wait, was_worth_it=False)
         self._on_timeout()
 
-    def _note(self, *, was_worth_it: bool) -> None:
+    def _note(self, waiting: Waiting, wait: Wait, *, was_worth_it: bool) -> None:
         self._stats.lost_waits += not was_worth_it
-        self._computing.note_wait(was_worth_it=was_worth_it)
+        waited_s = asyncio.get_running_loop().time() - waiting.parked_at
+        self._computing.note_wait(wait, waited_s, was_worth_it=was_worth_it)

@@ -86,7 +86,7 @@ class Room(TierBooks, ABC):
 
     def _take(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
         if space is not None:
-            self._stay_within_quota(tier, space, count + reserved)
+            self._stay_within_quota(tier, space, count, reserved)
         pool, order, rule = self.pools[tier], self.index.order[tier], self.rules[tier]
         freed: list[Ids] = []
         missing = missing_slots(order, pool, needed=count, on_the_way=self._on_the_way[tier])
@@ -119,17 +119,24 @@ class Room(TierBooks, ABC):
             if not steps or not self._make_room(tier, steps):
                 return pool.allocate(count)
 
-    def _stay_within_quota(self, tier: Tier, space: Space, count: int) -> None:
-        """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way."""
+    def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
+        """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way, and
+        OutOfBlocksError, with nothing evicted, if the tier has not as many."""
         quota, order = space.quota[tier], self.index.own_order(space, tier)
         if quota is None or order is None:
             return
-        while (excess := space.used[tier] + count - quota) > 0:
+        while (excess := space.used[tier] + count + reserved - quota) > 0:
             is_possible = excess <= order.num_unheld
+            if is_possible:
+                on_the_way = self._on_the_way[tier]
+                every, pool = self.index.order[tier], self.pools[tier]
+                missing_slots(every, pool, needed=count, on_the_way=on_the_way)
             steps = plan_eviction(order, tier, excess, self.rules[tier]) if is_possible else []
             if not steps or not self._make_room(tier, steps):
                 available = max(quota - space.used[tier], 0) + order.num_unheld
-                raise OverQuotaError(tier.name.lower(), needed=count, available=available)
+                raise OverQuotaError(
+                    tier.name.lower(), needed=count + reserved, available=available
+                )
 
     def shrink_to_quota(self, tier: Tier, space: Space) -> bool:
         """Evict of what `space` has beyond its quota and nobody holds as much as the loop has time
@@ -213,6 +220,9 @@ class Room(TierBooks, ABC):
 
     def forget(self, node: Node, start: int) -> None:
         """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
+        if not (start or node.children or node.host) and node.device.uniform is CopyState.READY:
+            self._evict(Tier.DEVICE, node, 0, node.num_blocks)  # as nearly all
+            return
         tier = Tier.DEVICE if node.copies[Tier.DEVICE].num_present else Tier.HOST
         now, pending = asyncio.get_running_loop().time(), [node]
         while pending:

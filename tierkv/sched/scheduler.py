@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -60,7 +59,7 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._running = Running()
         self._is_draining = False
-        self._num_preempted: Counter[str] = Counter()  # by tenant
+        self._preempted: set[Request] = set()  # until they are resumed or abandoned
         self.loads = Loads(tiers)
         self.computing = Computing(prefill or Line(), self._pump, tiers.decisions)
         self._starting = Starting(tiers, self._running, self.loads, self.computing)
@@ -134,7 +133,7 @@ class Scheduler:
         return (
             self._waiting.has_tenant(tenant)
             or self._running.has_tenant(tenant)
-            or tenant in self._num_preempted
+            or any(one.space == tenant for one in self._preempted)
         )
 
     @property
@@ -224,7 +223,7 @@ class Scheduler:
 
         One that waits is refused with RequestAbortedError. One that runs may have kernels at work,
         of which only its engine knows: its next commit or extend raises RequestAbortedError, and
-        its blocks go when the engine ends it.
+        its blocks go when the engine ends it. One that is preempted is abandoned.
         """
         waiting = self._waiting.find(request_id)
         if waiting is not None and not waiting.outcome.done():
@@ -235,7 +234,10 @@ class Scheduler:
             return True
         request = self._running.by_id.get(request_id)
         if request is None:
-            return False
+            idle = [one for one in self._preempted if one.request_id == request_id]
+            for one in idle:
+                self.abandon(one)
+            return bool(idle)
         request.is_aborted = True
         if request.claim is not None:
             self.computing.end(request.claim)
@@ -264,7 +266,7 @@ class Scheduler:
         and is the last to be evicted until `resume` or `abandon`; so long its tenant stays open.
         `after` is as in `end`."""
         self._commits.end(request, RequestState.PREEMPTED, after)
-        self._num_preempted[request.space] += 1
+        self._preempted.add(request)
 
     async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
         """Wait for blocks again, for the whole prompt and `max_new_tokens` more, as the request of
@@ -295,9 +297,7 @@ class Scheduler:
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(f"request {request.request_id!r} is not preempted")
         request.state = RequestState.ENDED
-        self._num_preempted[request.space] -= 1
-        if not self._num_preempted[request.space]:
-            del self._num_preempted[request.space]
+        self._preempted.remove(request)
         if request.pinned is not None:
             self.index.unpin_softly(request.pinned)
             request.pinned = None

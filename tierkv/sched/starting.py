@@ -39,6 +39,16 @@ class SchedulerStats:
     lost_waits: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A cached block, of which the prompt shares the first tokens, and the private block that gets
+    a copy of it. block: counted from the prompt's start."""
+
+    source: Lease
+    block: int
+    target: Ids
+
+
 class Starting:
     """All or nothing: a start that fails has changed nothing."""
 
@@ -83,9 +93,18 @@ class Starting:
         self._loads.let_go(load)
         return load.movement
 
-    def _load(self, lease: Lease, first: int, stop: int, slots: Ids) -> Load:
+    def _load(
+        self, lease: Lease, first: int, stop: int, slots: Ids, partial: _Partial | None = None
+    ) -> Load:
+        """partial: every layer's gate waits for it too, so it goes with the others."""
         self._tiers.decisions.load_host += 1
-        return self._loads.start(lease, first, stop, slots)
+        if partial is None:
+            return self._loads.start(lease, first, stop, slots)
+        source = partial.source
+        beside = (self._host_slot(partial), partial.target)
+        load = self._loads.start(lease, first, stop, slots, beside=beside)
+        load.movement.when_ended(lambda: self._index.release(source))
+        return load
 
     def take(self, prompt: Prompt, count: int) -> Ids:
         """Device slots within the tenant's quota, of which private blocks are a part too."""
@@ -107,10 +126,13 @@ class Starting:
         loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
         first_load = match.num_blocks - plan.num_loads
         movements = []
+        partial = None
         if source is not None:
-            # Ahead of the loads: lanes run in order, and layer 0's gate waits for this block too.
             assert match.partial is not None, "a source is of a partial match"
-            movements.append(self._copy_partial(source, match.partial.block, private[:1]))
+            partial = _Partial(source, match.partial.block, private[:1])
+            if self._is_on_device(partial) or not len(loading):
+                movements.append(self._copy_partial(partial))
+                partial = None  # else it goes with the load
         loads = []
         if match.device_blocks < first_load:
             arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
@@ -118,7 +140,7 @@ class Starting:
         for joined in loads:
             joined.num_users += 1
         if len(loading):
-            loads.append(self._load(lease, first_load, match.num_blocks, loading))
+            loads.append(self._load(lease, first_load, match.num_blocks, loading, partial))
         movements += [load.movement for load in loads]
 
         self._index.count_hit(lease)
@@ -156,16 +178,21 @@ class Starting:
         self.stats.storage_hit_tokens += matched.storage_tokens
         return request
 
-    def _copy_partial(self, source: Lease, block: int, target: Ids) -> Movement:
-        """Copy a cached block, of which the prompt shares the first tokens, to a private one."""
-        index, mover = self._index, self._tiers.mover
-        on_device = index.states(Tier.DEVICE, source.node, block, block + 1)[0]
-        if on_device is CopyState.READY:
-            movement = mover.copy_within(
-                index.slots(Tier.DEVICE, source.node, block, block + 1), target
-            )
+    def _is_on_device(self, partial: _Partial) -> bool:
+        node, block = partial.source.node, partial.block
+        return self._index.states(Tier.DEVICE, node, block, block + 1)[0] is CopyState.READY
+
+    def _host_slot(self, partial: _Partial) -> Ids:
+        block = partial.block
+        return self._index.slots(Tier.HOST, partial.source.node, block, block + 1)
+
+    def _copy_partial(self, partial: _Partial) -> Movement:
+        source, block, mover = partial.source, partial.block, self._tiers.mover
+        if self._is_on_device(partial):
+            slot = self._index.slots(Tier.DEVICE, source.node, block, block + 1)
+            movement = mover.copy_within(slot, partial.target)
         else:
-            movement = mover.load(index.slots(Tier.HOST, source.node, block, block + 1), target)
+            movement = mover.load(self._host_slot(partial), partial.target)
         work = self._release_after(movement, source)
         self._tiers.start(work, "tierkv-copy-partial", space=source.node.space.name)
         return movement

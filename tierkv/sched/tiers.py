@@ -82,7 +82,7 @@ class Tiers(WriteBack):
             if told.all() and copies.uniform is CopyState.READY:
                 continue
             absent = copies.is_in(CopyState.ABSENT, i, j)
-            to_storage = ~told & ~copies.is_in(CopyState.INCOMING, i, j) & wants_storage
+            to_storage = ~told & wants_storage
             to_host = absent & ~to_storage & wants_host
             if (queued := self._to_host.get(part)) is not None:
                 to_host[: max(queued - part.start - i, 0)] = False
@@ -122,8 +122,7 @@ class Tiers(WriteBack):
         except ShuttingDownError:  # who ends a request on a node that has failed hears nothing
             self.index.release(lease)
             return
-        if not to_storage:
-            self._to_host[node] = max(self._to_host.get(node, 0), stop)
+        self._to_host[node] = max(self._to_host.get(node, 0), stop)
 
     async def _write_down(self, lease: Lease, first: int, stop: int, *, to_storage: bool) -> None:
         index, node = self.index, lease.node
@@ -134,6 +133,8 @@ class Tiers(WriteBack):
                 end = min(at + GROUP_BLOCKS, stop)
                 async with self.background.room((end - at) * self._block_bytes):
                     is_whole = await self._host_copy(node, at, end)
+                if to_storage and not is_whole:
+                    is_whole = await self._copied_by_others(node, at, end)
                 if to_storage and is_whole and self.storing.num_waiting < _MOST_TO_STORE:
                     to_store.append((at, end))
                 elif to_storage:
@@ -181,6 +182,12 @@ class Tiers(WriteBack):
             if count < j - i:
                 break
         return last, at
+
+    async def _copied_by_others(self, node: Node, first: int, stop: int) -> bool:
+        """Whether path blocks [first, stop) are all on the host, once nobody copies them there."""
+        while CopyState.INCOMING in (states := self.index.states(Tier.HOST, node, first, stop)):
+            await self.next_change()
+        return all(state is CopyState.READY for state in states)
 
     async def _host_copy(self, node: Node, first: int, stop: int) -> bool:
         """Give path blocks [first, stop) a host copy where they have none; whether all have."""

@@ -20,7 +20,7 @@ class Waiting:
 
     wait: for blocks that another request computes; timer: ends it. passes_by: one that it does not
     want if it can start now. give_up_at: when the last such wait of this request ends, seconds on
-    the loop's clock, None before the first.
+    the loop's clock, None before the first. parked_at: when the last one began.
     """
 
     spec: RequestSpec
@@ -32,6 +32,7 @@ class Waiting:
     passes_by: Wait | None = None
     timer: asyncio.TimerHandle | None = None
     give_up_at: float | None = None
+    parked_at: float = 0.0
 
     @property
     def tenant(self) -> str:
@@ -45,7 +46,7 @@ class Waiting:
         """Stay aside until the wait is over, in one way or another."""
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
-        self.wait = wait
+        self.wait, self.parked_at = wait, now
         wait.claim.num_waiting += 1
         left_s = min(wait.patience_s, self.give_up_at - now)
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)

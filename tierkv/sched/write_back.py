@@ -104,6 +104,7 @@ class WriteBack(Room):
         index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
         self.stats.offloaded_blocks += stop - first
         self.events.tell(Happening.STORED, "host", node, first, stop)
+        self.capacity_changed()  # who waits for these blocks on the host, too
         return True
 
     async def _flush(self, node: Node, first: int, stop: int) -> bool:

@@ -74,5 +74,6 @@ def explain_now(
         computing=lambda match, asked: computing.find(match, asked, asked.num_blocks) is not None,
         fingerprints=fingerprints,
         stored=stored,
+        now=asyncio.get_running_loop().time(),
     )
     return explain(parts.index, prompt, parts.tiers.history, around)

@@ -88,10 +88,12 @@ class Service:
         scheduler, tenants, lifecycle = parts.scheduler, parts.tenants, parts.lifecycle
         self.commit, self.end, self.extend = scheduler.commit, scheduler.end, scheduler.extend
         self.preempt, self.resume = scheduler.preempt, scheduler.resume
+        self.abandon = scheduler.abandon
         self.pause, self.unpause = scheduler.pause, scheduler.unpause
         self.space_of_tenant = tenants.space_of
         self.set_quota, self.quota_of = tenants.set_quota, tenants.quota_of
-        self.reset, self.resize = lifecycle.reset, lifecycle.resize
+        self.reset, self.forget = lifecycle.reset, lifecycle.forget
+        self.resize = lifecycle.resize
         self.publish, self.stream = handing.publish, handing.stream
         self.ticket_state, self.forget_ticket = handing.ticket_state, handing.forget_ticket
         self.acknowledge, self.issued_tickets = handing.acknowledge, handing.issued_tickets
@@ -193,10 +195,10 @@ class Service:
         return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
 
     async def free(self, *, clears_storage: bool = False) -> int:
-        """Forget all that nobody holds, as `reset`; with `clears_storage` also every value of this
+        """Forget all that nobody holds, as `forget`; with `clears_storage` also every value of this
         service's fingerprints in every attached store, for all nodes that share it. How many stored
         values that were. Raises StoreUnavailableError."""
-        self.reset()
+        await self.forget()
         if not clears_storage:
             return 0
         removed = 0

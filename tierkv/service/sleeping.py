@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierkv.cache.node import Tier
-from tierkv.errors import OwnershipError
+from tierkv.errors import ConfigError, OwnershipError
 from tierkv.service.memory import Memory
 from tierkv.service.parts import Parts
 
@@ -31,7 +31,10 @@ async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
     with parts.lifecycle.alone(Tier.DEVICE):
         if not parts.lifecycle.is_asleep:
             raise OwnershipError("the device does not sleep")
-        count = device_blocks or parts.tiers.pools[Tier.DEVICE].capacity
+        before = parts.tiers.pools[Tier.DEVICE].capacity
+        count = before if device_blocks is None else device_blocks
+        if count < 1:
+            raise ConfigError(f"a device has 1 block or more, not {count}")
         planes = await memory.new_planes(count)
         try:
             await parts.mover.reopen(planes)

@@ -1,0 +1,36 @@
+"""What cannot be had changes nothing: neither what is cached nor what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.latch import finish, turns
+from tests.world import fingerprint, world
+from tierkv.cache.keys import Prompt
+from tierkv.cache.tokens import pack
+from tierkv.cache.write_policy import WritePolicy
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def test_a_tenant_that_waits_for_others_keeps_its_own_blocks_meanwhile() -> None:
+    async with world(device_blocks=20, host_write=WritePolicy.NONE) as here:
+        service = here.service
+        space = service.open_fingerprint(fingerprint(tenant="a"), quota=(10, None))
+        own = Prompt.of(tokens(20), 4, space=space)
+        request = await service.admit("first", own, max_new_tokens=0)
+        await service.commit(request, pack(tokens(20)))
+        service.end(request)
+        other = await here.admit(tokens(60, 1000))  # the rest of the device
+        bigger = Prompt.of(tokens(32, 500), 4, space=space)
+        waits = asyncio.ensure_future(service.admit("second", bigger, max_new_tokens=0))
+        await turns(20)
+        assert not waits.done()
+        assert service.index.match(own).num_blocks == 5, "nothing of its own went in vain"
+        service.end(other)
+        request = await finish(waits)
+        assert service.index.match(own).num_blocks == 2, "only now, to stay within its quota"
+        service.end(request)
+        await here.settle()
