@@ -2,6 +2,7 @@
 
 Random weights, bf16; 32 layers, hidden 4096, 32 query heads and 8 KV heads of 128, SwiGLU of 14336.
 Attention is PyTorch's flash kernel; K and V are written to and gathered from the blocks of a table.
+For passes of one token see gpu_one_token.py.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ Tensor = Any  # torch.Tensor
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, DIM, VOCAB = 32, 4096, 14336, 32, 8, 128, 128_256
 BLOCK_SIZE = 64
 CHUNK = 16_384  # tokens of a prefill per pass through the layers
+EPSILON = 1e-5  # of the norms
 
 
 class Decoder:
     """planes: CuPy uint8 arrays in the layout's order, key then value of each layer. Everything
-    runs on PyTorch's current stream."""
+    runs on PyTorch's current stream.
+
+    layers: qkv, out, gate_up and down of each. cosines, sines: [positions, 1, DIM / 2].
+    """
 
     def __init__(self, planes: Sequence[object]) -> None:
         functional = torch.nn.functional
-        self._linear, self._norm = functional.linear, functional.rms_norm
-        self._silu = functional.silu
-        self._planes = [
+        self._linear, self._silu = functional.linear, functional.silu
+        self.planes = [
             torch.from_dlpack(plane).view(torch.bfloat16).view(-1, BLOCK_SIZE, KV_HEADS, DIM)
             for plane in planes
         ]
@@ -38,7 +42,7 @@ class Decoder:
             made = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
             return made.normal_(0, columns**-0.5, generator=generator)
 
-        self._layers = [
+        self.layers = [
             (
                 weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
                 weight(HIDDEN, HEADS * DIM),
@@ -47,16 +51,16 @@ class Decoder:
             )
             for _ in range(LAYERS)
         ]
-        self._embedding, self._unembedding = weight(VOCAB, HIDDEN), weight(VOCAB, HIDDEN)
+        self.embedding, self.unembedding = weight(VOCAB, HIDDEN), weight(VOCAB, HIDDEN)
         frequencies = 500_000.0 ** (-torch.arange(0, DIM, 2, device="cuda") / DIM)
         angles = torch.arange(1 << 17, device="cuda")[:, None] * frequencies
-        self._cos = angles.cos().to(torch.bfloat16)[:, None]
-        self._sin = angles.sin().to(torch.bfloat16)[:, None]
+        self.cosines = angles.cos().to(torch.bfloat16)[:, None]
+        self.sines = angles.sin().to(torch.bfloat16)[:, None]
 
     @property
     def num_parameters(self) -> int:
-        of_layers = sum(one.numel() for layer in self._layers for one in layer)
-        return int(of_layers + self._embedding.numel() + self._unembedding.numel())
+        of_layers = sum(one.numel() for layer in self.layers for one in layer)
+        return int(of_layers + self.embedding.numel() + self.unembedding.numel())
 
     def forward(
         self, tokens: Tensor, start: int, table: Tensor, before_layer: Callable[[int], None]
@@ -64,25 +68,28 @@ class Decoder:
         """The token that follows `tokens`, whose positions begin at `start`; their K and V are in
         the blocks of `table` then. Blocks the caller until it is known."""
         with torch.no_grad():
-            x = None
+            x: Tensor = None
             for first in range(0, len(tokens), CHUNK):
-                x = self._embedding[tokens[first : first + CHUNK]]
+                x = self.embedding[tokens[first : first + CHUNK]]
                 for layer in range(LAYERS):
                     if not first:
                         before_layer(layer)
-                    x = self._layer(layer, x, start + first, table)
-            return self._sampled(x)
+                    x = self.layer(layer, x, start + first, table)
+            return int(self.logits(x[-1:]).argmax().item())
 
-    def _sampled(self, x: Tensor) -> int:
-        logits = self._linear(self._norm(x[-1:], (HIDDEN,)), self._unembedding)
-        return int(logits.argmax().item())
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the tokens that follow, for what the last layer gave."""
+        return self._linear(self._norm(x), self.unembedding)
 
-    def _layer(self, layer: int, x: Tensor, start: int, table: Tensor) -> Tensor:
-        qkv, out, gate_up, down = self._layers[layer]
+    def _norm(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (HIDDEN,), eps=EPSILON)
+
+    def layer(self, layer: int, x: Tensor, start: int, table: Tensor) -> Tensor:
+        qkv, out, gate_up, down = self.layers[layer]
         n, end = len(x), start + len(x)
-        heads = self._linear(self._norm(x, (HIDDEN,)), qkv).view(n, HEADS + 2 * KV_HEADS, DIM)
+        heads = self._linear(self._norm(x), qkv).view(n, HEADS + 2 * KV_HEADS, DIM)
         turned = self._turn(heads[:, : HEADS + KV_HEADS], start)
-        keys, values = self._planes[2 * layer], self._planes[2 * layer + 1]
+        keys, values = self.planes[2 * layer], self.planes[2 * layer + 1]
         positions = torch.arange(start, end, device="cuda")
         blocks, rows = table[positions // BLOCK_SIZE], positions % BLOCK_SIZE
         keys[blocks, rows] = turned[:, HEADS:]
@@ -92,53 +99,13 @@ class Decoder:
         v = values[used].view(-1, KV_HEADS, DIM)[:end]
         mixed = attend(turned[:, :HEADS], k, v)
         y = x + self._linear(mixed.reshape(n, HEADS * DIM), out)
-        gate, up = self._linear(self._norm(y, (HIDDEN,)), gate_up).chunk(2, dim=1)
+        gate, up = self._linear(self._norm(y), gate_up).chunk(2, dim=1)
         return y + self._linear(self._silu(gate) * up, down)
 
     def _turn(self, heads: Tensor, start: int) -> Tensor:
-        cos, sin = (t[start : start + len(heads)] for t in (self._cos, self._sin))
+        cos, sin = (t[start : start + len(heads)] for t in (self.cosines, self.sines))
         left, right = heads.chunk(2, dim=2)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=2)
-
-
-class OneToken:
-    """The pass of one token at position `start`, a CUDA graph per layer: what engines do, since
-    launching its kernels one by one takes longer than running them."""
-
-    def __init__(self, decoder: Decoder, start: int, num_blocks: int) -> None:
-        self._decoder = decoder
-        self._table = torch.arange(num_blocks, device="cuda")
-        self._token = torch.zeros(1, dtype=torch.int64, device="cuda")
-        self._x = torch.zeros(1, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        self._graphs = []
-        with torch.no_grad():
-            for _ in range(2):
-                self._run_layer(0, start)
-            for layer in range(LAYERS):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                    self._run_layer(layer, start)
-                self._graphs.append(graph)
-
-    def _run_layer(self, layer: int, start: int) -> None:
-        if not layer:
-            _set(self._x, self._decoder._embedding[self._token])  # noqa: SLF001 - of one house
-        _set(self._x, self._decoder._layer(layer, self._x, start, self._table))  # noqa: SLF001
-
-    def forward(self, token: Tensor, table: Tensor, before_layer: Callable[[int], None]) -> int:
-        """See Decoder.forward."""
-        with torch.no_grad():
-            _set(self._token, token)
-            _set(self._table, table)
-            for layer, graph in enumerate(self._graphs):
-                before_layer(layer)
-                graph.replay()
-            return self._decoder._sampled(self._x)  # noqa: SLF001
-
-
-def _set(target: Tensor, value: Tensor) -> None:
-    """By a kernel: `copy_` may take the copy engine, and wait there behind what is being loaded."""
-    torch.add(value, 0, out=target)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -4,10 +4,11 @@
 
 Needs a CUDA GPU of 48 GB or more, CuPy and PyTorch. An 8B decoder (gpu_decoder.py) with random
 weights over a whole Service: each hit is admitted, matched, loaded layer by layer through its
-LayerGate, and its last token computed. The limit is one contiguous pinned copy of the bytes that a
-hit loads, in the same run, in turn. No first token comes before the pass of one token is over
-either, so a second share is of whichever is longer: that copy, or a hit on the device, which loads
-nothing. A figure is wall time, its median over repetitions.
+LayerGate, and its last token computed (gpu_one_token.py). The limit is one contiguous pinned copy
+of the bytes that a hit loads, in the same run, in turn. No first token comes before the last layer
+and the choice of the token have followed the last byte, nor before the pass of one token is over:
+so a second share is of the copy and that end, or of a hit on the device, which loads nothing,
+whichever is longer. A figure is wall time, its median over repetitions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import importlib
 import statistics
 import time
 from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +29,8 @@ import numpy as np
 import uvloop
 
 from benchmarks.bench import Row, row, show
-from benchmarks.gpu_decoder import BLOCK_SIZE, DIM, KV_HEADS, LAYERS, Decoder, OneToken
-from benchmarks.gpu_decoder import check_attention as check
+from benchmarks.gpu_decoder import BLOCK_SIZE, DIM, KV_HEADS, LAYERS, Decoder, check_attention
+from benchmarks.gpu_one_token import OneToken, check_one_token
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Prompt
 from tierkv.cache.layout import attention_layout
@@ -59,13 +62,16 @@ class Bench:
     service: Service
     decoder: Decoder
     stream: Any  # PyTorch's, which is the device's compute stream
+    cupy_stream: Any  # the same one
+    engine: ThreadPoolExecutor  # one thread, where that stream is PyTorch's current one
     count: int = 0
-    waits: list[tuple[Any, Any]] = field(default_factory=list)  # of the last run, on its stream
+    # Before and after each wait of the last run that measured them, on its stream.
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
     admission_ms: float = 0.0  # of the last request
 
     @property
     def exposed_ms(self) -> float:
-        """How long the last run's kernels stood still for layers that had not arrived."""
+        """How long kernels stood still for layers that had not arrived, when last measured."""
         torch.cuda.synchronize()
         return float(sum(before.elapsed_time(after) for before, after in self.waits))
 
@@ -79,37 +85,64 @@ class Bench:
     def end(self, request: Request) -> None:
         self.service.end(request, after=(self.service.device.compute_stream.record(),))
 
-    def run(self, request: Request, on_device: Tokens, one_token: OneToken | None) -> int:
-        """On the compute thread: everything that is not cached; the first token."""
+    async def computed(
+        self,
+        request: Request,
+        tokens: Tokens,
+        one_token: OneToken | None = None,
+        *,
+        measures_waits: bool = False,
+    ) -> int:
+        """Everything that is not cached; the first token."""
+        call = partial(self._compute, request, tokens, one_token, measures_waits=measures_waits)
+        return await asyncio.get_running_loop().run_in_executor(self.engine, call)
+
+    def _compute(
+        self,
+        request: Request,
+        tokens: Tokens,
+        one_token: OneToken | None,
+        *,
+        measures_waits: bool,
+    ) -> int:
+        """On the engine's thread."""
         compute = self.service.device.compute_stream
 
-        def before_layer(layer: int) -> None:
+        def wait(layer: int) -> None:
+            request.gate.wait_on(compute, layer, PATIENCE_S)
+
+        def measured_wait(layer: int) -> None:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
-            request.gate.wait_on(compute, layer, PATIENCE_S)
+            wait(layer)
             after.record()
             self.waits.append((before, after))
 
-        self.waits = []
-        with torch.cuda.stream(self.stream):
-            start = request.cached_tokens
-            rest = on_device[start:]
-            table = torch.from_numpy(request.block_table.astype(np.int64)).to("cuda")
-            if one_token is not None:
-                assert len(rest) == 1, f"{len(rest)} tokens are not cached"
-                return one_token.forward(rest, table, before_layer)
-            return self.decoder.forward(rest, start, table, before_layer)
+        before_layer = measured_wait if measures_waits else wait
+        if measures_waits:
+            self.waits = []
+        start = request.cached_tokens
+        if one_token is not None:
+            assert start == len(tokens) - 1, f"{start} tokens are cached"
+            return one_token.forward(int(tokens[-1]), request.block_table, before_layer)
+        rest = torch.from_numpy(tokens[start:]).to("cuda")
+        table = torch.from_numpy(request.block_table.astype(np.int64)).to("cuda")
+        return self.decoder.forward(rest, start, table, before_layer)
 
     async def first_token(
-        self, tokens: Tokens, *, uses_cache: bool = True, one_token: OneToken | None = None
+        self,
+        tokens: Tokens,
+        *,
+        uses_cache: bool = True,
+        one_token: OneToken | None = None,
+        measures_waits: bool = False,
     ) -> tuple[float, int, int]:
         """Seconds, the token, and how many of `tokens` had to be loaded from Host."""
-        on_device = torch.from_numpy(tokens).to("cuda")
         torch.cuda.synchronize()
         began = time.perf_counter()
         request = await self.admitted(tokens, uses_cache=uses_cache)
         self.admission_ms = (time.perf_counter() - began) * 1e3
-        token = await asyncio.to_thread(self.run, request, on_device, one_token)
+        token = await self.computed(request, tokens, one_token, measures_waits=measures_waits)
         took = time.perf_counter() - began
         loaded = request.matched.host_tokens
         self.end(request)
@@ -118,7 +151,7 @@ class Bench:
     async def cache(self, tokens: Tokens) -> None:
         """Compute and commit, and wait until Host has it."""
         request = await self.admitted(tokens)
-        await asyncio.to_thread(self.run, request, torch.from_numpy(tokens).to("cuda"), None)
+        await self.computed(request, tokens)
         after = (self.service.device.compute_stream.record(),)
         await self.service.commit(request, pack(tokens), after=after)
         self.end(request)
@@ -155,8 +188,9 @@ async def of_length(b: Bench, num_tokens: int, reps: int) -> list[Row]:
     rng = np.random.default_rng(num_tokens)
     tokens = rng.integers(0, 128_000, num_tokens)
     other = np.concatenate([tokens[: num_tokens // 2], rng.integers(0, 128_000, num_tokens // 2)])
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
     with torch.cuda.stream(b.stream):
-        one_token = OneToken(b.decoder, num_tokens - 1, -(-num_tokens // BLOCK_SIZE))
+        one_token = OneToken(b.decoder, num_tokens - 1, num_blocks, b.cupy_stream)
     limit = Limit(num_tokens * LAYOUT.block_bytes // BLOCK_SIZE)
     await b.cache(tokens)
     samples: dict[str, list[float]] = {}
@@ -187,16 +221,19 @@ async def of_length(b: Bench, num_tokens: int, reps: int) -> list[Row]:
         await b.leave_device()
         hit = b.first_token(tokens, one_token=one_token)
         loaded = await add("hit on Host", hit, "hit")
-        samples.setdefault("exposed by a hit", []).append(b.exposed_ms)
         samples.setdefault("admission", []).append(b.admission_ms)
         num_bytes = loaded * LAYOUT.block_bytes // BLOCK_SIZE
         assert num_bytes > (num_tokens - 3 * BLOCK_SIZE) * LAYOUT.block_bytes // BLOCK_SIZE
         samples.setdefault("limit", []).append(limit(num_bytes) * 1e3)
+        with torch.cuda.stream(b.stream):
+            samples.setdefault("end", []).append(one_token.end_ms())
         await b.leave_device()
-        await add("hit on Host, no graphs", b.first_token(tokens), "no graphs")
+        await b.first_token(tokens, one_token=one_token, measures_waits=True)
+        samples.setdefault("exposed by a hit", []).append(b.exposed_ms)
         if rep <= 3:
             await b.leave_device()
-            half_loaded = await add("half a hit", b.first_token(other), "half")
+            half = b.first_token(other, measures_waits=True)
+            half_loaded = await add("half a hit", half, "half")
             samples.setdefault("exposed", []).append(b.exposed_ms)
             await add("half on the device already", b.first_token(other), "half")
             await b.leave_device()
@@ -213,18 +250,22 @@ def _rows(name: str, samples: dict[str, list[float]]) -> list[Row]:
     rows.append(base)
     hit = row(f"{name}, first token, hit on Host", samples["hit on Host"], "ms", against=base)
     rows.append(hit)
-    no_graphs = samples["hit on Host, no graphs"]
-    rows.append(
-        row(f"{name}, first token, hit on Host, no CUDA graphs", no_graphs, "ms", against=base)
+    took, device, copied = (
+        samples["hit on Host"],
+        samples["on the device already"],
+        samples["limit"],
     )
-    best = [min(took) for took in zip(samples["hit on Host"], no_graphs, strict=True)]
-    device = samples["on the device already"]
+    floor = [
+        max(copy + end, pass_)
+        for copy, end, pass_ in zip(copied, samples["end"], device, strict=True)
+    ]
     rows += [
-        row(f"{name}, share of the limit", _shares(samples["limit"], best), "%"),
+        row(f"{name}, share of the limit", _shares(copied, took), "%"),
         row(f"{name}, first token, on the device already", device, "ms"),
+        row(f"{name}, last layer and choice of the token, on the GPU", samples["end"], "ms"),
         row(
-            f"{name}, share of the longer of the limit and a hit on the device",
-            _shares([max(both) for both in zip(samples["limit"], device, strict=True)], best),
+            f"{name}, share of the limit and these, or of a hit on the device",
+            _shares(floor, took),
             "%",
         ),
         row(f"{name}, hit on Host: its admission", samples["admission"], "ms"),
@@ -271,13 +312,17 @@ async def measure(lengths: list[int], reps: int) -> list[Row]:
     rows = []
     async with service.running():
         decoder = Decoder(service.planes.arrays)
-        check()
+        check_attention()
+        with torch.cuda.stream(stream):
+            error = check_one_token(decoder, device.compute_stream.raw)
         rows.append(row("parameters", [decoder.num_parameters / 1e9], "billion"))
-        b = Bench(service, decoder, stream)
-        for num_tokens in lengths:
-            rows += await of_length(b, num_tokens, reps)
-            service.reset()
-            torch.cuda.empty_cache()
+        rows.append(row("pass of one token, apart from PyTorch's", [100 * error], "%"))
+        with ThreadPoolExecutor(1, initializer=lambda: torch.cuda.set_stream(stream)) as engine:
+            b = Bench(service, decoder, stream, device.compute_stream.raw, engine)
+            for num_tokens in lengths:
+                rows += await of_length(b, num_tokens, reps)
+                service.reset()
+                torch.cuda.empty_cache()
     device.close()
     return rows
 

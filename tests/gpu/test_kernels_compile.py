@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
 
 import pytest
 
@@ -24,18 +25,14 @@ def nvrtc() -> ctypes.CDLL:
     pytest.skip("NVRTC is not installed (pip install nvidia-cuda-nvrtc-cu12)")
 
 
-@pytest.mark.parametrize("defines", [(), ("-DTAKES_SUMS",)], ids=["plain", "with-sums"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_kernels_compile_for(arch: str, defines: tuple[str, ...]) -> None:
-    library = nvrtc()
-    source = resources.files("tierkv.gpu").joinpath("csrc/planes.cu").read_bytes()
-    program = ctypes.c_void_p()
-    assert not library.nvrtcCreateProgram(
-        ctypes.byref(program), source, b"planes.cu", 0, None, None
+def compiled(source: bytes, *options: str) -> bytes:
+    """The machine code. Raises AssertionError with the compiler's words."""
+    library, program = nvrtc(), ctypes.c_void_p()
+    assert not library.nvrtcCreateProgram(ctypes.byref(program), source, b"a.cu", 0, None, None)
+    given = [one.encode() for one in options]
+    status = library.nvrtcCompileProgram(
+        program, len(given), (ctypes.c_char_p * len(given))(*given)
     )
-    given = [one.encode() for one in (f"--gpu-architecture={arch}", "-std=c++17", *defines)]
-    options = (ctypes.c_char_p * len(given))(*given)
-    status = library.nvrtcCompileProgram(program, len(given), options)
     size = ctypes.c_size_t()
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
@@ -45,5 +42,20 @@ def test_kernels_compile_for(arch: str, defines: tuple[str, ...]) -> None:
     code = ctypes.create_string_buffer(size.value)
     library.nvrtcGetCUBIN(program, code)
     library.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw
+
+
+@pytest.mark.parametrize("defines", [(), ("-DTAKES_SUMS",)], ids=["plain", "with-sums"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile_for(arch: str, defines: tuple[str, ...]) -> None:
+    source = resources.files("tierkv.gpu").joinpath("csrc/planes.cu").read_bytes()
+    code = compiled(source, f"--gpu-architecture={arch}", "-std=c++17", *defines)
     for kernel in KERNELS:
-        assert kernel.encode() in code.raw
+        assert kernel.encode() in code
+
+
+def test_the_benchmarks_kernels_compile() -> None:
+    source = (Path(__file__).parents[2] / "benchmarks" / "gpu_decoder.cu").read_bytes()
+    code = compiled(source, "--gpu-architecture=sm_90", "-std=c++17")
+    for kernel in ("embed", "project", "attend", "add_mixed", "gate", "add_gated", "choose"):
+        assert kernel.encode() in code

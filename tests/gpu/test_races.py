@@ -123,7 +123,7 @@ def torn_loads(rounds: int, missing: str | None) -> int:
         after = () if missing == "load waits" else read_before
         events = lane.submit(BlockCopy(Direction.LOAD, model.slots(number), model.blocks, after))
         last.append(events[-1])
-        model.delay(50 if missing is None else 500)
+        model.delay({"load waits": 500, "kernel waits": 1}.get(missing or "", 50))
         model.pause_us = 500 if missing == "load waits" else 15
         seen.append((number, model.read(None if missing == "kernel waits" else events)))
         read_before = (model.device.compute_stream.record(),)

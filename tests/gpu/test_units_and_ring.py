@@ -27,6 +27,7 @@ from tierkv.gpu.units import MAX_BLOCKS, Order, UnitPlanner, UnitSizes, joined
     most=st.integers(1, 100_000),
     last=st.integers(1, 100_000),
     piece=st.integers(1, 2000),
+    share=st.integers(1, 40),
 )
 def test_units_hold_every_byte_once_layers_ascending(
     name: str,
@@ -37,11 +38,14 @@ def test_units_hold_every_byte_once_layers_ascending(
     most: int,
     last: int,
     piece: int,
+    share: int,
 ) -> None:
     layout = ALL_LAYOUTS[name]
     held = np.zeros((num_blocks, layout.block_bytes), np.uint8)
     layer = 0
-    sizes = UnitSizes(first, least, most, last, piece)
+    sizes = UnitSizes(
+        first=first, least=least, most=most, last=last, piece=piece, share=share, last_share=share
+    )
     for unit in UnitPlanner(layout, order, sizes).plan(num_blocks):
         held[unit.start : unit.stop, unit.first_byte : unit.first_byte + unit.num_bytes] += 1
         assert unit.layers.start >= layer
@@ -129,3 +133,16 @@ def test_a_big_copy_begins_and_ends_with_small_units(order: Order, num_blocks: i
     units = list(UnitPlanner(layout, order, sizes).plan(num_blocks))
     assert units[0].num_blocks * units[0].num_bytes <= sizes.first
     assert units[-1].num_blocks * units[-1].num_bytes <= sizes.last
+
+
+@pytest.mark.parametrize("num_blocks", [16, 31, 32, 48])
+def test_a_small_load_lets_a_model_keep_up_layer_by_layer(num_blocks: int) -> None:
+    """A model computes a layer about as fast as such a load brings one. So it never waits for more
+    than an eighth of the layers at once, and at the end for one, or for 8 MiB."""
+    layout = attention_layout(
+        num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
+    )
+    units = list(UnitPlanner(layout, Order.LAYERS, UnitSizes()).plan(num_blocks))
+    assert max(len(unit.layers) for unit in units) <= layout.num_layers // 8
+    last = units[-1]
+    assert len(last.layers) == 1 or last.num_blocks * last.num_bytes <= 8 << 20

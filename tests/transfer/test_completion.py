@@ -10,6 +10,7 @@ import pytest
 
 from tests.latch import ManualEvent, finish, turns, until
 from tierkv.errors import ShuttingDownError, TransferError
+from tierkv.transfer import completion
 from tierkv.transfer.completion import EventPoller
 
 
@@ -76,6 +77,34 @@ async def test_it_looks_rarely_at_what_takes_long() -> None:
         assert slow.num_looks < 400 + 1500 * (time.monotonic() - began)
         slow.finish()
         await finish(future)
+
+
+async def test_beside_what_is_long_the_loop_is_left_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its eager looks would keep the interpreter from the threads that submit and compute."""
+    monkeypatch.setattr(completion, "_EAGER_S", 60.0)
+    looks_on_the_loop = 0
+    loops_thread = threading.get_ident()
+
+    class Seen(ManualEvent):
+        @property
+        def is_done(self) -> bool:
+            nonlocal looks_on_the_loop
+            looks_on_the_loop += threading.get_ident() == loops_thread
+            return super().is_done
+
+    poller = EventPoller()
+    async with poller.running():
+        short, long = Seen(), Seen()
+        ended = [poller.done(short), poller.done(long, is_long=True)]
+        await turns(500)
+        looks_meanwhile = looks_on_the_loop
+        for event in (short, long):
+            event.finish()
+        for future in ended:
+            await finish(future)
+    assert looks_meanwhile < 20
 
 
 async def test_a_failure_reaches_only_its_own_future() -> None:

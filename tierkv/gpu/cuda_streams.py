@@ -146,6 +146,15 @@ def _module(*defines: str) -> Raw:
     return cupy.RawModule(code=source, options=("-std=c++17", *defines))
 
 
+class Argument:
+    """A struct that kernels take by value: `values` may be changed between launches."""
+
+    def __init__(self, struct: npt.NDArray[np.void]) -> None:
+        self.values = struct
+        self._places = np.array([struct.ctypes.data], np.uint64)
+        self.address = int(self._places.ctypes.data)  # of the array of arguments, which is this one
+
+
 class Kernel:
     """One kernel of csrc/planes.cu on one GPU; its only argument is a struct, passed by value.
 
@@ -160,16 +169,15 @@ class Kernel:
             self._function: Any = _module(*defines).get_function(name).kernel
 
     def launch(
-        self, argument: npt.NDArray[np.void], *, num_ctas: int, num_threads: int, stream: CudaStream
+        self, argument: Argument, *, num_ctas: int, num_threads: int, stream: CudaStream
     ) -> None:
         """Launch; the argument may be changed as soon as this returns. The GPU must be bound."""
-        pointers = np.array([argument.ctypes.data], np.uint64)
         cupy_driver.launchKernel(
             self._function.ptr,
             *(num_ctas, 1, 1),
             *(num_threads, 1, 1),
             0,
             stream.address,
-            pointers.ctypes.data,
+            argument.address,
             0,
         )

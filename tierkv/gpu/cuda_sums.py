@@ -12,7 +12,7 @@ import numpy as np
 
 from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.cuda_memory import DeviceMemory, pinned_words
-from tierkv.gpu.cuda_streams import CudaStream, Kernel
+from tierkv.gpu.cuda_streams import Argument, CudaStream, Kernel
 from tierkv.gpu.protocol import Ids
 from tierkv.gpu.units import MAX_BLOCKS
 
@@ -33,8 +33,8 @@ class LaneSums:
         self.told = pinned_words(gpu, num_targets)
         self._parts = DeviceMemory(gpu, 8 * num_targets)
         self._kernel = Kernel(gpu, "tell_sums", takes_sums=True)
-        self._argument = np.zeros((), _TOLD)
-        self._argument["told"] = self.told.ctypes.data
+        self._argument = Argument(np.zeros((), _TOLD))
+        self._argument.values["told"] = self.told.ctypes.data
         self._places: Ids = np.empty(0, np.int32)
 
     def begin(self, places: Ids, stream: CudaStream) -> None:
@@ -51,12 +51,12 @@ class LaneSums:
         they are told."""
         if row < len(self._places):
             return
-        argument = self._argument
+        values = self._argument.values
         for start in range(0, row, MAX_BLOCKS):
             part = self._places[start : start + MAX_BLOCKS]
-            argument["sums"], argument["num_blocks"] = self.address(start), len(part)
-            argument["places"][: len(part)] = part
+            values["sums"], values["num_blocks"] = self.address(start), len(part)
+            values["places"][: len(part)] = part
             num_ctas = -(-len(part) // _NUM_THREADS)
             self._kernel.launch(
-                argument, num_ctas=num_ctas, num_threads=_NUM_THREADS, stream=stream
+                self._argument, num_ctas=num_ctas, num_threads=_NUM_THREADS, stream=stream
             )

@@ -11,7 +11,7 @@ from tierkv.cache.layout import Layout
 from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.cuda_memory import DeviceMemory
 from tierkv.gpu.cuda_planes import CudaPlanes, PlaneMemory
-from tierkv.gpu.cuda_streams import CudaStream, Kernel
+from tierkv.gpu.cuda_streams import Argument, CudaStream, Kernel
 from tierkv.gpu.cuda_sums import LaneSums
 from tierkv.gpu.protocol import Ids
 from tierkv.gpu.units import MAX_BLOCKS, Unit
@@ -60,7 +60,9 @@ def launch_nothing(gpu: Gpu, stream: CudaStream) -> None:
     """Launch a kernel that moves nothing."""
     kernel = Kernel(gpu, "scatter")
     with gpu.bound():
-        kernel.launch(np.zeros((), _UNIT), num_ctas=1, num_threads=NUM_THREADS, stream=stream)
+        kernel.launch(
+            Argument(np.zeros((), _UNIT)), num_ctas=1, num_threads=NUM_THREADS, stream=stream
+        )
 
 
 class PlaneKernels:
@@ -86,9 +88,10 @@ class PlaneKernels:
         self._starts = table["block_byte"].astype(np.int64)
         self._found: dict[tuple[int, int], tuple[int, int]] = {}
         self._num_tiles = len(table)
-        self._unit = np.zeros((), _UNIT)
-        self._unit_blocks = self._unit["block_ids"]
-        self._pairs = np.zeros((), _PAIRS)
+        self._unit = Argument(np.zeros((), _UNIT))
+        self._unit_head = self._unit.values.data
+        self._unit_blocks = self._unit.values["block_ids"]
+        self._pairs = Argument(np.zeros((), _PAIRS))
 
     def gather(self, unit: Unit, block_ids: Ids, staging: int, stream: CudaStream) -> None:
         """Planes to rows of staging."""
@@ -103,7 +106,7 @@ class PlaneKernels:
     ) -> None:
         first, stop = self._tiles_of(unit)
         _UNIT_HEAD.pack_into(
-            self._unit.data,
+            self._unit_head,
             0,
             self._table.address + first * _TILE.itemsize,
             staging,
@@ -123,19 +126,17 @@ class PlaneKernels:
 
     def within(self, source_ids: Ids, target_ids: Ids, stream: CudaStream) -> None:
         """Block source_ids[i] to target_ids[i]; no target may be a source."""
-        most = MAX_BLOCKS // 2
-        self._pairs["tiles"] = self._table.address
-        self._pairs["num_tiles"] = self._num_tiles
+        most, pairs = MAX_BLOCKS // 2, self._pairs.values
+        pairs["tiles"] = self._table.address
+        pairs["num_tiles"] = self._num_tiles
         for start in range(0, len(source_ids), most):
             count = len(source_ids[start : start + most])
-            self._pairs["num_blocks"] = count
-            self._pairs["source_ids"][:count] = source_ids[start : start + most]
-            self._pairs["target_ids"][:count] = target_ids[start : start + most]
+            pairs["num_blocks"] = count
+            pairs["source_ids"][:count] = source_ids[start : start + most]
+            pairs["target_ids"][:count] = target_ids[start : start + most]
             self._launch("within", self._pairs, count * self._num_tiles, stream)
 
-    def _launch(
-        self, name: str, argument: npt.NDArray[np.void], num_tiles: int, stream: CudaStream
-    ) -> None:
+    def _launch(self, name: str, argument: Argument, num_tiles: int, stream: CudaStream) -> None:
         is_small = num_tiles * TILE_BYTES <= _SMALL_BYTES
         self._kernels[name].launch(
             argument,

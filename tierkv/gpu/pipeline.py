@@ -77,13 +77,18 @@ class Pipeline:
         self._direction = direction
         self._block_bytes = planes.layout.block_bytes
         self._host = host
+        # Addresses of all, looked up: each step of working them out would take 10 to 30 us.
+        self._slots = np.arange(host.num_slots, dtype=np.uint64)
+        self._slots *= np.uint64(self._block_bytes)
+        self._slots += np.uint64(host.address)
         row = row_of(self._block_bytes)
         largest = 2 * row * min(planes.num_blocks, host.num_slots)
         capacity = max(min(settings.staging_bytes, largest), 2 * row, _LEAST_STAGING)
         sizes = replace(settings.units, most=min(settings.units.most, capacity // 4))
         if direction is Direction.OFFLOAD:
-            # No kernel follows the last piece, so that units need not get smaller for its sake.
-            sizes = replace(sizes, piece=max(sizes.piece, sizes.offload_piece), last=sizes.most)
+            # No kernel follows the last piece, so that units need not be smaller for its sake.
+            piece = max(sizes.piece, sizes.offload_piece)
+            sizes = replace(sizes, piece=piece, last=sizes.most, last_share=1, share=4)
         self._planner = UnitPlanner(planes.layout, order, sizes)
         self._copies, self._copies_next = (new_stream(gpu, is_urgent=False) for _ in range(2))
         self._turn_bytes = settings.turn_bytes
@@ -107,19 +112,18 @@ class Pipeline:
         """Let no unit submitted after this start before `event`. See Stream.wait."""
         self._kernel_stream.wait(event, timeout_s)
 
-    def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent]]:
-        """Each unit with the event of its end, as soon as it is submitted. The first ones are made
-        with as little Python as can be, since nothing moves meanwhile. Blocks of those after them
-        move in the order of their slots, neighbours as one piece."""
+    def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
+        """Each unit with the event of its end, as soon as it is submitted; the first ones of a load
+        with None before, when their pieces are, but no kernel. They are made with as little Python
+        as can be, since nothing moves meanwhile. Blocks of those after them move in the order of
+        their slots, neighbours as one piece."""
         slot_ids, block_ids = copy.slot_ids, copy.block_ids
         if self.sums is not None:  # sorted now, so that a row is the same block's in every unit
             by_slot = np.argsort(slot_ids)
             slot_ids, block_ids = slot_ids[by_slot], block_ids[by_slot]
             is_load = self._direction is Direction.LOAD
             self.sums.begin(block_ids if is_load else slot_ids, self._kernel_stream)
-        slots = slot_ids.astype(np.uint64)
-        slots *= np.uint64(self._block_bytes)
-        slots += np.uint64(self._host.address)
+        slots = self._slots[slot_ids]
         for number, unit in enumerate(self._planner.plan(len(copy))):
             if number == _UNSORTED_UNITS and self.sums is None:
                 rest = slice(unit.start, None)
@@ -127,7 +131,28 @@ class Pipeline:
                 slots[rest] = slots[rest][by_slot]
                 block_ids = np.concatenate((block_ids[: unit.start], block_ids[rest][by_slot]))
             joins = number >= _UNSORTED_UNITS and unit.num_bytes == self._block_bytes
-            yield unit, self._move(unit, slots, block_ids, joins=joins)
+            offset, free = self._ring.take(unit.staging_bytes)
+            staging = self._staging.address + offset
+            blocks = block_ids[unit.start : unit.stop]
+            pieces = self._write_pieces(unit, slots[unit.start : unit.stop], staging, joins=joins)
+            if self._direction is Direction.LOAD:
+                if free is not None:
+                    self._copies.wait_bound(free)
+                copied = self._copy(*pieces)
+                if number < _UNSORTED_UNITS:
+                    yield unit, None
+                self._kernel_stream.wait_bound(copied)
+                self._launch(unit, blocks, staging)
+                end = self._kernel_stream.record_bound()
+            else:
+                if free is not None:
+                    self._kernel_stream.wait_bound(free)
+                self._launch(unit, blocks, staging)
+                self._copies.wait_bound(self._kernel_stream.record_bound())
+                end = self._copy(*pieces)
+            self._ring.use_until(end)
+            self._last_end = end
+            yield unit, end
 
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
         """Submit a copy of a few blocks without staging, by the copy engine alone, to which a block
@@ -162,28 +187,6 @@ class Pipeline:
             self._kernel_stream.raw.synchronize()
         self._ring.reset()
         self._under_way.clear()
-
-    def _move(self, unit: Unit, slots: Addresses, block_ids: Ids, *, joins: bool) -> CudaEvent:
-        """Submit one unit; the event of its end. joins: slots are whole and ascending."""
-        offset, free = self._ring.take(unit.staging_bytes)
-        staging = self._staging.address + offset
-        blocks = block_ids[unit.start : unit.stop]
-        pieces = self._write_pieces(unit, slots[unit.start : unit.stop], staging, joins=joins)
-        if self._direction is Direction.LOAD:
-            if free is not None:
-                self._copies.wait_bound(free)
-            self._kernel_stream.wait_bound(self._copy(*pieces))
-            self._launch(unit, blocks, staging)
-            end = self._kernel_stream.record_bound()
-        else:
-            if free is not None:
-                self._kernel_stream.wait_bound(free)
-            self._launch(unit, blocks, staging)
-            self._copies.wait_bound(self._kernel_stream.record_bound())
-            end = self._copy(*pieces)
-        self._ring.use_until(end)
-        self._last_end = end
-        return end
 
     def _launch(self, unit: Unit, block_ids: Ids, staging: int) -> None:
         kernels, stream = self._kernels, self._kernel_stream

@@ -35,14 +35,14 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Bytes. A unit aims at a quarter of the copy, within [least, most]. Units start at `first`, or
-    half of that quarter, and double, so that the pipeline fills (and the first layer arrives)
-    early; at the end they halve down to `last`, so that little is left to scatter when the last
-    byte is across. Copies of up to two of `least` are one unit: for a block or a few, another
-    kernel costs more than it hides.
+    """Bytes. A unit aims at a `share` of the copy, within [2 * least, most]. The first has at most
+    `first`, so that the pipeline fills (and the first layer arrives) early; at the end they halve
+    down to `last`, so that little is left to scatter, and to compute, when the last byte is across.
+    Copies of up to two of `least` are one unit: for a block or a few, another kernel costs more
+    than it hides.
 
-    first: what the submitting thread brings to the streams itself, of at most FIRST_BLOCKS blocks.
-        It must keep the copy engine busy until the lane's thread goes on, 0.5 to 0.7 ms after the
+    first: of at most FIRST_BLOCKS blocks. The submitting thread brings it to the streams itself. It
+        must keep the copy engine busy until the lane's thread goes on, 0.5 to 0.7 ms after the
         first batch (H200 in a virtual machine, 2026-11-21); PCIe 5 moves 32 MiB in 0.6.
     most: a kernel has the GPU to itself for as long as its unit takes, 90 us for 128 MiB, and the
         model's next one waits for the whole of it. Decoder layers beside a load lost 1.7 % with 128
@@ -52,18 +52,23 @@ class UnitSizes:
     last: not less, for such units have to wait for kernels of the model just as large ones: with 8
         MiB, 2 GiB are 22 units instead of 20, and beside decoder layers a load keeps 97.7 % of the
         limit instead of 98.5 (H200, 2026-11-21).
+    last_share: of small copies as little as such a share, though. An 8B model computes a layer as
+        fast as 256 MiB bring one: four layers in the last unit cost 0.3 ms of 5 (H200, 2026-11-22).
     piece: what a copy-engine piece should have at least, if need be by taking layers together:
         256 KiB pieces reach 98 % of a contiguous copy, 1 MiB 98.6 (H200, 2026-11-21).
     most_piece: between its first and last layers, where a model is behind, a load takes so much
-        together; a piece costs 1 to 4 us of a thread that submits.
+        together; a piece costs 1 to 4 us of a thread that submits. Small loads, with which a model
+        keeps up, take no more than a unit together.
     offload_piece: the same towards the host, where a piece costs more: 256 KiB pieces reach 92 to
         94 %, 512 KiB 95 to 96, 1 MiB 97, 2 MiB 98 (H200, 2026-11-21).
     """
 
-    first: int = 64 << 20
+    first: int = 32 << 20
     least: int = 8 << 20
     most: int = 64 << 20
     last: int = 32 << 20
+    last_share: int = 32
+    share: int = 8
     piece: int = 256 << 10
     most_piece: int = 2 << 20
     offload_piece: int = 2 << 20
@@ -122,13 +127,14 @@ class UnitPlanner:
 
     def _cut(self, num_blocks: int) -> Iterator[Unit]:
         total = left = num_blocks * self._starts[-1]
-        target = min(max(total // 4, self._sizes.least), self._sizes.most)
-        aim, last = min(target // 2, self._sizes.first), self._sizes.last
-        least = self._sizes.least
-        if total <= min(2 * least, self._sizes.most):
-            target = aim = last = least = total
+        sizes, least = self._sizes, self._sizes.least
+        target = min(max(total // sizes.share, 2 * least), sizes.most)
+        aim = min(target, sizes.first)
+        last = min(sizes.last, max(total // sizes.last_share, least))
+        if total <= min(2 * least, sizes.most):
+            target = aim = last = total
         most_blocks = FIRST_BLOCKS
-        for layers in self._spans(num_blocks, target, least, last):
+        for layers in self._spans(num_blocks, target, aim, last):
             first_byte = self._starts[layers.start]
             num_bytes = self._starts[layers.stop] - first_byte
             row = row_of(num_bytes)
@@ -148,6 +154,9 @@ class UnitPlanner:
             yield range(self._num_layers)
             return
         start, aim, piece = 0, first, self._sizes.piece
+        most_piece = self._sizes.most_piece
+        if target < self._sizes.most:
+            most_piece = target // num_blocks
         while start < self._num_layers:
             left = self._starts[-1] - self._starts[start]  # of each block
             of_unit = min(aim, max(num_blocks * left // 2, last)) // num_blocks
@@ -160,7 +169,7 @@ class UnitPlanner:
                 stop += 1
             yield range(start, stop)
             start, aim = stop, min(2 * aim, target)
-            piece = min(2 * piece, max(self._sizes.most_piece, self._sizes.piece))
+            piece = min(2 * piece, max(most_piece, self._sizes.piece))
 
 
 def joined(

@@ -16,13 +16,16 @@ from tierkv.tasks import outlast, task_group
 
 # Event loops have timers of 1 ms. So after something new came the poller first looks for a moment
 # while it yields, which resolves short copies at once: 8 MiB take 0.2 ms, a wake-up by a thread as
-# much again. Then a thread looks, only at the first event of each line, and wakes the loop when one
-# is done: every 0.1 ms, or where nothing ends for long, after a hundredth of the time that it has
-# waited, so that a wait gets 1 % longer at most. Looking at 8 lines every 0.12 ms took 7 % of a
-# core (H200 in a virtual machine, 2026-11-21).
+# much again. Not where a long one is in flight: that moment would keep the interpreter from the
+# threads that submit the rest of it and the kernels behind it. Then a thread looks, only at the
+# first event of each line, and wakes the loop when one is done: every 0.1 ms (0.4 where all are
+# long), or where nothing ends for long, after a hundredth of the time that it has waited, so that a
+# wait gets 1 % longer at most. Looking at 8 lines every 0.12 ms took 7 % of a core (H200 in a
+# virtual machine, 2026-11-21).
 _EAGER_S = 0.0003
 _MAX_EAGER = 8  # with more than so many in flight nobody waits for a short one alone
 _LEAST_NAP_S = 0.0001
+_LONG_NAP_S = 0.0004
 _MOST_NAP_S = 0.001
 _NAP_SHARE = 0.01
 
@@ -32,6 +35,7 @@ class _Pending:
     position: int
     event: Event = field(compare=False)
     future: asyncio.Future[None] = field(compare=False)
+    is_long: bool = field(compare=False)
 
 
 class EventPoller:
@@ -67,9 +71,10 @@ class EventPoller:
     def num_in_flight(self) -> int:
         return self._num_pending
 
-    def done(self, event: Event) -> asyncio.Future[None]:
+    def done(self, event: Event, *, is_long: bool = False) -> asyncio.Future[None]:
         """A future that resolves when `event` is done, or fails with what made it fail.
 
+        is_long: it is known to take longer than a moment.
         Cancelling the future cancels nothing else; the work behind the event goes on.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -79,9 +84,9 @@ class EventPoller:
             raise ShuttingDownError("the event poller is not running")
         if isinstance(event, Ordered):
             line = self._lines.setdefault(event.line, [])
-            insort(line, _Pending(event.position, event, future))
+            insort(line, _Pending(event.position, event, future, is_long))
         else:
-            self._lines[future] = [_Pending(0, event, future)]
+            self._lines[future] = [_Pending(0, event, future, is_long)]
         self._num_pending += 1
         self._tell()
         return future
@@ -98,13 +103,18 @@ class EventPoller:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            if time.monotonic() < self._eager_until and self._num_pending <= _MAX_EAGER:
+            if time.monotonic() < self._eager_until and self._may_be_eager():
                 await asyncio.sleep(0)
             else:
                 self._has_news = False
-                firsts = [line[0].event for line in self._lines.values()]
+                firsts = [line[0] for line in self._lines.values()]
                 await loop.run_in_executor(watcher, self._watch, firsts)
             self._look()
+
+    def _may_be_eager(self) -> bool:
+        if self._num_pending > _MAX_EAGER:
+            return False
+        return not any(one.is_long for line in self._lines.values() for one in line)
 
     def _look(self) -> None:
         for key, line in list(self._lines.items()):
@@ -118,12 +128,13 @@ class EventPoller:
             if not line:
                 del self._lines[key]
 
-    def _watch(self, firsts: Sequence[Event]) -> None:
+    def _watch(self, firsts: Sequence[_Pending]) -> None:
         """On the watching thread: return when one of these is done or failed, or there is news."""
         began = time.monotonic()
-        while not self._has_news and not any(map(_has_ended, firsts)):
+        least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _LEAST_NAP_S
+        while not self._has_news and not any(_has_ended(one.event) for one in firsts):
             nap_s = _NAP_SHARE * (time.monotonic() - began)
-            time.sleep(min(max(nap_s, _LEAST_NAP_S), _MOST_NAP_S))
+            time.sleep(min(max(nap_s, least_s), _MOST_NAP_S))
 
 
 def _has_ended(event: Event) -> bool:

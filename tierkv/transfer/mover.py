@@ -23,6 +23,8 @@ from tierkv.tasks import outlast, task_group
 from tierkv.transfer.completion import EventPoller
 from tierkv.transfer.gate import LayerGate, Submission
 
+_SHORT_BYTES = 16 << 20  # PCIe 5 moves them in 0.3 ms
+
 
 @dataclass(frozen=True, slots=True)
 class Movement:
@@ -183,7 +185,7 @@ class Mover:
             submission = movement.submission
             is_known = submission.done()
             events = submission.result() if is_known else await asyncio.wrap_future(submission)
-            await self.poller.done(events[-1])
+            await self.poller.done(events[-1], is_long=movement.num_bytes > _SHORT_BYTES)
         except TransferError as failure:
             error = failure
         except TierKVError as failure:

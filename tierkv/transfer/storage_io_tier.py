@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -21,6 +22,7 @@ from tierkv.storage.codec_small import SmallCodec
 from tierkv.storage.host_memory import use_memory
 from tierkv.storage.protocol import Store
 from tierkv.storage.resilient import ResilientStore
+from tierkv.storage.switch import patiently
 from tierkv.transfer.storage_io import StorageIO
 from tierkv.transfer.storage_io_slices import Slice, Slices
 
@@ -49,6 +51,8 @@ class StoreState(msgspec.Struct, frozen=True):
 
     circuit: closed, open or half_open; None, and the counts 0, of a store without a breaker.
     reason: why the circuit opened last. degraded_s: how long it has not been closed, all in all.
+    part: of a store that is made of several, the one whose circuit this is, where it is not its
+        own: the others do without it.
     """
 
     tenant: str
@@ -63,6 +67,7 @@ class StoreState(msgspec.Struct, frozen=True):
     dropped_writes: int = 0
     waiting_write_bytes: int = 0
     negative_hits: int = 0
+    part: str = ""
 
     @property
     def is_degraded(self) -> bool:
@@ -126,7 +131,7 @@ class StorageTier:
         try:
             async with self._stores.running():
                 for tenant, store in self.options.tenants.items():
-                    await self.attach(store, tenant)
+                    await patiently(partial(self.attach, store, tenant))
                 async with self.io.running():
                     yield
         finally:
@@ -186,14 +191,16 @@ def _state(tenant: str, store: Store) -> StoreState:
     if not isinstance(store, ResilientStore):
         return StoreState(tenant, store.url, can.is_shared, can.is_durable, None)
     now = store.snapshot()
+    part, breaker = store.weakest()
     return StoreState(
         tenant=tenant,
         url=store.url,
         is_shared=can.is_shared,
         is_durable=can.is_durable,
-        circuit=now.breaker.state.value,
-        reason=now.breaker.reason,
-        degraded_s=now.breaker.degraded_s,
+        circuit=breaker.state.value,
+        reason=breaker.reason,
+        degraded_s=breaker.degraded_s,
+        part=part,
         retries=now.num_retries,
         refused=now.num_refused,
         dropped_writes=now.num_dropped_writes,
