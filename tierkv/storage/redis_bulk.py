@@ -163,7 +163,8 @@ class BulkLanes:
                 if request.outcome.done():  # its caller has gone meanwhile, and its buffers too
                     continue
                 wire.submit(request, since=since)
-                await asyncio.sleep(0)  # the other lanes take their share
+                if self._num_connections > 1:
+                    await asyncio.sleep(0)  # the other lanes take their share
                 await wire.until_room()
                 if wire.is_lost and not wire.has_answered and self._serves():
                     await asyncio.sleep(_WITHOUT_S)
@@ -184,10 +185,11 @@ class BulkLanes:
 
     def _wake_one(self) -> None:
         """Have a lane look for a request that it may carry; it wakes the next one when it has."""
-        if self._idle and self._waiting and self._traffic.has_room:
+        while self._idle and self._waiting and self._traffic.has_room:
             idle = self._idle.popleft()
             if not idle.done():  # else its task is being cancelled
                 idle.set_result(None)
+                return
 
     async def _connect(self) -> Wire:
         """Raises StoreUnavailableError."""
