@@ -336,6 +336,19 @@ def test_ids_out_of_range_are_refused_and_nothing_is_submitted(
     assert ground.latch.seen == []
 
 
+@pytest.mark.parametrize("number", [-1, NUM_SLOTS, 1 << 32, -(1 << 32)])
+def test_ids_of_a_wider_type_are_refused_by_their_whole_value(ground: Ground, number: int) -> None:
+    planes, host = ground.open(LAYOUTS["gqa"])
+    lane = ground.lane(Direction.LOAD, planes, host)
+    slots, blocks = (
+        np.array([0, 1, number])[::2],
+        np.array([0, 1, 2])[::2],
+    )  # int64, not side by side
+    with pytest.raises(LayoutError, match="slot id"):
+        lane.submit(BlockCopy(Direction.LOAD, slots, blocks))
+    assert ground.latch.seen == []
+
+
 def test_a_lane_refuses_copies_of_the_other_direction(ground: Ground) -> None:
     planes, host = ground.open(LAYOUTS["gqa"])
     lane = ground.lane(Direction.LOAD, planes, host)

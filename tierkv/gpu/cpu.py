@@ -245,7 +245,7 @@ def check_copy(copy: BlockCopy, direction: Direction, num_blocks: int, num_slots
     ):
         # On the way to a copy's first byte, where Python has not run for a while: `max` takes three
         # times as long there. Without their sign, negative ids are larger than all others.
-        unsigned = ids.view(np.uint32)
+        unsigned = ids.view(np.uint32) if ids.dtype == np.int32 else ids.astype(np.uint64)
         if len(ids) and unsigned.item(unsigned.argmax()) >= size:
             raise LayoutError(f"a {what} id lies outside 0..{size - 1}")
 
