@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -45,6 +46,8 @@ class _Commands(click.Group):
         except OSError as error:  # of what is written, by `--help` too: a full disk, say
             where = f": {error.filename}" if error.filename else ""
             click.echo(f"error: {error.strerror or error}{where}", err=True)
+            with suppress(OSError, ValueError):  # what is left goes nowhere, or Python tries again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> object:
