@@ -1,4 +1,4 @@
-"""How much is on its way to a Redis server at a time: long values one by one, all else at once."""
+"""How much is on its way to a Redis server at a time: few long values, all else at once."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ async def test_short_values_and_questions_do_not_wait_for_the_answers_before() -
         assert [await one for one in asking] == [b"x"] * len(NAMES)
 
 
-async def test_long_values_come_from_a_server_on_this_machine_one_by_one() -> None:
-    """Over how many connections ever: those behind would only lie in its memory meanwhile."""
+async def test_few_long_values_come_at_a_time_over_how_many_connections_ever() -> None:
+    """Those behind would only lie in the server's memory meanwhile."""
     landings = [landing(name, LONG) for name in NAMES]
     items = [item for item, _ in landings]
     async with slow_server(connections=4) as (slow, store), asyncio.TaskGroup() as group:
@@ -117,8 +117,8 @@ async def test_long_values_come_from_a_server_on_this_machine_one_by_one() -> No
             await store.get_into([landing(name, 1)[0] for name in NAMES])
         slow.is_empty = False
         getting = group.create_task(store.get_into(items))
-        for _ in NAMES:
-            [verb, key] = await slow.next_of(1)
+        for count in (3, 3, 2, 1):
+            [verb, key] = await slow.next_of(count)
             assert verb == b"GET"
             slow.answer(b"$%d\r\n%b\r\n" % (LONG, content_of(key.decode(), LONG)))
         assert {outcome.status for outcome in await getting} == {GetStatus.HIT}

@@ -205,7 +205,6 @@ class BulkLanes:
         except OSError as error:
             why = why_unreachable(error)
             raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
-        self._traffic.is_near = pipe.is_near
         wire = Wire(
             pipe,
             dialer.pace,

@@ -94,10 +94,6 @@ class Pipe(Protocol):
     def fd(self) -> int: ...
 
     @property
-    def is_near(self) -> bool:
-        """Whether the peer is on this machine."""
-
-    @property
     def has_more(self) -> bool:
         """Whether bytes can be read although the socket is not readable."""
 
@@ -119,7 +115,6 @@ class PlainPipe:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
-        self.is_near = _is_near(sock)
 
     def read(self, into: Sequence[memoryview]) -> int:
         if len(into) == 1:
@@ -143,7 +138,6 @@ class TlsPipe:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
-        self.is_near = _is_near(sock)
         self._begun: memoryview | None = None
 
     @property
@@ -168,16 +162,6 @@ class TlsPipe:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _is_near(sock: socket.socket) -> bool:
-    """Whether both ends have one address, that of the loopback device or another."""
-    if sock.family == socket.AF_UNIX:
-        return True
-    try:
-        return bool(sock.getsockname()[0] == sock.getpeername()[0])
-    except OSError:  # it has ended already
-        return False
 
 
 async def open_pipe(address: Address, tls: ssl.SSLContext | None) -> Pipe:
