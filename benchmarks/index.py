@@ -45,6 +45,7 @@ from tierkv.cache.tokens import Tokens
 from tierkv.cache.write_policy import WritePolicy, WriteRule
 from tierkv.sched.planner import missing_slots, plan_eviction
 
+_DEVICE = Tier.DEVICE  # an attribute of an enum takes 0.1 us
 _RULE = WriteRule(WritePolicy.SELECTIVE)
 _FORMS = ("bytes", "list", "bytes, digests of new blocks")
 _MOST = {  # the targets, as ratios to sha256, by block size
@@ -77,16 +78,17 @@ class Cache:
 
     def _freed(self, needed: int) -> list[Ids]:
         """The slots of what had to go so that `needed` are free."""
-        order = self.index.order[Tier.DEVICE]
+        order = self.index.order[_DEVICE]
         freed: list[Ids] = []
         missing = missing_slots(order, self.pool, needed=needed, on_the_way=0)
         while missing > 0 and (leaf := order.leaf_to_go(missing, _RULE)) is not None:
-            freed.append(self.index.drop(Tier.DEVICE, *leaf))
-            missing -= len(freed[-1])
+            node, start, stop = leaf
+            freed.append(self.index.drop(_DEVICE, node, start, stop))
+            missing -= stop - start
         if missing <= 0:
             return freed
-        steps = plan_eviction(order, Tier.DEVICE, missing, _RULE)
-        return freed + [self.index.drop(Tier.DEVICE, *step.victim) for step in steps]
+        steps = plan_eviction(order, _DEVICE, missing, _RULE)
+        return freed + [self.index.drop(_DEVICE, *step.victim) for step in steps]
 
     def run(self, tokens: Tokens, *, digests: bool = False) -> None:
         """A request that is admitted, computes all it lacks, and ends."""
@@ -97,9 +99,8 @@ class Cache:
         if self.counts_hits:
             index.count_hit(lease)
         stop = min(prompt.num_blocks, pool.capacity)
-        needed = stop - match.num_blocks
-        slots = self.take(needed)
-        index.insert(Tier.DEVICE, lease, prompt, stop, slots)
+        slots = self.take(stop - match.num_blocks)
+        index.insert(_DEVICE, lease, prompt, stop, slots)
         if digests:
             index.digests(lease.node, lease.num_blocks, start=match.num_blocks)
         index.release(lease)
@@ -289,7 +290,7 @@ def measure_memory(requests: Sequence[Sequence[int]]) -> list[Row]:
             match = index.match(prompt)
             lease = index.hold(match.node, match.num_blocks)
             slots = pool.allocate(prompt.num_blocks - match.num_blocks)
-            index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
+            index.insert(_DEVICE, lease, prompt, prompt.num_blocks, slots)
             if digests:
                 index.digests(lease.node, lease.num_blocks)
             index.release(lease)

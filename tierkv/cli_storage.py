@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Awaitable
 from pathlib import Path
@@ -14,13 +13,16 @@ from tierkv.cli_storage_options import (
     FILE,
     PREFIX_MEANS,
     checked,
+    forever_option,
     json_option,
-    kept_urls_in,
+    living,
     prefix_option,
     readable,
     say_if_none,
     url_argument,
+    with_each_store,
     with_store,
+    within_option,
 )
 from tierkv.errors import TierKVError
 from tierkv.storage import maintenance
@@ -53,13 +55,8 @@ def storage(
 @click.option(
     "--limit", default=1000, show_default=True, type=click.IntRange(1), help="How many at most."
 )
-@click.option(
-    "--expires-within",
-    type=click.FloatRange(0, min_open=True),
-    metavar="SECONDS",
-    help="Only values that will be gone by then.",
-)
-@click.option("--without-expiry", is_flag=True, help="Only values that live for ever.")
+@within_option
+@forever_option
 def ls(
     url: str,
     prefix: str,
@@ -70,24 +67,18 @@ def ls(
     without_expiry: bool,
 ) -> None:
     """List values: name, size, and seconds to live."""
-    if expires_within is not None and math.isnan(expires_within):
-        raise click.BadParameter("not a number", param_hint="--expires-within")
+    is_meant = living(expires_within, without_expiry=without_expiry)
     now = time.time()
-
     is_all = True
 
     async def collect(store: Store) -> list[dict[str, str | int | float | None]]:
         nonlocal is_all
         rows: list[dict[str, str | int | float | None]] = []
-        async for value in maintenance.values_under(store, checked(prefix)):
-            left = None if value.expires_at is None else value.expires_at - now
-            if without_expiry and left is not None:
-                continue
-            if expires_within is not None and (left is None or left > expires_within):
-                continue
+        async for value in maintenance.values_under(store, checked(prefix), is_meant):
             if len(rows) == limit:
                 is_all = False
                 break
+            left = None if value.expires_at is None else value.expires_at - now
             rows.append({"name": value.name, "bytes": value.num_bytes, "expires_in_s": left})
         return rows
 
@@ -109,10 +100,15 @@ def ls(
 @url_argument
 @prefix_option
 @json_option
-def du(url: str, prefix: str, *, as_json: bool) -> None:
+@within_option
+@forever_option
+def du(
+    url: str, prefix: str, expires_within: float | None, *, as_json: bool, without_expiry: bool
+) -> None:
     """Values and bytes for each model and tenant (fingerprint), and for tickets."""
+    is_meant = living(expires_within, without_expiry=without_expiry)
     groups = with_store(
-        url, prefix, lambda store: maintenance.usage_by_group(store, checked(prefix))
+        url, prefix, lambda store: maintenance.usage_by_group(store, checked(prefix), is_meant)
     )
     if as_json:
         rows = {name: {"values": u.num_values, "bytes": u.num_bytes} for name, u in groups.items()}
@@ -171,14 +167,14 @@ def verify(
     """Read every value and check it against its name, its length and its checksum.
 
     Of several stores (layered:, mirrored:) each one's copies. Exits with 1 if a value is damaged
-    and was not removed, or could not be read.
+    and was not removed, or could not be read, or one of several stores did not answer.
     """
     key = None if key_file is None else parse_key(Path(key_file).read_text("ascii", "replace"))
 
     def check(store: Store) -> Awaitable[maintenance.Verified]:
         return maintenance.verify(store, checked(prefix), key, removes_damaged=remove_damaged)
 
-    parts = [with_store(part, prefix, check) for part in kept_urls_in(url)]
+    parts, num_failed = with_each_store(url, prefix, check)
     counts = {
         "whole": sum(found.num_whole for found in parts),
         "damaged": sum(len(found.damaged) for found in parts),
@@ -197,20 +193,28 @@ def verify(
         click.echo(", ".join(f"{count} {what}" for what, count in counts.items()))
         if counts["keyed"] and key is None:
             click.echo("keyed values can only be verified with --key-file", err=True)
-    if unread or (damaged and not remove_damaged):
+    if num_failed or unread or (damaged and not remove_damaged):
         raise SystemExit(1)
 
 
 @storage.command()
 @url_argument
 @click.option("--prefix", required=True, help=PREFIX_MEANS)
+@within_option
+@forever_option
 @click.option("--yes", is_flag=True, help="Do it; otherwise it is only said what would go.")
-def rm(url: str, prefix: str, *, yes: bool) -> None:
-    """Remove values: of one model and tenant, or of one prompt's block."""
+def rm(
+    url: str, prefix: str, expires_within: float | None, *, without_expiry: bool, yes: bool
+) -> None:
+    """Remove values: of one model and tenant, of one prompt's block, or what will expire soon."""
     prefix = checked(prefix)
+    is_meant = living(expires_within, without_expiry=without_expiry)
     if not yes:
-        used = with_store(url, prefix, lambda store: store.usage(prefix))
-        click.echo(f"would remove {used.num_values} values, {readable(used.num_bytes)}; add --yes")
+        groups = with_store(
+            url, prefix, lambda store: maintenance.usage_by_group(store, prefix, is_meant)
+        ).values()
+        count, num_bytes = sum(u.num_values for u in groups), sum(u.num_bytes for u in groups)
+        click.echo(f"would remove {count} values, {readable(num_bytes)}; add --yes")
         return
     removed = 0
 
@@ -219,7 +223,7 @@ def rm(url: str, prefix: str, *, yes: bool) -> None:
         removed = count
 
     try:
-        with_store(url, prefix, lambda store: maintenance.remove(store, prefix, so_far))
+        with_store(url, prefix, lambda store: maintenance.remove(store, prefix, so_far, is_meant))
     except (KeyboardInterrupt, TierKVError):
         click.echo(
             f"stopped after {removed} values were removed, and perhaps some of the next", err=True
@@ -235,14 +239,16 @@ def rm(url: str, prefix: str, *, yes: bool) -> None:
 def sweep(url: str, prefix: str, ttl: float) -> None:
     """Give values that live for ever a time to live, so that what nobody uses goes.
 
-    Of several stores (layered:, mirrored:) each one's copies.
+    Of several stores (layered:, mirrored:) each one's copies. Exits with 1 if one of several did
+    not answer.
     """
     try:
         check_ttl(ttl)
     except TierKVError as error:
         raise click.BadParameter(str(error), param_hint="--ttl") from error
-    given = sum(
-        with_store(part, prefix, lambda store: maintenance.give_ttl(store, checked(prefix), ttl))
-        for part in kept_urls_in(url)
+    given, num_failed = with_each_store(
+        url, prefix, lambda store: maintenance.give_ttl(store, checked(prefix), ttl)
     )
-    click.echo(f"{given} values now expire within {ttl:g} s")
+    click.echo(f"{sum(given)} values now expire within {ttl:g} s")
+    if num_failed:
+        raise SystemExit(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +17,7 @@ from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.memory import MemoryStore
-from tierkv.storage.protocol import Store, check_prefix
+from tierkv.storage.protocol import Store, StoredValue, check_prefix
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_socket import TlsFiles
 from tierkv.storage.resilient import ResilienceSettings
@@ -33,6 +35,15 @@ PREFIX_MEANS = (
 )
 prefix_option = click.option("--prefix", default="tierkv", show_default=True, help=PREFIX_MEANS)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+within_option = click.option(
+    "--expires-within",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Only values that will be gone by then: those that nobody has used for longest.",
+)
+forever_option = click.option(
+    "--without-expiry", is_flag=True, help="Only values that live for ever."
+)
 
 
 def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> T:
@@ -56,9 +67,23 @@ def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> 
     return asyncio.run(run())
 
 
-def kept_urls_in(url: str) -> Sequence[str]:
-    """Of the stores that `url` is made of, those that outlive a process."""
-    return [part for part in urls_in(url) if part != "memory://"] or [url]
+def with_each_store(
+    url: str, prefix: str, work: Callable[[Store], Awaitable[T]]
+) -> tuple[Sequence[T], int]:
+    """What `work` returns of each store that `url` is made of and that outlives a process, and of
+    how many others it was told on stderr why not. Raises if that is all of them."""
+    found: list[T] = []
+    failures: list[TierKVError] = []
+    for part in [part for part in urls_in(url) if part != "memory://"] or [url]:
+        try:
+            found.append(with_store(part, prefix, work))
+        except TierKVError as error:
+            failures.append(error)
+    if not found:
+        raise failures[0]
+    for failure in failures:
+        click.echo(f"error: {failure}", err=True)
+    return found, len(failures)
 
 
 def _refuse_what_is_not_there(store: Store) -> None:
@@ -89,6 +114,20 @@ def checked(prefix: str) -> str:
         return check_prefix(prefix if ":" in prefix else f"{prefix}:")
     except TierKVError as error:
         raise click.BadParameter(str(error), param_hint="--prefix") from error
+
+
+def living(expires_within: float | None, *, without_expiry: bool) -> Callable[[StoredValue], bool]:
+    """Whether a value is one of those that --expires-within and --without-expiry ask for."""
+    if expires_within is not None and math.isnan(expires_within):
+        raise click.BadParameter("not a number", param_hint="--expires-within")
+    until = math.inf if expires_within is None else time.time() + expires_within
+
+    def is_meant(value: StoredValue) -> bool:
+        if value.expires_at is None:
+            return expires_within is None
+        return not without_expiry and value.expires_at <= until
+
+    return is_meant
 
 
 def say_if_none(count: int, prefix: str) -> None:

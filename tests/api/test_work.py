@@ -16,7 +16,7 @@ from tests.latch import until
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.ledger import TicketState
+from tierkv.pd.status import Standing
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -190,7 +190,7 @@ async def test_a_ticket_id_that_another_prompt_waits_under_is_a_conflict() -> No
         assert (await on.client.post("/v1/prefill", body)).status == 200  # the same once more
         assert (await on.client.post("/v1/decode", body)).status == 200
         tickets = on.node.service.issued_tickets
-        await until(lambda: tickets()[0].state is TicketState.ACKNOWLEDGED, "an acknowledgement")
+        await until(lambda: tickets()[0].state is Standing.ACKNOWLEDGED, "an acknowledgement")
         assert (await on.client.post("/v1/prefill", other)).status == 200  # nobody waits any more
         assert (await on.client.post("/v1/decode", other)).status == 200
 

@@ -67,3 +67,18 @@ def test_changes_do_what_the_table_says_to_every_block_or_to_none(
     copies.extend(1, None)
     ready = [(CopyState.READY, 7), (CopyState.READY, 8)]
     check(copies, [*expected[:kept], *ready, (CopyState.ABSENT, NO_SLOT)])
+
+
+@pytest.mark.parametrize("kept", [0, 1, 4])
+def test_of_a_ready_run_that_is_dropped_what_is_kept_is_ready_and_the_rest_nowhere(
+    kept: int,
+) -> None:
+    """All of it: for who still holds on to the run after it has left the tree."""
+    copies = TierCopies(5)
+    copies.change(0, 5, Change.PLACE, np.arange(5, dtype=np.int32))
+    assert copies.drop_ready(kept).tolist() == list(range(kept, 5))
+    if kept:
+        check(copies, [(CopyState.READY, slot) for slot in range(kept)])
+    else:
+        check(copies, [(CopyState.ABSENT, NO_SLOT)] * 5)
+        assert not copies.is_in(CopyState.READY, 0, 5).any()

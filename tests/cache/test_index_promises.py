@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 
 from tierkv.cache.copies import TierCopies
@@ -91,3 +93,31 @@ def test_a_shrink_that_waits_takes_every_free_slot_that_will_be_gone() -> None:
     pool.release(held)
     assert sorted(pool.take_from(2).tolist()) == [2, 3]
     assert sorted(pool.allocate(2).tolist()) == [0, 1]
+
+
+def memory_after(uses: int) -> int:
+    """Bytes that an index of two runs keeps, one of which was used so often."""
+    index, pool = Index(1), BlockPool("device", 4)
+    put(index, pool, [1])
+    put(index, pool, [2, 3])
+    used, shorter = Prompt.of([2, 3], 1), Prompt.of([2], 1)
+    index.release(index.hold(index.match(shorter).node, 1))  # the rest of it goes by its own rank
+    tracemalloc.start()
+    for _ in range(uses):
+        index.release(index.hold(index.match(used).node, 2))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert index.order[Tier.DEVICE].findings(list(index.nodes())) == []
+    return kept
+
+
+def test_a_run_that_is_used_again_and_again_leaves_little_in_the_queue() -> None:
+    assert memory_after(2_000) < memory_after(100) + 30_000
+
+
+def test_a_limit_beyond_the_prompt_is_none() -> None:
+    index, pool = Index(2), BlockPool("device", 4)
+    put(index, pool, [1, 2, 3])
+    prompt = Prompt.of([1, 2, 3], 2)
+    assert index.match(prompt, 10) == index.match(prompt)
+    assert index.match(prompt).num_blocks == 1

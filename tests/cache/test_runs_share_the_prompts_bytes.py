@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tierkv.cache import invariants
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier, child_key, fitting
+from tierkv.cache.node import Node, Tier, TierCopies, child_key
 from tierkv.cache.pool import BlockPool
+from tierkv.cache.space import Space
 from tierkv.cache.tokens import common_blocks, common_tokens, pack
 
 SIZE = 4
@@ -149,14 +150,15 @@ def test_matches_are_right_whatever_was_split_grown_and_cut(
 
 
 @given(st.binary(max_size=200), st.data())
-def test_fitting_bytes_are_the_same_bytes_and_waste_an_eighth_at_most(
+def test_a_run_keeps_its_own_tokens_and_an_eighth_of_others_at_most(
     packed: bytes, data: st.DataObject
 ) -> None:
     start = data.draw(st.integers(0, len(packed)))
     stop = data.draw(st.integers(start, len(packed)))
-    kept, at = fitting(packed, start, stop)
-    assert kept[at : at + stop - start] == packed[start:stop]
-    assert len(kept) * 8 <= (stop - start) * 9
+    node = Node(1, None, Space("", b""), b"", TierCopies(1))
+    node.put_tokens(packed, start, stop)
+    assert node.tokens == packed[start:stop]
+    assert len(node.packed) * 8 <= (stop - start) * 9
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,8 +57,15 @@ def test_a_store_inside_a_node_cannot_be_looked_into_from_outside() -> None:
 def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "tierkv", *arguments]
+        buffers = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
         found = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+            env=buffers,
         )
     assert found.returncode == 1
     assert found.stderr == "error: No space left on device\n"

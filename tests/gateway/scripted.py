@@ -62,6 +62,7 @@ class ScriptedNode:
         self.refusal: tuple[int, Json] | None = None
         self.raw: bytes | None = None  # what it says instead of events
         self.is_ready = True
+        self.trouble = ""  # what it says of its store
         self.is_frozen = False  # as a machine that is gone: probes get no answer
         self.near = 0
         self.model: str | None = None
@@ -92,7 +93,9 @@ class ScriptedNode:
         self.num_probes += 1
         if self.is_frozen:
             await asyncio.Event().wait()
-        return web.json_response({}, status=200 if self.is_ready else 503)
+        store = {"status": "degraded" if self.trouble else "ok", "detail": self.trouble}
+        body = {"status": store["status"], "parts": {"storage": store}}
+        return web.json_response(body, status=200 if self.is_ready else 503)
 
     async def _version(self, _: web.Request) -> web.Response:
         if self.raw is not None:

@@ -14,9 +14,12 @@ from tests.api.guarded import callers_in
 from tests.gateway.scripted import answer_to, stage, text_of
 from tests.latch import until
 from tierkv.api.auth_file import RoleName
+from tierkv.api.pace import in_turns
 from tierkv.api.settings import AuthSection
 from tierkv.gateway.nodes import NodeState
+from tierkv.gateway.openai import CompletionBody
 from tierkv.gateway.settings import LimitsSection
+from tierkv.tasks import background
 
 PROMPT = "a prompt of some length, " * 8
 
@@ -272,3 +275,63 @@ async def test_probes_models_and_metrics_are_there() -> None:
             node.is_ready = False
         await until(lambda: not any(s is NodeState.READY for s, _ in on.gateway.states().values()))
         assert (await on.caller.get("/readyz"))[0] == 503
+
+
+async def test_a_node_that_is_degraded_gets_work_and_readyz_says_so() -> None:
+    async with stage() as on:
+        assert json.loads((await on.caller.get("/readyz"))[1]) == {"status": "ok"}
+        for node in (*on.prefill, *on.decode):
+            node.trouble = "redis://store is left alone"
+        await until(lambda: all(word for _, word in on.gateway.states().values()), "the probes")
+        status, raw = await on.caller.get("/readyz?verbose")
+        said = json.loads(raw)
+        assert (status, said["status"]) == (200, "degraded")
+        part = said["parts"][on.prefill[0].url]
+        assert part == {"status": "degraded", "detail": "storage: redis://store is left alone"}
+        assert (await on.caller.ask({"prompt": PROMPT})).status == 200
+        on.prefill[0].trouble = ""
+        first = on.prefill[0].url
+        await until(lambda: not on.gateway.states()[first][1], "a good probe")
+
+
+async def test_too_many_prompts_are_refused_before_any_is_read() -> None:
+    async with stage(limits=LimitsSection(max_batch=3)) as on:
+        asked = await on.caller.ask({"prompt": ["good", "good", "good", ""]})
+        assert (asked.status, asked.body["detail"]) == (400, "give 1 to 3 prompts at once")
+
+
+async def test_while_many_prompts_are_read_others_have_their_turns() -> None:
+    turns, begun = 0, 0
+    body = CompletionBody(prompt=["a prompt"] * 1000)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with background({"others": others()}):
+        async for _ in in_turns(body.jobs("id", None, most=1000)):
+            begun += 1
+    assert begun == 1000
+    assert turns >= 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_batch_of_many_prompts_is_answered_in_order(stream: bool) -> None:
+    prompts = [f"prompt {number}" for number in range(200)]
+    right = [text_of(answer_to(prompt.encode(), 2)) for prompt in prompts]
+    async with stage(0, 0, both=2, limits=LimitsSection(max_batch=200)) as on:
+        body = {"prompt": prompts, "max_tokens": 2}
+        if not stream:
+            asked = await on.caller.ask(body)
+            assert [choice["text"] for choice in asked.body["choices"]] == right
+            return
+        told = [""] * len(prompts)
+        url = on.caller.url + "/v1/completions"
+        async with on.caller.session.post(url, json=body | {"stream": True}) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        told[choice["index"]] += choice["text"]
+        assert told == right

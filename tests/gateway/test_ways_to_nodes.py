@@ -12,24 +12,34 @@ import aiohttp
 import pytest
 
 from tests.api.guarded import Authority, callers_in, guarded
+from tests.api.nodes import here
 from tests.e2e.exact import text, truth
 from tests.gateway.scripted import Asked, Caller, listener, stage
+from tests.redis_server import redis_server
 from tierkv.api.auth_file import RoleName
-from tierkv.api.settings import TlsSection
+from tierkv.api.settings import Role, TlsSection
+from tierkv.clock import SystemClock
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings, HealthSection, LimitsSection
 from tierkv.refmodel.text import decode as decode_text
+from tierkv.storage.factory import StoreSettings, open_resilient_store
 
-PROMPT = text(100)
+PROMPT, LONG = text(100), text(500)
 BODY = {"prompt": decode_text(PROMPT), "max_tokens": 8}
 
 
 @asynccontextmanager
 async def in_front_of(url: str, **section: Any) -> AsyncIterator[Caller]:
     """Who calls a gateway that has one node."""
+    async with in_front(both=(url,), **section) as caller:
+        yield caller
+
+
+@asynccontextmanager
+async def in_front(**section: Any) -> AsyncIterator[Caller]:
     settings = GatewaySettings(
-        gateway=GatewaySection(both=(url,), **section),
+        gateway=GatewaySection(**section),
         limits=LimitsSection(max_attempts=2),
         health=HealthSection(probe_interval_s=0.05, eject_s=0.05),
     )
@@ -98,3 +108,20 @@ async def test_a_node_that_never_ends_its_answer_does_not_hold_the_caller_up(
         on.both[0].lingers = True
         async with asyncio.timeout(5):
             assert (await on.caller.ask({"prompt": "hello", "stream": stream})).is_whole
+
+
+async def test_without_a_store_to_hand_over_through_a_prompt_is_computed_once() -> None:
+    with redis_server() as server:
+        stores = [
+            open_resilient_store(server.url, StoreSettings(), SystemClock()) for _ in range(2)
+        ]
+        async with (
+            here(Role.PREFILL, store=stores[0]) as prefill,
+            here(Role.DECODE, store=stores[1]) as decode,
+            in_front(prefill=prefill.client.url, decode=decode.client.url) as caller,
+        ):
+            server.kill()
+            asked = await caller.ask({**BODY, "prompt": decode_text(LONG)})
+            assert asked.text == decode_text(truth(LONG, 8).tokens)
+            computed = [node.node.engine.stats.computed_tokens for node in (prefill, decode)]
+            assert len(LONG) <= sum(computed) < len(LONG) + 64

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from tests.gpu.stand_in import ILLEGAL_ADDRESS, NOT_REGISTERED, CUDAError, Gpu
 from tests.gpu.stand_in_cupy import install
 from tests.gpu.stand_in_world import LAYOUTS, ODD, SMALL, WAIT_S, World
-from tierkv.cache.layout import layered
+from tierkv.cache.layout import Layout, layered
 from tierkv.errors import (
     ConfigError,
     DeviceFailedError,
@@ -26,6 +27,7 @@ from tierkv.errors import (
 )
 from tierkv.gpu.doctor import doctor
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
+from tierkv.gpu.units import Order, UnitSizes
 
 OUT_OF_MEMORY = 2
 
@@ -41,6 +43,48 @@ def random_copies(gpu: Gpu, seed: int) -> None:
         world.close()
         del world
         _everything_is_given_back(gpu)
+
+
+def copies_that_begin_as_rectangles(gpu: Gpu, seed: int) -> None:
+    """Of as many blocks as fit into the first unit, of more, and all of a copy: each of them comes,
+    once what they wait for is there."""
+    layout = LAYOUTS[-1]
+    few = UnitSizes(first=3 * layout.block_bytes, least=1, share=1, straight_row=1)
+    for num_blocks in (5, 16, 17, 40):
+        for direction, units in product(Direction, (UnitSizes(straight_row=1), few)):
+            _copy_after_kernels(gpu, direction, layout, num_blocks, units)
+    _everything_is_given_back(gpu)
+
+
+def _copy_after_kernels(
+    gpu: Gpu, direction: Direction, layout: Layout, num_blocks: int, units: UnitSizes
+) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+    from tierkv.gpu.pipeline import LaneSettings  # noqa: PLC0415
+
+    device, count = CudaDevice(lanes=LaneSettings(units=units)), 40
+    planes, host = device.allocate_planes(layout, count), device.allocate_host(layout, count)
+    lane = device.open_ordered_lane(direction, planes, host, Order.BLOCKS)
+    blocks = np.arange(count, dtype=np.int32)[::-1][:num_blocks]
+    slots = blocks[::-1]
+    random_bytes = np.random.default_rng(num_blocks).integers(1, 256, host.array.shape, np.uint8)
+    host.array[:] = random_bytes if direction is Direction.LOAD else 0
+    release = gpu.hold(0)
+    compute = device.compute_stream.record()
+    end = lane.submit(BlockCopy(direction, slots, blocks, (compute,)))[-1]
+    for array, start in zip(planes.arrays, layout.offsets, strict=True):
+        array[:] = random_bytes[:, start : start + array.shape[1]]
+        array[:] *= np.uint8(direction is Direction.OFFLOAD)
+    release()
+    end.block_until_done(WAIT_S)
+    moved, still = np.concatenate(planes.arrays, axis=1), host.array
+    if direction is Direction.OFFLOAD:
+        moved, still, blocks, slots = still, moved, slots, blocks
+    assert (moved[blocks] == still[slots]).all()
+    others = np.setdiff1d(np.arange(count), blocks)
+    assert not moved[others].any()
+    for made in (lane, host, planes, device):
+        made.close()
 
 
 def calls_that_fail(gpu: Gpu, seed: int) -> None:
@@ -218,6 +262,7 @@ def _everything_is_given_back(gpu: Gpu) -> None:
 
 PROGRAMS = (
     random_copies,
+    copies_that_begin_as_rectangles,
     calls_that_fail,
     memory_that_is_refused,
     memory_that_is_closed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,11 +36,10 @@ class World:
 
         self._gpu, self._rng, self._count = gpu, rng, count
         self._numbers = np.random.default_rng(rng.getrandbits(32))
-        settings = LaneSettings(
-            staging_bytes=1,
-            turn_bytes=rng.choice((1, 1 << 12, 64 << 20)),
-            units=rng.choice((UnitSizes(), UnitSizes(least=1, most=1, piece=1), SMALL)),
-        )
+        turn_bytes = rng.choice((1, 1 << 12, 64 << 20))
+        units = rng.choice((UnitSizes(), UnitSizes(least=1, most=1, piece=1), SMALL))
+        units = replace(units, straight_row=1 << 10)
+        settings = LaneSettings(staging_bytes=1, turn_bytes=turn_bytes, units=units)
         self._device = device = CudaDevice(lanes=settings)
         self._planes = planes = device.allocate_planes(layout, count)
         chunk_bytes = rng.choice((1, 1 << 14, 1 << 20))

@@ -39,7 +39,7 @@ BIG_LAYOUTS = {
 SIZES = {
     "usual": UnitSizes(),
     "a row each": UnitSizes(least=1, most=1, piece=1),
-    "small": UnitSizes(least=1 << 16, most=1 << 17, piece=1 << 12),
+    "small": UnitSizes(least=1 << 16, most=1 << 17, piece=1 << 12, straight_row=1 << 30),
 }
 
 

@@ -12,6 +12,10 @@ def test_no_order_in_which_a_gpu_may_work_tears_a_block(seed: int) -> None:
     run_program("random_copies", seed)
 
 
+def test_a_copy_that_begins_as_rectangles_brings_every_block() -> None:
+    run_program("copies_that_begin_as_rectangles", 1)
+
+
 def test_a_call_that_fails_hangs_nobody_and_everything_is_given_back() -> None:
     run_program("calls_that_fail", 1)
 

@@ -16,6 +16,9 @@ from tierkv.gpu.protocol import BlockCopy, Direction, Event
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.cuda_streams import adopted_stream
+from tierkv.gpu.pipeline import LaneSettings
+from tierkv.gpu.units import UnitSizes
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +26,10 @@ LAYOUT = attention_layout(
     num_layers=4, num_kv_heads=8, head_dim=128, dtype="bfloat16", item_bytes=2, block_size=64
 )
 BLOCKS = 8
+WAYS = {  # of an offload of so many blocks
+    "as rectangles": LaneSettings(),
+    "staged": LaneSettings(units=UnitSizes(straight_row=1 << 30)),
+}
 WAIT_S = 20.0
 _DELAY = r"""
 // Keeps its stream busy for about so many nanoseconds.
@@ -35,20 +42,27 @@ extern "C" __global__ void delay(unsigned int nanoseconds) {
 class Model:
     """Kernels on a stream of their own, with random delays between them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, lanes: LaneSettings | None = None) -> None:
         self.cupy: ModuleType = cupy_or_skip()
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
-        self.device = CudaDevice(compute_stream=self.stream.ptr)
+        self.device = CudaDevice(compute_stream=self.stream.ptr, lanes=lanes)
         self.planes = self.device.allocate_planes(LAYOUT, BLOCKS)
         self.host = self.device.allocate_host(LAYOUT, 2 * BLOCKS)
         self.pause_us = 15  # at most, between two planes
         self.blocks = np.arange(BLOCKS, dtype=np.int32)
         self._rng = np.random.default_rng(seed)
         self._delay = self.cupy.RawKernel(_DELAY, "delay")
+        self._others = self.cupy.cuda.Stream(non_blocking=True)
 
     def delay(self, most_us: int) -> None:
         length = np.uint32(self._rng.integers(0, most_us) * 1000)
         self._delay((1,), (1,), (length,), stream=self.stream)
+
+    def other_reader(self, microseconds: int) -> Event:
+        """The end of a kernel of somebody else's that is at work for so long."""
+        length = np.uint32(microseconds * 1000)
+        self._delay((1,), (1,), (length,), stream=self._others)
+        return adopted_stream(self.device.gpu, self._others.ptr).record()
 
     def write(self, value: int) -> None:
         with self.stream:
@@ -82,9 +96,9 @@ def value_of(number: int) -> int:
     return number % 250 + 1
 
 
-def torn_offloads(rounds: int, missing: str | None) -> int:
+def torn_offloads(rounds: int, missing: str | None, way: str) -> int:
     """A kernel writes, an offload follows, the next kernel overwrites; rounds that came torn."""
-    model = Model(seed=rounds)
+    model = Model(seed=rounds, lanes=WAYS[way])
     lane = model.device.open_lane(Direction.OFFLOAD, model.planes, model.host)
     torn = 0
     before: tuple[int, Event] | None = None
@@ -97,6 +111,8 @@ def torn_offloads(rounds: int, missing: str | None) -> int:
         model.delay({"offload waits": 3000, "kernel waits": 1}.get(missing or "", 200))
         model.write(value_of(number))
         after = () if missing == "offload waits" else (model.device.compute_stream.record(),)
+        if missing == "kernel waits":  # so that the offload is late, however slow this process is
+            after = (*after, model.other_reader(2000))
         events = lane.submit(BlockCopy(Direction.OFFLOAD, model.slots(number), model.blocks, after))
         if missing != "kernel waits":
             model.device.compute_stream.wait(events[-1], WAIT_S)
@@ -121,6 +137,8 @@ def torn_loads(rounds: int, missing: str | None) -> int:
             last[-2].block_until_done(WAIT_S)  # the slots written now were read by that load
         model.host.array[model.slots(number)] = value_of(number)
         after = () if missing == "load waits" else read_before
+        if missing == "kernel waits":  # so that the load is late, however slow this process is
+            after = (*after, model.other_reader(2000))
         events = lane.submit(BlockCopy(Direction.LOAD, model.slots(number), model.blocks, after))
         last.append(events[-1])
         model.delay({"load waits": 500, "kernel waits": 1}.get(missing or "", 50))
@@ -136,17 +154,19 @@ def torn_loads(rounds: int, missing: str | None) -> int:
     return torn
 
 
-def test_no_offload_is_torn_in_a_thousand_rounds() -> None:
-    assert torn_offloads(1000, None) == 0
+@pytest.mark.parametrize("way", WAYS)
+def test_no_offload_is_torn_in_a_thousand_rounds(way: str) -> None:
+    assert torn_offloads(1000, None, way) == 0
 
 
 def test_no_load_is_torn_in_a_thousand_rounds() -> None:
     assert torn_loads(1000, None) == 0
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("missing", ["offload waits", "kernel waits"])
-def test_offloads_are_torn_where_a_wait_is_missing(missing: str) -> None:
-    assert torn_offloads(100, missing) > 0
+def test_offloads_are_torn_where_a_wait_is_missing(missing: str, way: str) -> None:
+    assert torn_offloads(100, missing, way) > 0
 
 
 @pytest.mark.parametrize("missing", ["load waits", "kernel waits"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -25,11 +26,12 @@ BLOCKS, WAIT_S = 64, 30.0
 
 
 @pytest.fixture
-def cupy() -> ModuleType:
+def cupy() -> Iterator[ModuleType]:
     module = cupy_or_skip()
     if module.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    return module
+    yield module
+    module.cuda.Device(0).use()  # a thread that has used only the second one stays there
 
 
 def test_both_move_their_own_blocks_at_the_same_time(cupy: ModuleType) -> None:

@@ -390,6 +390,7 @@ async def test_a_block_that_is_gone_is_incomplete_or_recomputed(gone: int) -> No
         await decode.the_store.delete([prefill.names(tokens(9))[gone]])
         problem = await refused(decode, tokens(9))
         assert problem.reason == "incomplete"
+        assert str(problem).endswith("not in storage")
         assert f"only {4 * gone} of 9" in str(problem)
         request, _ = await finish(
             decode.service.claim(

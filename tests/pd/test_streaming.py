@@ -20,8 +20,8 @@ from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
-from tierkv.pd.ledger import TicketState
 from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.status import Standing
 from tierkv.pd.stream import Stream
 from tierkv.sched.request import Matched, Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -192,7 +192,7 @@ async def test_a_prefill_that_gives_up_says_why_at_once() -> None:
         with pytest.raises(HandoffError, match="caught fire"):
             here.task.result()
         [view] = prefill.service.issued_tickets()
-        assert view.state is TicketState.FAILED
+        assert view.state is Standing.PRODUCER_FAILED
         await decode.settle()
 
 

@@ -20,7 +20,6 @@ from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.ledger import TicketState
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.status import Standing
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -55,7 +54,7 @@ async def claim(node: World, prompt: list[int], **options: Any) -> None:
 async def test_the_producer_hears_who_claimed_its_ticket() -> None:
     async with pair() as (prefill, decode):
         await publish(prefill, tokens(9))
-        assert prefill.service.issued_tickets()[0].state is TicketState.WHOLE
+        assert prefill.service.issued_tickets()[0].state is Standing.WHOLE
         released: list[str] = []
         handoff = prefill.service.handoff
         assert handoff is not None
@@ -63,7 +62,7 @@ async def test_the_producer_hears_who_claimed_its_ticket() -> None:
         await turns(20)
         await claim(decode, tokens(9))
         await until(
-            lambda: prefill.service.issued_tickets()[0].state is TicketState.ACKNOWLEDGED,
+            lambda: prefill.service.issued_tickets()[0].state is Standing.ACKNOWLEDGED,
             "an acknowledgement",
         )
         assert prefill.service.issued_tickets()[0].claimer == "tierkv"

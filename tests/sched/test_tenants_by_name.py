@@ -347,3 +347,76 @@ async def test_what_goes_from_the_device_for_a_lower_quota_keeps_its_host_copies
         await here.settle()
         where = await here.service.lookup(Prompt.of(tokens(32), 4, space=space))
         assert (where.device_tokens, where.host_tokens) == (8, 4)
+
+
+async def with_many_runs(here: World, tenant: str) -> str:
+    """500 runs of one block, which take four turns to forget."""
+    for number in range(500):
+        request = await admit(here, tenant, tokens(4, 10 * number))
+        await finish(here.service.commit(request, pack(tokens(4, 10 * number))))
+        here.service.end(request)
+    return here.service.space_of_tenant(tenant)
+
+
+async def test_a_tenant_with_many_blocks_is_closed_for_others_while_they_go_on() -> None:
+    async with world(max_tenants=1, host_write=NONE, device_blocks=512) as here:
+        space = await with_many_runs(here, "a")
+        here.service.space_of_tenant("b")
+        assert space in here.service.roots(), "its blocks go in a task"
+        assert await run(here, "b", tokens(8)) == 0
+        await here.settle()
+        assert space not in here.service.roots()
+        assert here.service.stats().device.used == 2
+        assert await run(here, "a", tokens(4)) == 0
+
+
+async def test_a_tenant_that_comes_back_while_it_is_closed_for_others_stays() -> None:
+    async with world(max_tenants=1, host_write=NONE, device_blocks=512) as here:
+        space = await with_many_runs(here, "a")
+        here.service.space_of_tenant("b")
+        await turns(2)  # some of its blocks are gone
+        assert here.service.space_of_tenant("a") == space
+        await here.settle()
+        assert space in here.service.roots()
+        assert 0 < here.service.stats().device.used < 500
+        await run(here, "a", tokens(8))
+        await run(here, "c", tokens(8))
+        await here.settle()
+        assert len(here.service.roots()) == 3, "one too many, for those that were asked for"
+
+
+@pytest.mark.parametrize("comes", ["nobody", "a request", "another close"])
+async def test_a_fingerprint_with_many_blocks_is_retired_while_others_go_on(comes: str) -> None:
+    async with world(host_write=NONE, device_blocks=512) as here:
+        space = await with_many_runs(here, "a")
+        retiring = asyncio.ensure_future(here.service.retire_fingerprint(space))
+        await turns(2)
+        assert not retiring.done()
+        assert 0 < here.service.stats().device.used < 500
+        if comes == "nobody":
+            assert await retiring == 500
+            assert space not in here.service.roots()
+            assert here.service.stats().device.used == 0
+        elif comes == "a request":
+            request = await admit(here, "a", tokens(8))
+            with pytest.raises(BadRequestError, match="have not ended"):
+                await retiring
+            here.service.end(request)
+        else:
+            here.service.close_fingerprint(space)
+            with pytest.raises(BadRequestError, match="no fingerprint"):
+                await retiring
+        await here.settle()
+
+
+async def test_those_that_are_being_closed_count_as_closed_for_who_comes_next() -> None:
+    async with world(max_tenants=2, host_write=NONE, device_blocks=512) as here:
+        first = await with_many_runs(here, "a")
+        second, third = (here.service.space_of_tenant(name) for name in ("b", "c"))
+        assert first in here.service.roots(), "it goes in a task"
+        here.service.close_fingerprint(second)
+        fourth = here.service.space_of_tenant("d")
+        assert third in here.service.roots(), "there was room for one more"
+        fifth = here.service.space_of_tenant("e")
+        await here.settle()
+        assert here.service.roots().keys() == {"", fourth, fifth}

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.world import World, world
@@ -139,6 +140,38 @@ def wait_not_counted(here: World, _: Request) -> Undo:
     return put(waiting.wait.claim, "num_waiting", 0)
 
 
+def wait_counted_twice(here: World, _: Request) -> Undo:
+    [waiting] = here.service.scheduler._waiting
+    assert waiting.wait is not None
+    return put(waiting.wait.claim, "num_waiting", 2)
+
+
+def lease_of_less(here: World, request: Request) -> Undo:
+    return put(request.lease, "num_blocks", request.lease.num_blocks + 1)
+
+
+def table_too_short(here: World, _: Request) -> Undo:
+    lease = here.service.index.hold(some_node(here), some_node(here).end)
+    running = here.service.scheduler.running_requests[0]
+    undo_lease, undo_table = put(running, "lease", lease), put(running, "block_table", _NO_SLOTS)
+
+    def undo() -> None:
+        undo_table()
+        undo_lease()
+        here.service.index.release(lease)
+
+    return undo
+
+
+def unserved_fingerprint(here: World, _: Request) -> Undo:
+    return put(here.service.tenants, "_fingerprints", {})
+
+
+def tenant_of_nothing(here: World, _: Request) -> Undo:
+    return put(here.service.tenants, "_by_tenant", {"acme": "gone"})
+
+
+_NO_SLOTS = np.zeros(0, np.int32)
 BROKEN: dict[Callable[[World, Request], Undo], str] = {
     lost_slot: "is taken but nobody owns it",
     lost_lease: "leases are out, but nodes count",
@@ -157,7 +190,12 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     claim_over: "is over but still listed",
     claim_lost: "are counted",
     wait_without_end: "waits for blocks without an end",
-    wait_not_counted: "is not counted by what it waits for",
+    wait_not_counted: "wait for a claim that counts 0",
+    wait_counted_twice: "wait for a claim that counts 2",
+    lease_of_less: "holds more or fewer blocks than its lease says",
+    table_too_short: "holds blocks that its table does not name",
+    unserved_fingerprint: "are not those that have blocks",
+    tenant_of_nothing: "tenants by name are listed that have no fingerprint",
     no_heap: "the queue is not a heap",
     no_line: "the line is not in order",
 }
@@ -194,6 +232,7 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
         ("num_offloads", "offloads are counted"),
         ("budget", "bytes of copies down are counted"),
         ("stored", "bytes of copies down are counted"),
+        ("being_stored", "host slots are listed as being stored"),
         ("in_flight", "blocks are marked as in flight"),
         ("queued", "bytes are counted as queued for fetches"),
         ("at_work", "copies that make room are counted"),
@@ -210,6 +249,8 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
             undo = put(service.tiers.background, "bytes_in_flight", 10)
         elif what == "stored":
             undo = put(service.tiers.storing, "bytes_in_flight", 10)
+        elif what == "being_stored":
+            undo = put(service.tiers, "_num_reads", 1)
         elif what == "queued":
             undo = put(service.estimator, "queued_bytes", 10.0)
         elif what == "at_work":

@@ -56,11 +56,12 @@ async def test_no_group_of_a_long_prompt_is_left_out_where_both_rules_want_it(
         assert offloaded == on_host(here), "none was copied twice"
 
 
-async def test_who_stores_blocks_that_another_brings_to_the_host_waits_until_they_are_there() -> (
-    None
-):
+@pytest.mark.parametrize("num_at_once", [1, 128])
+async def test_who_stores_blocks_that_another_brings_to_the_host_waits_until_they_are_there(
+    num_at_once: int,
+) -> None:
     sizes: dict[str, Any] = {"device_blocks": 128, "host_blocks": 128}
-    sizes["background_copy_bytes"] = GQA.block_bytes
+    sizes["background_copy_bytes"] = num_at_once * GQA.block_bytes
     async with world(
         with_store=True, host_write=NONE, storage_write=SELECTIVE, storage_after_hits=1, **sizes
     ) as here:

@@ -14,7 +14,7 @@ from tests.redis_server import redis_server
 from tests.storage.test_hung_disk import HungReads, all_locked
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import ConfigError, StoreCorruptError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage import late
 from tierkv.storage.attach import AttachedStores
 from tierkv.storage.breaker import BreakerState
@@ -22,10 +22,11 @@ from tierkv.storage.factory import StoreSettings, open_resilient_store, open_sto
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.layered import LayeredSettings, LayeredStore
+from tierkv.storage.maintenance import values_under
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
-from tierkv.storage.resilient import ResilienceSettings
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store, Usage
+from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 from tierkv.storage.routed import RoutedStore
 from tierkv.storage.switch import SwitchStore
 
@@ -257,6 +258,66 @@ async def test_a_mirror_is_well_as_long_as_one_of_its_stores_is() -> None:
         second.fail_next(1)
         with pytest.raises(StoreUnavailableError):
             await store.ping()
+
+
+@pytest.mark.parametrize(("kind", "down"), [("layered", 0), ("mirrored", 0), ("mirrored", 1)])
+async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_others(
+    kind: str, down: int
+) -> None:
+    """Such as touches of a long prompt that is used, in batches."""
+    parts = [memory(), memory()]
+    store = (
+        MirroredStore(parts)
+        if kind == "mirrored"
+        else LayeredStore(parts[0], parts[1], LayeredSettings())
+    )
+    guarded = ResilientStore(store, ResilienceSettings(timeout_s=20.0), SystemClock())
+    async with guarded.running():
+        await fill(guarded)
+        for number in range(10):
+            parts[down].fail_next(1_000)
+            assert await guarded.touch(NAMES[number:], ttl_s=60.0) == len(NAMES) - number
+            with pytest.raises(StoreRefusedError, match="does not answer"):
+                await guarded.delete([NAMES[number]])
+            parts[down].fail_next(0)
+            assert await parts[1 - down].exists([NAMES[number]]) == 0
+        assert guarded.snapshot().breaker.num_opened == 0
+        assert await get_one(guarded, NAMES[15], 500) == (GetStatus.HIT, content_of(NAMES[15], 500))
+        for part in parts:
+            part.fail_next(1_000)
+        with pytest.raises(StoreUnavailableError):
+            await guarded.touch(NAMES, ttl_s=60.0)
+
+
+async def test_mirrors_list_and_count_what_those_have_that_answer() -> None:
+    parts = [memory() for _ in range(3)]
+    store = MirroredStore(parts)
+    async with store.running():
+        await fill(store)
+        for down in ((0,), (1,), (2,), (0, 1), (1, 2), (0, 2)):
+            for at in down:
+                parts[at].fail_next(1_000)
+            names = [value.name async for value in values_under(store, "t")]
+            assert sorted(names) == NAMES, down
+            assert await store.usage("t") == Usage(len(NAMES), len(NAMES) * 500)
+            for part in parts:
+                part.fail_next(0)
+        for part in parts:
+            part.fail_next(1_000)
+        for ask in (store.usage("t"), store.list("t", limit=7)):
+            with pytest.raises(StoreUnavailableError, match="does not answer"):
+                await ask
+
+
+async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() -> None:
+    near, far = memory(), memory()
+    store = LayeredStore(near, far, LayeredSettings())
+    async with store.running():
+        await fill(store)
+        for ask in (store.usage("t"), store.list("t", limit=100)):
+            far.fail_next(1)
+            with pytest.raises(StoreUnavailableError, match="does not answer"):
+                await ask
 
 
 async def test_a_frozen_first_mirror_is_left_alone_and_the_second_answers() -> None:

@@ -201,37 +201,53 @@ async def test_a_disk_down_to_its_floor_is_not_looked_through_for_each_value(
         assert 480 <= (await store.usage("t")).num_values <= 500
 
 
-def test_there_is_room_while_others_add_as_much_as_they_like(tmp_path: Path) -> None:
-    """A node that is told there is none writes nothing for a second."""
-    ours, others = tmp_path / WRITERS / "ours", tmp_path / WRITERS / "others"
-    for directory in (ours, others, tmp_path / "t,f/0/0"):
-        directory.mkdir(parents=True)
-    names = [f"t:f:{index}:0" for index in range(9)]
-    for name in names:
-        path = tmp_path.joinpath(*relative_path(name))
+def oldest_first(status: os.stat_result) -> tuple[bool, float, float]:
+    return True, status.st_mtime, 0.0
+
+
+def room_of(
+    root: Path, order: Callable[[os.stat_result], tuple[bool, float, float]], **limits: int
+) -> Room:
+    """With nine values of 1,000 bytes below `root`."""
+    ours = root / WRITERS / "ours"
+    ours.mkdir(parents=True)
+    for index in range(9):
+        path = root.joinpath(*relative_path(f"t:f:{index}:0"))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(1000))
+    return Room(
+        root,
+        UsedBytes(root / WRITERS, lambda: ours),
+        capacity_bytes=limits.get("capacity_bytes"),
+        min_free_bytes=limits.get("min_free_bytes", 0),
+        order=order,
+    )
+
+
+def gone(path: str) -> bool:
+    """A file that is removed, unless it was."""
+    there = os.path.exists(path)
+    Path(path).unlink(missing_ok=True)
+    return there
+
+
+def test_there_is_room_while_others_add_as_much_as_they_like(tmp_path: Path) -> None:
+    """A node that is told there is none writes nothing for a second."""
+    (others := tmp_path / WRITERS / "others").mkdir(parents=True)
     other = UsedBytes(tmp_path / WRITERS, lambda: others)
 
     def order(status: os.stat_result) -> tuple[bool, float, float]:
         other.add(100)  # while all files are looked at
-        return True, status.st_mtime, 0.0
+        return oldest_first(status)
 
-    room = Room(
-        tmp_path,
-        UsedBytes(tmp_path / WRITERS, lambda: ours),
-        capacity_bytes=10_000,
-        min_free_bytes=0,
-        order=order,
-    )
+    room = room_of(tmp_path, order, capacity_bytes=10_000)
 
     def remove(path: str) -> bool:
-        os.unlink(path)
         other.add(1000)  # and while some are removed
-        return True
+        return gone(path)
 
     assert room.make(900, remove) == ""
-    assert len([*tmp_path.glob("t,f/*/*/*")]) < len(names)
+    assert len([*tmp_path.glob("t,f/*/*/*")]) < 9
     assert "do not fit" in room.make(10_001, remove)
 
 
@@ -273,6 +289,71 @@ async def test_a_disk_without_inodes_or_beyond_a_quota_gives_up_what_was_used_lo
         num_gone = are_there.index(True)
         assert 1 <= num_gone <= 20
         assert all(are_there[num_gone:])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_room_that_others_take_is_made_again_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    names = [f"t:f:{index}:0" for index in range(100)]
+    store = FileStore(tmp_path, FileSettings(min_free_bytes=1), TurnedClock())
+    async with store.running():
+        await store.put([PutItem(name, (b"value",)) for name in names])
+        renamed, num_refused, num_refusals = os.rename, 0, 2
+
+        def rename(old: str, new: str) -> None:
+            nonlocal num_refused
+            if num_refused < num_refusals:
+                num_refused += 1
+                raise OSError(code, os.strerror(code), new)
+            renamed(old, new)
+
+        monkeypatch.setattr(os, "rename", rename)
+        assert await put_one(store, "t:f:new:0", b"value") is PutStatus.STORED
+        num_refused, num_refusals = 0, 1000
+        assert await put_one(store, "t:f:newer:0", b"value") is PutStatus.FULL
+        assert num_refused <= 5
+        assert (await store.usage("t")).num_values >= 80
+
+
+def test_of_several_who_find_no_room_at_once_one_makes_it_for_all(tmp_path: Path) -> None:
+    room = room_of(tmp_path, oldest_first, min_free_bytes=1)
+    for _ in range(4):
+        assert room.make_more(1, 0, gone)
+    assert len([*tmp_path.glob("t,f/*/*/*")]) == 8
+    assert room.make_more(8_000, 1, gone)
+    assert not [*tmp_path.glob("t,f/*/*/*")]
+    assert not room.make_more(1, room.num_evictions, gone), "there is nothing left to evict"
+
+
+def test_there_is_none_where_others_add_more_than_can_be_evicted(tmp_path: Path) -> None:
+    (others := tmp_path / WRITERS / "others").mkdir(parents=True)
+    other = UsedBytes(tmp_path / WRITERS, lambda: others)
+
+    def order(status: os.stat_result) -> tuple[bool, float, float]:
+        other.add(1_200)  # while all files are looked at
+        return oldest_first(status)
+
+    room = room_of(tmp_path, order, capacity_bytes=10_000)
+    assert "do not fit" in room.make(900, gone)
+
+
+async def test_values_that_were_not_stored_after_all_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each one that is thought to be too much costs a look at all files."""
+    async with (store := file_store(tmp_path, capacity_bytes=1_000)).running():
+        assert await put_one(store, "t:f:a:0", bytes(100)) is PutStatus.STORED
+        with pytest.MonkeyPatch.context() as disk:
+            refuses(disk, "rename", errno.EIO)
+            for index in range(50):
+                assert await put_one(store, f"t:f:{index}:0", bytes(100)) is PutStatus.FAILED
+
+        def walk(*some: object, **more: object) -> None:
+            raise AssertionError("there is room")
+
+        monkeypatch.setattr(file_room, "walk", walk)
+        assert await put_one(store, "t:f:b:0", bytes(800)) is PutStatus.STORED
 
 
 async def test_a_models_directory_that_was_moved_and_linked_counts_like_any_other(
@@ -332,3 +413,53 @@ async def test_a_models_directory_of_another_user_keeps_nobody_from_other_models
                 await store.get("t:root:a:0", max_bytes=10)
         assert store.snapshot().breaker.num_opened == 0
         assert await get_one(store, "t:ours:a:0", 5) == (GetStatus.HIT, b"value")
+
+
+def directory_in_place(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "file").touch()
+
+
+def file_on_the_way(path: Path) -> None:
+    path.parents[2].write_bytes(b"")
+
+
+def file_at_the_end(path: Path) -> None:
+    path.parents[1].mkdir(parents=True)
+    path.parent.write_bytes(b"")
+
+
+def link_to_nowhere(path: Path) -> None:
+    path.parents[2].symlink_to("/nowhere/at/all")
+
+
+def link_to_itself(path: Path) -> None:
+    path.parents[2].symlink_to(path.parents[2])
+
+
+@pytest.mark.parametrize(
+    "put_there",
+    [directory_in_place, file_on_the_way, file_at_the_end, link_to_nowhere, link_to_itself],
+)
+async def test_what_is_in_the_way_of_a_models_values_keeps_nobody_from_the_rest(
+    tmp_path: Path, put_there: Callable[[Path], None]
+) -> None:
+    settings = StoreSettings(
+        file=FileSettings(min_free_bytes=0),
+        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
+    )
+    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    name = "t:theirs:a:0"
+    async with store.running():
+        assert await put_one(store, "t:ours:a:0", b"value") is PutStatus.STORED
+        put_there(tmp_path.joinpath(*relative_path(name)))
+        for _ in range(10):
+            assert await put_one(store, name, b"value") is PutStatus.FULL
+        for _ in range(10):
+            assert await store.exists([name]) == 0
+            assert await store.present([name]) == [False]
+            assert (await get_one(store, name, 5))[0] is GetStatus.MISS
+            assert await store.get(name, max_bytes=5) is None
+        assert store.snapshot().breaker.num_opened == 0
+        assert await get_one(store, "t:ours:a:0", 5) == (GetStatus.HIT, b"value")
+        assert (await store.usage("t")) == Usage(1, 5)

@@ -137,7 +137,10 @@ def test_removing_is_said_first_and_done_on_demand(url: str) -> None:
 def test_who_stops_a_removal_is_told_how_far_it_was(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def stopped(_: Store, prefix: str, so_far: Callable[[int], object]) -> int:
+    async def stopped(
+        _: Store, prefix: str, so_far: Callable[[int], object], is_meant: object
+    ) -> int:
+        assert callable(is_meant)
         assert prefix == ONE
         so_far(2)
         raise KeyboardInterrupt
@@ -146,6 +149,20 @@ def test_who_stops_a_removal_is_told_how_far_it_was(
     result = run("rm", url, "--prefix", ONE, "--yes")
     assert result.exit_code == 1
     assert "stopped after 2 values were removed" in result.stderr
+
+
+def test_what_will_expire_soon_and_what_never_does_are_counted_and_removed_alone(url: str) -> None:
+    soon, forever = ("--expires-within", "100"), ("--without-expiry",)
+    assert answer("du", url, *soon)["groups"] == {"tierkv:ticket": {"values": 1, "bytes": 6}}
+    assert answer("du", url, *forever)["groups"] == {ONE: {"values": 3, "bytes": 3 * 1088}}
+    for option, count in ((soon, 1), (("--expires-within", "1000"), 3), (forever, 3)):
+        said = run("rm", url, "--prefix", "tierkv", *option).output
+        assert said.startswith(f"would remove {count} values")
+    assert run("rm", url, "--prefix", "tierkv", *soon, "--yes").output == "removed 1 values\n"
+    assert answer("stat", url)["values"] == 5
+    assert run("rm", url, "--prefix", "tierkv", *forever, "--yes").output == "removed 3 values\n"
+    assert answer("du", url)["groups"] == {TWO: {"values": 2, "bytes": 2 * 1088}}
+    assert run("rm", url, "--prefix", "tierkv", "--expires-within", "nan").exit_code == 2
 
 
 def test_a_deployment_is_not_taken_for_one_whose_name_begins_like_its_own(url: str) -> None:
@@ -316,6 +333,30 @@ def test_of_several_stores_the_copies_in_each_are_verified(kind: str, tmp_path: 
     assert "9 whole, 2 damaged" in run("verify", url).output
     assert run("verify", url, "--remove-damaged").exit_code == 0
     assert "9 whole, 0 damaged" in run("verify", url).output
+
+
+@pytest.mark.parametrize("down", [0, 1])
+def test_a_store_of_several_that_is_down_keeps_nobody_from_the_others(
+    down: int, tmp_path: Path
+) -> None:
+    urls = [(tmp_path / name).as_uri() for name in "ab"]
+    asyncio.run(fill(urls[1 - down]))
+    damage(urls[1 - down], replace(item(ONE, 1), parts=(b"short",), keep_existing=False))
+    urls[down] = "redis://127.0.0.1:1"
+    url = f"mirrored:{'|'.join(urls)}"
+    result = run("verify", url, "--remove-damaged")
+    assert result.exit_code == 1
+    assert "4 whole, 1 damaged" in result.stdout
+    assert "error: redis://127.0.0.1:1/0 cannot be reached" in result.stderr
+    result = run("sweep", url, "--ttl", "100")
+    assert result.exit_code == 1
+    assert result.stdout == "2 values now expire within 100 s\n"
+    assert "error: redis://127.0.0.1:1/0 cannot be reached" in result.stderr
+    assert len(answer("ls", url)["values"]) == answer("stat", url)["values"] == 5  # type: ignore[arg-type]
+    both = f"mirrored:{urls[down]}|{urls[down]}"
+    for command in (("verify", both), ("sweep", both, "--ttl", "100"), ("ls", both)):
+        with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+            run(*command)
 
 
 def test_of_several_stores_the_copies_in_each_are_given_a_time(tmp_path: Path) -> None:

@@ -278,6 +278,34 @@ def test_opening_a_store_whose_master_is_frozen_ends_within_seconds() -> None:
         assert time.monotonic() - started < 20
 
 
+def test_what_a_frozen_provider_sends_later_lands_in_no_buffer_of_a_read_that_ended() -> None:
+    """Its client alone gives up after 60 s and goes on receiving."""
+    names = [f"t:f:{index:02}:0" for index in range(24)]  # more than there are connections
+    with mooncake_server("64 MB") as server:
+        address = "127.0.0.1", server.master_port
+        values = mooncake_values.MooncakeValues(address, server.url, MooncakeSettings())
+        items = [PutItem(name, (b"head", content_of(name, 512 << 10))) for name in names]
+        assert {one.status for one in values.put(items)} == {PutStatus.STORED}
+        server.provider.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.provider.pid, os.WSTOPPED | os.WNOWAIT)
+        landings = [landing(name, 4, 512 << 10) for name in names]
+        gets = values.get([item for item, _ in landings])
+        assert GetStatus.HIT not in {one.status for one in gets}
+        before = [[bytes(buffer) for buffer in buffers] for _, buffers in landings]
+        server.provider.send_signal(signal.SIGCONT)
+        # What is asked for now comes behind what was being sent. The master may have given the
+        # provider up meanwhile, with its values.
+        give_up_at = time.monotonic() + 60
+        statuses = {GetStatus.MISS}
+        while statuses != {GetStatus.HIT} and time.monotonic() < give_up_at:
+            values.put(items)
+            again = [landing(name, 4, 512 << 10)[0] for name in names]
+            statuses = {one.status for one in values.get(again)}
+        assert statuses == {GetStatus.HIT}
+        assert [[bytes(buffer) for buffer in buffers] for _, buffers in landings] == before
+        values.close()
+
+
 class Unanswered:
     """A client whose master is gone: it waits 4 s for it at each call."""
 

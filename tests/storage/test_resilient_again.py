@@ -36,6 +36,22 @@ async def test_a_store_left_in_the_middle_of_a_probe_works_when_it_is_opened_aga
         assert await get_one(pair.store, NAME, 1) == (GetStatus.HIT, b"x")
 
 
+async def test_who_attaches_a_store_again_and_again_hears_once_that_it_is_back() -> None:
+    pair, heard = Pair(failures_to_open=1), []
+
+    class Node:
+        def is_back(self) -> None:
+            heard.append(self)
+
+    one, other = Node(), Node()
+    for node in (one, other, one, one):
+        pair.store.when_back(node.is_back)
+    async with pair.store.running():
+        await open_its_breaker(pair)
+        await until(lambda: pair.state is BreakerState.CLOSED, "a probe that is answered")
+        assert heard == [one, other]
+
+
 def test_a_store_can_be_opened_again_on_another_loop() -> None:
     pair = Pair()
 

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -28,13 +27,13 @@ from tierkv.api.access import (
 from tierkv.api.auth_file import read
 from tierkv.api.auth_keys import Keyring
 from tierkv.api.watch import watching
+from tierkv.pd.direct.neighbour import credentials
 
 log = logging.getLogger("tierkv.auth")
 
 PRINCIPAL = web.RequestKey("principal", Principal)
 
 _BEARER = re.compile(rb"bearer +([!-~]+) *", re.IGNORECASE)
-_UCRED = struct.Struct("3i")  # pid, uid, gid
 _COMMON_NAME = "commonName"
 
 
@@ -154,8 +153,7 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 
 def _by_user(peer: socket.socket, keyring: Keyring) -> Principal:
     """Who can open the socket may call it: by its row, or as an admin if it is the node's user."""
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    _, uid, _ = _UCRED.unpack(raw)
+    _, uid, _ = credentials(peer)
     if found := keyring.by_uid(uid):
         return found
     if uid == os.geteuid():

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 import tierkv
 from tierkv.api.collector_storage import storage, stores
-from tierkv.api.families import counter, gauge
+from tierkv.api.families import counter, gauge, total
 from tierkv.api.node import Node
 from tierkv.cache.pool import PoolStats
 from tierkv.observe import Stats
@@ -72,23 +72,20 @@ def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
             ("host", "capacity"): tiers.evicted_host_blocks,
         },
     )
-    yield counter(
+    yield total(
         "tierkv_forgotten_blocks",
         "Blocks evicted from device and host with no copy left there",
-        (),
-        {(): tiers.forgotten_blocks},
+        tiers.forgotten_blocks,
     )
-    yield counter(
+    yield total(
         "tierkv_skipped_offloads",
         "Blocks not copied to the host because it had no room",
-        (),
-        {(): tiers.skipped_offloads},
+        tiers.skipped_offloads,
     )
-    yield counter(
+    yield total(
         "tierkv_failed_transfers",
         "Copies between host and device that failed",
-        (),
-        {(): tiers.failed_transfers},
+        tiers.failed_transfers,
     )
 
 
@@ -114,11 +111,8 @@ def _requests(stats: Stats) -> Iterator[Metric]:
             ("miss",): counts.prompt_tokens - hits,
         },
     )
-    yield counter(
-        "tierkv_admitted_requests",
-        "Requests that got their blocks",
-        (),
-        {(): counts.admitted_requests},
+    yield total(
+        "tierkv_admitted_requests", "Requests that got their blocks", counts.admitted_requests
     )
     yield gauge(
         "tierkv_inflight_requests",
@@ -137,11 +131,10 @@ def _callers(node: Node) -> Iterator[Metric]:
         (),
         {(): desk.num_open},
     )
-    yield counter(
+    yield total(
         "tierkv_expired_leases",
         "Requests that were ended because nobody had named them for their lease",
-        (),
-        {(): desk.num_expired},
+        desk.num_expired,
     )
     yield counter(
         "tierkv_repeated_requests",
@@ -185,11 +178,10 @@ def _handoffs(stats: Stats) -> Iterator[Metric]:
             ("damaged",): counts.damaged_direct_blocks,
         },
     )
-    yield counter(
+    yield total(
         "tierkv_failed_direct_reads",
         "Claims that went on through storage since a producer could not be read",
-        (),
-        {(): counts.failed_direct_reads},
+        counts.failed_direct_reads,
     )
 
 
@@ -235,16 +227,12 @@ def _estimates(node: Node) -> Iterator[Metric]:
 
 def _engine(node: Node) -> Iterator[Metric]:
     stats = node.engine.stats
-    yield counter("tierkv_generated_tokens", "Tokens generated", (), {(): stats.generated_tokens})
-    yield counter(
-        "tierkv_computed_tokens",
-        "Tokens whose KV this node computed",
-        (),
-        {(): stats.computed_tokens},
+    yield total("tierkv_generated_tokens", "Tokens generated", stats.generated_tokens)
+    yield total(
+        "tierkv_computed_tokens", "Tokens whose KV this node computed", stats.computed_tokens
     )
-    yield counter(
+    yield total(
         "tierkv_failed_loads",
         "Requests whose cached tokens did not load and were computed",
-        (),
-        {(): stats.failed_loads},
+        stats.failed_loads,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.metrics_core import Metric
 
-from tierkv.api.families import counter, gauge
+from tierkv.api.families import counter, gauge, total
 from tierkv.observe import Stats
 from tierkv.storage.breaker import BreakerState
 from tierkv.transfer.storage_io import StorageStats
@@ -32,11 +32,10 @@ def storage(stats: Stats) -> Iterator[Metric]:
         ("op", "kind"),
         {("read", "failed"): counts.failed_reads, ("write", "failed"): counts.failed_writes},
     )
-    yield counter(
+    yield total(
         "tierkv_integrity_failures",
         "Stored blocks that were not what was written",
-        (),
-        {(): counts.damaged_blocks},
+        counts.damaged_blocks,
     )
 
 

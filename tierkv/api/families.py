@@ -21,3 +21,8 @@ def counter(
     for combination, value in values.items():
         family.add_metric(combination, value)
     return family
+
+
+def total(name: str, text: str, value: float) -> Metric:
+    """A counter without labels."""
+    return counter(name, text, (), {(): value})

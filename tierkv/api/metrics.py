@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
 
 from tierkv.api.collector import NodeCollector
 from tierkv.api.node import Node
+from tierkv.errors import HandoffError
 from tierkv.pd.ticket import ClaimProblem
 from tierkv.refmodel.engine import LOAD_FAILED
 from tierkv.refmodel.generation import Generation
@@ -89,8 +91,14 @@ class Metrics:
         self._first_token.labels(operation).observe(generation.first_token_s)
         self._queue.labels(operation).observe(generation.queue_s)
 
-    def count_handoff_failure(self, side: str, reason: str) -> None:
-        self._handoff.labels(side, reason).inc()
+    @contextmanager
+    def handing(self, side: str) -> Iterator[None]:
+        """Counts why the body's hand-off failed, if it does."""
+        try:
+            yield
+        except HandoffError as error:
+            self._handoff.labels(side, error.reason).inc()
+            raise
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The text format that `accept` asks for, and its content type."""

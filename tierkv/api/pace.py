@@ -9,11 +9,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _FIRST = 32
 _MOST = 128
+_ITEMS = 64  # each of which takes some 20 us
 _TURN_S = 0.01  # what a turn should take where there is more to do than it can
+
+
+async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """`items`, so many in each turn of the event loop: for lists that callers may make long."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _ITEMS == 0:
+            await asyncio.sleep(0)
 
 
 class Pace:

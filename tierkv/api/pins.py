@@ -36,19 +36,18 @@ class PinBook:
         """Pin what is cached of `prompt`, in place of a pin of the same key. Raises
         TooManyError."""
         tenant, pin_id = key
-        pins = self._of(tenant)
-        if pin_id not in pins and len(pins) >= MOST_PINS:
+        pins = self._pins.setdefault(tenant, {})
+        if len(pins) >= MOST_PINS and pin_id not in pins and len(self.all_of(tenant)) >= MOST_PINS:
             raise TooManyError(f"{MOST_PINS} pins are set")
         num_blocks = self._service.pin(_name(key), prompt, ttl_s, is_soft=is_soft)
         pin = Pin(pin_id, num_blocks, prompt.num_tokens, is_soft, self._now() + ttl_s)
         pins[pin_id] = pin
-        self._pins[tenant] = pins
         return pin
 
     def get(self, key: Key) -> Pin:
         """Raises UnknownIdError."""
-        pin = self._of(key[0]).get(key[1])
-        if pin is None:
+        pin = self._pins.get(key[0], {}).get(key[1])
+        if pin is None or pin.ends_at <= self._now():
             raise UnknownIdError(f"there is no pin {key[1]!r}")
         return pin
 
@@ -60,15 +59,11 @@ class PinBook:
         return pin
 
     def all_of(self, tenant: str) -> list[Pin]:
-        return list(self._of(tenant).values())
-
-    def _of(self, tenant: str) -> dict[str, Pin]:
-        """Those whose time is not over."""
-        now = self._now()
-        pins = {key: pin for key, pin in self._pins.get(tenant, {}).items() if pin.ends_at > now}
-        if tenant in self._pins:
-            self._pins[tenant] = pins
-        return pins
+        """Those whose time is not over; the others are forgotten."""
+        now, pins = self._now(), self._pins.get(tenant, {})
+        for pin_id in [pin_id for pin_id, pin in pins.items() if pin.ends_at <= now]:
+            del pins[pin_id]
+        return list(pins.values())
 
 
 def _name(key: Key) -> str:

@@ -17,7 +17,6 @@ from tierkv.api.types_requests import (
     StreamAnswer,
     StreamBody,
 )
-from tierkv.errors import HandoffError
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.request import Request
 
@@ -64,11 +63,8 @@ class HandoffRoutes(Routes):
             body = await self._read_optional(request, StreamBody)
             ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
             name = self._ticket(request, ticket_id)
-            try:
+            with self._metrics.handing("publish"):
                 streams = await node.desk.outgoing.stream(held, name)
-            except HandoffError as error:
-                self._metrics.count_handoff_failure("publish", error.reason)
-                raise
         return bodies.answer(
             request, StreamAnswer(request_id=held.key[1], ticket_id=ticket_id, streams=streams)
         )
@@ -80,13 +76,10 @@ class HandoffRoutes(Routes):
             body = await self._read_optional(request, PublishBody)
             ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
             name = self._ticket(request, ticket_id)
-            try:
+            with self._metrics.handing("publish"):
                 published = await node.desk.outgoing.publish(
                     held, name, body.first_tokens, body.sampling
                 )
-            except HandoffError as error:
-                self._metrics.count_handoff_failure("publish", error.reason)
-                raise
         ticket = published.ticket
         return bodies.answer(
             request,
@@ -121,7 +114,7 @@ class HandoffRoutes(Routes):
                     sampling=body.sampling,
                 )
 
-            try:
+            with self._metrics.handing("claim"):
                 held = await node.desk.begin(
                     (principal_of(request).tenant, request_id),
                     content_of(body, prompt.tokens),
@@ -129,9 +122,6 @@ class HandoffRoutes(Routes):
                     ttl_s=body.ttl_s,
                     wait=body.wait,
                 )
-            except HandoffError as error:
-                self._metrics.count_handoff_failure("claim", error.reason)
-                raise
         claimed = held.ticket
         return bodies.answer(
             request,

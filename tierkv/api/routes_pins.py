@@ -8,6 +8,7 @@ from aiohttp import web
 
 from tierkv.api import bodies
 from tierkv.api.access import Access
+from tierkv.api.pace import in_turns
 from tierkv.api.pins import Pin
 from tierkv.api.route import Route
 from tierkv.api.routes_base import Routes, principal_of
@@ -57,7 +58,8 @@ class PinRoutes(Routes):
     async def list(self, request: web.Request) -> web.Response:
         self._node.check_started()
         pins = self._node.pins.all_of(principal_of(request).tenant)
-        return bodies.answer(request, PinsAnswer([self._answer(pin) for pin in pins]))
+        told = [self._answer(pin) async for pin in in_turns(pins)]
+        return bodies.answer(request, PinsAnswer(told))
 
     async def put(self, request: web.Request) -> web.Response:
         async with self._node.work():

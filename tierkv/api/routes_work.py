@@ -25,7 +25,6 @@ from tierkv.api.types import (
     PrefillAnswer,
     PrefillBody,
 )
-from tierkv.errors import HandoffError
 from tierkv.refmodel.generation import GenerateRequest, OnTokens
 
 A = TypeVar("A", bound=GenerateAnswer)
@@ -99,11 +98,8 @@ class WorkRoutes(Routes):
             name = self._ticket(request, ticket_id)
 
         async def compute(job: GenerateRequest) -> PrefillAnswer:
-            try:
+            with self._metrics.handing("publish"):
                 prefilled = await self._node.engine.prefill(job, name, waits_for=body.wait)
-            except HandoffError as error:
-                self._metrics.count_handoff_failure("publish", error.reason)
-                raise
             self._metrics.observe("prefill", prefilled.generation)
             block_size = self._node.settings.cache.block_size
             return PrefillAnswer.of_prefill(work.request_id, prefilled, ticket_id, block_size)
@@ -118,13 +114,10 @@ class WorkRoutes(Routes):
             name = self._ticket(request, body.ticket_id)
 
         async def compute(job: GenerateRequest) -> DecodeAnswer:
-            try:
+            with self._metrics.handing("claim"):
                 generation, ticket = await self._node.engine.decode(
                     job, name, policy=body.policy, deadline_s=body.deadline_s
                 )
-            except HandoffError as error:
-                self._metrics.count_handoff_failure("claim", error.reason)
-                raise
             self._metrics.observe("decode", generation)
             return DecodeAnswer.of_ticket(work.request_id, generation, body.ticket_id, ticket)
 

@@ -182,22 +182,17 @@ class TierCopies:
     def drop_ready(self, num_blocks: int) -> Ids:
         """Truncate a run that is ready throughout; the slots of the blocks that go. With 0 it is
         absent throughout instead, for who still holds on to a node that has left the tree."""
-        assert self._slots is not None, "ready blocks have slots"
-        gone = self.num_blocks - num_blocks
-        had = np.frombuffer(self._slots, _INT32, gone, num_blocks * _SLOT_BYTES)
+        slots, kept = self._slots, num_blocks * _SLOT_BYTES
+        assert slots is not None, "ready blocks have slots"
+        had = np.frombuffer(slots, _INT32, self.num_blocks - num_blocks, kept)
         self.num_present = num_blocks
-        if num_blocks:
-            self.num_blocks = num_blocks
-            self._cut_slots()
-        else:
+        if not num_blocks:
             self.uniform, self._slots = _ABSENT, None
+            return had
+        self.num_blocks = num_blocks
+        if len(slots) > MOST_KEPT * kept:  # else those that went stay for a while
+            self._slots = slots[:kept]
         return had
-
-    def _cut_slots(self) -> None:
-        """Keep those of the blocks that are left, and for a while those behind them."""
-        slots, num_bytes = self._slots, self.num_blocks * _SLOT_BYTES
-        if slots is not None and len(slots) > MOST_KEPT * num_bytes:
-            self._slots = slots[:num_bytes]
 
     def truncate(self, num_blocks: int) -> None:
         """Drop all blocks from `num_blocks` on."""
@@ -209,7 +204,9 @@ class TierCopies:
         if self._states is not None:
             self._states = self._states[:num_blocks].copy()
             self._settle()
-        self._cut_slots()
+        slots, kept = self._slots, num_blocks * _SLOT_BYTES
+        if slots is not None and len(slots) > MOST_KEPT * kept:
+            self._slots = slots[:kept]
 
     def _settle(self) -> None:
         """Keep one value for all states if they are equal."""
@@ -224,4 +221,4 @@ class TierCopies:
 
 
 def _packed(slots: Ids) -> bytes:
-    return slots.tobytes() if slots.dtype == _INT32 else slots.astype(_INT32).tobytes()
+    return slots.tobytes() if slots.dtype is _INT32 else slots.astype(_INT32).tobytes()

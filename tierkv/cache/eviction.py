@@ -15,6 +15,7 @@ from tierkv.cache.write_policy import WritePolicy, WriteRule
 SOFT_PIN = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
 
 Entry = tuple[int, int, Node]  # rank, a number that no other entry has, the run
+_FEW_ENTRIES = 64
 _READY = CopyState.READY
 _WRITE_BACK = WritePolicy.WRITE_BACK
 
@@ -43,19 +44,20 @@ class EvictionOrder:
         self._line: deque[Entry] = deque()  # ascending
         self._heap: list[Entry] = []
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
+        self._most_queued = _FEW_ENTRIES  # entries before the stale ones among them are dropped
         self._num_pushed = 0
         self._rank = self.policy.rank
         self.memory = self.policy if self.policy.has_memory else None
         self._spares = self.policy.spares if self.policy.has_second_chances else None
 
     def is_candidate(self, node: Node) -> bool:
-        copies = node.host if self.tier else node.device
-        return (
-            not node.holders
-            and copies is not None
-            and copies.num_present > 0
-            and not node.present_children[self.tier]
-        )  # never a root, which has no copies
+        if node.holders:
+            return False
+        if self.tier:
+            copies = node.host
+            return copies is not None and copies.num_present > 0 and not node.children_on_host
+        # Never a root, which has no copies.
+        return node.device.num_present > 0 and not node.children_on_device
 
     def rank(self, node: Node) -> int:
         rank = self._rank(node)
@@ -65,28 +67,36 @@ class EvictionOrder:
         """Queue `node` if it can go."""
         if not self.is_candidate(node):
             return
-        fallen = () if self.memory is None else self.memory.queued(node)
+        if self.memory is None:
+            self._push(node)
+            return
+        fallen = self.memory.queued(node)
         self._push(node)
         for other in fallen:
             self._push_again(other)
-        if len(self._line) + len(self._heap) > 2 * len(self._newest) + 64:  # mostly gone stale
-            self._line = deque(sorted(self._newest.values()))
-            self._heap = []
 
     def _push(self, node: Node) -> None:
-        rank, uid, newest = self._rank(node), node.uid, self._newest
+        rank, uid = self._rank(node), node.uid
         if node.soft_pins:
             rank += SOFT_PIN
-        known = newest.get(uid)
+        known = self._newest.get(uid)
         if known is not None and known[0] == rank:
             return
         self._num_pushed += 1
-        entry = newest[uid] = (rank, self._num_pushed, node)
-        line = self._line
-        if not line or line[-1] < entry:
+        entry = self._newest[uid] = (rank, self._num_pushed, node)
+        line, heap = self._line, self._heap
+        if not line or line[-1][0] <= rank:
             line.append(entry)
         else:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(heap, entry)
+        if len(line) + len(heap) > self._most_queued:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """Keep only the entries that count; until there are twice as many, all are left alone."""
+        self._line = deque(sorted(self._newest.values()))
+        self._heap = []
+        self._most_queued = 2 * len(self._line) + _FEW_ENTRIES
 
     def _push_again(self, node: Node) -> None:
         """Its rank has changed."""
@@ -100,7 +110,9 @@ class EvictionOrder:
 
     def forget(self, node: Node) -> None:
         """`node` has left the tree."""
-        self._newest.pop(node.uid, None)
+        entry = self._newest.pop(node.uid, None)
+        if entry is not None and self._line and self._line[0] is entry:
+            self._line.popleft()  # as what is evicted was the first
         if self.memory is not None:
             self.memory.forget(node)
 
@@ -111,13 +123,12 @@ class EvictionOrder:
         a run whose children went one by one is one to be queued, in a plan it goes with them."""
         if rule.policy is _WRITE_BACK or self.memory is not None:
             return None
-        if (entry := self._top()) is None:
+        entry = self._top()
+        if entry is None or entry[2].children:
             return None
         node = entry[2]
         copies, other = (node.host, node.device) if self.tier else (node.device, node.host)
-        if node.children or (other is not None and other.num_present):
-            return None
-        if copies is None or copies.uniform is not _READY:
+        if copies is None or copies.uniform is not _READY or (other and other.num_present):
             return None
         stop = node.num_blocks
         return node, stop - most if most < stop else 0, stop

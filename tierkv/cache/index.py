@@ -29,7 +29,9 @@ class Index(Leases):
 
     def match(self, prompt: Prompt, max_tokens: int | None = None) -> Match:
         """The longest run of `prompt`'s first `max_tokens` tokens. Changes nothing."""
-        limit = prompt.num_tokens if max_tokens is None else min(max_tokens, prompt.num_tokens)
+        limit = prompt.num_tokens
+        if max_tokens is not None and max_tokens < limit:
+            limit = max_tokens
         return longest_match(self.root_of(prompt), prompt, limit)
 
     def slots(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
@@ -102,7 +104,8 @@ class Index(Leases):
                 pos = stop = reached
         if pos < stop:
             below = node
-            node = self._grow(tier, node, pos, prompt, stop, slots[pos - first :], at.node)
+            new = slots[pos - first :] if pos > first else slots
+            node = self._grow(tier, node, pos, prompt, stop, new, at.node)
             self._move(at, node, is_new=node is not below)
         else:
             self._move(at, self._ending_at(node, stop))
@@ -211,10 +214,12 @@ class Index(Leases):
             if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
                 own[tier].num_unheld -= j - i
             if i:
-                return node.drop_ready(tier, i)
+                node.cut(tier, i)
+                return copies.drop_ready(i)
             parent = self._unlink(node)
             parent.count_present(tier, -1)
-            if not parent.present_children[tier]:  # else there's nothing new for it
+            # Else there's nothing new for it.
+            if not (parent.children_on_host if tier else parent.children_on_device):
                 self._offer(parent)
             return copies.drop_ready(0)
         had = self._change(tier, node, i, j, Change.EVICT)

@@ -20,6 +20,7 @@ from tierkv.cache.tokens import TOKEN_BYTES, Tokens, pack
 from tierkv.errors import BadRequestError
 
 DIGEST_BYTES = 32
+_NO_EXTRAS: Mapping[int, bytes] = {}
 _TAIL_TAG = b"tierkv tail v1\0".ljust(DIGEST_BYTES, b"\0")
 
 
@@ -61,7 +62,7 @@ def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
     return b"".join(parts)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Prompt:
     """Tokens (packed) and media, cut into blocks of `block_size`: what the index matches.
 
@@ -77,10 +78,24 @@ class Prompt:
 
     tokens: bytes
     block_size: int
-    extras: Mapping[int, bytes] = field(default_factory=dict)
-    space: str = ""
-    num_tokens: int = field(init=False, repr=False, compare=False)
-    num_blocks: int = field(init=False, repr=False, compare=False)
+    extras: Mapping[int, bytes]
+    space: str
+    num_tokens: int = field(repr=False, compare=False)
+    num_blocks: int = field(repr=False, compare=False)
+
+    def __init__(
+        self,
+        tokens: bytes,
+        block_size: int,
+        extras: Mapping[int, bytes] = _NO_EXTRAS,
+        space: str = "",
+    ) -> None:
+        self.tokens = tokens
+        self.block_size = block_size
+        self.extras = extras
+        self.space = space
+        self.num_tokens = num_tokens = len(tokens) // TOKEN_BYTES
+        self.num_blocks = num_tokens // block_size
 
     @classmethod
     def of(
@@ -92,13 +107,10 @@ class Prompt:
         space: str = "",
     ) -> Prompt:
         packed = pack(tokens)
-        extras = _extras(media, len(packed) // TOKEN_BYTES, block_size) if media else {}
-        return cls(packed, block_size, extras, space)
-
-    def __post_init__(self) -> None:
-        num_tokens = len(self.tokens) // TOKEN_BYTES
-        self.num_tokens = num_tokens
-        self.num_blocks = num_tokens // self.block_size
+        if media:
+            extras = _extras(media, len(packed) // TOKEN_BYTES, block_size)
+            return cls(packed, block_size, extras, space)
+        return cls(packed, block_size, _NO_EXTRAS, space)
 
     @property
     def tail_tokens(self) -> int:

@@ -42,11 +42,15 @@ def longest_match(root: Node, prompt: Prompt, max_tokens: int) -> Match:
     """The longest run of `prompt`'s first `max_tokens` tokens."""
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)
-    is_ready = node.device.uniform is _READY  # then the path above is, too: see `verify`
-    device, loading = (pos, 0) if is_ready else _on_device(node, pos)
+    device, loading = pos, 0
+    if node.device.uniform is not _READY and pos:  # else the path above is, too: see `verify`
+        device, loading = _on_device(node, pos)
     partial = None
     if pos * size < max_tokens and (pos < node.end or node.order):
-        partial = _partial(node, pos, prompt, min(max_tokens, (pos + 1) * size))
+        stop = (pos + 1) * size
+        if stop > max_tokens:  # noqa: PLR1730 - min() takes 0.1 us
+            stop = max_tokens
+        partial = _partial(node, pos, prompt, stop)
     return Match(node, pos, device, loading, pos - device - loading, partial)
 
 
@@ -66,9 +70,10 @@ def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]
     """Follow blocks [pos, stop) of `prompt` from `node`, whose path covers [0, pos)."""
     tokens, width, extras = prompt.tokens, prompt.block_size * TOKEN_BYTES, prompt.extras
     startswith = tokens.startswith
-    if pos < node.end and pos < stop:
+    end = node.end
+    if pos < end and pos < stop:
         pos += _shared_blocks(node, pos, prompt, stop)
-    while pos < stop and pos == node.end:
+    while pos == end and pos < stop:
         at = pos * width
         key = tokens[at : at + width]
         if extras:
@@ -76,12 +81,13 @@ def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]
         child = node.children.get(key)
         if child is None:
             break
-        node, num_bytes = child, child.token_bytes
+        node, end, num_bytes = child, child.end, child.token_bytes
         run: bytes | memoryview = child.packed
         if len(run) != num_bytes:  # there is more in it than the run: a view copies nothing
-            run = memoryview(run)[child.packed_at : child.packed_at + num_bytes]
-        if node.end <= stop and startswith(run, at) and not (extras or node.extras):
-            pos = node.end  # the whole run, as mostly
+            first = child.packed_at
+            run = memoryview(run)[first : first + num_bytes]
+        if end <= stop and startswith(run, at) and not (extras or node.extras):
+            pos = end  # the whole run, as mostly
         else:
             pos += _shared_blocks(node, pos, prompt, stop)
     return node, pos
@@ -123,9 +129,9 @@ def _partial(node: Node, pos: int, prompt: Prompt, stop: int) -> PartialMatch | 
         return None
     # Among sorted byte strings the one that shares most with `rest` is next to its place.
     head = child_key(b"", extra) if extra else b""
-    first, best, child = head + rest[:TOKEN_BYTES], 0, None
-    place = bisect.bisect_left(node.order, head + rest)
-    for key in node.order[place - 1 if place else 0 : place + 1]:
+    first, best, child, order = head + rest[:TOKEN_BYTES], 0, None, node.order
+    place = bisect.bisect_left(order, head + rest)
+    for key in order[place - 1 if place else 0 : place + 1]:
         if key.startswith(first) and (shared := common_tokens(key[len(head) :], rest)) > best:
             best, child = shared, node.children[key]
     return None if child is None else PartialMatch(child, pos, best)

@@ -25,14 +25,6 @@ def child_key(tokens: bytes, extra: bytes) -> bytes:
     return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens
 
 
-def fitting(packed: bytes, start: int, stop: int) -> tuple[bytes, int]:
-    """Bytes [start, stop) of `packed`: itself and where they begin in it if hardly anything is
-    beside them, so that nothing need be copied, else a copy of them and 0."""
-    if 8 * len(packed) <= 9 * (stop - start):
-        return packed, start
-    return packed[start:stop], 0
-
-
 class Tier(IntEnum):
     """The tiers that have slots. Storage has names instead and is asked, never assumed."""
 
@@ -45,7 +37,9 @@ TIERS = tuple(Tier)  # going over these takes a tenth of what going over the enu
 Segment = tuple["Node", int, int]  # blocks [i, j) of a node's run, counted from the run's start
 
 
-_NOBODY: list[bytes] = []  # the order of no children: most runs have none
+# Of no children, as most runs have none: never changed.
+_NOBODY: dict[bytes, Node] = {}
+_NO_ORDER: list[bytes] = []
 
 
 class Node:
@@ -61,7 +55,7 @@ class Node:
         this node is evicted. A lease therefore protects its whole path.
     last_used: the newest tick at which a lease that has ended, or ends here, was taken.
     digests: block keys of the first blocks of the run, 32 bytes each, as far as anybody asked.
-    present_children[tier]: children, tails included, with a copy on that tier.
+    children_on_device, children_on_host: those of them, tails included, with a copy there.
     device: its copies there. host: those there, None where there is none, as mostly.
     order: the keys of `children`, sorted, so that the child sharing the most leading tokens with
         a prompt is a neighbour of where it would stand.
@@ -70,6 +64,8 @@ class Node:
     __slots__ = (
         "_stored",
         "children",
+        "children_on_device",
+        "children_on_host",
         "device",
         "digests",
         "end",
@@ -85,7 +81,6 @@ class Node:
         "packed",
         "packed_at",
         "parent",
-        "present_children",
         "soft_pins",
         "space",
         "start",
@@ -115,9 +110,10 @@ class Node:
         self.extras: dict[int, bytes] | None = None
         self.device = device
         self.host: TierCopies | None = None
-        self.children: dict[bytes, Node] = {}
-        self.order = _NOBODY
-        self.present_children = (0, 0)
+        self.children = _NOBODY
+        self.order = _NO_ORDER
+        self.children_on_device = 0
+        self.children_on_host = 0
         self.holders = 0
         self.hits = 0
         self.last_used = 0
@@ -150,9 +146,13 @@ class Node:
         return self.packed[self.packed_at + start * width : self.packed_at + stop * width]
 
     def put_tokens(self, packed: bytes, start: int, stop: int) -> None:
-        """Let bytes [start, stop) of `packed` be the run's tokens."""
-        self.token_bytes = stop - start
-        self.packed, self.packed_at = fitting(packed, start, stop)
+        """Let bytes [start, stop) of `packed` be the run's tokens: copied, unless hardly anything
+        is beside them."""
+        self.token_bytes = num_bytes = stop - start
+        if 8 * len(packed) <= 9 * num_bytes:
+            self.packed, self.packed_at = packed, start
+        else:
+            self.packed, self.packed_at = packed[start:stop], 0
 
     def keep_less(self, packed: bytes) -> None:
         """Blocks below needed `packed` and are gone: this run and those above that share it with
@@ -191,19 +191,27 @@ class Node:
 
     def adopt(self, child: Node) -> None:
         """Let `child`, which has its key, be found below."""
-        if not self.children:
-            self.order = []
-        self.children[child.key] = child
-        bisect.insort(self.order, child.key)
+        if self.children:
+            self.children[child.key] = child
+            bisect.insort(self.order, child.key)
+        else:
+            self.children, self.order = {child.key: child}, [child.key]
 
     def disown(self, child: Node) -> None:
         del self.children[child.key]
         del self.order[bisect.bisect_left(self.order, child.key)]
 
+    @property
+    def present_children(self) -> tuple[int, int]:
+        """By tier: children, tails included, with a copy there."""
+        return self.children_on_device, self.children_on_host
+
     def count_present(self, tier: Tier, step: int) -> None:
         """So many more children have a copy on `tier`."""
-        device, host = self.present_children
-        self.present_children = (device, host + step) if tier else (device + step, host)
+        if tier:
+            self.children_on_host += step
+        else:
+            self.children_on_device += step
 
     # What Storage has been told of: a belief that saves writes, never a match.
 
@@ -239,22 +247,21 @@ class Node:
     def truncate(self, num_blocks: int) -> None:
         """Forget blocks from `num_blocks` on. The tokens behind them stay in memory for a while,
         see `keep_less`."""
-        self._cut(num_blocks)
+        self._shorten(num_blocks)
         self.device.truncate(num_blocks)
         if self.host:
             self.host.truncate(num_blocks)
 
-    def drop_ready(self, tier: Tier, num_blocks: int) -> Ids:
-        """`truncate` a run that is ready throughout on `tier` and nowhere else; the slots that
-        the blocks had which go."""
-        self._cut(num_blocks)
+    def cut(self, tier: Tier, num_blocks: int) -> None:
+        """`truncate` a run that is ready throughout on `tier` and nowhere else, but for its copies
+        there: they are the caller's business."""
+        self._shorten(num_blocks)
         if tier:
             self.device.num_blocks = num_blocks
         else:
             self.host = None
-        return self.on(tier).drop_ready(num_blocks)
 
-    def _cut(self, num_blocks: int) -> None:
+    def _shorten(self, num_blocks: int) -> None:
         self.token_bytes = self.token_bytes // self.num_blocks * num_blocks
         if len(self.packed) > MOST_KEPT * self.token_bytes:
             self.keep_less(self.packed)

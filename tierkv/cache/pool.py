@@ -93,7 +93,7 @@ class BlockPool:
             return self.allocate(count)
         ids = given[0]
         if len(given) > 1:  # joined as bytes: in a third of the time of numpy.concatenate
-            ids = np.frombuffer(b"".join([part.data for part in given]), _INT32)
+            ids = np.frombuffer(b"".join([part.tobytes() for part in given]), _INT32)
         more = count - len(ids)
         if more < 0 or more > self._num_free:
             self.release(ids)

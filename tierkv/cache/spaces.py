@@ -71,7 +71,7 @@ class Spaces:
 
     def root_of(self, prompt: Prompt) -> Node:
         """Raises BadRequestError if no space of that name is open."""
-        return self.root_named(prompt.space)
+        return self._roots.get(prompt.space) or self.root_named(prompt.space)
 
     def root_named(self, name: str) -> Node:
         try:

@@ -70,7 +70,7 @@ class Tree(Spaces):
             if node.host is not None:
                 host += node.host.num_present
                 self._offer(node)
-            elif not node.present_children[0]:
+            elif not node.children_on_device:
                 self._offer(node)
             node = parent
         if device or host:
@@ -86,11 +86,11 @@ class Tree(Spaces):
             own[1].num_unheld += host
 
     def _offer(self, node: Node) -> None:
-        if node.holders:
-            return
-        self.order[0].offer(node)
-        if node.host:
-            self.order[1].offer(node)
+        """Let it be queued wherever it can go now."""
+        device, host = self.order
+        device.offer(node)
+        if node.host is not None:
+            host.offer(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
             own[0].offer(node)
             own[1].offer(node)
@@ -101,12 +101,17 @@ class Tree(Spaces):
         """A child with the next blocks of `prompt`, as many as `device` has; if only the tail is
         left, with it. To count the copies is the caller's business."""
         tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
-        key = tokens[first * width : (first + 1) * width]
+        at = first * width
+        key = tokens[at : at + width]
         if prompt.extras:
             key = child_key(key, prompt.extra(first))
-        node = Node(self._next_uid, parent, parent.space, key, device)
-        node.put_tokens(tokens, first * width, min(node.end * width, len(tokens)))
-        self._next_uid += 1
+        uid = self._next_uid
+        self._next_uid = uid + 1
+        node = Node(uid, parent, parent.space, key, device)
+        stop = node.end * width
+        if stop > len(tokens):  # noqa: PLR1730 - min() takes 0.1 us
+            stop = len(tokens)
+        node.put_tokens(tokens, at, stop)
         if prompt.extras:
             node.extras = _extras_of(prompt, first, node.end)
         parent.adopt(node)
@@ -166,7 +171,7 @@ class Tree(Spaces):
         upper.holders = int(node.holders > 0)
         parent.children[upper.key] = upper  # in the place of `node`, whose key it has
         upper.adopt(node)
-        upper.present_children = (int(had[0]), int(had[1]))
+        upper.children_on_device, upper.children_on_host = int(had[0]), int(had[1])
         self._offer(node)
         if is_mixed:  # else both halves are where the run was, and neither's turn has come
             self._recount_halves(parent, upper, node, had)
@@ -179,7 +184,7 @@ class Tree(Spaces):
         is_lower, is_upper = (
             tuple(int(half.num_present(tier) > 0) for tier in TIERS) for half in (lower, upper)
         )
-        upper.present_children = is_lower[0], is_lower[1]
+        upper.children_on_device, upper.children_on_host = is_lower
         for tier in TIERS:
             # The parent counted this run once; now it has the upper half for a child.
             parent.count_present(tier, is_upper[tier] - had[tier])
@@ -240,8 +245,9 @@ class Tree(Spaces):
         parent.disown(node)
         if parent.packed is node.packed:
             parent.keep_less(node.packed)
-        for order in self.order:
-            order.forget(node)
+        device, host = self.order
+        device.forget(node)
+        host.forget(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
             own[0].forget(node)
             own[1].forget(node)

@@ -16,6 +16,7 @@ import click
 import msgspec
 import uvloop
 
+from tierkv.api.masked import masked_url
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import DemoError, private_redis
 from tierkv.demo.scenes import Nodes, Play, Scene
@@ -150,7 +151,7 @@ async def _play(
         config = folder / "node.toml"
         config.write_text(node_config(len(text.encode())))
         async with _storage(storage, folder) as url:
-            say(f"prompt: {len(text.encode())} tokens; storage: {_without_secrets(url)}")
+            say(f"prompt: {len(text.encode())} tokens; storage: {masked_url(url)}")
             nodes = Nodes(url, config, folder)
             async with nodes.running():
                 async for scene in Play(nodes, text, max_tokens, say).scenes():
@@ -169,11 +170,6 @@ async def _storage(storage: str | None, folder: Path) -> AsyncIterator[str]:
         yield f"file://{folder / 'store'}"
     else:
         yield storage
-
-
-def _without_secrets(url: str) -> str:
-    head, separator, tail = url.rpartition("@")
-    return f"{head.split('://')[0]}://...@{tail}" if separator else url
 
 
 def report(scene: Scene, number: int) -> str:

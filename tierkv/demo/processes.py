@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tierkv.errors import TierKVError
+from tierkv.tasks import task_group
 
 A = TypeVar("A")
 
@@ -124,16 +125,8 @@ async def _listening(
 
 async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:
     """Their results; processes start side by side. The first DemoError stops the others."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(start) for start in starts]
-    except (
-        ExceptionGroup
-    ) as errors:  # what is raised inside except* would come out in a group again
-        expected, rest = errors.split(DemoError)
-        if expected is None or rest is not None:
-            raise
-        raise expected.exceptions[0] from None
+    async with task_group() as tasks:
+        running = [tasks.create_task(start) for start in starts]
     return [task.result() for task in running]
 
 

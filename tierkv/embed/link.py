@@ -15,6 +15,7 @@ from contextlib import suppress
 import msgspec
 
 from tierkv.errors import TransferError
+from tierkv.pd.direct.neighbour import credentials
 from tierkv.wire import seal, unseal
 
 MAGIC = b"TKWK"
@@ -72,10 +73,7 @@ class Link:
 
     def peer_pid(self) -> int:
         """The process at the other end, as the kernel knows it."""
-        size = struct.calcsize("3i")
-        packed = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        pid: int = struct.unpack("3i", packed)[0]
-        return pid
+        return credentials(self._socket)[0]
 
     def send(self, record: bytes | Record, *, descriptor: int | None = None) -> None:
         """Blocks while the other end does not read; raises LinkClosedError if it is gone."""

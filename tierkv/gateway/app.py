@@ -75,19 +75,22 @@ class ProbeRoutes:
         return bodies.answer(request, ReadyAnswer("ok"))
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 as long as some node takes work; degraded if not all do. ?verbose names each."""
+        """200 as long as some node takes work; degraded if not all do, or one says that it is.
+        ?verbose names each."""
         gateway = self._gateway
         if gateway.is_draining:
             raise GatewayShuttingDownError("this gateway is shutting down")
         states = gateway.states()
-        found = {state for state, _ in states.values()}
-        if NodeState.READY not in found:
+        if not any(state is NodeState.READY for state, _ in states.values()):
             raise NoNodesError("no node is ready")
-        is_whole = found == {NodeState.READY}
-        parts = None
-        if bodies.is_set(request, "verbose"):
-            parts = {url: PartHealth(state.value, word) for url, (state, word) in states.items()}
-        return bodies.answer(request, ReadyAnswer("ok" if is_whole else "degraded", parts))
+        parts = {
+            url: PartHealth("degraded" if word and state is NodeState.READY else state.value, word)
+            for url, (state, word) in states.items()
+        }
+        is_whole = all(part.status == NodeState.READY.value for part in parts.values())
+        is_verbose = bodies.is_set(request, "verbose")
+        status = "ok" if is_whole else "degraded"
+        return bodies.answer(request, ReadyAnswer(status, parts if is_verbose else None))
 
     async def version(self, request: web.Request) -> web.Response:
         return bodies.answer(request, {"version": tierkv.__version__, "role": "gateway"})

@@ -36,6 +36,8 @@ _UNBOUNDED = 0  # connections to a node; admission bounds them
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _BUSY_CODES = ("out_of_blocks", "shutting_down", "not_ready", "too_many_requests")
 _NOT_NOW_CODES = ("shutting_down", "not_ready", "wrong_role")
+_OK = "ok"
+_MOST_TROUBLE = 1_000  # characters of what a node says of itself
 _RETRY_CODES = ("duplicate_request", "wrong_role", "body_timeout")
 
 
@@ -57,6 +59,15 @@ class _LookupAnswer(msgspec.Struct):
 
 class _VersionAnswer(msgspec.Struct):
     fingerprint: dict[str, str]
+
+
+class _Part(msgspec.Struct):
+    status: str
+    detail: str
+
+
+class _ReadyAnswer(msgspec.Struct):
+    parts: dict[str, _Part]
 
 
 class NodeCalls:
@@ -89,9 +100,18 @@ class NodeCalls:
                 await stack.enter_async_context(pool.running())
             yield
 
-    async def is_ready(self, node: BackendNode) -> bool:
-        """Whether its probe is answered with 200. Raises AttemptError if it is not answered."""
-        return (await self._probe(node, "/readyz")).status == HTTPStatus.OK
+    async def trouble(self, node: BackendNode) -> str | None:
+        """What a node that takes work says is wrong with it, "" if nothing is; None if it takes no
+        work. Raises AttemptError if its probe is not answered."""
+        reply = await self._probe(node, "/readyz?verbose")
+        if reply.status != HTTPStatus.OK:
+            return None
+        try:
+            parts = msgspec.json.decode(reply.raw, type=_ReadyAnswer).parts
+        except UNREADABLE:
+            return ""
+        wrong = [f"{name}: {part.detail}" for name, part in parts.items() if part.status != _OK]
+        return "; ".join(wrong)[:_MOST_TROUBLE]
 
     async def _probe(self, node: BackendNode, path: str) -> Reply:
         try:
@@ -104,7 +124,7 @@ class NodeCalls:
             raise AttemptError(str(error)) from error
 
     async def fingerprint(self, node: BackendNode) -> dict[str, str] | None:
-        """What the node computes; None if it does not say. Raises AttemptError as `is_ready`."""
+        """What the node computes; None if it does not say. Raises AttemptError as `trouble`."""
         reply = await self._probe(node, "/version")
         if reply.status != HTTPStatus.OK:
             return None

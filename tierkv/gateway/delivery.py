@@ -16,6 +16,7 @@ from tierkv.gateway.backend import Backend
 from tierkv.gateway.calls import UNREADABLE
 from tierkv.gateway.failures import (
     AttemptError,
+    HandoffRefusedError,
     NodeBusyError,
     NodeFailedError,
     NoNodesError,
@@ -126,7 +127,9 @@ class Delivery:
 
     def note(self, node: BackendNode, error: AttemptError) -> None:
         """An attempt came to nothing. Raises GatewayError if it was the last."""
-        self._failed.add(node)
+        # Who has computed the prompt and could not hand it over can go on with it.
+        if not (isinstance(error, HandoffRefusedError) and node in self.speakers):
+            self._failed.add(node)
         why = {NodeFailedError: "node_failed", NodeBusyError: "node_busy"}
         self.backend.metrics.count_failure(node.url, why.get(type(error), "handoff_refused"))
         self.spend(error)

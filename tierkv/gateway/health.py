@@ -50,12 +50,12 @@ class _Probe:
             # What it computes comes first, each time: a node that was replaced by one of another
             # model must not go on with an answer that one of ours has begun.
             fingerprint = await self._calls.fingerprint(node)
-            is_ready = await self._calls.is_ready(node)
+            trouble = await self._calls.trouble(node)
             self._nodes.compare(node, fingerprint)
-            if is_ready:
-                node.says_ready()
-            else:
+            if trouble is None:
                 node.says_unready()
+            else:
+                node.says_ready(trouble)
             self._unanswered = 0
         except AttemptError:
             node.has_failed(now())

@@ -44,6 +44,7 @@ class BackendNode:
         self._settings = settings
         self._ejected_until = 0.0
         self._is_ready = False  # until it has said so
+        self._trouble = ""  # what it says is wrong with it, ready as it is
         self._waits: dict[asyncio.Timeout, float] = {}  # with the time when each began
 
     def state(self, now: float) -> NodeState:
@@ -60,8 +61,10 @@ class BackendNode:
                 return f"differs in {'; '.join(self.differs_in)}"
             case NodeState.EJECTED:
                 return f"failed {self.num_failures} times in a row"
-            case _:
+            case NodeState.UNREADY:
                 return ""
+            case NodeState.READY:
+                return self._trouble
 
     def has_failed(self, now: float) -> None:
         """Leave it alone; the longer, the more often this has happened in a row."""
@@ -77,11 +80,13 @@ class BackendNode:
         self.num_failures = 0
         self._ejected_until = 0.0
 
-    def says_ready(self) -> None:
-        """A probe was answered well."""
+    def says_ready(self, trouble: str = "") -> None:
+        """A probe was answered well. trouble: what the node says makes it slower than it could
+        be."""
         if self.num_failures:
             self.lives += 1
         self._is_ready = True
+        self._trouble = trouble
         self._ejected_until = 0.0
         self.num_failures = 0
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal, cast
 
 import msgspec
 
-from tierkv.cache.tokens import pack
+from tierkv.cache.tokens import pack, unpack
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.job import Job
@@ -15,6 +16,7 @@ from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.text import encode
 
 FinishReason = Literal["stop", "length"]
+Prompt = str | list[int]
 
 _MOST_STOPS = 4
 _MOST_STOP_CHARACTERS = 256
@@ -64,34 +66,33 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         return stops
 
-    def jobs(self, request_id: str, authorization: str | None, *, most: int) -> list[Job]:
+    def jobs(self, request_id: str, authorization: str | None, *, most: int) -> Iterator[Job]:
         """One job for each prompt. Raises InvalidRequestError."""
         self._check()
         prompts = self._prompts()
         if not 0 < len(prompts) <= most:
             raise InvalidRequestError(f"give 1 to {most} prompts at once", param="prompt")
         seed = secrets.randbits(_SEED_BITS) if self.seed is None else self.seed % 2**64
-        return [
-            Job(
+        for number, prompt in enumerate(prompts):
+            yield Job(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
-                tokens=tokens,
+                tokens=_tokens(prompt),
                 max_tokens=16 if self.max_tokens is None else self.max_tokens,
                 temperature=1.0 if self.temperature is None else self.temperature,
                 top_k=self.top_k,
                 seed=seed,
                 authorization=authorization,
             )
-            for number, tokens in enumerate(prompts)
-        ]
 
-    def _prompts(self) -> list[bytes]:
+    def _prompts(self) -> Sequence[Prompt]:
         if isinstance(self.prompt, str):
-            return [_tokens(self.prompt)]
-        tokens = [part for part in self.prompt if isinstance(part, int)]
-        others = [part for part in self.prompt if not isinstance(part, int)]
-        if tokens and others:
+            return [self.prompt]
+        kinds = set(map(type, self.prompt))
+        if kinds == {int}:
+            return [cast("list[int]", self.prompt)]
+        if int in kinds:
             raise InvalidRequestError("prompt mixes tokens with prompts", param="prompt")
-        return [_tokens(tokens)] if tokens else [_tokens(prompt) for prompt in others]
+        return cast("list[Prompt]", self.prompt)
 
     def _check(self) -> None:
         for field, value, neutral in (
@@ -119,19 +120,18 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequestError("stream_options need stream", param="stream_options")
 
 
-def _tokens(prompt: str | list[int]) -> bytes:
+def _tokens(prompt: Prompt) -> bytes:
     if not prompt:
         raise InvalidRequestError("a prompt is empty", param="prompt")
     try:
-        if isinstance(prompt, str):
-            return pack(encode(prompt))
-        if not all(0 <= token < VOCAB_SIZE for token in prompt):
-            raise InvalidRequestError(
-                f"a token of this model is in 0..{VOCAB_SIZE - 1}", param="prompt"
-            )
-        return pack(prompt)
+        packed = pack(encode(prompt) if isinstance(prompt, str) else prompt)
     except (BadRequestError, UnicodeEncodeError) as error:
         raise InvalidRequestError(f"the prompt cannot be read: {error}", param="prompt") from error
+    if int(unpack(packed).max()) >= VOCAB_SIZE:
+        raise InvalidRequestError(
+            f"a token of this model is in 0..{VOCAB_SIZE - 1}", param="prompt"
+        )
+    return packed
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,7 +61,9 @@ async def _attempt(delivery: Delivery, *, can_hand_off: bool) -> None:
     held = await delivery.backend.who_holds(job, everybody)
     alone: BackendNode | None
     if delivery.tokens:
-        how, alone = "resumed", choose_prefill(decoding or everybody, job.num_tokens, held)
+        # Where nothing can be handed over, who has computed the prompt goes on, be it who it is.
+        those = decoding if decoding and can_hand_off else everybody
+        how, alone = "resumed", choose_prefill(those, job.num_tokens, held)
     elif job.max_tokens == 1 or not (can_hand_off and prefilling and decoding):
         how, alone = "one_node", choose_prefill(everybody, job.num_tokens, held)
     else:

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from tierkv.api import bodies
+from tierkv.api.pace import in_turns
 from tierkv.api.sse import open_stream, write
 from tierkv.gateway.answers import failure_of, log_if_unexpected
 from tierkv.gateway.completion import PromptAnswer
@@ -55,9 +56,9 @@ class CompletionRoutes:
             request.headers.get("Authorization"),
             most=settings.limits.max_batch,
         )
-        stops = body.stops()
-        self._gateway.backend.admission.check(len(jobs))
-        answers = [PromptAnswer(job, self._gateway.backend, stops) for job in jobs]
+        backend, stops = self._gateway.backend, body.stops()
+        answers = [PromptAnswer(job, backend, stops) async for job in in_turns(jobs)]
+        backend.admission.check(len(answers))
         writer = _Writer(request, settings.gateway.model)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -71,11 +72,11 @@ class CompletionRoutes:
             texts[index].append(text)
 
         await self._run(answers, say)
-        choices = tuple(
-            Choice(text="".join(text), index=index, finish_reason=answer.finish_reason)
-            for index, (text, answer) in enumerate(zip(texts, answers, strict=True))
-        )
-        return bodies.answer(writer.request, writer.completion(choices, usage_of(answers)))
+        choices = [
+            Choice(text="".join(texts[index]), index=index, finish_reason=answer.finish_reason)
+            async for index, answer in in_turns(enumerate(answers))
+        ]
+        return bodies.answer(writer.request, writer.completion(tuple(choices), usage_of(answers)))
 
     async def _stream(
         self, writer: _Writer, answers: Sequence[PromptAnswer], *, with_usage: bool
@@ -107,7 +108,7 @@ class CompletionRoutes:
             log_if_unexpected(writer.request, failure)
             await writer.write_line(msgspec.json.encode(failure_of(writer.request, failure)))
             return await writer.end()
-        for index, answer in enumerate(answers):
+        async for index, answer in in_turns(enumerate(answers)):
             await writer.write((Choice(text="", index=index, finish_reason=answer.finish_reason),))
         if with_usage:
             await writer.write((), usage_of(answers))
@@ -117,7 +118,7 @@ class CompletionRoutes:
     async def _run(self, answers: Sequence[PromptAnswer], say: SayTo) -> None:
         """Run all prompts; the first that fails ends the others. Raises GatewayError."""
         async with task_group() as tasks:
-            for index, answer in enumerate(answers):
+            async for index, answer in in_turns(enumerate(answers)):
                 tasks.create_task(self._run_one(index, answer, say))
 
     async def _run_one(self, index: int, answer: PromptAnswer, say: SayTo) -> None:

@@ -19,7 +19,7 @@ from tierkv.gpu.units import MAX_BLOCKS, Unit
 TILE_BYTES = 4096
 NUM_THREADS = 512
 _WARPS = NUM_THREADS // 32
-_SMALL_BYTES = 16 << 20  # up to here a kernel is there to be fast, not to leave the model room
+_SMALL_BYTES = 32 << 20  # up to here a kernel is there to be fast, not to leave the model room
 # The structs of csrc/planes.cu.
 _TILE = np.dtype([("first", "<u8"), ("stride", "<i8"), ("block_byte", "<u4"), ("num_bytes", "<u4")])
 _UNIT = np.dtype(

@@ -4,7 +4,8 @@
     offload   slots <--copy engine-- ring <--gather--- planes       copy streams | kernel stream
 
 The copy engine moves a block's bytes as one piece, the kernel spreads them over the planes; one
-unit is copied while the one before is scattered.
+unit is copied while the one before is scattered. Where blocks are rectangles to the copy engine,
+the first whole ones need neither ring nor kernel.
 Kernels that read host memory themselves were as fast alone, but fell to 66 % with both directions
 at once and slowed a matmul beside them by 14 to 106 % (H200, 2026-11-21); this does neither.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -39,6 +41,7 @@ _BATCH_PIECES = 128
 # How many units move their blocks as they come: to sort those of a copy, and to find neighbours
 # among them, takes longer than the first unit moves.
 _UNSORTED_UNITS = 2
+_STRAIGHT_BLOCKS = 16  # at most, of what a copy begins with: each is a call
 _LEAST_STAGING = 1 << 20
 
 
@@ -90,6 +93,7 @@ class Pipeline:
             piece = max(sizes.piece, sizes.offload_piece)
             sizes = replace(sizes, piece=piece, last=sizes.most, last_share=1, share=4)
         self._planner = UnitPlanner(planes.layout, order, sizes)
+        self._straight_row = sizes.straight_row
         self._copies, self._copies_next = (new_stream(gpu, is_urgent=False) for _ in range(2))
         self._turn_bytes = settings.turn_bytes
         self._since_turn = 0
@@ -117,6 +121,20 @@ class Pipeline:
         with None before, when their pieces are, but no kernel. They are made with as little Python
         as can be, since nothing moves meanwhile. Blocks of those after them move in the order of
         their slots, neighbours as one piece."""
+        units = self._planner.plan(len(copy))
+        first = next(units)
+        if self._may_begin_straight(first):
+            self._last_end = self._move_straight(copy, first.stop)
+            self._under_way.append(self._last_end)
+            self._since_turn += first.staging_bytes
+            yield first, self._last_end
+        else:
+            units = chain((first,), units)
+        yield from self._staged(copy, units)
+
+    def _staged(
+        self, copy: BlockCopy, units: Iterator[Unit]
+    ) -> Iterator[tuple[Unit, CudaEvent | None]]:
         slot_ids, block_ids = copy.slot_ids, copy.block_ids
         if self.sums is not None:  # sorted now, so that a row is the same block's in every unit
             by_slot = np.argsort(slot_ids)
@@ -124,7 +142,7 @@ class Pipeline:
             is_load = self._direction is Direction.LOAD
             self.sums.begin(block_ids if is_load else slot_ids, self._kernel_stream)
         slots = self._slots[slot_ids]
-        for number, unit in enumerate(self._planner.plan(len(copy))):
+        for number, unit in enumerate(units):
             if number == _UNSORTED_UNITS and self.sums is None:
                 rest = slice(unit.start, None)
                 by_slot = np.argsort(slots[rest])
@@ -159,14 +177,32 @@ class Pipeline:
         is a rectangle of planes; the event of its end. That is a kernel and two waits less, but for
         many blocks slower than units. None where it cannot be: the planes are no rectangle, sums
         are taken, or units are under way, which it might overtake."""
+        return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
+
+    def _may_go_straight(self) -> bool:
         if self._pitch is None or self.sums is not None:
-            return None
-        if self._last_end is not None and not self._last_end.is_done:
-            return None
+            return False
+        return self._last_end is None or self._last_end.is_done
+
+    def _may_begin_straight(self, unit: Unit) -> bool:
+        """Whether a copy shall begin with this unit, of whole blocks, as rectangles: to submit them
+        takes less than a batch does, and before the first byte of an offload came the first kernel
+        and the wait for it, 0.15 ms."""
+        return (
+            unit.num_bytes == self._block_bytes
+            and unit.num_blocks <= _STRAIGHT_BLOCKS
+            and self._planes.layout.planes[0].block_bytes >= self._straight_row
+            and self._may_go_straight()
+        )
+
+    def _move_straight(self, copy: BlockCopy, count: int) -> CudaEvent:
+        """Submit the first `count` blocks of the copy as rectangles; the event of their end."""
+        assert self._pitch is not None, "asked before"
         first, width = self._planes.memory[0], self._planes.layout.planes[0].block_bytes
         for event in copy.after:
             self._copies.wait(event, 0.0)
-        for slot, block in zip(copy.slot_ids.tolist(), copy.block_ids.tolist(), strict=True):
+        slots, blocks = copy.slot_ids[:count].tolist(), copy.block_ids[:count].tolist()
+        for slot, block in zip(slots, blocks, strict=True):
             host = (self._host.address + slot * self._block_bytes, width)
             device = (first.address + block * first.stride, self._pitch)
             is_load = self._direction is Direction.LOAD

@@ -222,5 +222,5 @@ def _incomplete(request: Request, fetched: Fetched) -> HandoffError:
     return HandoffError(
         reason.value,
         f"only {request.cached_tokens} of {request.prompt.num_tokens} prompt tokens could be "
-        f"loaded: {problem.reason if problem else 'no room'}",
+        f"loaded: {(problem.reason or 'not in storage') if problem else 'no room'}",
     )

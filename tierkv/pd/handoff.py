@@ -136,7 +136,9 @@ class Handoff:
         before = self._storage.stats.flushed_bytes
         try:
             async with asyncio.timeout(deadline_s):
-                present = await self._count_present(keys, stored_blocks)
+                # Of those that were just stored all are there, unless the store lost some: one
+                # question instead of a search for the first that is missing.
+                present = await self.count_present(keys[: stored_blocks or None])
                 self._show(request, 0, present)
                 await self.store(request, keys, present, len(keys), after)
                 with self._offered(ticket_id, prompt) as direct:
@@ -181,13 +183,6 @@ class Handoff:
             lease, room = request.lease, self._tiers.available(Tier.HOST)
             end = min(stop, lease.num_blocks, request.spec.prompt.num_blocks, start + room)
             self._tiers.save(lease.node, end, first=start)
-
-    async def _count_present(self, keys: Sequence[StoredKey], stored_blocks: int) -> int:
-        """Of blocks that were just stored all are there, unless the store lost some: one question
-        instead of a search for the first that is missing."""
-        if not stored_blocks:
-            return await self._storage.count_present(keys)
-        return await self._storage.count_present(keys[:stored_blocks])
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Raises StoreUnavailableError."""

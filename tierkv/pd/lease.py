@@ -20,6 +20,7 @@ log = logging.getLogger("tierkv.handoff")
 _BEATS_PER_LEASE = 3
 _MAX_BYTES = 64
 _GOODBYE_S = 0.5
+_AGAIN_S = 0.2
 
 
 class ProducerLease:
@@ -59,7 +60,7 @@ class ProducerLease:
         """Say that this node lives until the body has ended."""
         self._num_held += 1
         self._wanted.set()
-        if asyncio.get_running_loop().time() - self._beaten_at > self._pause_s:
+        if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
             self._beaten.clear()
             self._hurry.set()
         try:
@@ -93,7 +94,7 @@ class ProducerLease:
             return False
 
     @property
-    def _pause_s(self) -> float:
+    def beat_s(self) -> float:
         return self.lease_s / _BEATS_PER_LEASE
 
     @property
@@ -101,17 +102,20 @@ class ProducerLease:
         return self._storage.names.producer(self.incarnation)
 
     async def _keep(self) -> None:
-        """A beat that fails is tried again at the next: the lease outlasts two of them."""
+        """The lease outlasts two beats that fail. After one it is tried again soon: a store that
+        was away may have let the lease run out, and is back."""
         while True:
             await self._wanted.wait()
             until = f"{self._clock.wall() + self.lease_s:.3f}".encode()
+            pause_s = min(_AGAIN_S, self.beat_s)
             with suppress(TimeoutError, StoreUnavailableError):
                 async with asyncio.timeout(self.lease_s):
                     await self._values.put(self._name, until, ttl_s=self.lease_s)
+                pause_s = self.beat_s
             self.num_beats += 1
             self._beaten_at = asyncio.get_running_loop().time()
             self._beaten.set()
             self._hurry.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s):
+                async with asyncio.timeout(pause_s):
                     await self._hurry.wait()

@@ -6,27 +6,19 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from enum import Enum
 
 import msgspec
 
 from tierkv.clock import Clock
 from tierkv.errors import StoreUnavailableError
-from tierkv.pd.ticket import Ticket
+from tierkv.pd.status import Standing
+from tierkv.pd.ticket import OpenTicket, Ticket
 from tierkv.pd.tickets import Tickets, acknowledged_hint
 from tierkv.tasks import background
 
 _MOST_KEPT = 4096
 _MOST_LOOKS = 64  # at a time: acknowledgements of which no hint came
 _LOOK_EVERY_S = 5.0
-
-
-class TicketState(Enum):
-    OPEN = "open"  # its prompt is being computed
-    WHOLE = "whole"  # it can be claimed
-    ACKNOWLEDGED = "acknowledged"  # somebody claimed it
-    FAILED = "failed"  # it will not come
-    EXPIRED = "expired"  # nobody claimed it in time
 
 
 class TicketView(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +28,7 @@ class TicketView(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ticket_id: str
-    state: TicketState
+    state: Standing
     num_tokens: int
     num_blocks: int
     ready_blocks: int
@@ -84,43 +76,31 @@ class Ledger:
         """Call `release` once nobody needs any more what was pinned for the ticket."""
         self._holds.setdefault(ticket_id, []).append(release)
 
-    def opened(self, ticket_id: str, num_tokens: int, num_blocks: int, expires_at: float) -> None:
-        self._put(
-            TicketView(
-                ticket_id=ticket_id,
-                state=TicketState.OPEN,
-                num_tokens=num_tokens,
-                num_blocks=num_blocks,
-                ready_blocks=0,
-                created_at=self._clock.wall(),
-                expires_at=expires_at,
-            )
-        )
+    def opened(self, ticket: OpenTicket) -> None:
+        self._put(ticket, Standing.OPEN, ready_blocks=0)
 
     def progressed(self, ticket_id: str, ready_blocks: int) -> None:
         self._change(ticket_id, ready_blocks=ready_blocks)
 
     def failed(self, ticket_id: str, failure: str) -> None:
-        self._change(ticket_id, state=TicketState.FAILED, failure=failure)
+        self._change(ticket_id, state=Standing.PRODUCER_FAILED, failure=failure)
         self._let_go(ticket_id)
 
     def published(self, ticket: Ticket) -> None:
-        self._put(
-            TicketView(
-                ticket_id=ticket.ticket_id,
-                state=TicketState.WHOLE,
-                num_tokens=ticket.num_tokens,
-                num_blocks=len(ticket.digests),
-                ready_blocks=len(ticket.digests),
-                created_at=ticket.created_at,
-                expires_at=ticket.expires_at,
-            )
-        )
+        self._put(ticket, Standing.WHOLE, ready_blocks=len(ticket.digests))
         self._came.set()
 
-    def _put(self, view: TicketView) -> None:
-        self._views[view.ticket_id] = view
-        self._views.move_to_end(view.ticket_id)
+    def _put(self, ticket: Ticket | OpenTicket, state: Standing, *, ready_blocks: int) -> None:
+        self._views[ticket.ticket_id] = TicketView(
+            ticket_id=ticket.ticket_id,
+            state=state,
+            num_tokens=ticket.num_tokens,
+            num_blocks=len(ticket.digests),
+            ready_blocks=ready_blocks,
+            created_at=ticket.created_at,
+            expires_at=ticket.expires_at,
+        )
+        self._views.move_to_end(ticket.ticket_id)
         while len(self._views) > _MOST_KEPT:
             oldest, _ = self._views.popitem(last=False)
             self._let_go(oldest)
@@ -134,7 +114,7 @@ class Ledger:
             release()
 
     def _waiting(self) -> list[TicketView]:
-        return [view for view in self._views.values() if view.state is TicketState.WHOLE]
+        return [view for view in self._views.values() if view.state is Standing.WHOLE]
 
     async def _keep_looking(self) -> None:
         """Look for an acknowledgement when it is told, for all now and then: hints can be lost."""
@@ -152,7 +132,7 @@ class Ledger:
     async def _look(self, view: TicketView) -> None:
         ticket_id = view.ticket_id
         if self._clock.wall() > view.expires_at:
-            self._change(ticket_id, state=TicketState.EXPIRED)
+            self._change(ticket_id, state=Standing.EXPIRED)
             self._let_go(ticket_id)
             return
         try:
@@ -162,7 +142,7 @@ class Ledger:
         if found is not None and found.created_at == view.created_at:
             self._change(
                 ticket_id,
-                state=TicketState.ACKNOWLEDGED,
+                state=Standing.ACKNOWLEDGED,
                 claimer=found.claimer,
                 claimed_at=found.claimed_at,
             )

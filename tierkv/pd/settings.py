@@ -11,6 +11,9 @@ from tierkv.config import all_above_zero
 from tierkv.errors import BadRequestError, ConfigError
 from tierkv.storage.protocol import check_ttl, is_name
 
+# A ticket outlives its expiry in the store by this much, so that "expired" can be told from "not
+# yet" by a decode node that comes late.
+EXPIRED_GRACE_S = 120.0
 _MAX_PORT = 65_535
 
 
@@ -75,7 +78,7 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             value: float | None = getattr(self, name)
             try:
                 if value is not None:
-                    check_ttl(value)
+                    check_ttl(value + EXPIRED_GRACE_S if name == "ticket_ttl_s" else value)
             except BadRequestError as error:
                 raise ConfigError(f"handoff.{name}: {error}") from error
         if self.block_ttl_s is not None and self.block_ttl_s < self.ticket_ttl_s:

@@ -111,7 +111,7 @@ class Stream:
             handoff.direct.offer(self._ticket_id, prompt, handoff.ledger),
         )
         keys = tickets.keys_of(prompt)
-        handoff.ledger.opened(self._ticket_id, prompt.num_tokens, len(keys), open_ticket.expires_at)
+        handoff.ledger.opened(open_ticket)
         with handoff.lease.held():
             try:
                 published = await self._publish(open_ticket, keys)
@@ -171,12 +171,11 @@ class Stream:
         present = ready = 0
         try:
             present = ready = min(await handoff.count_present(keys), most)
-            while self._finish is None and self._failure is None:
+            while self._is_going_on:
                 if ready >= self._computed_blocks:
                     await self._tell(ready)
                     if ready >= self._computed_blocks and self._is_going_on:
-                        self._changed.clear()
-                        await self._changed.wait()
+                        await self._change()
                     continue
                 stop = min(ready + GROUP_BLOCKS, self._computed_blocks)
                 await handoff.store(self._request, keys, ready, stop, self._after)
@@ -184,9 +183,12 @@ class Stream:
         except (StoreUnavailableError, TransferError) as error:
             log.warning("ticket %s waits for the end of its prefill: %s", self._ticket_id, error)
             while self._is_going_on:
-                self._changed.clear()
-                await self._changed.wait()
+                await self._change()
         return present, ready
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     @property
     def _is_going_on(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from enum import Enum
+from typing import Annotated
 
 import msgspec
 
@@ -19,6 +20,7 @@ from tierkv.pd.direct.address import DirectAddress
 _VERSION = 1
 _TICKET, _OPEN, _ACKNOWLEDGED = b"TKVT", b"TKVO", b"TKVA"
 _DIGEST_BYTES = 32
+_Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MAX_TICKET_BYTES = 16 << 20  # about 300,000 blocks
 
 
@@ -84,7 +86,7 @@ class Ticket(_Handed, frozen=True, kw_only=True):
     if it does not say. incarnation: where the producer hears that it was claimed; "" if it does
     not want to."""
 
-    first_tokens: tuple[int, ...]
+    first_tokens: tuple[_Token, ...]
     sampling: dict[str, str] = {}
     incarnation: str = ""
 

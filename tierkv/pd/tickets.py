@@ -17,6 +17,7 @@ from tierkv.errors import (
 )
 from tierkv.pd.abandon import abandonable
 from tierkv.pd.direct.address import DirectAddress
+from tierkv.pd.settings import EXPIRED_GRACE_S
 from tierkv.pd.small import SmallValues
 from tierkv.pd.ticket import (
     MAX_TICKET_BYTES,
@@ -30,9 +31,6 @@ from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import PutOutcome, PutStatus
 from tierkv.transfer.storage_io import StorageIO
 
-# A ticket outlives its expiry in the store by this much, so that "expired" can be told from "not
-# yet" by a decode node that comes late.
-_EXPIRED_GRACE_S = 120.0
 _MAX_ACKNOWLEDGEMENT_BYTES = 64 << 10
 
 # What is told under a ticket's name.
@@ -118,7 +116,7 @@ class Tickets:
         """In place of what is there, or, with `only_new`, where nothing is; whether it was put.
         Raises StoreUnavailableError."""
         name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
-        name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + _EXPIRED_GRACE_S
+        name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + EXPIRED_GRACE_S
         put = partial(self._values.put, name, ticket.encode(), ttl_s=ttl_s, only_new=only_new)
         return await abandonable(self._tiers, put, "tierkv-write-ticket")
 
@@ -212,7 +210,8 @@ class Tickets:
         """Say that it was claimed, to its producer too, and let it go soon. Raises
         StoreUnavailableError if that cannot be said; then the ticket goes when its time is over."""
         now = self._clock.wall()
-        left_s = max(ticket.expires_at - now, 0.0) + _EXPIRED_GRACE_S
+        # No longer than a ticket of ours: what one of another node says may be anything.
+        left_s = min(max(ticket.expires_at - now, 0.0), self._ticket_ttl_s) + EXPIRED_GRACE_S
         record = Acknowledgement(
             ticket_id=ticket.ticket_id,
             created_at=ticket.created_at,

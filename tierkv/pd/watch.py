@@ -46,6 +46,9 @@ class Watch:
         self._ready_blocks = 0
         self._over: HandoffError | None = None  # why no ticket will come, and since when
         self._over_since = 0.0
+        self._patience_s = 0.0  # until it is believed
+        # A store that was flushed or restarted has lost the lease until the next beat.
+        self._lost_after_s = lease.beat_s + _GRACE_S
 
     async def ticket(self, *, deadline_s: float) -> Ticket:
         """The ticket, as soon as it is there. Raises HandoffError, its reason a ClaimProblem."""
@@ -63,9 +66,11 @@ class Watch:
                         return found
                 except StoreUnavailableError as error:
                     problem = error
+                    # Leases ran out meanwhile, and producers that live have yet to say so.
+                    self._lost_after_s = max(self._lost_after_s, self._lease.lease_s)
                 except TimeoutError:
                     pass
-                if self._over is not None and loop.time() - self._over_since >= _GRACE_S:
+                if self._over is not None and loop.time() - self._over_since >= self._patience_s:
                     raise self._over
                 left = deadline - loop.time()
                 if left <= 0:
@@ -118,7 +123,8 @@ class Watch:
             self._give_up(HandoffError(ClaimProblem.PRODUCER_FAILED.value, text))
         elif not await self._lease.is_alive(found.incarnation):
             text = f"{found.producer} began with the prompt, but says no more that it lives"
-            self._give_up(HandoffError(ClaimProblem.PRODUCER_LOST.value, text))
+            lost = HandoffError(ClaimProblem.PRODUCER_LOST.value, text)
+            self._give_up(lost, self._lost_after_s)
         else:
             self._over = None
             if is_new:
@@ -127,10 +133,10 @@ class Watch:
                 self._on_progress(None)
         return None
 
-    def _give_up(self, problem: HandoffError) -> None:
+    def _give_up(self, problem: HandoffError, patience_s: float = _GRACE_S) -> None:
         if self._over is None:
             self._over_since = asyncio.get_running_loop().time()
-        self._over = problem
+        self._over, self._patience_s = problem, patience_s
 
     async def _not_there(self, deadline_s: float) -> HandoffError:
         name = repr(self._ticket_id[:80])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishWait
 from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled, Run, Tokens1D
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.paged import Floats
@@ -217,12 +218,8 @@ class ReferenceEngine:
         self, run: Run, ticket: Ticket | None, load_problem: str | None
     ) -> Generation:
         try:
-            if ticket is not None and not ticket.first_tokens:
-                raise HandoffError(
-                    ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token"
-                )
             if ticket is not None:
-                run.tokens.extend(ticket.first_tokens[: run.job.max_tokens])
+                run.tokens.extend(_first_tokens(ticket)[: run.job.max_tokens])
                 run.tell()
             await self._continue(run)
             return run.result(load_problem)
@@ -372,3 +369,12 @@ def _reason(error: BaseException) -> str:
 
 def _forget(call: Future[None]) -> None:
     call.cancel()  # has an effect only if the thread has not begun it
+
+
+def _first_tokens(ticket: Ticket) -> Sequence[int]:
+    """Raises HandoffError if the ticket names none, or some that this model does not have."""
+    if not ticket.first_tokens:
+        raise HandoffError(ClaimProblem.INCOMPLETE.value, "the ticket does not say the first token")
+    if max(ticket.first_tokens) >= VOCAB_SIZE:
+        raise HandoffError(ClaimProblem.DAMAGED.value, "the ticket's first tokens are no bytes")
+    return ticket.first_tokens

@@ -31,6 +31,7 @@ from tierkv.transfer.storage_io import StorageIO
 log = logging.getLogger("tierkv.tiers")
 STORE_PATIENCE_S = 0.25  # how long who needs room waits for a store to be done with blocks
 _PATIENCE_S = 5.0  # how often closing says what it still waits for
+_NO_SLOTS: Ids = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -92,6 +93,9 @@ class TierBooks:
         self.history = History()
         self.pins = Pins(self.index, self.capacity_changed)
         self._in_flight_slots: dict[Tier, list[Ids]] = {Tier.DEVICE: [], Tier.HOST: []}
+        self._reads = _NO_SLOTS  # by host slot, how many stores read it, see `begin_reading`
+        self._num_reads = 0
+        self._gone = _NO_SLOTS  # host slots that the index gave up while they were being read
         self.leaving: dict[Tier, Leaving] = {}  # of tiers that shrink, or are being emptied
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[Callable[[], None]] = []
@@ -220,7 +224,44 @@ class TierBooks:
         self.leaving[tier].slots.append(slots)
 
     def lent_slots(self, tier: Tier) -> Ids:
-        return np.concatenate([np.zeros(0, np.int32), *self._in_flight_slots[tier]])
+        gone = self._gone if tier is Tier.HOST else _NO_SLOTS
+        return np.concatenate([gone, *self._in_flight_slots[tier]])
+
+    # Slots that a store reads. Their blocks are not held, or a store that hangs would keep whole
+    # prompts on the device: they may go, but their host slots are free only when it is done.
+
+    def num_being_stored(self, tier: Tier) -> int:
+        """How many of the index's slots a store reads."""
+        return self._num_reads - len(self._gone) if tier is Tier.HOST else 0
+
+    def begin_reading(self, slots: Ids) -> None:
+        """A store reads these host slots until `end_reading`."""
+        self._readers()[slots] += 1
+        self._num_reads += len(slots)
+
+    def end_reading(self, slots: Ids) -> None:
+        self._reads[slots] -= 1
+        self._num_reads -= len(slots)
+        if len(self._gone):
+            is_read = self._reads[self._gone] > 0
+            freed, self._gone = self._gone[~is_read], self._gone[is_read]
+            self.pools[Tier.HOST].release(freed)
+        self.capacity_changed()  # also where they are the index's still: now they may go
+
+    def free_of(self, tier: Tier, slots: Ids) -> Ids:
+        """Which of `slots`, that the index has given up, are nobody's now; the others will be."""
+        if tier is Tier.DEVICE or not self._num_reads:
+            return slots
+        is_read = self._readers()[slots] > 0
+        self._gone = np.concatenate([self._gone, slots[is_read]])
+        return slots[~is_read]
+
+    def _readers(self) -> Ids:
+        """How many read each host slot; the tier may have grown."""
+        more = self.pools[Tier.HOST].capacity - len(self._reads)
+        if more > 0:
+            self._reads = np.concatenate([self._reads, np.zeros(more, np.int32)])
+        return self._reads
 
     # Stored keys
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -98,15 +98,20 @@ class CacheEvents:
         if not self._subscriptions or start >= stop:
             return
         for part, i, j in segments(node, start, stop):
-            self._number += 1
-            event = CacheEvent(
-                self._number,
-                kind,
-                tier,
-                part.space.name,
-                part.start + i,
-                part.start + j,
-                tuple(self._digests_of(part, part.start + i, part.start + j)),
-            )
-            for subscription in self._subscriptions:
-                subscription.put(event)
+            digests = self._digests_of(part, part.start + i, part.start + j)
+            self._tell(kind, tier, part.space.name, part.start + i, digests)
+
+    def tell_stored(self, space: str, block: int, digest: bytes) -> None:
+        """Storage has this block now; the index may have forgotten it."""
+        if self._subscriptions:
+            self._tell(Happening.STORED, "storage", space, block, [digest])
+
+    def _tell(
+        self, kind: Happening, tier: str, space: str, start: int, digests: Sequence[bytes]
+    ) -> None:
+        self._number += 1
+        event = CacheEvent(
+            self._number, kind, tier, space, start, start + len(digests), tuple(digests)
+        )
+        for subscription in self._subscriptions:
+            subscription.put(event)

@@ -22,7 +22,6 @@ _MORE = {
     Tier.HOST: "start with a larger cache.host_max_blocks",
 }
 
-
 _SLICE = 128  # runs that are looked at, or forgotten, in one turn of the loop: 5 ms
 
 
@@ -57,29 +56,7 @@ class Lifecycle:
         return sum(space.used[tier] for space in self._tiers.index.spaces() for tier in Tier)
 
     def _forgetting(self) -> Iterator[None]:
-        """Stops after each slice. Leaves go before their parents, each run when its turn comes: one
-        that has left the tree by then, or was cut, was another's business."""
-        tiers, index = self._tiers, self._tiers.index
-        pending = [(node, False) for root in index.roots() for node in root.children.values()]
-        num_left = _SLICE
-        while pending:
-            node, is_last = pending.pop()
-            if node.parent is None or node.parent.children.get(node.key) is not node:
-                continue
-            if node.children and not is_last:
-                pending.append((node, True))
-                pending.extend((child, False) for child in node.children.values())
-                continue
-            if node.holders:
-                index.unmark_stored(node, node.start, node.end)
-            else:
-                tiers.forget(node, 0)
-            num_left -= 1
-            if not num_left:
-                tiers.capacity_changed()
-                yield
-                num_left = _SLICE
-        tiers.capacity_changed()
+        return forgetting(self._tiers, self._tiers.index.roots())
 
     async def resize(self, tier: Tier, capacity: int) -> None:
         """Let the tier have `capacity` slots, within the memory there is.
@@ -237,6 +214,33 @@ class Lifecycle:
         self._tiers.index.order[Tier.DEVICE].resized(num_blocks)
         self._slots[Tier.DEVICE] = num_blocks
         self._tiers.capacity_changed()
+
+
+def forgetting(tiers: Tiers, roots: Sequence[Node]) -> Iterator[None]:
+    """Forget all below `roots` that nobody holds, on both tiers, and what was believed to be stored
+    of the rest. Stops after each slice. Leaves go before their parents, each run when its turn
+    comes: one that has left the tree by then, or was cut, was another's business."""
+    index = tiers.index
+    pending = [(node, False) for root in roots for node in root.children.values()]
+    num_left = _SLICE
+    while pending:
+        node, is_last = pending.pop()
+        if node.parent is None or node.parent.children.get(node.key) is not node:
+            continue
+        if node.children and not is_last:
+            pending.append((node, True))
+            pending.extend((child, False) for child in node.children.values())
+            continue
+        if node.holders:
+            index.unmark_stored(node, node.start, node.end)
+        else:
+            tiers.forget(node, 0)
+        num_left -= 1
+        if not num_left:
+            tiers.capacity_changed()
+            yield
+            num_left = _SLICE
+    tiers.capacity_changed()
 
 
 def _lacks_host(node: Node) -> bool:

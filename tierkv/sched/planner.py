@@ -67,15 +67,18 @@ class Step:
     must_copy: bool
 
 
-def missing_slots(order: EvictionOrder, pool: BlockPool, *, needed: int, on_the_way: int) -> int:
+def missing_slots(
+    order: EvictionOrder, pool: BlockPool, *, needed: int, on_the_way: int, in_use: int = 0
+) -> int:
     """How many copies have to go so that `needed` slots are free; 0 or less if they are.
 
-    on_the_way: slots that running copies will free. Raises OutOfBlocksError if that can't be had
-    while other requests hold their blocks.
+    on_the_way: slots that running copies will free. in_use: copies that may go, but not their
+    slots. Raises OutOfBlocksError if that can't be had while other requests hold their blocks.
     """
     missing = needed - pool.num_free - on_the_way
-    if missing > order.num_unheld:
-        available = pool.num_free + on_the_way + order.num_unheld
+    can_go = max(order.num_unheld - in_use, 0)
+    if missing > can_go:
+        available = pool.num_free + on_the_way + can_go
         raise OutOfBlocksError(pool.tier, needed=needed, available=available)
     return missing
 

@@ -126,7 +126,8 @@ class Request:
         return committed if committed.num_tokens >= asked.num_tokens else asked
 
     def private_slots(self) -> Ids:
-        return self.block_table[self.is_private.nonzero()[0]]
+        table = self.block_table
+        return table[self.is_private[: len(table)].nonzero()[0]]
 
     def check_tokens(self, tokens: bytes) -> None:
         """Raise BadRequestError unless `tokens`, packed, can be a commit of this request, and
@@ -154,7 +155,11 @@ class Request:
             wrong.append(f"{who} is listed as running, but {self.state.value}")
         if self.lease.is_released:
             wrong.append(f"{who} runs without its lease")
-        if len(self.is_private) != len(self.block_table):
+        if self.lease.num_blocks != self.lease.node.end:
+            wrong.append(f"{who} holds more or fewer blocks than its lease says")
+        elif len(self.block_table) < self.lease.num_blocks:
+            wrong.append(f"{who} holds blocks that its table does not name")
+        elif len(self.is_private) != len(self.block_table):
             wrong.append(f"{who} does not know whose its blocks are")
         elif not has_failed and self._differs_from(index):
             wrong.append(f"{who} has other blocks in its table than the index has for its tokens")

@@ -89,13 +89,14 @@ class Room(TierBooks, ABC):
             self._stay_within_quota(tier, space, count, reserved)
         pool, order, rule = self.pools[tier], self.index.order[tier], self.rules[tier]
         freed: list[Ids] = []
-        missing = missing_slots(order, pool, needed=count, on_the_way=self._on_the_way[tier])
+        missing = self._missing(tier, count)
         while missing > 0 and (leaf := order.leaf_to_go(missing, rule)) is not None:
             freed.append(self._drop(tier, *leaf))  # as nearly all go
             missing -= len(freed[-1])
         steps = plan_eviction(order, tier, missing, rule) if missing > 0 else []
         if not any(step.must_copy for step in steps):
             freed += [self._drop(tier, *step.victim) for step in steps]
+        if sum(map(len, freed)) + pool.num_free >= count:
             slots = pool.exchange(freed, count)
         else:
             for part in freed:
@@ -113,11 +114,18 @@ class Room(TierBooks, ABC):
     def _take_by_plan(self, tier: Tier, count: int) -> Ids:
         pool, order = self.pools[tier], self.index.order[tier]
         while True:
-            on_the_way = self._on_the_way[tier]
-            missing = missing_slots(order, pool, needed=count, on_the_way=on_the_way)
-            steps = plan_eviction(order, tier, missing, self.rules[tier])
+            steps = plan_eviction(order, tier, self._missing(tier, count), self.rules[tier])
             if not steps or not self._make_room(tier, steps):
                 return pool.allocate(count)
+
+    def _missing(self, tier: Tier, count: int) -> int:
+        return missing_slots(
+            self.index.order[tier],
+            self.pools[tier],
+            needed=count,
+            on_the_way=self._on_the_way[tier],
+            in_use=self.num_being_stored(tier),
+        )
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
         """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way, and
@@ -128,9 +136,7 @@ class Room(TierBooks, ABC):
         while (excess := space.used[tier] + count + reserved - quota) > 0:
             is_possible = excess <= order.num_unheld
             if is_possible:
-                on_the_way = self._on_the_way[tier]
-                every, pool = self.index.order[tier], self.pools[tier]
-                missing_slots(every, pool, needed=count, on_the_way=on_the_way)
+                self._missing(tier, count)
             steps = plan_eviction(order, tier, excess, self.rules[tier]) if is_possible else []
             if not steps or not self._make_room(tier, steps):
                 available = max(quota - space.used[tier], 0) + order.num_unheld
@@ -169,7 +175,8 @@ class Room(TierBooks, ABC):
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
         """Slots that `take` could give at once or after copies it would start; to `space`, within
         its quota, of which `reserved` are taken without being in the index."""
-        room = self.pools[tier].num_free + self.index.order[tier].num_unheld
+        can_go = self.index.order[tier].num_unheld - self.num_being_stored(tier)
+        room = self.pools[tier].num_free + max(can_go, 0)
         if space is None or (quota := space.quota[tier]) is None:
             return room
         own = self.index.own_order(space, tier)
@@ -177,9 +184,10 @@ class Room(TierBooks, ABC):
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
-        """Carry out `steps`; returns how many slots are free now that were not."""
+        """Carry out `steps`; returns how many slots are free now, or as soon as a store is done
+        with them, that were not."""
         pool = self.pools[tier]
-        before = pool.num_free
+        before = pool.num_free + len(self._gone)
         # A copy that must go down first keeps everything above it where it is, since a match is
         # a run from the root: those steps come again in a later plan.
         waits_for_copy: set[int] = set()
@@ -197,13 +205,13 @@ class Room(TierBooks, ABC):
                 continue
             if not node.holders:
                 self.forget(node, step.victim.start)
-        return pool.num_free - before
+        return pool.num_free + len(self._gone) - before
 
     def _evict(self, tier: Tier, node: Node, start: int, stop: int) -> None:
         self.pools[tier].release(self._drop(tier, node, start, stop))
 
     def _drop(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
-        """Evict these blocks; the slots that are nobody's now."""
+        """Evict these blocks; the slots that are nobody's now, see `free_of`."""
         self.history.evicted(node, start, stop, tier, asyncio.get_running_loop().time())
         other = node.copies[1 - tier]
         kept = other.present_in(start, stop) if other.num_present else 0
@@ -216,7 +224,7 @@ class Room(TierBooks, ABC):
         if self.events.has_listeners:
             name = tier.name.lower()
             self.events.tell(Happening.EVICTED, name, node, first + start, first + stop)
-        return self.index.drop(tier, node, start, stop)
+        return self.free_of(tier, self.index.drop(tier, node, start, stop))
 
     def forget(self, node: Node, start: int) -> None:
         """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
@@ -237,7 +245,7 @@ class Room(TierBooks, ABC):
         self.stats.evicted_device_blocks += len(device)
         self.stats.evicted_host_blocks += len(host)
         self.pools[Tier.DEVICE].release(device)
-        self.pools[Tier.HOST].release(host)
+        self.pools[Tier.HOST].release(self.free_of(Tier.HOST, host))
 
     def _tell_forgotten(self, node: Node, start: int) -> None:
         pending = [(node, start)]

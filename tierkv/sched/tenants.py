@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.node import Tier
+from tierkv.cache.node import Node, Tier
 from tierkv.cache.policies import EvictionKind
 from tierkv.cache.space import DEFAULT, Quota, Space, check_quota
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
+from tierkv.sched.lifecycle import forgetting
 from tierkv.sched.tiers import Tiers
+
+_AT_ONCE = 128  # copies of a tenant that is closed in the same turn of the loop
 
 
 class Tenants:
@@ -41,6 +44,7 @@ class Tenants:
         self._set_quotas: dict[str, Quota] = {}  # by space, which may be closed now
         self._eviction = eviction
         self._by_tenant: OrderedDict[str, str] = OrderedDict()  # last asked for last
+        self._closing: set[str] = set()  # spaces that make room for others, in tasks
 
     def known_space_of(self, tenant: str) -> str | None:
         """As `space_of`, but opens nothing: None if the tenant has no space now, and has none that
@@ -53,14 +57,16 @@ class Tenants:
 
     def space_of(self, tenant: str) -> str:
         """The space of a tenant's prompts, opened on first use. When there are too many, the one
-        that was not asked for longest and is not in use is closed, its blocks forgotten. Raises
-        OutOfBlocksError if all are in use."""
+        that was not asked for longest and is not in use is closed, its blocks forgotten; many of
+        them in a task, unless it is asked for meanwhile. Raises OutOfBlocksError if all are in
+        use."""
         own = self._fingerprints[DEFAULT]
         if tenant == own.tenant:
             return DEFAULT
         known = self._by_tenant.get(tenant)
         if known is not None:
             self._by_tenant.move_to_end(tenant)
+            self._closing.discard(known)
             return known
         fingerprint = replace(own, tenant=tenant)
         if fingerprint.short not in self._fingerprints:
@@ -70,13 +76,29 @@ class Tenants:
         return fingerprint.short
 
     def _make_room(self) -> None:
-        if len(self._by_tenant) < self._max_tenants:
+        if len(self._by_tenant) - len(self._closing) < self._max_tenants:
             return
         for tenant, space in self._by_tenant.items():
-            if not self._why_not_to_close(space):
+            if space in self._closing or self._why_not_to_close(space):
+                continue
+            if sum(self._index.root_named(space).space.used) <= _AT_ONCE:
                 self._close(tenant, space)
-                return
+            else:
+                self._closing.add(space)
+                self._tiers.start(self._close_on(tenant, space), "tierkv-close", space=space)
+            return
         raise OutOfBlocksError("tenants", needed=1, available=0)
+
+    async def _close_on(self, tenant: str, space: str) -> None:
+        if space not in self._closing:
+            return
+        for _ in forgetting(self._tiers, [self._index.root_named(space)]):
+            await asyncio.sleep(0)
+            if space not in self._closing:
+                return
+        self._closing.remove(space)
+        if not self._why_not_to_close(space):
+            self._close(tenant, space)
 
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
         """Serve `fingerprint`, too; the space of its prompts. It keeps its quota as with
@@ -97,14 +119,31 @@ class Tenants:
     def close(self, name: str) -> int:
         """Forget a space, what was set for it, and all its blocks; how many copies that were. What
         Storage has of it stays. Raises BadRequestError, with nothing changed, while it is in use.
-        """
+        All in one turn of the loop: `retire` lets it go round."""
+        self._check_unused(name)
+        tenant = next((t for t, space in self._by_tenant.items() if space == name), None)
+        self._set_quotas.pop(name, None)
+        return self._close(tenant, name)
+
+    async def retire(self, name: str) -> int:
+        """As `close`, a slice in a turn of the loop. Raises BadRequestError, with nothing changed
+        if it is in use, and not closed if it is again before the end."""
+        root = self._check_unused(name)
+        before = sum(root.space.used)
+        for _ in forgetting(self._tiers, [root]):
+            await asyncio.sleep(0)
+            if self._check_unused(name) is not root:
+                raise BadRequestError(f"fingerprint {name!r} was closed and opened meanwhile")
+        self.close(name)
+        return before
+
+    def _check_unused(self, name: str) -> Node:
+        """Its root. Raises BadRequestError if it is not there to be closed."""
         if name == DEFAULT or name not in self._fingerprints:
             raise BadRequestError(f"no fingerprint {name!r} is open beside the service's own")
         if why := self._why_not_to_close(name):
             raise BadRequestError(f"fingerprint {name!r} is in use: {why}")
-        tenant = next((t for t, space in self._by_tenant.items() if space == name), None)
-        self._set_quotas.pop(name, None)
-        return self._close(tenant, name)
+        return self._index.root_named(name)
 
     def _why_not_to_close(self, name: str) -> str:
         root = self._index.root_named(name)
@@ -122,10 +161,20 @@ class Tenants:
         self._index.close_space(name)
         del self._fingerprints[name]
         self._on_close(name)
+        self._closing.discard(name)
         if tenant is not None:
             del self._by_tenant[tenant]
         self._tiers.capacity_changed()
         return before
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words."""
+        wrong, open_spaces = [], {space.name for space in self._index.spaces()}
+        if open_spaces != self._fingerprints.keys():
+            wrong.append("the fingerprints that are served are not those that have blocks")
+        if not self._closing <= set(self._by_tenant.values()) <= open_spaces:
+            wrong.append("tenants by name are listed that have no fingerprint")
+        return wrong
 
     def quota_of(self, name: str) -> Quota:
         """Also of a space that was given one and is closed now."""

@@ -21,14 +21,14 @@ from tierkv.sched.write_back import WriteBack
 __all__ = ["GROUP_BLOCKS", "TierStats", "Tiers", "Watermarks"]
 
 GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a time
-_SHARE_BEING_STORED = 4  # one of so many device blocks, see Tiers
+_SHARE_BEING_STORED = 4  # one of so many host slots, see Tiers
 _MOST_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
 
 
 class Tiers(WriteBack):
     """background, storing: how many bytes may be on their way down at once, by rule, to the host
-    and to storage; loads go first. A store may be slow: of the device's blocks, which cannot go
-    meanwhile, it has a quarter at a time."""
+    and to storage; loads go first. A store may be slow: of the host's slots, which nobody else
+    gets meanwhile, it has a quarter at a time."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Tiers(WriteBack):
         self._to_host: dict[Node, int] = {}
 
     def _store_more(self) -> None:
-        """The device may have another size by now."""
-        most = self.pools[Tier.DEVICE].capacity * self._block_bytes // _SHARE_BEING_STORED
+        """The host may have another size by now."""
+        most = self.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
         self.storing.max_bytes = min(self.background.max_bytes, most)
         self.storing.look_again()
 
@@ -63,6 +63,8 @@ class Tiers(WriteBack):
             wrong.append(f"nothing runs, but {self.num_offloads} offloads are counted")
         if self.is_at_work():
             wrong.append("nothing runs, but copies that make room are counted")
+        if count := self.num_being_stored(Tier.HOST):
+            wrong.append(f"nothing runs, but {count} host slots are listed as being stored")
         return wrong + self.background.findings() + self.storing.findings()
 
     def write_down(self, node: Node, num_blocks: int) -> None:
@@ -155,20 +157,16 @@ class Tiers(WriteBack):
 
     async def _store(self, node: Node, first: int, stop: int) -> None:
         """Store path blocks [first, stop), as far as they are on the host still when it is their
-        turn: until then nothing is held, or a slow store would keep the device full."""
+        turn. Nothing is held, or a slow store would keep the device full."""
         async with self.storing.room((stop - first) * self._block_bytes):
             there, end = self._on_host(node, first, stop)
             self.index.unmark_stored(node, end, min(stop, node.end))
             if end == first:
                 return
-            lease = self.index.hold_as_is(there)
-            is_done = self.begin_storing(node.space.name)
-            try:
-                await self._flush(there, first, end)
-            finally:
-                is_done()
-                self.index.release(lease)
-                self.capacity_changed()
+            stored = await self._end_flush(self._begin_flush(there, first, end))
+            for at, is_stored in enumerate(stored, first):
+                if not is_stored:
+                    self.index.unmark_stored(there, at, at + 1)
 
     def _on_host(self, node: Node, first: int, stop: int) -> tuple[Node, int]:
         """Up to where path blocks from `first` to `stop` are on the host, and the run with the last

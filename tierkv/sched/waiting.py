@@ -218,12 +218,17 @@ class WaitingLine:
 
     def findings(self) -> list[str]:
         """What is wrong, in words."""
-        wrong = []
-        for one in self:
-            if (one.wait is None) != (one.timer is None):
-                wrong.append(f"request {one.spec.request_id!r} waits for blocks without an end")
-            if one.wait is not None and one.wait.claim.num_waiting < 1:
-                wrong.append(f"request {one.spec.request_id!r} is not counted by what it waits for")
+        wrong = [
+            f"request {one.spec.request_id!r} waits for blocks without an end"
+            for one in self
+            if (one.wait is None) != (one.timer is None)
+        ]
+        waits = Counter(one.wait.claim for one in self if one.wait is not None)
+        wrong.extend(
+            f"{count} requests wait for a claim that counts {claim.num_waiting}"
+            for claim, count in waits.items()
+            if claim.num_waiting != count
+        )
         in_turn = sorted(one.number for one in self._turns)
         if in_turn != [one.number for one in self if one.wait is None]:
             wrong.append("those that have a turn are not those that wait for one")

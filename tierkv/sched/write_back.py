@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tierkv.cache.index import Lease
+from tierkv.cache.keys import StoredKey
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change
@@ -19,6 +21,17 @@ from tierkv.transfer.mover import Movement
 log = logging.getLogger("tierkv.tiers")
 
 
+@dataclass(slots=True, eq=False)
+class Flush:
+    """Path blocks from `first` on that a store is given, out of host slots; see `begin_reading`."""
+
+    space: str
+    first: int
+    keys: list[StoredKey]
+    slots: Ids
+    worth: list[float]
+
+
 class WriteBack(Room):
     """A slot is reused only after the copy of its block is done."""
 
@@ -28,10 +41,14 @@ class WriteBack(Room):
         if tier is Tier.HOST:
             if self.storage is None:
                 return CopyDown.IMPOSSIBLE
-            lease = self.index.hold_as_is(node)
+            # Stored or not, it is tried, and may go then: the slots are needed, and the store must
+            # not hold up inference. Without the mark the next plan would try again for ever.
+            self.index.mark_stored(node, first, stop)
             self._on_the_way[tier] += stop - first
             end = self.begin_storing(node.space.name)
-            self.start(self._flush_for_room(lease, first, stop, end), "tierkv-flush")
+            self.start(
+                self._flush_for_room(self._begin_flush(node, first, stop), end), "tierkv-flush"
+            )
             return CopyDown.STARTED
         # What the host cannot take of a run is forgotten from its end, so that the rest is kept.
         room = self.available(Tier.HOST, node.space)
@@ -66,18 +83,12 @@ class WriteBack(Room):
             self.capacity_changed()
         self._free_ahead(Tier.DEVICE)  # what was copied ahead of need goes now
 
-    async def _flush_for_room(
-        self, lease: Lease, first: int, stop: int, end: Callable[[], None]
-    ) -> None:
+    async def _flush_for_room(self, flush: Flush, end: Callable[[], None]) -> None:
         try:
-            await self._flush(lease.node, first, stop)
-            # Stored or not, it was tried: the slots are needed, and the store must not hold
-            # up inference. Without the mark the next plan would try again for ever.
-            self.index.mark_stored(lease.node, first, stop)
+            await self._end_flush(flush)
         finally:
             end()
-            self._on_the_way[Tier.HOST] -= stop - first
-            self.index.release(lease)
+            self._on_the_way[Tier.HOST] -= len(flush.slots)
             self.capacity_changed()
         self._free_ahead(Tier.HOST)
 
@@ -107,22 +118,26 @@ class WriteBack(Room):
         self.capacity_changed()  # who waits for these blocks on the host, too
         return True
 
-    async def _flush(self, node: Node, first: int, stop: int) -> bool:
-        """Store path blocks [first, stop), held and ready on the host; whether all are stored."""
-        storage = self.storage
-        if storage is None:  # detached meanwhile
-            self.index.unmark_stored(node, first, stop)
-            return False
-        keys = self.keys_of(node, first, stop)
+    def _begin_flush(self, node: Node, first: int, stop: int) -> Flush:
+        """Path blocks [first, stop), ready on the host, which a store is given in `_end_flush`."""
         # A block is of no use without those before it, so of equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self.index.slots(Tier.HOST, node, first, stop)
-        outcomes = await storage.flush(keys, slots, worth)
-        fine = (PutStatus.STORED, PutStatus.EXISTED)
-        for at, outcome in enumerate(outcomes, start=first):
-            if outcome.status not in fine:
+        self.begin_reading(slots)
+        return Flush(node.space.name, first, self.keys_of(node, first, stop), slots, worth)
+
+    async def _end_flush(self, flush: Flush) -> list[bool]:
+        """Store them; which of them are stored. The index may have other blocks there by now."""
+        try:
+            storage = self.storage
+            if storage is None:  # detached meanwhile
+                return [False] * len(flush.keys)
+            outcomes = await storage.flush(flush.keys, flush.slots, flush.worth)
+        finally:
+            self.end_reading(flush.slots)
+        for at, (key, outcome) in enumerate(zip(flush.keys, outcomes, strict=True), flush.first):
+            if outcome.status is PutStatus.STORED:
+                self.events.tell_stored(flush.space, at, key.digest)
+            elif outcome.status is not PutStatus.EXISTED:
                 self._not_stored.warn(outcome.reason)
-                self.index.unmark_stored(node, at, at + 1)
-            elif outcome.status is PutStatus.STORED:
-                self.events.tell(Happening.STORED, "storage", node, at, at + 1)
-        return all(outcome.status in fine for outcome in outcomes)
+        return [outcome.status in (PutStatus.STORED, PutStatus.EXISTED) for outcome in outcomes]

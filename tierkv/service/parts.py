@@ -163,7 +163,8 @@ class Parts:
             raise InvariantError(tuple(wrong))
 
     def verify(self) -> list[str]:
-        return observe.verify(self.scheduler, self.mover, self.fetcher, self.handoff)
+        wrong = observe.verify(self.scheduler, self.mover, self.fetcher, self.handoff)
+        return wrong + self.tenants.findings()
 
     def stats(self) -> observe.Stats:
         return observe.stats(self.scheduler, self.mover, self.tiers.storage, self.handoff)

@@ -167,6 +167,12 @@ class Service:
         self.scheduler.forget_limits(space)
         return num_copies
 
+    async def retire_fingerprint(self, space: str) -> int:
+        """As `close_fingerprint`, while others have their turns; see Tenants.retire."""
+        num_copies = await self.tenants.retire(space)
+        self.scheduler.forget_limits(space)
+        return num_copies
+
     def set_limits(self, space: str, limits: Limits) -> None:
         """What a space may have running from now on, also after it was closed for others."""
         self.index.root_named(space)

@@ -44,8 +44,13 @@ from tierkv.storage.protocol import (
     PutStatus,
 )
 
+# Something else is where a value, or a directory on the way to it, belongs: a link that leads to
+# where nothing is mounted now, say.
+_IN_THE_WAY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP})
+# What another user keeps for itself is not there for us.
+_NOT_THERE = _IN_THE_WAY | {errno.EACCES, errno.EPERM}
 # Not a failure, five of which would keep readers away as well: others can be read.
-_FULL = TAKES_NOTHING | {errno.EFBIG, errno.EACCES, errno.EPERM, errno.EXDEV}
+_FULL = TAKES_NOTHING | _NOT_THERE | {errno.EFBIG, errno.EXDEV}
 # A place of the disk that is broken stays so, and the value would be found, and not written again,
 # for as long as it is asked for; forgotten, it gets another place.
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
@@ -93,7 +98,7 @@ class ValueFiles:
                 digest = item.digest() if item.digest is not None else None
                 if not read_fully(fd, item.into, digest):
                     return GetOutcome(GetStatus.DAMAGED, f"{item.name} was cut while being read")
-        except PermissionError:  # what another user keeps for itself is not there for us
+        except PermissionError:
             return GetOutcome(GetStatus.MISS)
         except OSError as error:
             status = GetStatus.DAMAGED if error.errno in _UNREADABLE else GetStatus.FAILED
@@ -245,14 +250,16 @@ class ValueFiles:
         try:
             # Not to hang on a FIFO, nor to follow a link, should someone have put one there.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in _IN_THE_WAY:
+                raise
             yield None
             return
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            if self.listing.is_expired(status):
+                yield None
+            elif self.listing.is_expired(status):
                 with contextlib.suppress(OSError):  # such as of a disk that may only be read
                     self._remove_expired(path)
                 yield None
@@ -265,8 +272,10 @@ class ValueFiles:
     def _is_live(self, path: str) -> bool:
         try:
             status = os.stat(path, follow_symlinks=False)
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return False  # as in `get`
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
+            return False
         return stat.S_ISREG(status.st_mode) and not self.listing.is_expired(status)
 
     def _mark_used(self, path: str, status: os.stat_result) -> None:

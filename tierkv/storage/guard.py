@@ -61,7 +61,8 @@ class Guard:
         return self._breaker.snapshot()
 
     def when_back(self, call: Callable[[], None]) -> None:
-        self._when_back.append(call)
+        if call not in self._when_back:  # told with each attachment
+            self._when_back.append(call)
 
     def when_open(self, call: Callable[[str], None]) -> None:
         """Call `call` with the reason when the store is left alone from then on."""

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from tierkv.errors import StoreUnavailableError
+from tierkv.errors import StoreRefusedError, StoreUnavailableError
 from tierkv.storage.around import StoreAround
 from tierkv.storage.copies import forget_damaged
 from tierkv.storage.host_memory import use_memory
@@ -166,9 +166,10 @@ class LayeredStore(StoreAround):
         num_there = sum(await self.present([*dict.fromkeys(names)]))  # some only in one of the two
         try:
             await self._near.delete(names)
-        finally:
-            deleted = await self._far.delete(names)
-        return max(num_there, deleted)
+        except StoreUnavailableError as error:  # which is no failure of the far one, that is read
+            await self._far.delete(names)
+            raise StoreRefusedError(str(error)) from error
+        return max(num_there, await self._far.delete(names))
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
         """The near copy, unless there is none or the value was read from afar."""
@@ -196,8 +197,9 @@ class LayeredStore(StoreAround):
         """What only the near store still has comes last: it is read, so it can be removed."""
         check_prefix(prefix)
         check_limit(limit)
-        return await list_union((self._far, self._near), prefix, limit=limit, cursor=cursor)
+        stores = (self._far, self._near)
+        return await list_union(stores, prefix, limit=limit, cursor=cursor, needs_first=True)
 
     async def usage(self, prefix: str) -> Usage:
         check_prefix(prefix)
-        return await usage_of_union((self._far, self._near), prefix)
+        return await usage_of_union((self._far, self._near), prefix, needs_first=True)

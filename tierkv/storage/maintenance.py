@@ -41,30 +41,38 @@ _TAILS_TOKENS = 0
 _PARTIAL = "partial"
 _KEYED_HEADER_BYTES = {FLAG_SIGNED: HEADER_BYTES, FLAG_SEALED: SEALED_HEADER_BYTES}
 
+IsMeant = Callable[[StoredValue], bool]
 
-async def values_under(store: Store, prefix: str) -> AsyncIterator[StoredValue]:
+
+async def values_under(
+    store: Store, prefix: str, is_meant: IsMeant = lambda _: True
+) -> AsyncIterator[StoredValue]:
     """Each value once, as long as none comes or goes meanwhile. Raises StoreUnavailableError."""
-    async for page in _pages_under(store, prefix):
+    async for page in _pages_under(store, prefix, is_meant):
         for value in page:
             yield value
 
 
-async def _pages_under(store: Store, prefix: str) -> AsyncIterator[Sequence[StoredValue]]:
+async def _pages_under(
+    store: Store, prefix: str, is_meant: IsMeant
+) -> AsyncIterator[Sequence[StoredValue]]:
     """What is forgotten between two pages leaves the rest to come. None is empty."""
     cursor: str | None = None
     while True:
         page = await store.list(prefix, limit=_PAGE, cursor=cursor)
-        if page.values:
-            yield page.values
+        if meant := [value for value in page.values if is_meant(value)]:
+            yield meant
         cursor = page.cursor
         if cursor is None:
             return
 
 
-async def usage_by_group(store: Store, prefix: str) -> dict[str, Usage]:
+async def usage_by_group(
+    store: Store, prefix: str, is_meant: IsMeant = lambda _: True
+) -> dict[str, Usage]:
     """Values and bytes by the first two fields of their names: model and tenant, or tickets."""
     groups: dict[str, Usage] = {}
-    async for value in values_under(store, prefix):
+    async for value in values_under(store, prefix, is_meant):
         group = ":".join(value.name.split(":", 2)[:2])
         so_far = groups.get(group, Usage(0, 0))
         groups[group] = Usage(so_far.num_values + 1, so_far.num_bytes + value.num_bytes)
@@ -210,14 +218,17 @@ def _check_without_key(content: bytearray, says: ValueIdentity, flags: int) -> N
 
 
 async def remove(
-    store: Store, prefix: str, so_far: Callable[[int], object] = lambda _: None
+    store: Store,
+    prefix: str,
+    so_far: Callable[[int], object] = lambda _: None,
+    is_meant: IsMeant = lambda _: True,
 ) -> int:
     """Forget every value under `prefix`; how many there were, which `so_far` is told in between.
 
     Raises StoreUnavailableError.
     """
     removed = 0
-    async for page in _pages_under(store, prefix):
+    async for page in _pages_under(store, prefix, is_meant):
         for part in _parts([value.name for value in page]):
             removed += await store.delete(part)
             so_far(removed)
@@ -230,9 +241,8 @@ async def give_ttl(store: Store, prefix: str, ttl_s: float) -> int:
     Returns how many there were. A node that uses one of them touches it. StoreUnavailableError.
     """
     given = 0
-    async for page in _pages_under(store, prefix):
-        names = [value.name for value in page if value.expires_at is None]
-        given += await store.touch(names, ttl_s=ttl_s) if names else 0
+    async for page in _pages_under(store, prefix, lambda value: value.expires_at is None):
+        given += await store.touch([value.name for value in page], ttl_s=ttl_s)
     return given
 
 

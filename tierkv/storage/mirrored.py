@@ -6,7 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence,
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TypeVar
 
-from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import (
+    ConfigError,
+    StoreCorruptError,
+    StoreRefusedError,
+    StoreUnavailableError,
+)
 from tierkv.storage.copies import forget_damaged
 from tierkv.storage.host_memory import use_memory
 from tierkv.storage.presence import MAX_TURNS, num_leading, present
@@ -192,7 +197,10 @@ class MirroredStore:
         num_there = sum(
             await self.present([*dict.fromkeys(names)])
         )  # one can be in this store, one in that
-        return max(num_there, *await self._all(lambda store: store.delete(names)))
+        counts, failures = await self._all(lambda store: store.delete(names))
+        if failures:  # which is no failure of them all: the others are read
+            raise StoreRefusedError(str(failures[0])) from failures[0]
+        return max(num_there, *counts)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
         """In the first store that has it: it is what was read."""
@@ -212,7 +220,8 @@ class MirroredStore:
         return [others[name] for name in names]
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        return max(await self._all(lambda store: store.touch(names, ttl_s=ttl_s)))
+        counts, _ = await self._all(lambda store: store.touch(names, ttl_s=ttl_s))
+        return max(counts)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)
@@ -223,17 +232,19 @@ class MirroredStore:
         check_prefix(prefix)
         return await usage_of_union(self._stores, prefix)
 
-    async def _all(self, ask: Callable[[Store], Awaitable[T]]) -> Sequence[T]:
-        """Every store's answer; raises the first one's error after all have been asked."""
+    async def _all(
+        self, ask: Callable[[Store], Awaitable[T]]
+    ) -> tuple[Sequence[T], Sequence[StoreUnavailableError]]:
+        """The answers of the stores that answer, and the others' errors. Raises if all fail."""
         answers, failures = [], []
         for store in self._stores:
             try:
                 answers.append(await ask(store))
             except StoreUnavailableError as error:
                 failures.append(error)
-        if failures:
+        if not answers:
             raise failures[0]
-        return answers
+        return answers, failures
 
     async def _first(self, ask: Callable[[Store], Awaitable[T]], nothing: T) -> T:
         """The first answer that is not `nothing`. Raises if all stores fail."""

@@ -3,7 +3,7 @@
 Values go between the caller's buffers and the providers over TCP or RDMA, without a copy of ours.
 What Mooncake has not: values of no bytes, times to live (it evicts what is used least), and a list
 of what there is. Its calls block, so they are made in threads; a provider that is frozen holds such
-a thread, and the caller's buffers, for 30 s.
+a thread, and the caller's buffers, for some seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MooncakeStore:
         """Raises ConfigError if `url` names no master."""
         self._address = _master(url)
         self._settings = settings
-        # A frozen provider holds a thread for 30 s: reads and writes have threads of their own.
+        # A frozen provider holds a thread for seconds: reads and writes have threads of their own.
         self._readers = WorkerThreads(self.url, settings.num_threads)
         self._writers = WorkerThreads(self.url, settings.num_threads)
         self._values: MooncakeValues | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import os
 import struct
 from pathlib import Path
@@ -25,12 +26,13 @@ _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 4 << 20
 _MAC_BYTES = 16
 NONCE_BYTES = 16
+_MAX_PORT = 65_535
 MAX_BLOCKS = 8192  # of one answer: under 1 MiB
 
 
 class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """host, port: where to ask for the ticket's blocks; name: the same, for who is on `machine`.
-    offer: what to ask for there. secret: who has it may.
+    """host, an IP address, and port: where to ask for the ticket's blocks; name: the same, for who
+    is on `machine`. offer: what to ask for there. secret: who has it may.
 
     machine: where processes can read each other with the machine's own means, "" if nowhere.
     pid: whose host tier can be read there, 0 if nobody's. place: of planes that can, as
@@ -47,6 +49,11 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     place: str = ""
     engine: str = ""
+
+    def __post_init__(self) -> None:
+        ipaddress.ip_address(self.host)
+        if not 0 < self.port <= _MAX_PORT:
+            raise ValueError(f"{self.port} is no port")
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

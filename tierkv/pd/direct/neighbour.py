@@ -44,10 +44,15 @@ async def connect(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
         raise
 
 
+def credentials(end: socket.socket) -> tuple[int, int, int]:
+    """Pid, uid and gid of the process at the other end of a Unix socket."""
+    pid, uid, gid = _CREDENTIALS.unpack(
+        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return pid, uid, gid
+
+
 def uid_of_peer(writer: asyncio.StreamWriter) -> int | None:
     """The user that the process at the other end runs as; None if it may be on another machine."""
     end: socket.socket | None = writer.get_extra_info("socket")
-    if end is None or end.family != socket.AF_UNIX:
-        return None
-    raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
+    return credentials(end)[1] if end is not None and end.family == socket.AF_UNIX else None

@@ -1,0 +1,131 @@
+"""What stands in a store is anybody's: no ticket brings a decode node down."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.e2e.exact import ExactNode, exact_node, text, truth
+from tests.latch import until
+from tests.redis_server import PATIENT, RedisServer, redis_server
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError, HandoffError
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.ticket import Ticket
+from tierkv.pd.tickets import Tickets
+from tierkv.refmodel.config import VOCAB_SIZE
+from tierkv.storage.factory import open_store
+from tierkv.storage.protocol import PutItem
+
+PROMPT = text(40)
+NEW = 4
+TEN_YEARS_S = 10 * 365 * 86_400.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@asynccontextmanager
+async def published(server: RedisServer) -> AsyncIterator[tuple[ExactNode, ExactNode, Ticket]]:
+    """A prefill node that has published PROMPT as `t`, and a decode node."""
+    server.execute("FLUSHALL")
+    settings = HandoffSettings(direct=DirectPath.MEMORY, lookup_deadline_s=20, claim_deadline_s=20)
+
+    def store() -> Any:
+        return open_store(server.url, PATIENT, SystemClock())
+
+    async with (
+        exact_node(store(), handoff=settings) as prefill,
+        exact_node(store(), handoff=settings) as decode,
+    ):
+        await prefill.engine.prefill(prefill.job(PROMPT, 1), "t")
+        ticket = await tickets_of(prefill).read("t")
+        assert ticket is not None
+        yield prefill, decode, ticket
+        await until(lambda: decode.service.tiers.num_tasks == 0, "an idle node")
+        assert decode.service.verify() == []
+        assert (await decode.generate(PROMPT, NEW)).tokens == truth(PROMPT, NEW).tokens
+
+
+def tickets_of(node: ExactNode) -> Tickets:
+    handoff = node.service.handoff
+    assert handoff is not None
+    return handoff.tickets
+
+
+async def put(node: ExactNode, ticket: Ticket) -> None:
+    assert node.service.store is not None
+    name = tickets_of(node).names.ticket("t")
+    item = PutItem(name, (ticket.encode(),), ttl_s=60, keep_existing=False)
+    await node.service.store.put([item])
+
+
+def changed(one: Any, **fields: Any) -> Any:
+    """As somebody could write it who knows the format, but not as we would make it."""
+    forged = msgspec.structs.replace(one)
+    for name, value in fields.items():
+        msgspec.structs.force_setattr(forged, name, value)
+    return forged
+
+
+ODD_ADDRESSES = [
+    {"port": -1},
+    {"port": 0},
+    {"port": 65_536},
+    {"port": 2**40},
+    {"host": ""},
+    {"host": "a..b"},
+    {"host": "a" * 70},
+    {"host": "a\0b"},
+    {"host": "producer.example"},
+]
+
+
+@pytest.mark.parametrize("fields", ODD_ADDRESSES, ids=str)
+async def test_a_ticket_with_an_address_that_is_none_is_damaged(
+    server: RedisServer, fields: dict[str, Any]
+) -> None:
+    async with published(server) as (prefill, decode, ticket):
+        await put(prefill, changed(ticket, direct=changed(ticket.direct, **fields)))
+        with pytest.raises(HandoffError) as refused:
+            await decode.engine.decode(decode.job(PROMPT, NEW), "t")
+        assert refused.value.reason == "damaged"
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**31, 2**32, 2**63])
+async def test_a_ticket_with_first_tokens_that_are_none_is_damaged(
+    server: RedisServer, token: int
+) -> None:
+    async with published(server) as (prefill, decode, ticket):
+        await put(prefill, changed(ticket, first_tokens=(token,)))
+        with pytest.raises(HandoffError) as refused:
+            await decode.engine.decode(decode.job(PROMPT, NEW), "t")
+        assert refused.value.reason == "damaged"
+
+
+@pytest.mark.parametrize("after_s", [TEN_YEARS_S, 4e9, 1e300])
+async def test_a_ticket_that_ends_in_the_far_future_is_claimed_and_acknowledged(
+    server: RedisServer, after_s: float
+) -> None:
+    async with published(server) as (prefill, decode, ticket):
+        await put(prefill, changed(ticket, expires_at=ticket.expires_at + after_s))
+        generation, _ = await decode.engine.decode(decode.job(PROMPT, NEW), "t")
+        assert generation.tokens == truth(PROMPT, NEW).tokens
+        await until(lambda: decode.service.tiers.num_tasks == 0, "the acknowledgement")
+        acknowledged = tickets_of(decode).names.acknowledgement("t")
+        left_ms = server.execute("PTTL", acknowledged)
+        assert isinstance(left_ms, int)
+        assert 0 < left_ms <= (600 + 120) * 1000  # as long as a ticket of ours
+
+
+def test_tickets_do_not_live_longer_than_a_store_keeps_anything() -> None:
+    with pytest.raises(ConfigError, match=r"handoff\.ticket_ttl_s"):
+        HandoffSettings(ticket_ttl_s=TEN_YEARS_S, block_ttl_s=None)
+    HandoffSettings(ticket_ttl_s=TEN_YEARS_S - 120, block_ttl_s=None)

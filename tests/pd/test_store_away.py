@@ -1,0 +1,104 @@
+"""A store that was away, or lost a lease, makes nobody take a living producer for a lost one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e.exact import ExactNode, exact_node, text, truth
+from tests.latch import until
+from tests.redis_server import RedisServer, redis_server
+from tierkv.cache.keys import Prompt
+from tierkv.clock import SystemClock
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.storage.factory import StoreSettings, open_resilient_store
+from tierkv.storage.protocol import Store
+
+PROMPT = text(100)
+NEW = 4
+PRODUCER = "a-producer-that-lives"
+LONGER_S = 2.5  # a look each second, and half of one: when a producer is lost that only died
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A claim that waits, as the test plays its producer."""
+
+    claim: asyncio.Task[None]
+    decode: ExactNode
+    lease: str
+
+    async def until_store(self, *, is_there: bool) -> None:
+        service = self.decode.service
+        await until(lambda: service.storage_state()[0].is_degraded is not is_there, "the breaker")
+
+
+@asynccontextmanager
+async def waiting(server: RedisServer, *, lease_s: float) -> AsyncIterator[Waiting]:
+    """At the end the producer says that it lives, and completes its ticket."""
+    settings = HandoffSettings(
+        direct=DirectPath.OFF, producer_lease_s=lease_s, lookup_deadline_s=20
+    )
+
+    def store() -> Store:
+        return open_resilient_store(server.url, StoreSettings(), SystemClock())
+
+    async with (
+        exact_node(store(), handoff=settings) as prefill,
+        exact_node(store(), handoff=settings) as decode,
+    ):
+        await prefill.engine.prefill(prefill.job(PROMPT, 1), "t")
+        handoff = prefill.service.handoff
+        assert handoff is not None
+        tickets = handoff.tickets
+        ticket = await tickets.read("t")
+        assert ticket is not None
+        prompt = Prompt.of(PROMPT, ticket.block_size)
+        lease = tickets.names.producer(PRODUCER)
+        await tickets.forget("t")
+        await tickets.put(tickets.new_open("t", prompt, PRODUCER))
+        server.execute("SET", lease, "lives")
+
+        async def claim() -> None:
+            job = decode.job(PROMPT, NEW)
+            generation, _ = await decode.engine.decode(job, "t", deadline_s=60)
+            assert generation.tokens == truth(PROMPT, NEW).tokens
+
+        task = asyncio.create_task(claim())
+        await until(lambda: decode.service.index.match(prompt).num_blocks > 0, "first blocks")
+        yield Waiting(task, decode, lease)
+        assert not task.done()
+        server.execute("SET", lease, "lives")
+        await until(lambda: not prefill.service.storage_state()[0].is_degraded, "the breaker")
+        await tickets.put(ticket)
+        await task
+
+
+async def test_who_could_not_say_that_it_lives_has_a_leases_time_to_say_so(
+    server: RedisServer,
+) -> None:
+    async with waiting(server, lease_s=10) as here:
+        server.pause()
+        await here.until_store(is_there=False)
+        server.resume()
+        server.execute("DEL", here.lease)
+        await here.until_store(is_there=True)
+        await asyncio.sleep(LONGER_S)
+
+
+async def test_a_lease_that_the_store_lost_may_come_back_with_the_next_beat(
+    server: RedisServer,
+) -> None:
+    async with waiting(server, lease_s=60) as here:
+        server.execute("DEL", here.lease)
+        await asyncio.sleep(LONGER_S)

@@ -1,0 +1,231 @@
+"""What is waited for is paid for; what is forgotten, fetched or loaded meanwhile stays right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.sched.test_events import everything
+from tests.sched.test_fetch import filled, tokens
+from tests.sched.test_loads import with_host_copies
+from tests.simulated import simulate, simulated_world
+from tests.world import World, world
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt
+from tierkv.cache.write_policy import WritePolicy
+from tierkv.gpu.protocol import Direction
+from tierkv.sched import lifecycle
+from tierkv.sched.computing import Computing, Wait
+from tierkv.sched.estimate import Estimator, FetchPolicy, Line
+from tierkv.sched.events import Happening
+from tierkv.sched.purse import MOST_IN_VAIN, SHARE, Purse
+
+NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
+COMPUTE_S = 1.0
+
+
+def computing_and_a_wait() -> tuple[Computing, Wait]:
+    prefill, index, prompt = Line(), Index(4), Prompt.of(tokens(64), 4)
+    prefill.add(64.0, COMPUTE_S)
+    computing = Computing(prefill, lambda: None)
+    computing.begin(index.root, 0, prompt, 0.0)
+    wait = computing.possible_wait(index.match(prompt), prompt, 16, 0.01)
+    assert wait is not None
+    return computing, wait
+
+
+def test_waits_for_owners_that_deliver_pay_for_those_that_came_to_nothing() -> None:
+    computing, wait = computing_and_a_wait()
+    computing.note_wait(wait, 2.5 * COMPUTE_S, was_worth_it=False)
+    for _ in range(5):
+        assert not computing.is_worth_it(wait), "it has cost more than was to be had"
+        computing.passed_by(wait)
+    computing.note_wait(wait, 0.0, was_worth_it=True)
+    assert computing.is_worth_it(wait)
+    computing.note_wait(wait, 1.2 * COMPUTE_S, was_worth_it=False)
+    computing.note_wait(wait, 9.0 * COMPUTE_S, was_worth_it=True)
+    assert not computing.is_worth_it(wait), "one that took longer than computing has saved nothing"
+
+
+async def second_waits(here: World, *, owner_takes_s: float) -> bool:
+    """Whether a request waits for one that computes the same and ends without having done so."""
+    before = here.service.stats().requests.shared_waits
+    owner = await here.admit(tokens(40))
+    second = asyncio.ensure_future(here.admit(tokens(40)))
+    await asyncio.sleep(owner_takes_s)
+    here.service.end(owner)
+    here.service.end(await second)
+    return here.service.stats().requests.shared_waits > before
+
+
+@pytest.mark.parametrize("owner_takes_s", [0.01, 2.0])
+def test_of_a_wait_in_vain_its_own_length_counts(owner_takes_s: float) -> None:
+    """Short ones cost little, so that after each only twice as many chances pass by."""
+
+    async def scene() -> list[bool]:
+        async with simulated_world(random.Random(1), device_blocks=64, host_write=NONE) as here:
+            here.service.note_prefill(40, COMPUTE_S)
+            await asyncio.sleep(1000.0)
+            return [await second_waits(here, owner_takes_s=owner_takes_s) for _ in range(7)]
+
+    is_short = owner_takes_s < COMPUTE_S
+    assert simulate(scene()) == [True, False, True, False, False, False, is_short]
+
+
+def test_as_much_may_be_lost_at_first_as_computing_two_of_the_largest_takes() -> None:
+    estimator = Estimator(bytes_per_token=1000.0, policy=FetchPolicy.BEST_EFFORT)
+    estimator.note_prefill(1000, COMPUTE_S)
+
+    def num_asked() -> int:
+        asked = 0
+        while estimator.decide_question(1000).fetches:
+            estimator.note_wait(0, 0.25 * COMPUTE_S)
+            asked += 1
+        return asked
+
+    expected = round(MOST_IN_VAIN / (0.25 - SHARE))
+    assert abs(num_asked() - expected) <= 1
+    assert num_asked() == 0
+    estimator.begin_anew()
+    assert abs(num_asked() - expected) <= 1, "of another tier nothing is known"
+
+
+def test_what_one_large_request_has_lost_is_not_held_against_small_ones_for_ever() -> None:
+    purse = Purse()
+    assert purse.allow(100.0)
+    purse.add(-1e9)
+    num_refused = next(number for number in range(10_000) if purse.allow(1.0))
+    assert 50 < num_refused < 500
+
+
+async def fetched_nothing(here: World, policy: FetchPolicy, base: int) -> float:
+    """How long it takes to hear so: seconds."""
+    time = asyncio.get_running_loop().time
+    began = time()
+    prompt = here.prompt(tokens(40, base))
+    (await here.service.fetcher.fetch(prompt, deadline_s=100.0, policy=policy)).release()
+    return time() - began
+
+
+def test_who_waits_for_another_ones_fetch_waits_on_the_same_account() -> None:
+    async def scene() -> None:
+        async with simulated_world(random.Random(1), device_blocks=64, host_write=NONE) as here:
+            here.service.note_prefill(40, COMPUTE_S)
+            here.the_store.delay_s = 0.05
+            waited = 0.0
+            for number in range(100):
+                async with asyncio.TaskGroup() as group:
+                    some = [
+                        group.create_task(
+                            fetched_nothing(here, FetchPolicy.BEST_EFFORT, 100 * number)
+                        )
+                        for _ in range(4)
+                    ]
+                waited += sum(one.result() for one in some)
+            assert COMPUTE_S < waited <= (SHARE * 400 + MOST_IN_VAIN + 1) * COMPUTE_S
+            await here.settle()
+
+    simulate(scene())
+
+
+def test_who_could_not_compute_instead_waits_on_no_account() -> None:
+    async def scene() -> None:
+        async with simulated_world(random.Random(1), device_blocks=64, host_write=NONE) as here:
+            here.service.note_prefill(40, COMPUTE_S)
+            here.the_store.delay_s = 0.2
+            for number in range(20):
+                assert await fetched_nothing(here, FetchPolicy.WAIT_COMPLETE, 100 * number) >= 0.2
+            assert await fetched_nothing(here, FetchPolicy.BEST_EFFORT, 9_000) >= 0.2, "it asks"
+            await here.settle()
+
+    simulate(scene())
+
+
+def test_what_came_whole_is_not_late_for_the_tail_of_another_prompt_that_was_looked_for() -> None:
+    async def scene() -> None:
+        rules = {"host_write": THROUGH, "storage_write": THROUGH}
+        async with simulated_world(random.Random(1), device_blocks=64, **rules) as here:
+            await here.run(tokens(16))
+            here.service.reset()
+            here.service.note_prefill(40, COMPUTE_S)
+            found: list[str] = []
+
+            async def never(name: str, *, max_bytes: int) -> bytes | None:
+                found.append(name)
+                await asyncio.sleep(1000.0 + max_bytes)
+                raise AssertionError("nobody waits for so long")
+
+            here.the_store.get = never  # type: ignore[method-assign]
+            request = await here.admit([*tokens(16), 77])
+            assert request.matched.storage_tokens == 16
+            assert [name.endswith(":tails") for name in found] == [True]
+            assert here.service.stats().decisions.recompute_late == 0
+            here.service.end(request)
+            await here.settle()
+
+    simulate(scene())
+
+
+async def test_runs_that_go_while_others_are_forgotten_in_slices_are_let_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "_SLICE", 1)
+    async with world(device_blocks=64, host_blocks=64, host_write=THROUGH) as here:
+        for number in range(6):
+            await here.run(tokens(16, 100 * number))
+            await here.run([*tokens(8, 100 * number), *tokens(8, 1000)])  # cuts it in two
+        forgetting = asyncio.ensure_future(here.service.forget())
+        await turns(3)
+        assert not forgetting.done()
+        here.service.reset()
+        for number in range(6):
+            await here.run([*tokens(4, 100 * number), *tokens(8, 2000)])
+        await forgetting
+        assert here.service.verify() == []
+        here.service.reset()
+        stats = here.service.stats()
+        assert stats.device.used == stats.host.used == 0
+
+
+async def test_the_block_that_is_matched_in_part_stays_until_it_has_been_copied() -> None:
+    async with with_host_copies(tokens(18)) as here:
+        here.latch.hold(Direction.LOAD)
+        request = await here.admit([*tokens(14), 900])
+        await here.latch.until_held()
+        here.service.reset()
+        assert here.service.stats().host.used == 4, "three blocks, and the one shared in part"
+        here.latch.release()
+        await finish(request.gate.all_layers(20))
+        here.check_kv(request, tokens(14), 14)
+        here.service.end(request)
+        await here.settle()
+        here.service.reset()
+        assert here.service.stats().host.used == 0
+
+
+async def test_a_tail_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_to_be_there() -> (
+    None
+):
+    prompt = tokens(18)
+    async with world(store=await filled(prompt), host_write=THROUGH) as here:
+        with here.service.events.subscribe() as events:
+            here.the_store.hold()
+            fetching = asyncio.ensure_future(here.admit(prompt))
+            await here.the_store.until_held(1)
+            here.latch.hold(Direction.OFFLOAD)
+            computes = await here.admit(prompt, uses_cache=False)
+            await here.prefill(computes, prompt)
+            here.service.end(computes)
+            await until(lambda: here.service.stats().host.used == 5, "copies on their way")
+            here.latch.fail_next(Direction.OFFLOAD, 2)
+            here.the_store.release()
+            fetched = await finish(fetching)
+            here.latch.release()
+            here.service.end(fetched)
+            await here.settle()
+            told = [one.tier for one in await everything(events) if one.kind is Happening.STORED]
+        assert here.service.stats().host.used == 0, "the copies that were begun have failed"
+        assert set(told) == {"device"}
