@@ -33,8 +33,10 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.
 SHORT = HandoffSettings(
-    publish_deadline_s=20, claim_deadline_s=0.02, lookup_deadline_s=20, direct=DirectPath.OFF
+    publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, direct=DirectPath.OFF
 )
+# For claims of what is not there: others must not fail because a machine stood still.
+SOON_S = 0.2
 
 
 def tokens(count: int, base: int = 0) -> list[int]:
@@ -67,12 +69,12 @@ async def refused(
     decode: World,
     prompt: list[int],
     ticket_id: str = "ticket",
-    policy: ClaimPolicy = ClaimPolicy.WHOLE,
+    **options: Any,
 ) -> HandoffError:
     with pytest.raises(HandoffError) as error:
         await finish(
             decode.service.claim(
-                "claim", ticket_id, decode.prompt(prompt), max_new_tokens=1, policy=policy
+                "claim", ticket_id, decode.prompt(prompt), max_new_tokens=1, **options
             )
         )
     await decode.settle()
@@ -196,8 +198,6 @@ async def test_a_publish_that_storage_does_not_take_leaves_no_ticket() -> None:
         for failures in range(1, 3):
             request = await prefill.admit(tokens(9, 100 * failures))
             await prefill.prefill(request, tokens(9, 100 * failures))
-            for _ in range(failures - 1):
-                pass
             prefill.the_store.fail_next(failures)
             with pytest.raises(HandoffError) as error:
                 await finish(prefill.service.publish(request, f"t{failures}", [1]))
@@ -205,7 +205,8 @@ async def test_a_publish_that_storage_does_not_take_leaves_no_ticket() -> None:
             prefill.the_store.fail_next(0)
             prefill.service.end(request)
             await prefill.settle()
-            problem = await refused(decode, tokens(9, 100 * failures), f"t{failures}")
+            prompt = tokens(9, 100 * failures)
+            problem = await refused(decode, prompt, f"t{failures}", deadline_s=SOON_S)
             assert problem.reason == "not_yet"
 
 
@@ -296,7 +297,7 @@ async def test_only_a_running_request_whose_prompt_is_computed_can_be_published(
 
 async def test_no_ticket_in_time_is_not_yet() -> None:
     async with pair() as (_, decode):
-        problem = await refused(decode, tokens(9))
+        problem = await refused(decode, tokens(9), deadline_s=SOON_S)
         assert problem.reason == "not_yet"
         assert "ticket" in str(problem)
 
@@ -308,7 +309,7 @@ async def test_a_ticket_whose_time_is_over_is_expired() -> None:
         clock.now += SHORT.ticket_ttl_s + 1
         assert (await refused(decode, tokens(9))).reason == "expired"
         clock.now += 3600
-        assert (await refused(decode, tokens(9))).reason == "not_yet"
+        assert (await refused(decode, tokens(9), deadline_s=SOON_S)).reason == "not_yet"
 
 
 async def test_partial_keys_and_tickets_have_a_time_to_live() -> None:  # fault 13
@@ -430,7 +431,7 @@ async def test_a_store_that_does_not_answer_is_unavailable_first_and_last() -> N
     async with pair() as (prefill, decode):
         await publish(prefill, tokens(9))
         decode.the_store.fail_next(10_000)
-        assert (await refused(decode, tokens(9))).reason == "storage_unavailable"
+        assert (await refused(decode, tokens(9), deadline_s=SOON_S)).reason == "storage_unavailable"
         decode.the_store.fail_next(0)
         request, _ = await finish(
             decode.service.claim("again", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
@@ -444,7 +445,7 @@ async def test_a_store_that_fails_after_the_ticket_was_read_is_unavailable() -> 
         await publish(prefill, tokens(9))
         decode.the_store.hold()
         async with asyncio.TaskGroup() as group:
-            claiming = group.create_task(refused(decode, tokens(9)))
+            claiming = group.create_task(refused(decode, tokens(9), deadline_s=1))
             await decode.the_store.until_held(1)
             decode.the_store.release()
             await turns(1)
@@ -456,8 +457,8 @@ async def test_a_store_that_fails_after_the_ticket_was_read_is_unavailable() -> 
 async def test_a_store_that_hangs_is_unavailable_within_the_deadline() -> None:  # fault 12
     async with pair() as (_, decode):
         decode.the_store.hold()
-        problem = await refused(decode, tokens(9))
-        assert problem.reason in {"not_yet", "storage_unavailable"}
+        problem = await refused(decode, tokens(9), deadline_s=SOON_S)
+        assert problem.reason == "storage_unavailable"  # nobody knows whether there is one
         decode.the_store.release()
 
 

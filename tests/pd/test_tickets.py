@@ -25,7 +25,7 @@ from tierkv.pd.status import Standing
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 SETTINGS = HandoffSettings(
-    publish_deadline_s=20, claim_deadline_s=0.2, lookup_deadline_s=20, claimed_ttl_s=30
+    publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, claimed_ttl_s=30
 )
 
 
@@ -89,7 +89,7 @@ async def test_an_acknowledged_ticket_stays_for_a_while_and_then_says_so() -> No
         await claim(decode, tokens(9))  # by another node, should the first one have died
         clock.now += SETTINGS.claimed_ttl_s + 1
         with pytest.raises(HandoffError, match="claimed by tierkv") as error:
-            await claim(decode, tokens(9))
+            await claim(decode, tokens(9), deadline_s=0.2)
         assert error.value.reason == "already_claimed"
         status = await decode.service.ticket_state("ticket")
         assert (status.state, status.claimer) == (Standing.ACKNOWLEDGED, "tierkv")
@@ -150,6 +150,7 @@ async def test_no_ticket_is_no_failure_where_the_policy_may_compute() -> None:
                 decode.prompt(tokens(9)),
                 max_new_tokens=1,
                 policy=ClaimPolicy.RECOMPUTE,
+                deadline_s=0.2,
             )
         )
         assert ticket is None

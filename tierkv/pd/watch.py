@@ -55,7 +55,10 @@ class Watch:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
         pause = _FIRST_LOOK_S
-        problem: StoreUnavailableError | None = None
+        # Nothing was said yet: a claim may be over before the store answers once.
+        problem: StoreUnavailableError | None = StoreUnavailableError(
+            f"the store did not say within {deadline_s:g} s whether there is a ticket"
+        )
         with self._tickets.notifier.listen(self._tickets.names.ticket(self._ticket_id)) as listener:
             while True:
                 try:
