@@ -15,6 +15,7 @@ from typing import TypeVar
 import click
 import msgspec
 
+from tierkv.api.access import UnauthenticatedError
 from tierkv.api.types import GenerateBody, LookupBody
 from tierkv.client import AsyncClient, client_tls
 from tierkv.errors import ConfigError, InvariantError
@@ -22,6 +23,7 @@ from tierkv.errors import ConfigError, InvariantError
 A = TypeVar("A")
 _Command = Callable[..., None]
 
+_TOKEN = "TIERKV_TOKEN"
 _TIMEOUT_S = 300.0  # a person watches, and may end it
 
 
@@ -39,9 +41,12 @@ class Target:
 
     async def _ask(self, call: Callable[[AsyncClient], Coroutine[None, None, A]]) -> A:
         tls = client_tls(ca=self.ca, cert=self.cert) if self.ca or self.cert else None
-        token = os.environ.get("TIERKV_TOKEN") or None  # no option: `ps` shows those to everybody
+        token = os.environ.get(_TOKEN) or None  # no option: `ps` shows those to everybody
         async with AsyncClient(self.url, token=token, tls=tls, timeout_s=_TIMEOUT_S) as client:
-            return await call(client)
+            try:
+                return await call(client)
+            except UnauthenticatedError as error:
+                raise ConfigError(f"{error}: the variable {_TOKEN} holds the token") from error
 
 
 def _node(command: _Command) -> _Command:

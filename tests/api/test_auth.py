@@ -195,6 +195,11 @@ def test_a_wrong_file_is_one_sentence_that_says_what(
     assert str(path) in str(caught.value)
 
 
+def test_of_a_file_that_is_not_there_it_is_said_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist: `tierkv token new` makes one"):
+        read(tmp_path / "auth.json")
+
+
 async def test_tokens_are_made_listed_and_revoked_on_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "auth.json"
     file = ("--file", path)

@@ -202,7 +202,7 @@ async def test_a_client_that_goes_while_it_is_answered_is_no_error_in_the_log(
 
 @TRIALS
 async def test_half_a_head_is_closed_in_time_however_slowly_it_comes(trials: int) -> None:
-    async with here(idle_timeout_s=0.5) as on:
+    async with here(idle_timeout_s=2.0) as on:
 
         async def drip(number: int) -> float:
             """A byte now and then, for ever."""
@@ -215,7 +215,7 @@ async def test_half_a_head_is_closed_in_time_however_slowly_it_comes(trials: int
                 ended = asyncio.ensure_future(until_closed(reader))
                 for byte in LIVE[:-1] * 100:
                     writer.write(bytes([byte]))
-                    done, _ = await asyncio.wait([ended], timeout=0.05)
+                    done, _ = await asyncio.wait([ended], timeout=0.1)
                     if done:
                         break
                 assert b"200" not in await ended
@@ -223,7 +223,7 @@ async def test_half_a_head_is_closed_in_time_however_slowly_it_comes(trials: int
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(drip(number)) for number in range(trials)]
-        assert max(task.result() for task in tasks) < 5
+        assert max(task.result() for task in tasks) < 10
         await on.settle()
 
 

@@ -103,6 +103,7 @@ async def test_bad_bodies_are_refused_with_a_stable_code(
             answer = await on.client.ask("POST", "/v1/generate", data=raw, headers=headers)
             assert (answer.status, answer.code) == (status, code), raw[:80]
             assert len(answer.body["detail"]) < 500
+            assert (answer.body["detail"] == "the body is empty") == (not raw)
         await on.settle()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -242,9 +243,11 @@ async def raw_exchange(url: str, sent: bytes) -> bytes:
     [b"", b"GET /livez HTTP/1.1\r\nHost: a\r\nX-Slow: ", b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"],
 )
 async def test_a_connection_without_a_whole_request_head_is_closed_in_time(sent: bytes) -> None:
-    async with here(idle_timeout_s=0.2) as on:
+    # A whole head must be read before it: that takes long on a machine that stands still.
+    is_whole = sent.endswith(b"\r\n\r\n")
+    async with here(idle_timeout_s=2.0 if is_whole else 0.2) as on:
         answered = await raw_exchange(on.client.url, sent)
-        assert answered.startswith(b"HTTP/1.1 200") == sent.endswith(b"\r\n\r\n")
+        assert answered.startswith(b"HTTP/1.1 200") == is_whole
 
 
 async def test_a_body_that_does_not_arrive_in_time_is_given_up() -> None:

@@ -244,7 +244,7 @@ async def test_a_node_that_hangs_is_replaced_after_the_stall_deadline() -> None:
 
 
 async def test_a_machine_that_is_gone_is_noticed_long_before_its_streams_stall() -> None:
-    health = HealthSection(probe_interval_s=0.05, probe_timeout_s=0.2, gone_after_probes=2)
+    health = HealthSection(probe_interval_s=0.05, probe_timeout_s=1.0, gone_after_probes=2)
     async with stage(1, 2, health=health) as on:  # stall_s is 20 s, longer than a test may wait
         for node in on.decode:
             node.stalls_after = 5

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from tierkv.api.access import Access
 from tierkv.api.auth import Guard, auth_middleware
 from tierkv.api.framing import add_headers
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.problems import problem_middleware
-from tierkv.api.route import Route
+from tierkv.api.route import register
 from tierkv.api.table import routes
 
-# Which row of the table a request's `match_info.route` is; a 404 or 405 has none.
-TABLE = web.AppKey("table", Mapping[web.AbstractRoute, Route])
 _NO_ROUTE = "none"
 
 
@@ -28,26 +23,13 @@ def make_app(node: Node, guard: Guard) -> web.Application:
     """
     metrics = Metrics(node)
     app = web.Application(
-        middlewares=[_counting(metrics), problem_middleware, auth_middleware(guard, _access_of)],
+        middlewares=[_counting(metrics), problem_middleware, auth_middleware(guard)],
         client_max_size=node.settings.node.max_body_bytes,
     )
-    app[TABLE] = _register(routes(node, metrics), app.router)
+    register(routes(node, metrics), app)
     metrics.know_routes([_NO_ROUTE, *(one.canonical for one in app.router.resources())])
     app.on_response_prepare.append(add_headers)
     return app
-
-
-def _register(table: list[Route], router: web.UrlDispatcher) -> Mapping[web.AbstractRoute, Route]:
-    registered: dict[web.AbstractRoute, Route] = {}
-    for row in table:
-        for method in ("GET", "HEAD") if row.method == "GET" else (row.method,):
-            registered[router.add_route(method, row.path, row.handler)] = row
-    return registered
-
-
-def _access_of(request: web.Request) -> Access:
-    row = request.app[TABLE].get(request.match_info.route)
-    return row.access if row else Access.READ  # a stranger does not learn what there is not
 
 
 def _counting(metrics: Metrics) -> Middleware:

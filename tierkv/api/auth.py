@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tierkv.api.access import (
 )
 from tierkv.api.auth_file import read
 from tierkv.api.auth_keys import Keyring
+from tierkv.api.route import access_of
 from tierkv.api.watch import watching
 from tierkv.pd.direct.neighbour import credentials
 
@@ -82,12 +83,8 @@ class Guard:
         return _by_connection(request, keyring)
 
 
-def auth_middleware(guard: Guard, access_of: Callable[[web.Request], Access]) -> Middleware:
-    """Sets `request[PRINCIPAL]`, or raises UnauthenticatedError or ForbiddenError.
-
-    access_of: what the request's route needs. A path or method that there is not needs READ, so
-    that a stranger does not learn which there are.
-    """
+def auth_middleware(guard: Guard) -> Middleware:
+    """Sets `request[PRINCIPAL]`, or raises UnauthenticatedError or ForbiddenError."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

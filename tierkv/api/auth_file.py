@@ -109,7 +109,9 @@ def read(path: Path) -> AuthFile:
             mode = os.fstat(file.fileno()).st_mode
             raw = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
-        raise ConfigError(f"the auth file {path} does not exist: `tierkv token new`") from error
+        raise ConfigError(
+            f"the auth file {path} does not exist: `tierkv token new` makes one"
+        ) from error
     except OSError as error:
         raise ConfigError(f"the auth file {path} cannot be read: {error.strerror}") from error
     if mode & (stat.S_IWGRP | stat.S_IWOTH):

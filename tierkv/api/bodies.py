@@ -73,6 +73,8 @@ async def read_body(request: web.Request, kind: type[T], *, timeout_s: float) ->
         raise BodyError("the body breaks off, or is not encoded as its headers say") from error
     if content_type == OCTETS:
         return from_query(request, kind, {"tokens": raw})
+    if not raw:
+        raise BodyError("the body is empty")
     if len(raw) > LARGE_BYTES:
         return await asyncio.to_thread(decode_large, raw, kind, content_type)
     return decode(raw, kind, content_type=content_type)

@@ -40,7 +40,7 @@ def framing_problem(status: int, request_id: str) -> web.Response:
     """One of the statuses above, else 500."""
     body = _body(status, request_id)
     headers = {REQUEST_ID_HEADER: request_id, "Server": SERVER}
-    return problem_response(body, body.status, headers)
+    return problem_response(body, headers)
 
 
 def overload_answer(request_id: str) -> bytes:

@@ -51,7 +51,8 @@ def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socke
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"the host {settings.host!r} is not known: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the host {settings.host!r} is not known: {why}") from error
     # Of a name with several addresses, such as localhost, the first IPv4 one.
     family, _, _, _, address = min(found, key=lambda one: one[0] is not socket.AF_INET)
     may_be_public = asks_callers or settings.allow_insecure_bind

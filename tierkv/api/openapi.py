@@ -74,9 +74,9 @@ def document(table: Sequence[Route]) -> Json:
 
 
 def _operation(row: Route, ref_of: dict[type, Json]) -> Json:
-    tag = type(getattr(row.handler, "__self__", row)).__name__.removesuffix("Routes").lower()
+    tag, _ = row.name
     operation: Json = {
-        "operationId": f"{tag}_{getattr(row.handler, '__name__', row.path)}",
+        "operationId": "_".join(row.name),
         "tags": [tag],
         "summary": row.summary,
         "x-access": row.access.name.lower(),

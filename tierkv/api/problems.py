@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
-from msgspec.structs import replace
 
 from tierkv.api.access import ForbiddenError, UnauthenticatedError
 from tierkv.api.bodies import (
@@ -21,7 +20,13 @@ from tierkv.api.bodies import (
     first_id,
 )
 from tierkv.api.names import as_given
-from tierkv.api.refusals import NotReadyError, TooManyError, UnknownIdError, WrongStateError
+from tierkv.api.refusals import (
+    AnswerError,
+    NotReadyError,
+    TooManyError,
+    UnknownIdError,
+    WrongStateError,
+)
 from tierkv.api.types import FieldError
 from tierkv.errors import (
     BadRequestError,
@@ -105,6 +110,7 @@ HTTP_CODES = {
     405: "method_not_allowed",
     413: "body_too_large",
 }
+INTERNAL = (500, "internal_error", "tierkv has a bug")
 
 
 @web.middleware
@@ -113,46 +119,86 @@ async def problem_middleware(request: web.Request, handler: Handler) -> web.Stre
     request[REQUEST_ID] = first_id(request)
     try:
         return await handler(request)
-    except web.HTTPException as error:
-        return _http_problem(request, error)
-    except TierKVError as error:
-        return known_problem(request, error)
     except ConnectionError:
         raise  # the client has gone: there is nobody to answer
-    except Exception:  # a bug of ours: the log gets the traceback, the client one clean answer
-        log.exception("request %s to %s failed", request[REQUEST_ID], request.path)
-        return internal_problem(request)
+    except Exception as error:  # noqa: BLE001 - what nobody expected is logged
+        log_if_unexpected(request, error)
+        found = problem_of(request, error)
+        return problem_response(found, headers_of(error, found) | _challenge(error))
 
 
-_INTERNAL = "Something unexpected happened; the log of this node has the details."
+def problem_of(
+    request: web.Request,
+    error: Exception,
+    *,
+    what_is_here: str = "GET /openapi.json tells what there is",
+) -> Problem:
+    """What an error means for the client. What nobody expected is told in no words of its own."""
+    row = status, code, title = _row(error)
+    if row == INTERNAL:
+        detail = "Something unexpected happened; the log has the details."
+    elif isinstance(error, web.HTTPException):
+        detail = _sentence(request, error, what_is_here)
+    else:
+        detail = as_given(str(error))
+    found = Problem(
+        title=title, status=status, detail=detail, code=code, request_id=request[REQUEST_ID]
+    )
+    # What an error of these kinds carries besides its sentence, so that a client can raise it.
+    if isinstance(error, HandoffError):
+        return msgspec.structs.replace(found, reason=error.reason)
+    if isinstance(error, OutOfBlocksError):
+        return msgspec.structs.replace(
+            found, tier=error.tier, needed=error.needed, available=error.available
+        )
+    return found
 
 
-def known_problem(request: web.Request, error: TierKVError) -> web.Response:
-    """The answer to an error of ours."""
+def _row(error: Exception) -> tuple[int, str, str]:
+    """Status, code, title."""
+    if isinstance(error, web.HTTPException):
+        return error.status, HTTP_CODES.get(error.status, f"http_{error.status}"), error.reason
+    if isinstance(error, AnswerError):
+        return error.status, error.code, error.title
     for kind, status, code, title in ERRORS:
         if isinstance(error, kind):
-            body = Problem(
-                title=title,
-                status=status,
-                detail=as_given(str(error)),
-                code=code,
-                request_id=request[REQUEST_ID],
-            )
-            return _answer(_with_facts(body, error), _challenge(error))
-    log.error("request %s failed: %s", request[REQUEST_ID], error, exc_info=error)
-    return internal_problem(request)
+            return status, code, title
+    return INTERNAL
 
 
-def _with_facts(body: Problem, error: TierKVError) -> Problem:
-    """What an error of this kind carries besides its sentence, so that a client can raise it."""
-    if isinstance(error, HandoffError):
-        return replace(body, reason=error.reason)
-    if isinstance(error, OutOfBlocksError):
-        return replace(body, tier=error.tier, needed=error.needed, available=error.available)
-    return body
+def _sentence(request: web.Request, error: web.HTTPException, what_is_here: str) -> str:
+    """What is wrong, and what would be right."""
+    path = request.path[:200]
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return f"the body has more than {request.client_max_size} bytes, the most that is taken"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"{path} does not take {request.method}, only {_allowed(error)}"
+    if isinstance(error, web.HTTPNotFound):
+        return f"there is no {path} here; {what_is_here}"
+    return f"{request.method} {path}: {error.reason}"
 
 
-def _challenge(error: TierKVError) -> dict[str, str]:
+def log_if_unexpected(request: web.Request, error: Exception) -> None:
+    """A traceback of what can only be a bug of ours."""
+    if _row(error) == INTERNAL:
+        log.error("request %s to %s failed", request[REQUEST_ID], request.path, exc_info=error)
+
+
+def headers_of(error: Exception, found: Problem) -> dict[str, str]:
+    headers = {REQUEST_ID_HEADER: found.request_id}
+    not_now = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
+    if found.status in not_now or found.reason in PASSING_REASONS:
+        headers["Retry-After"] = str(_RETRY_AFTER_S)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        headers[hdrs.ALLOW] = _allowed(error)
+    return headers
+
+
+def _allowed(error: web.HTTPMethodNotAllowed) -> str:
+    return ", ".join(sorted(error.allowed_methods))
+
+
+def _challenge(error: Exception) -> dict[str, str]:
     """The header that RFC 6750 asks for."""
     if isinstance(error, UnauthenticatedError):
         why = ', error="invalid_token"' if error.was_given else ""
@@ -160,60 +206,17 @@ def _challenge(error: TierKVError) -> dict[str, str]:
         why = ', error="insufficient_scope"'
     else:
         return {}
-    return {"WWW-Authenticate": f'Bearer realm="tierkv"{why}'}
+    return {hdrs.WWW_AUTHENTICATE: f'Bearer realm="tierkv"{why}'}
 
 
-def internal_problem(request: web.Request) -> web.Response:
-    """The answer to what nobody expected; the log says more."""
-    return problem(request, 500, "internal_error", "tierkv has a bug", _INTERNAL)
-
-
-def _http_problem(request: web.Request, error: web.HTTPException) -> web.Response:
-    code = HTTP_CODES.get(error.status, f"http_{error.status}")
-    headers = {}
-    detail = f"{request.method} {request.path[:200]}: {error.reason}"
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        allowed = ", ".join(sorted(error.allowed_methods))
-        headers["Allow"] = allowed
-        detail = f"{request.path[:200]} takes {allowed}"
-    elif isinstance(error, web.HTTPNotFound):
-        detail = f"there is no {request.path[:200]} here; GET /openapi.json tells what there is"
-    elif isinstance(error, web.HTTPRequestEntityTooLarge):
-        detail = error.text or error.reason
-    return problem(request, error.status, code, error.reason, detail, headers=headers)
-
-
-def problem(
-    request: web.Request,
-    status: int,
-    code: str,
-    title: str,
-    detail: str,
-    *,
-    headers: Mapping[str, str] | None = None,
-) -> web.Response:
-    body = Problem(
-        title=title, status=status, detail=detail, code=code, request_id=request[REQUEST_ID]
-    )
-    return _answer(body, headers or {})
-
-
-def _answer(body: Problem, headers: Mapping[str, str]) -> web.Response:
-    all_headers = {REQUEST_ID_HEADER: body.request_id, **headers}
-    not_now = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
-    if body.status in not_now or body.reason in PASSING_REASONS:
-        all_headers["Retry-After"] = str(_RETRY_AFTER_S)
-    return problem_response(body, body.status, all_headers)
-
-
-def problem_response(body: msgspec.Struct, status: int, headers: Mapping[str, str]) -> web.Response:
-    """`body`, a problem of whatever shape, on its way."""
+def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response:
+    """A problem, or one with more to it, on its way."""
     response = web.Response(
-        body=msgspec.json.encode(body),
-        status=status,
+        body=msgspec.json.encode(found),
+        status=found.status,
         content_type=PROBLEM_JSON,
         headers=headers,
     )
-    if status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
+    if found.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         response.force_close()  # the rest of the body is not read
     return response

@@ -19,3 +19,11 @@ class TooManyError(BadRequestError):
 
 class NotReadyError(TierKVError):
     """The node cannot answer this now: ask again, or another one."""
+
+
+class AnswerError(TierKVError):
+    """One that brings what the others have a row for. status: of HTTP. code: for programs."""
+
+    status: int
+    code: str
+    title: str

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
 from http import HTTPStatus
+from types import FunctionType
+from typing import TypeVar
 
+from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from tierkv.api import bodies
 from tierkv.api.access import Access
+
+M = TypeVar("M", bound=Callable[..., Awaitable[object]])
+
+_MARK = "tierkv_routes"
 
 
 class Disconnect(Enum):
@@ -18,20 +27,26 @@ class Disconnect(Enum):
     DETACH = "detach"  # it goes on to its end: others may wait for the result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """path: with aiohttp's {names}. body, answer: msgspec types, None where there is none.
+async def _unbound(_: web.Request) -> web.StreamResponse:
+    raise AssertionError("`routes_of` says whose method answers")
 
-    query: names of query parameters with their types. summary: one sentence for the document.
-    is_stream: the answer may also be text/event-stream. is_body_optional: none is as good as {}.
-    content_type: of the answer, where it is not JSON or msgpack.
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Put it on a method as a decorator; `routes_of` then tells the rows of an object. The method
+    returns what is to be encoded, or a whole response.
+
+    path: with aiohttp's {names}. body, answer: msgspec types, None where there is none.
+    query: names of query parameters with their types. is_stream: the answer may also be
+    text/event-stream. is_body_optional: none is as good as {}. content_type: of the answer, where
+    it is not JSON or msgpack. name: of the class and the method. summary: the first paragraph of
+    the method's docstring.
     """
 
     method: str
     path: str
-    handler: Handler
     access: Access
-    summary: str
+    _: KW_ONLY
     body: type | None = None
     answer: type | None = None
     status: int = HTTPStatus.OK
@@ -40,3 +55,55 @@ class Route:
     is_stream: bool = False
     is_body_optional: bool = False
     content_type: str | None = None
+    name: tuple[str, str] = ("", "")
+    summary: str = ""
+    handler: Handler = _unbound
+
+    def __call__(self, method: M) -> M:
+        # Of several, the last one is put on first.
+        vars(method).setdefault(_MARK, []).insert(0, self)
+        return method
+
+
+# Which row a request's `match_info.route` is; a 404 or 405 has none.
+_TABLE = web.AppKey("table", dict[web.AbstractRoute, Route])
+
+
+def routes_of(owner: object) -> list[Route]:
+    """The rows of the owner's methods, in the order in which its class has them."""
+    kind = type(owner)
+    return [
+        replace(
+            row,
+            name=(kind.__name__.removesuffix("Routes").lower(), name),
+            summary=" ".join((method.__doc__ or "").partition("\n\n")[0].split()),
+            handler=_encoding(getattr(owner, name), row.status),
+        )
+        for name, method in vars(kind).items()
+        if isinstance(method, FunctionType)
+        for row in vars(method).get(_MARK, ())
+    ]
+
+
+def _encoding(method: Callable[[web.Request], Awaitable[object]], status: int) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        found = await method(request)
+        if isinstance(found, web.StreamResponse):
+            return found
+        return bodies.answer(request, found, status=status)
+
+    return handler
+
+
+def register(table: Iterable[Route], app: web.Application) -> None:
+    app[_TABLE] = registered = {}
+    for row in table:
+        for method in ("GET", "HEAD") if row.method == "GET" else (row.method,):
+            registered[app.router.add_route(method, row.path, row.handler)] = row
+
+
+def access_of(request: web.Request) -> Access:
+    """What its route needs. A path or method that there is not needs READ, so that a stranger does
+    not learn which there are."""
+    row = request.app[_TABLE].get(request.match_info.route)
+    return row.access if row else Access.READ

@@ -21,20 +21,11 @@ _MOST = 256  # events in one write
 
 
 class EventRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="GET",
-                path="/v1/events",
-                handler=self.stream,
-                access=Access.ADMIN,
-                summary="What happens to cached blocks, as server-sent events.",
-                content_type=EVENT_STREAM,
-            )
-        ]
-
+    @Route("GET", "/v1/events", Access.ADMIN, content_type=EVENT_STREAM)
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Each event has an id; a client that comes back with it as Last-Event-ID goes on there.
+        """What happens to cached blocks, as server-sent events.
+
+        Each event has an id; a client that comes back with it as Last-Event-ID goes on there.
         `lost` says how many could not be told: ask for /v1/blocks then."""
         node = self._node
         node.check_started()

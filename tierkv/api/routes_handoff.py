@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.route import Disconnect, Route
 from tierkv.api.routes_base import Routes, principal_of
@@ -22,54 +21,17 @@ from tierkv.sched.request import Request
 
 
 class HandoffRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="POST",
-                path="/v1/requests/{id}/publish",
-                handler=self.publish,
-                access=Access.WRITE,
-                summary="Store a request's committed prompt, and a ticket for it.",
-                body=PublishBody,
-                answer=PublishAnswer,
-                is_body_optional=True,
-                on_disconnect=Disconnect.DETACH,
-            ),
-            Route(
-                method="POST",
-                path="/v1/requests/{id}/stream",
-                handler=self.stream,
-                access=Access.WRITE,
-                summary="Store what is committed of the prompt from now on; publish ends it.",
-                body=StreamBody,
-                answer=StreamAnswer,
-                is_body_optional=True,
-            ),
-            Route(
-                method="POST",
-                path="/v1/claims",
-                handler=self.claim,
-                access=Access.WRITE,
-                summary="Wait for a published prompt, and admit a request for it.",
-                body=ClaimBody,
-                answer=ClaimAnswer,
-            ),
-        ]
-
-    async def stream(self, request: web.Request) -> web.Response:
-        node = self._node
-        async with node.call():
-            held = self._held(request)
-            body = await self._read_optional(request, StreamBody)
-            ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
-            name = self._ticket(request, ticket_id)
-            with self._metrics.handing("publish"):
-                streams = await node.desk.outgoing.stream(held, name)
-        return bodies.answer(
-            request, StreamAnswer(request_id=held.key[1], ticket_id=ticket_id, streams=streams)
-        )
-
-    async def publish(self, request: web.Request) -> web.Response:
+    @Route(
+        "POST",
+        "/v1/requests/{id}/publish",
+        Access.WRITE,
+        body=PublishBody,
+        answer=PublishAnswer,
+        is_body_optional=True,
+        on_disconnect=Disconnect.DETACH,
+    )
+    async def publish(self, request: web.Request) -> PublishAnswer:
+        """Store a request's committed prompt, and a ticket for it."""
         node = self._node
         async with node.call():
             held = self._held(request)
@@ -81,21 +43,40 @@ class HandoffRoutes(Routes):
                     held, name, body.first_tokens, body.sampling
                 )
         ticket = published.ticket
-        return bodies.answer(
-            request,
-            PublishAnswer(
-                request_id=held.key[1],
-                ticket_id=ticket_id,
-                num_blocks=published.num_blocks,
-                present_blocks=published.present_blocks,
-                early_blocks=published.early_blocks,
-                tail_tokens=ticket.num_tokens % ticket.block_size,
-                flushed_bytes=published.flushed_bytes,
-                expires_at=ticket.expires_at,
-            ),
+        return PublishAnswer(
+            request_id=held.key[1],
+            ticket_id=ticket_id,
+            num_blocks=published.num_blocks,
+            present_blocks=published.present_blocks,
+            early_blocks=published.early_blocks,
+            tail_tokens=ticket.num_tokens % ticket.block_size,
+            flushed_bytes=published.flushed_bytes,
+            expires_at=ticket.expires_at,
         )
 
-    async def claim(self, request: web.Request) -> web.Response:
+    @Route(
+        "POST",
+        "/v1/requests/{id}/stream",
+        Access.WRITE,
+        body=StreamBody,
+        answer=StreamAnswer,
+        is_body_optional=True,
+    )
+    async def stream(self, request: web.Request) -> StreamAnswer:
+        """Store what is committed of the prompt from now on; publish ends it."""
+        node = self._node
+        async with node.call():
+            held = self._held(request)
+            body = await self._read_optional(request, StreamBody)
+            ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
+            name = self._ticket(request, ticket_id)
+            with self._metrics.handing("publish"):
+                streams = await node.desk.outgoing.stream(held, name)
+        return StreamAnswer(request_id=held.key[1], ticket_id=ticket_id, streams=streams)
+
+    @Route("POST", "/v1/claims", Access.WRITE, body=ClaimBody, answer=ClaimAnswer)
+    async def claim(self, request: web.Request) -> ClaimAnswer:
+        """Wait for a published prompt, and admit a request for it."""
         node = self._node
         async with node.work():
             body = await self._read(request, ClaimBody)
@@ -123,13 +104,10 @@ class HandoffRoutes(Routes):
                     wait=body.wait,
                 )
         claimed = held.ticket
-        return bodies.answer(
-            request,
-            ClaimAnswer(
-                **fields_of(request, held),
-                ticket_id=body.ticket_id,
-                producer=claimed.producer if claimed else None,
-                first_tokens=list(claimed.first_tokens) if claimed else [],
-                sampling=claimed.sampling if claimed else {},
-            ),
+        return ClaimAnswer(
+            **fields_of(request, held),
+            ticket_id=body.ticket_id,
+            producer=claimed.producer if claimed else None,
+            first_tokens=list(claimed.first_tokens) if claimed else [],
+            sampling=claimed.sampling if claimed else {},
         )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.refusals import WrongStateError
 from tierkv.api.route import Disconnect, Route
@@ -16,65 +14,45 @@ from tierkv.tasks import deadline
 
 
 class LifeRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            _post("/v1/drain", self.drain, "Take no more work; what runs goes on."),
-            _post("/v1/pause", self.pause, "Let new requests wait until /v1/resume."),
-            _post("/v1/resume", self.resume, "Admit requests again."),
-            Route(
-                method="POST",
-                path="/v1/sleep",
-                handler=self.sleep,
-                access=Access.ADMIN,
-                summary="Give the device's memory back until /v1/wake; requests wait.",
-                body=SleepBody,
-                answer=LifeAnswer,
-                is_body_optional=True,
-            ),
-            Route(
-                method="POST",
-                path="/v1/wake",
-                handler=self.wake,
-                access=Access.ADMIN,
-                summary="Take device memory again, and admit requests.",
-                body=WakeBody,
-                answer=LifeAnswer,
-                is_body_optional=True,
-            ),
-        ]
-
-    async def drain(self, request: web.Request) -> web.Response:
+    @Route("POST", "/v1/drain", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
+    async def drain(self, _: web.Request) -> LifeAnswer:
+        """Take no more work; what runs goes on."""
         self._node.check_started()
         self._node.drain()
-        return self._life(request)
+        return self._life()
 
-    async def pause(self, request: web.Request) -> web.Response:
+    @Route("POST", "/v1/pause", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
+    async def pause(self, _: web.Request) -> LifeAnswer:
+        """Let new requests wait until /v1/resume."""
         self._node.check_started()
         self._node.service.pause()
-        return self._life(request)
+        return self._life()
 
-    async def resume(self, request: web.Request) -> web.Response:
+    @Route("POST", "/v1/resume", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
+    async def resume(self, _: web.Request) -> LifeAnswer:
+        """Admit requests again."""
         self._node.check_started()
         if self._node.service.is_asleep:
             raise WrongStateError("the device sleeps: wake it")
         self._node.service.unpause()
-        return self._life(request)
+        return self._life()
 
-    def _life(self, request: web.Request) -> web.Response:
+    def _life(self) -> LifeAnswer:
         service = self._node.service
-        return bodies.answer(
-            request,
-            LifeAnswer(
-                is_draining=self._node.is_draining,
-                is_paused=service.scheduler.is_paused,
-                is_asleep=service.is_asleep,
-                running_requests=len(service.scheduler.running_requests),
-                waiting_requests=service.scheduler.num_waiting,
-                open_requests=self._node.desk.num_open,
-            ),
+        return LifeAnswer(
+            is_draining=self._node.is_draining,
+            is_paused=service.scheduler.is_paused,
+            is_asleep=service.is_asleep,
+            running_requests=len(service.scheduler.running_requests),
+            waiting_requests=service.scheduler.num_waiting,
+            open_requests=self._node.desk.num_open,
         )
 
-    async def sleep(self, request: web.Request) -> web.Response:
+    @Route(
+        "POST", "/v1/sleep", Access.ADMIN, body=SleepBody, answer=LifeAnswer, is_body_optional=True
+    )
+    async def sleep(self, request: web.Request) -> LifeAnswer:
+        """Give the device's memory back until /v1/wake; requests wait."""
         async with self._node.work():
             body = await self._read_optional(request, SleepBody)
 
@@ -89,9 +67,13 @@ class LifeRoutes(Routes):
                     await self._node.service.sleep(keeps_blocks=body.keep_blocks)
             except OwnershipError as error:
                 raise WrongStateError(str(error)) from error
-        return self._life(request)
+        return self._life()
 
-    async def wake(self, request: web.Request) -> web.Response:
+    @Route(
+        "POST", "/v1/wake", Access.ADMIN, body=WakeBody, answer=LifeAnswer, is_body_optional=True
+    )
+    async def wake(self, request: web.Request) -> LifeAnswer:
+        """Take device memory again, and admit requests."""
         async with self._node.work():
             body = await self._read_optional(request, WakeBody)
             try:
@@ -100,16 +82,4 @@ class LifeRoutes(Routes):
                 raise WrongStateError(str(error)) from error
             except ConfigError as error:
                 raise BadRequestError(str(error)) from error
-        return self._life(request)
-
-
-def _post(path: str, handler: Handler, summary: str) -> Route:
-    return Route(
-        method="POST",
-        path=path,
-        handler=handler,
-        access=Access.ADMIN,
-        summary=summary,
-        answer=LifeAnswer,
-        on_disconnect=Disconnect.DETACH,
-    )
+        return self._life()

@@ -49,98 +49,9 @@ class NodeRoutes(Routes):
         super().__init__(node, metrics)
         self._listings = Listings()
 
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="POST",
-                path="/v1/resize",
-                handler=self.resize,
-                access=Access.ADMIN,
-                summary="Change the capacity of the device or host tier while running.",
-                body=ResizeBody,
-                answer=TiersAnswer,
-            ),
-            Route(
-                method="POST",
-                path="/v1/reset",
-                handler=self.reset,
-                access=Access.ADMIN,
-                summary="Forget all cached blocks that nobody holds; storage keeps its own.",
-                answer=ResetAnswer,
-                on_disconnect=Disconnect.DETACH,
-            ),
-            Route(
-                method="GET",
-                path="/v1/blocks",
-                handler=self.blocks,
-                access=Access.ADMIN,
-                summary="List all cached blocks, of all tenants, in pages.",
-                answer=BlocksAnswer,
-                query=(("cursor", str), ("limit", Limit)),
-            ),
-            Route(
-                method="DELETE",
-                path="/v1/blocks",
-                handler=self.free,
-                access=Access.ADMIN,
-                summary="As /v1/reset; with ?storage=true also what the common store has of this "
-                "node's fingerprints, for all nodes that share it.",
-                answer=ResetAnswer,
-                query=(("storage", bool),),
-            ),
-            Route(
-                method="GET",
-                path="/v1/config",
-                handler=self.config,
-                access=Access.ADMIN,
-                summary="The node's settings, secrets masked.",
-                answer=ConfigAnswer,
-            ),
-            *self._tier_routes(),
-        ]
-
-    def _tier_routes(self) -> list[Route]:
-        return [
-            Route(
-                method="GET",
-                path="/v1/tiers",
-                handler=self.tiers,
-                access=Access.READ,
-                summary="Tell each tier's capacity and state.",
-                answer=TiersAnswer,
-            ),
-            Route(
-                method="PUT",
-                path="/v1/tiers/storage",
-                handler=self.attach,
-                access=Access.ADMIN,
-                summary="Use a store from now on, instead of the one there.",
-                body=StorageBody,
-                answer=TiersAnswer,
-            ),
-            Route(
-                method="DELETE",
-                path="/v1/tiers/storage",
-                handler=self.detach,
-                access=Access.ADMIN,
-                summary="Go on without a store.",
-                answer=TiersAnswer,
-            ),
-        ]
-
-    async def reset(self, request: web.Request) -> web.Response:
-        self._node.check_started()
-        return bodies.answer(request, ResetAnswer(await self._node.service.forget()))
-
-    async def free(self, request: web.Request) -> web.Response:
-        async with self._node.work():
-            chosen = bodies.from_query(request, _Free)
-            service = self._node.service
-            held = await service.forget()
-            removed = await service.free(clears_storage=chosen.storage)
-        return bodies.answer(request, ResetAnswer(held, removed))
-
-    async def resize(self, request: web.Request) -> web.Response:
+    @Route("POST", "/v1/resize", Access.ADMIN, body=ResizeBody, answer=TiersAnswer)
+    async def resize(self, request: web.Request) -> TiersAnswer:
+        """Change the capacity of the device or host tier while running."""
         async with self._node.work():
             body = await self._read(request, ResizeBody)
             tier = _TIERS[body.tier]
@@ -156,55 +67,83 @@ class NodeRoutes(Routes):
                 raise BadRequestError(str(error)) from error
             except OwnershipError as error:
                 raise WrongStateError(str(error)) from error
-        return self._tiers(request)
+        return self._tiers()
 
-    # What there is
+    @Route("POST", "/v1/reset", Access.ADMIN, answer=ResetAnswer, on_disconnect=Disconnect.DETACH)
+    async def reset(self, _: web.Request) -> ResetAnswer:
+        """Forget all cached blocks that nobody holds; storage keeps its own."""
+        self._node.check_started()
+        return ResetAnswer(await self._node.service.forget())
 
-    async def blocks(self, request: web.Request) -> web.Response:
+    @Route(
+        "GET",
+        "/v1/blocks",
+        Access.ADMIN,
+        answer=BlocksAnswer,
+        query=(("cursor", str), ("limit", Limit)),
+    )
+    async def blocks(self, request: web.Request) -> BlocksAnswer:
+        """List all cached blocks, of all tenants, in pages."""
         self._node.check_started()
         page = bodies.from_query(request, _Page)
         index = self._node.service.index
-        return bodies.answer(request, self._listings.page(index, page.cursor, limit=page.limit))
+        return self._listings.page(index, page.cursor, limit=page.limit)
 
-    async def config(self, request: web.Request) -> web.Response:
+    @Route("DELETE", "/v1/blocks", Access.ADMIN, answer=ResetAnswer, query=(("storage", bool),))
+    async def free(self, request: web.Request) -> ResetAnswer:
+        """As /v1/reset; with ?storage=true also what the common store has of this node's
+        fingerprints, for all nodes that share it."""
+        async with self._node.work():
+            chosen = bodies.from_query(request, _Free)
+            service = self._node.service
+            held = await service.forget()
+            removed = await service.free(clears_storage=chosen.storage)
+        return ResetAnswer(held, removed)
+
+    @Route("GET", "/v1/config", Access.ADMIN, answer=ConfigAnswer)
+    async def config(self, _: web.Request) -> ConfigAnswer:
+        """The node's settings, secrets masked."""
         self._node.check_started()
         roots = self._node.service.roots()
         told = {space: digest.hex() for space, digest in roots.items()}
-        return bodies.answer(request, ConfigAnswer(masked(self._node.settings), told))
+        return ConfigAnswer(masked(self._node.settings), told)
 
-    async def tiers(self, request: web.Request) -> web.Response:
+    @Route("GET", "/v1/tiers", Access.READ, answer=TiersAnswer)
+    async def tiers(self, _: web.Request) -> TiersAnswer:
+        """Tell each tier's capacity and state."""
         self._node.check_started()
-        return self._tiers(request)
+        return self._tiers()
 
-    async def attach(self, request: web.Request) -> web.Response:
+    @Route("PUT", "/v1/tiers/storage", Access.ADMIN, body=StorageBody, answer=TiersAnswer)
+    async def attach(self, request: web.Request) -> TiersAnswer:
+        """Use a store from now on, instead of the one there."""
         async with self._node.work():
             body = await self._read(request, StorageBody)
             try:
                 await self._node.service.attach_storage(body.url)
             except ConfigError as error:
                 raise BadRequestError(str(error)) from error
-        return self._tiers(request)
+        return self._tiers()
 
-    async def detach(self, request: web.Request) -> web.Response:
+    @Route("DELETE", "/v1/tiers/storage", Access.ADMIN, answer=TiersAnswer)
+    async def detach(self, _: web.Request) -> TiersAnswer:
+        """Go on without a store."""
         self._node.check_started()
         self._node.service.detach_storage()
-        return self._tiers(request)
+        return self._tiers()
 
-    def _tiers(self, request: web.Request) -> web.Response:
+    def _tiers(self) -> TiersAnswer:
         service = self._node.service
         stats, block_bytes = service.stats(), service.fingerprint.layout.block_bytes
-        return bodies.answer(
-            request,
-            TiersAnswer(
-                device=_tier(stats.device, block_bytes),
-                host=_tier(stats.host, block_bytes),
-                storage=[
-                    msgspec.structs.replace(
-                        state, url=masked_url(state.url), part=masked_url(state.part)
-                    )
-                    for state in service.storage_state()
-                ],
-            ),
+        return TiersAnswer(
+            device=_tier(stats.device, block_bytes),
+            host=_tier(stats.host, block_bytes),
+            storage=[
+                msgspec.structs.replace(
+                    state, url=masked_url(state.url), part=masked_url(state.part)
+                )
+                for state in service.storage_state()
+            ],
         )
 
 

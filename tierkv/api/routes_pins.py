@@ -6,7 +6,6 @@ import asyncio
 
 from aiohttp import web
 
-from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.pace import in_turns
 from tierkv.api.pins import Pin
@@ -18,64 +17,35 @@ _PATH = "/v1/pins/{id}"
 
 
 class PinRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="GET",
-                path="/v1/pins",
-                handler=self.list,
-                access=Access.WRITE,
-                summary="List the tenant's pins.",
-                answer=PinsAnswer,
-            ),
-            Route(
-                method="PUT",
-                path=_PATH,
-                handler=self.put,
-                access=Access.WRITE,
-                summary="Keep what is cached of a prompt, for a while.",
-                body=PinBody,
-                answer=PinAnswer,
-            ),
-            Route(
-                method="GET",
-                path=_PATH,
-                handler=self.look,
-                access=Access.WRITE,
-                summary="Tell what a pin keeps, and for how long.",
-                answer=PinAnswer,
-            ),
-            Route(
-                method="DELETE",
-                path=_PATH,
-                handler=self.remove,
-                access=Access.WRITE,
-                summary="End a pin.",
-                answer=PinAnswer,
-            ),
-        ]
-
-    async def list(self, request: web.Request) -> web.Response:
+    @Route("GET", "/v1/pins", Access.WRITE, answer=PinsAnswer)
+    async def list(self, request: web.Request) -> PinsAnswer:
+        """List the tenant's pins."""
         self._node.check_started()
         pins = self._node.pins.all_of(principal_of(request).tenant)
         told = [self._answer(pin) async for pin in in_turns(pins)]
-        return bodies.answer(request, PinsAnswer(told))
+        return PinsAnswer(told)
 
-    async def put(self, request: web.Request) -> web.Response:
+    @Route("PUT", _PATH, Access.WRITE, body=PinBody, answer=PinAnswer)
+    async def put(self, request: web.Request) -> PinAnswer:
+        """Keep what is cached of a prompt, for a while."""
         async with self._node.work():
             key = self._key(request)
             body = await self._read(request, PinBody)
             prompt = self._prompt(request, body)
             pin = self._node.pins.put(key, prompt, body.ttl_s, is_soft=body.soft)
-        return bodies.answer(request, self._answer(pin))
+        return self._answer(pin)
 
-    async def look(self, request: web.Request) -> web.Response:
+    @Route("GET", _PATH, Access.WRITE, answer=PinAnswer)
+    async def look(self, request: web.Request) -> PinAnswer:
+        """Tell what a pin keeps, and for how long."""
         self._node.check_started()
-        return bodies.answer(request, self._answer(self._node.pins.get(self._key(request))))
+        return self._answer(self._node.pins.get(self._key(request)))
 
-    async def remove(self, request: web.Request) -> web.Response:
+    @Route("DELETE", _PATH, Access.WRITE, answer=PinAnswer)
+    async def remove(self, request: web.Request) -> PinAnswer:
+        """End a pin."""
         self._node.check_started()
-        return bodies.answer(request, self._answer(self._node.pins.remove(self._key(request))))
+        return self._answer(self._node.pins.remove(self._key(request)))
 
     def _answer(self, pin: Pin) -> PinAnswer:
         size = self._node.settings.cache.block_size

@@ -19,38 +19,17 @@ _PATH = "/v1/prefetches/{id}"
 
 
 class PrefetchRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="POST",
-                path="/v1/prefetches",
-                handler=self.begin,
-                access=Access.WRITE,
-                summary="Begin to bring what storage has of a prompt to the host.",
-                body=PrefetchBody,
-                answer=PrefetchAnswer,
-                status=HTTPStatus.ACCEPTED,
-                on_disconnect=Disconnect.DETACH,
-            ),
-            Route(
-                method="GET",
-                path=_PATH,
-                handler=self.look,
-                access=Access.WRITE,
-                summary="Tell how a prefetch stands.",
-                answer=PrefetchAnswer,
-            ),
-            Route(
-                method="DELETE",
-                path=_PATH,
-                handler=self.cancel,
-                access=Access.WRITE,
-                summary="Give a prefetch up.",
-                answer=PrefetchAnswer,
-            ),
-        ]
-
+    @Route(
+        "POST",
+        "/v1/prefetches",
+        Access.WRITE,
+        body=PrefetchBody,
+        answer=PrefetchAnswer,
+        status=HTTPStatus.ACCEPTED,
+        on_disconnect=Disconnect.DETACH,
+    )
     async def begin(self, request: web.Request) -> web.Response:
+        """Begin to bring what storage has of a prompt to the host."""
         node = self._node
         async with node.work():
             body = await self._read(request, PrefetchBody)
@@ -63,15 +42,19 @@ class PrefetchRoutes(Routes):
         response.headers["Location"] = "/v1/prefetches/" + quote(key[1], safe="")
         return response
 
-    async def look(self, request: web.Request) -> web.Response:
+    @Route("GET", _PATH, Access.WRITE, answer=PrefetchAnswer)
+    async def look(self, request: web.Request) -> PrefetchAnswer:
+        """Tell how a prefetch stands."""
         self._node.check_started()
-        return bodies.answer(request, _answer(self._node.prefetches.find(self._key(request))))
+        return _answer(self._node.prefetches.find(self._key(request)))
 
-    async def cancel(self, request: web.Request) -> web.Response:
+    @Route("DELETE", _PATH, Access.WRITE, answer=PrefetchAnswer)
+    async def cancel(self, request: web.Request) -> PrefetchAnswer:
+        """Give a prefetch up."""
         self._node.check_started()
         prefetch = self._node.prefetches.find(self._key(request))
         self._node.prefetches.cancel(prefetch)
-        return bodies.answer(request, _answer(prefetch))
+        return _answer(prefetch)
 
 
 def _answer(prefetch: Prefetch) -> PrefetchAnswer:

@@ -15,36 +15,9 @@ _PATH = "/v1/quotas/{id}"  # a tenant's name
 
 
 class QuotaRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="PUT",
-                path=_PATH,
-                handler=self.put,
-                access=Access.ADMIN,
-                summary="Limit what a tenant has cached and in use.",
-                body=QuotaBody,
-                answer=QuotaAnswer,
-            ),
-            Route(
-                method="GET",
-                path=_PATH,
-                handler=self.look,
-                access=Access.ADMIN,
-                summary="Tell a tenant's quota; null is no limit.",
-                answer=QuotaAnswer,
-            ),
-            Route(
-                method="DELETE",
-                path=_PATH,
-                handler=self.remove,
-                access=Access.ADMIN,
-                summary="Let a tenant have as much as there is.",
-                answer=QuotaAnswer,
-            ),
-        ]
-
-    async def put(self, request: web.Request) -> web.Response:
+    @Route("PUT", _PATH, Access.ADMIN, body=QuotaBody, answer=QuotaAnswer)
+    async def put(self, request: web.Request) -> QuotaAnswer:
+        """Limit what a tenant has cached and in use."""
         async with self._node.work():
             tenant = self._tenant(request)
             body = await self._read(request, QuotaBody)
@@ -52,11 +25,15 @@ class QuotaRoutes(Routes):
             self._node.service.set_quota(space, (body.device_blocks, body.host_blocks))
         return self._answer(request, space)
 
-    async def look(self, request: web.Request) -> web.Response:
+    @Route("GET", _PATH, Access.ADMIN, answer=QuotaAnswer)
+    async def look(self, request: web.Request) -> QuotaAnswer:
+        """Tell a tenant's quota; null is no limit."""
         self._node.check_started()
         return self._answer(request, self._known_space(request))
 
-    async def remove(self, request: web.Request) -> web.Response:
+    @Route("DELETE", _PATH, Access.ADMIN, answer=QuotaAnswer)
+    async def remove(self, request: web.Request) -> QuotaAnswer:
+        """Let a tenant have as much as there is."""
         self._node.check_started()
         space = self._known_space(request)
         self._node.service.set_quota(space, (None, None))
@@ -72,15 +49,12 @@ class QuotaRoutes(Routes):
             raise UnknownIdError("no such tenant has asked for anything here, or was given a quota")
         return space
 
-    def _answer(self, request: web.Request, space: str) -> web.Response:
+    def _answer(self, request: web.Request, space: str) -> QuotaAnswer:
         service = self._node.service
         device, host = service.quota_of(space)
-        return bodies.answer(
-            request,
-            QuotaAnswer(
-                tenant=self._tenant(request),
-                stored_under=service.stored_under(space),
-                device_blocks=device,
-                host_blocks=host,
-            ),
+        return QuotaAnswer(
+            tenant=self._tenant(request),
+            stored_under=service.stored_under(space),
+            device_blocks=device,
+            host_blocks=host,
         )

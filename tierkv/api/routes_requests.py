@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -33,54 +32,9 @@ _PATH = "/v1/requests/{id}"
 
 
 class RequestRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="POST",
-                path="/v1/requests",
-                handler=self.admit,
-                access=Access.WRITE,
-                summary="Admit a request: its block table, and what of its prompt is cached.",
-                body=AdmitBody,
-                answer=RequestAnswer,
-            ),
-            Route(
-                method="GET",
-                path=_PATH,
-                handler=self.look,
-                access=Access.WRITE,
-                summary="Tell how a request stands, and renew its lease.",
-                answer=RequestAnswer,
-            ),
-            Route(
-                method="DELETE",
-                path=_PATH,
-                handler=self.abort,
-                access=Access.WRITE,
-                summary="Give a request's blocks back, and what it publishes up; or its place in "
-                "the line, or what this node generates for it.",
-                answer=EndAnswer,
-                on_disconnect=Disconnect.DETACH,
-            ),
-            _step("commit", self.commit, "Tell which tokens' KV is computed.", CommitBody),
-            _step("extend", self.extend, "Get room for more tokens.", ExtendBody),
-            _step("preempt", self.preempt, "Give the blocks back for a while."),
-            _step("resume", self.resume, "Get blocks again after a preemption.", ResumeBody),
-            Route(
-                method="POST",
-                path=f"{_PATH}/finish",
-                handler=self.finish,
-                access=Access.WRITE,
-                summary="End a request, after a last commit if the body has one; what was "
-                "committed stays cached.",
-                body=CommitBody,
-                answer=EndAnswer,
-                is_body_optional=True,
-                on_disconnect=Disconnect.DETACH,
-            ),
-        ]
-
-    async def admit(self, request: web.Request) -> web.Response:
+    @Route("POST", "/v1/requests", Access.WRITE, body=AdmitBody, answer=RequestAnswer)
+    async def admit(self, request: web.Request) -> RequestAnswer:
+        """Admit a request: its block table, and what of its prompt is cached."""
         node = self._node
         async with node.work():
             body = await self._read(request, AdmitBody)
@@ -109,49 +63,16 @@ class RequestRoutes(Routes):
             )
         return _answer(request, held)
 
-    async def look(self, request: web.Request) -> web.Response:
+    @Route("GET", _PATH, Access.WRITE, answer=RequestAnswer)
+    async def look(self, request: web.Request) -> RequestAnswer:
+        """Tell how a request stands, and renew its lease."""
         self._node.check_started()
         return _answer(request, self._held(request))
 
-    async def commit(self, request: web.Request) -> web.Response:
-        async with self._node.call():
-            held = self._held(request)
-            body = await self._read_optional(request, CommitBody)
-            await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
-        return _answer(request, held)
-
-    async def extend(self, request: web.Request) -> web.Response:
-        async with self._node.call():
-            held = self._held(request)
-            body = await self._read(request, ExtendBody)
-            await self._node.desk.extend(held, body.num_tokens, deadline_s=body.deadline_s)
-        return _answer(request, held)
-
-    async def preempt(self, request: web.Request) -> web.Response:
-        async with self._node.call():
-            held = self._held(request)
-            await self._node.desk.preempt(held)
-        return _answer(request, held)
-
-    async def resume(self, request: web.Request) -> web.Response:
-        async with self._node.work():
-            held = self._held(request)
-            body = await self._read_optional(request, ResumeBody)
-            await self._node.desk.resume(
-                held, max_new_tokens=body.max_new_tokens, deadline_s=body.deadline_s
-            )
-        return _answer(request, held)
-
-    async def finish(self, request: web.Request) -> web.Response:
-        async with self._node.call():
-            held = self._held(request)
-            body = await self._read_optional(request, CommitBody)
-            if not body.is_empty and held.state is not State.FINISHED:
-                await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
-            await self._node.desk.end(held, State.FINISHED)
-        return bodies.answer(request, _end_answer(held))
-
-    async def abort(self, request: web.Request) -> web.Response:
+    @Route("DELETE", _PATH, Access.WRITE, answer=EndAnswer, on_disconnect=Disconnect.DETACH)
+    async def abort(self, request: web.Request) -> EndAnswer:
+        """Give a request's blocks back, and what it publishes up; or its place in the line, or what
+        this node generates for it."""
         node = self._node
         async with node.call():
             tenant, request_id = self._key(request)
@@ -160,29 +81,81 @@ class RequestRoutes(Routes):
                 # It waits for its blocks, or the engine of this node computes it; that is told.
                 if not node.service.abort(request_name(node.space(tenant), request_id)):
                     raise UnknownIdError(f"there is no request {request_id!r}")
-                ended = EndAnswer(request_id=request_id, state=State.ABORTED, computed_tokens=0)
-                return bodies.answer(request, ended)
+                return EndAnswer(request_id=request_id, state=State.ABORTED, computed_tokens=0)
             held = self._held(request)
             await node.desk.end(held, State.ABORTED)
-        return bodies.answer(request, _end_answer(held))
+        return _end_answer(held)
 
-
-def _step(
-    name: str,
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    summary: str,
-    body: type | None = None,
-) -> Route:
-    return Route(
-        method="POST",
-        path=f"{_PATH}/{name}",
-        handler=handler,
-        access=Access.WRITE,
-        summary=summary,
-        body=body,
+    @Route(
+        "POST",
+        f"{_PATH}/commit",
+        Access.WRITE,
+        body=CommitBody,
         answer=RequestAnswer,
-        is_body_optional=body is not None and body is not ExtendBody,
+        is_body_optional=True,
     )
+    async def commit(self, request: web.Request) -> RequestAnswer:
+        """Tell which tokens' KV is computed."""
+        async with self._node.call():
+            held = self._held(request)
+            body = await self._read_optional(request, CommitBody)
+            await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
+        return _answer(request, held)
+
+    @Route("POST", f"{_PATH}/extend", Access.WRITE, body=ExtendBody, answer=RequestAnswer)
+    async def extend(self, request: web.Request) -> RequestAnswer:
+        """Get room for more tokens."""
+        async with self._node.call():
+            held = self._held(request)
+            body = await self._read(request, ExtendBody)
+            await self._node.desk.extend(held, body.num_tokens, deadline_s=body.deadline_s)
+        return _answer(request, held)
+
+    @Route("POST", f"{_PATH}/preempt", Access.WRITE, answer=RequestAnswer)
+    async def preempt(self, request: web.Request) -> RequestAnswer:
+        """Give the blocks back for a while."""
+        async with self._node.call():
+            held = self._held(request)
+            await self._node.desk.preempt(held)
+        return _answer(request, held)
+
+    @Route(
+        "POST",
+        f"{_PATH}/resume",
+        Access.WRITE,
+        body=ResumeBody,
+        answer=RequestAnswer,
+        is_body_optional=True,
+    )
+    async def resume(self, request: web.Request) -> RequestAnswer:
+        """Get blocks again after a preemption."""
+        async with self._node.work():
+            held = self._held(request)
+            body = await self._read_optional(request, ResumeBody)
+            await self._node.desk.resume(
+                held, max_new_tokens=body.max_new_tokens, deadline_s=body.deadline_s
+            )
+        return _answer(request, held)
+
+    @Route(
+        "POST",
+        f"{_PATH}/finish",
+        Access.WRITE,
+        body=CommitBody,
+        answer=EndAnswer,
+        is_body_optional=True,
+        on_disconnect=Disconnect.DETACH,
+    )
+    async def finish(self, request: web.Request) -> EndAnswer:
+        """End a request, after a last commit if the body has one; what was committed stays
+        cached."""
+        async with self._node.call():
+            held = self._held(request)
+            body = await self._read_optional(request, CommitBody)
+            if not body.is_empty and held.state is not State.FINISHED:
+                await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
+            await self._node.desk.end(held, State.FINISHED)
+        return _end_answer(held)
 
 
 def content_of(body: PromptBody, tokens: bytes) -> bytes:
@@ -216,8 +189,8 @@ def fields_of(request: web.Request, held: Held) -> dict[str, Any]:
     }
 
 
-def _answer(request: web.Request, held: Held) -> web.Response:
-    return bodies.answer(request, RequestAnswer(**fields_of(request, held)))
+def _answer(request: web.Request, held: Held) -> RequestAnswer:
+    return RequestAnswer(**fields_of(request, held))
 
 
 def _end_answer(held: Held) -> EndAnswer:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.refusals import UnknownIdError
 from tierkv.api.route import Route
@@ -30,53 +29,30 @@ _STATES = {
 
 
 class TicketRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="GET",
-                path=_PATH,
-                handler=self.look,
-                access=Access.WRITE,
-                summary="Tell how a ticket stands, without waiting for it.",
-                answer=TicketAnswer,
-            ),
-            Route(
-                method="DELETE",
-                path=_PATH,
-                handler=self.forget,
-                access=Access.WRITE,
-                summary="Forget a ticket; its blocks stay until their time is over.",
-                answer=TicketAnswer,
-            ),
-            Route(
-                method="POST",
-                path=f"{_PATH}/ack",
-                handler=self.acknowledge,
-                access=Access.WRITE,
-                summary="Say that a ticket was claimed, so that its producer holds nothing for it.",
-                answer=TicketAnswer,
-            ),
-        ]
-
-    async def look(self, request: web.Request) -> web.Response:
+    @Route("GET", _PATH, Access.WRITE, answer=TicketAnswer)
+    async def look(self, request: web.Request) -> TicketAnswer:
+        """Tell how a ticket stands, without waiting for it."""
         async with self._node.call():
-            return bodies.answer(request, await self._state(request))
+            return await self._state(request)
 
-    async def forget(self, request: web.Request) -> web.Response:
+    @Route("DELETE", _PATH, Access.WRITE, answer=TicketAnswer)
+    async def forget(self, request: web.Request) -> TicketAnswer:
+        """Forget a ticket; its blocks stay until their time is over."""
         async with self._node.call():
             answer = await self._state(request)
             await self._node.service.forget_ticket(self._ticket_name(request))
-        return bodies.answer(request, answer)
+        return answer
 
-    async def acknowledge(self, request: web.Request) -> web.Response:
+    @Route("POST", f"{_PATH}/ack", Access.WRITE, answer=TicketAnswer)
+    async def acknowledge(self, request: web.Request) -> TicketAnswer:
+        """Say that a ticket was claimed, so that its producer holds nothing for it."""
         async with self._node.call():
             tickets = self._handoff().tickets
             ticket = await tickets.read(self._ticket_name(request))
             if ticket is None:
                 raise self._unknown(request)
             await tickets.acknowledge(ticket)
-            answer = await self._state(request)
-        return bodies.answer(request, answer)
+            return await self._state(request)
 
     def _handoff(self) -> Handoff:
         handoff = self._node.service.handoff

@@ -9,7 +9,6 @@ from typing import TypeVar, cast
 import msgspec
 from aiohttp import web
 
-from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.problems import WrongRoleError
 from tierkv.api.route import Route
@@ -43,44 +42,19 @@ class _Work:
 
 
 class WorkRoutes(Routes):
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="POST",
-                path="/v1/generate",
-                handler=self.generate,
-                access=Access.WRITE,
-                summary="Generate with the reference model, from the cache as far as it goes.",
-                body=GenerateBody,
-                answer=GenerateAnswer,
-                is_stream=True,
-            ),
-            Route(
-                method="POST",
-                path="/v1/prefill",
-                handler=self.prefill,
-                access=Access.WRITE,
-                summary="Compute a prompt's first token and publish the prompt's blocks.",
-                body=PrefillBody,
-                answer=PrefillAnswer,
-                is_stream=True,
-            ),
-            Route(
-                method="POST",
-                path="/v1/decode",
-                handler=self.decode,
-                access=Access.WRITE,
-                summary="Claim a published prompt and go on generating.",
-                body=DecodeBody,
-                answer=DecodeAnswer,
-                is_stream=True,
-            ),
-        ]
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    @Route(
+        "POST",
+        "/v1/generate",
+        Access.WRITE,
+        body=GenerateBody,
+        answer=GenerateAnswer,
+        is_stream=True,
+    )
+    async def generate(self, request: web.Request) -> web.StreamResponse | GenerateAnswer:
+        """Generate with the reference model, from the cache as far as it goes."""
         async with self._node.work():
             body = await self._read(request, GenerateBody)
-            work = self._work(request, "generate", body)
+            work = self._work(request, "generate", body, body.max_tokens, uses_cache=body.use_cache)
 
         async def compute(job: GenerateRequest) -> GenerateAnswer:
             generation = await self._node.engine.generate(job)
@@ -89,7 +63,11 @@ class WorkRoutes(Routes):
 
         return await self._answer(request, work, compute, streams=body.stream)
 
-    async def prefill(self, request: web.Request) -> web.StreamResponse:
+    @Route(
+        "POST", "/v1/prefill", Access.WRITE, body=PrefillBody, answer=PrefillAnswer, is_stream=True
+    )
+    async def prefill(self, request: web.Request) -> web.StreamResponse | GenerateAnswer:
+        """Compute a prompt's first token and publish the prompt's blocks."""
         self._check_role(Role.PREFILL, has_it=self._node.settings.node.role.prefills)
         async with self._node.work():
             body = await self._read(request, PrefillBody)
@@ -106,11 +84,13 @@ class WorkRoutes(Routes):
 
         return await self._answer(request, work, compute, streams=body.stream)
 
-    async def decode(self, request: web.Request) -> web.StreamResponse:
+    @Route("POST", "/v1/decode", Access.WRITE, body=DecodeBody, answer=DecodeAnswer, is_stream=True)
+    async def decode(self, request: web.Request) -> web.StreamResponse | GenerateAnswer:
+        """Claim a published prompt and go on generating."""
         self._check_role(Role.DECODE, has_it=self._node.settings.node.role.decodes)
         async with self._node.work():
             body = await self._read(request, DecodeBody)
-            work = self._work(request, "decode", body)
+            work = self._work(request, "decode", body, body.max_tokens)
             name = self._ticket(request, body.ticket_id)
 
         async def compute(job: GenerateRequest) -> DecodeAnswer:
@@ -124,18 +104,20 @@ class WorkRoutes(Routes):
         return await self._answer(request, work, compute, streams=body.stream)
 
     def _work(
-        self, request: web.Request, operation: str, body: GenerateBody | PrefillBody | DecodeBody
+        self,
+        request: web.Request,
+        operation: str,
+        body: GenerateBody | PrefillBody | DecodeBody,
+        max_tokens: int = 1,
+        *,
+        uses_cache: bool = True,
     ) -> _Work:
         request_id = self._name(request, body.request_id)
         prompt = self._prompt(request, body)
-        same = msgspec.structs.replace(body, stream=False)
-        return _Work(
-            operation,
-            request_id,
-            principal_of(request).tenant,
-            content_of(same, prompt.tokens),
-            body.job(self._node.request_name(request_id, prompt), prompt),
-        )
+        name = self._node.request_name(request_id, prompt)
+        job = body.job(name, prompt, max_tokens, uses_cache=uses_cache)
+        content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
+        return _Work(operation, request_id, principal_of(request).tenant, content, job)
 
     async def _answer(
         self,
@@ -144,7 +126,7 @@ class WorkRoutes(Routes):
         compute: Callable[[GenerateRequest], Awaitable[A]],
         *,
         streams: bool,
-    ) -> web.StreamResponse:
+    ) -> web.StreamResponse | A:
         """Answer with what `compute` makes of the job, or made of it when this was asked before.
         A stream that repeats has its tokens all at once."""
 
@@ -162,7 +144,7 @@ class WorkRoutes(Routes):
 
         if streams:
             return await stream(request, tell)
-        return bodies.answer(request, await once(None))
+        return await once(None)
 
     def _check_role(self, needed: Role, *, has_it: bool) -> None:
         if not has_it:

@@ -11,21 +11,16 @@ ordinary error answer with its own status.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from aiohttp import web
 
-from tierkv.api import bodies
-from tierkv.api.problems import internal_problem, known_problem
+from tierkv.api.problems import log_if_unexpected, problem_of
 from tierkv.api.sse import open_stream, write
-from tierkv.errors import TierKVError
 from tierkv.refmodel.generation import OnTokens
 from tierkv.refmodel.text import decode
 from tierkv.tasks import task_group
-
-log = logging.getLogger("tierkv.api")
 
 Work = Callable[[OnTokens], Awaitable[msgspec.Struct]]
 
@@ -74,7 +69,7 @@ async def stream(request: web.Request, work: Work) -> web.StreamResponse:
     response: web.StreamResponse | None = None
     sent = 0
     async with task_group() as tasks:
-        task = tasks.create_task(_outcome(request, work, feed.tell), name="tierkv-stream")
+        task = tasks.create_task(_outcome(work, feed.tell), name="tierkv-stream")
         task.add_done_callback(feed.wake)
         while not task.done() or sent < feed.num_tokens:
             new = await feed.news(sent)
@@ -87,12 +82,8 @@ async def stream(request: web.Request, work: Work) -> web.StreamResponse:
     if isinstance(outcome, Exception):
         if response is None:
             raise outcome
-        failure = (
-            known_problem(request, outcome)
-            if isinstance(outcome, TierKVError)
-            else internal_problem(request)
-        )
-        await _tell(response, "error", bytes(failure.body or b""))  # type: ignore[arg-type]
+        log_if_unexpected(request, outcome)
+        await _tell(response, "error", msgspec.json.encode(problem_of(request, outcome)))
     else:
         response = response or await open_stream(request)
         await _tell(response, "done", msgspec.json.encode(outcome))
@@ -100,16 +91,11 @@ async def stream(request: web.Request, work: Work) -> web.StreamResponse:
     return response
 
 
-async def _outcome(
-    request: web.Request, work: Work, on_tokens: OnTokens
-) -> msgspec.Struct | Exception:
+async def _outcome(work: Work, on_tokens: OnTokens) -> msgspec.Struct | Exception:
     """Failures are returned: they are for the client, whose stream has its own way to end."""
     try:
         return await work(on_tokens)
-    except TierKVError as error:
-        return error
-    except Exception as error:  # a bug of ours: the log gets the traceback
-        log.exception("request %s to %s failed", request[bodies.REQUEST_ID], request.path)
+    except Exception as error:  # noqa: BLE001 - what nobody expected is logged
         return error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.route import Route
+from tierkv.api.route import Route, routes_of
 from tierkv.api.routes_events import EventRoutes
 from tierkv.api.routes_handoff import HandoffRoutes
 from tierkv.api.routes_life import LifeRoutes
@@ -19,21 +19,13 @@ from tierkv.api.routes_status import StatusRoutes
 from tierkv.api.routes_tickets import TicketRoutes
 from tierkv.api.routes_work import WorkRoutes
 
+_KINDS = (
+    *(StatusRoutes, RequestRoutes, HandoffRoutes, PrefetchRoutes, PinRoutes, TicketRoutes),
+    *(LookRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, EventRoutes, WorkRoutes),
+)
+
 
 def routes(node: Node, metrics: Metrics) -> list[Route]:
     """The table that the router, the OpenAPI document, metrics and the access check come from."""
-    table = [
-        *StatusRoutes(node, metrics).routes(),
-        *RequestRoutes(node, metrics).routes(),
-        *HandoffRoutes(node, metrics).routes(),
-        *PrefetchRoutes(node, metrics).routes(),
-        *PinRoutes(node, metrics).routes(),
-        *TicketRoutes(node, metrics).routes(),
-        *LookRoutes(node, metrics).routes(),
-        *NodeRoutes(node, metrics).routes(),
-        *LifeRoutes(node, metrics).routes(),
-        *QuotaRoutes(node, metrics).routes(),
-        *EventRoutes(node, metrics).routes(),
-        *WorkRoutes(node, metrics).routes(),
-    ]
-    return [*table, *OpenApiRoutes(table).routes()]
+    table = [row for kind in _KINDS for row in routes_of(kind(node, metrics))]
+    return [*table, *routes_of(OpenApiRoutes(table))]

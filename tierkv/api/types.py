@@ -53,8 +53,14 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
     top_k: int = 0
     seed: int = 0
 
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, seed=self.seed, top_k=self.top_k)
+    def job(
+        self, name: str, prompt: Prompt, max_tokens: int = 1, *, uses_cache: bool = True
+    ) -> GenerateRequest:
+        """name: what the scheduler calls it. prompt: this body's. Raises BadRequestError."""
+        sampling = Sampling(temperature=self.temperature, seed=self.seed, top_k=self.top_k)
+        return GenerateRequest(
+            name, prompt.tokens, max_tokens, sampling, uses_cache=uses_cache, space=prompt.space
+        )
 
 
 class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,17 +72,6 @@ class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_field
     max_tokens: AtLeastOne = 32
     use_cache: bool = True
     stream: bool = False
-
-    def job(self, name: str, prompt: Prompt) -> GenerateRequest:
-        """name: what the scheduler calls it. prompt: this body's."""
-        return GenerateRequest(
-            name,
-            prompt.tokens,
-            self.max_tokens,
-            self.sampling(),
-            uses_cache=self.use_cache,
-            space=prompt.space,
-        )
 
 
 class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,10 +85,6 @@ class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields
     stream: bool = False
     wait: PublishWait = PublishWait.PUBLISHED
 
-    def job(self, name: str, prompt: Prompt) -> GenerateRequest:
-        """name: what the scheduler calls it. prompt: this body's."""
-        return GenerateRequest(name, prompt.tokens, 1, self.sampling(), space=prompt.space)
-
 
 class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prompt and sampling must be those that the prefill node was given.
@@ -106,12 +97,6 @@ class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=
     policy: ClaimPolicy = ClaimPolicy.WHOLE
     deadline_s: Seconds | None = None
     stream: bool = False
-
-    def job(self, name: str, prompt: Prompt) -> GenerateRequest:
-        """name: what the scheduler calls it. prompt: this body's."""
-        return GenerateRequest(
-            name, prompt.tokens, self.max_tokens, self.sampling(), space=prompt.space
-        )
 
 
 class MatchedTokens(msgspec.Struct, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -184,8 +186,17 @@ def translated(where: str) -> Iterator[None]:
         ) from error
     except aiohttp.ClientConnectorCertificateError as error:
         raise UnreachableError(f"the certificate of {where} is wrong: {error}") from error
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+    except aiohttp.ClientConnectorError as error:
+        raise UnreachableError(f"no node answers at {where}: {_why(error.os_error)}") from error
+    except aiohttp.ConnectionTimeoutError as error:
         raise UnreachableError(f"no node answers at {where}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
         what = str(error) or type(error).__name__
         raise BrokenOffError(f"{where} broke off: {what}") from error
+
+
+def _why(error: OSError) -> str:
+    """In the system's words: those of asyncio and aiohttp name the address again."""
+    if error.errno is None or isinstance(error, (ssl.SSLError, socket.gaierror)):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)

@@ -13,6 +13,7 @@ from tierkv.demo.processes import DemoError, NodeProcess
 
 _RUNNING = "tierkv_gateway_node_requests"
 _RESUMED = 'tierkv_gateway_routed_total{how="resumed"}'
+_ANSWER_S = 300.0
 _TOKENS_BEFORE = 20  # that have arrived when the node is killed
 
 
@@ -28,15 +29,9 @@ class FleetAnswer:
 class Fleet:
     """decode: the decode nodes by URL, as the gateway knows them."""
 
-    def __init__(
-        self,
-        gateway: NodeProcess,
-        decode: Mapping[str, NodeProcess],
-        http: aiohttp.ClientSession,
-    ) -> None:
+    def __init__(self, gateway: NodeProcess, decode: Mapping[str, NodeProcess]) -> None:
         self._gateway = gateway
         self._decode = decode
-        self._http = http
 
     async def complete_and_kill(self, prompt: str, max_tokens: int) -> FleetAnswer:
         """Have the gateway answer, and kill (SIGKILL) the decode node that is at it when some
@@ -60,7 +55,11 @@ class Fleet:
 
     async def _pieces(self, body: Mapping[str, object]) -> AsyncIterator[str]:
         url = self._gateway.url + "/v1/completions"
-        async with self._http.post(url, json=body) as response:
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as http,
+            http.post(url, json=body) as response,
+        ):
             if response.content_type != "text/event-stream":
                 raise DemoError(f"the gateway answered {response.status}: {await response.text()}")
             async for line in response.content:
@@ -82,7 +81,6 @@ class Fleet:
         return None
 
     async def _metric(self, name: str) -> float:
-        async with self._http.get(self._gateway.url + "/metrics") as response:
-            lines = (await response.text()).splitlines()
+        lines = (await self._gateway.client.metrics()).splitlines()
         values = [line.removeprefix(name) for line in lines if line.startswith(f"{name} ")]
         return float(values[0]) if values else 0.0

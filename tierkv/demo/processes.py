@@ -11,9 +11,11 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tierkv.client import AsyncClient
 from tierkv.errors import TierKVError
 from tierkv.tasks import task_group
 
@@ -22,6 +24,7 @@ A = TypeVar("A")
 _PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
+_CALL_TIMEOUT_S = 300.0
 
 
 class DemoError(TierKVError):
@@ -66,12 +69,13 @@ async def stop(process: asyncio.subprocess.Process) -> int:
     return await process.wait()
 
 
+@dataclass(frozen=True, eq=False)
 class NodeProcess:
     """One `tierkv serve` or `tierkv gateway`. url is where it listens."""
 
-    def __init__(self, url: str, process: asyncio.subprocess.Process) -> None:
-        self.url = url
-        self.process = process
+    url: str
+    process: asyncio.subprocess.Process
+    client: AsyncClient
 
 
 @asynccontextmanager
@@ -120,7 +124,8 @@ async def _listening(
         if url is None:
             words = await asyncio.to_thread(last_words, log)
             raise DemoError(f"the {what} did not start: {words}")
-        yield NodeProcess(url.rstrip("/"), process)
+        async with AsyncClient(url, timeout_s=_CALL_TIMEOUT_S) as client:
+            yield NodeProcess(url, process, client)
 
 
 async def together(*starts: Coroutine[Any, Any, A]) -> list[A]:

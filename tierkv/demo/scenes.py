@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
-import aiohttp
+import msgspec
 
+from tierkv.api.types import DecodeBody, GenerateAnswer, GenerateBody, LookupBody, PrefillBody
 from tierkv.demo.fleet import Fleet
 from tierkv.demo.processes import DemoError, NodeProcess, gateway, node, stop, together
+from tierkv.transfer.storage_io import StorageStats
 
-Answer = dict[str, Any]
-_CALL_TIMEOUT_S = 300.0
 _GATEWAY_TOKENS = 120  # enough to be in the middle of
 _FOLLOW_UP = "\n\nAnd what happens to the blocks that nobody uses for a while?\n"
 
@@ -50,8 +49,6 @@ class Nodes:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            timeout = aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)
-            self.http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
             stack.push_async_callback(self._stop_decode)
             self.prefill, self.single, self.decode = await together(
                 stack.enter_async_context(self._node("prefill", "prefill")),
@@ -100,7 +97,7 @@ class Nodes:
                     decode=[self.decode.url, decode.url],
                 )
             )
-            yield Fleet(front, {node.url: node for node in (self.decode, decode)}, self.http)
+            yield Fleet(front, {node.url: node for node in (self.decode, decode)})
             await self.check_books(prefill, decode)
 
     async def check_books(self, *others: NodeProcess) -> None:
@@ -108,21 +105,8 @@ class Nodes:
         for where in (self.prefill, self.decode, self.single, *others):
             if where.process.returncode is not None:
                 continue
-            answer = await self.call(where, "/v1/verify")
-            if answer["findings"]:
-                raise DemoError(f"{where.url} found its books not in order: {answer['findings']}")
-
-    async def call(self, where: NodeProcess, path: str, body: Answer | None = None) -> Answer:
-        """The JSON answer of one node. Raises DemoError with the node's reason."""
-        method = "GET" if body is None else "POST"
-        try:
-            async with self.http.request(method, where.url + path, json=body) as response:
-                answer: Answer = await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise DemoError(f"{path} at {where.url} failed: {error}") from error
-        if response.status != 200:  # noqa: PLR2004 - the one good status
-            raise DemoError(f"{path} answered {response.status}: {answer.get('detail', answer)}")
-        return answer
+            if findings := (await where.client.verify()).findings:
+                raise DemoError(f"{where.url} found its books not in order: {findings}")
 
 
 class Play:
@@ -144,19 +128,16 @@ class Play:
     async def _hand_off(self) -> Scene:
         nodes, ticket_id = self._nodes, f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
-        body: Answer = {"prompt": self._prompt, "ticket_id": ticket_id}
-        prefilled = await nodes.call(nodes.prefill, "/v1/prefill", body)
+        body = PrefillBody(prompt=self._prompt, ticket_id=ticket_id)
+        prefilled = await nodes.prefill.client.prefill(body)
+        tail_tokens = prefilled.tail_tokens
         self._say(
-            f"  {prefilled['num_blocks']} blocks in storage, tail of "
-            f"{prefilled['tail_tokens']} tokens included"
+            f"  {prefilled.num_blocks} blocks in storage, tail of {tail_tokens} tokens included"
         )
         self._say("decode node: claiming the ticket, going on from the second token ...")
-        body = {"prompt": self._prompt, "ticket_id": ticket_id, "max_tokens": self._max_tokens}
-        before = await self._moved(nodes.decode)
-        answer = await nodes.call(nodes.decode, "/v1/decode", body)
-        return await self._compare(
-            "PD hand-off through storage", self._prompt, answer, before, prefilled["tail_tokens"]
-        )
+        claim = DecodeBody(prompt=self._prompt, ticket_id=ticket_id, max_tokens=self._max_tokens)
+        answer = nodes.decode.client.decode(claim)
+        return await self._compare("PD hand-off through storage", self._prompt, answer, tail_tokens)
 
     async def _device_hit(self) -> Scene:
         self._follow_up = self._prompt + self._last_text + _FOLLOW_UP
@@ -164,16 +145,15 @@ class Play:
         return await self._generate("Follow-up turn, hits Device", self._follow_up)
 
     async def _host_hit(self) -> Scene:
-        nodes = self._nodes
+        client = self._nodes.decode.client
         self._say(
             "decode node: other prompts arrive until the conversation has left the device ..."
         )
         for number in range(1, 101):
             text = f"Unrelated prompt {number}. " + self._prompt[::-1]
-            body: Answer = {"prompt": text, "max_tokens": 1}
-            await nodes.call(nodes.decode, "/v1/generate", body)
-            where = await nodes.call(nodes.decode, "/v1/lookup", {"prompt": self._follow_up})
-            if where["device_tokens"] == 0:
+            await client.generate(GenerateBody(prompt=text, max_tokens=1))
+            where = await client.lookup(LookupBody(prompt=self._follow_up))
+            if where.device_tokens == 0:
                 break
         self._say(f"  {number} prompts later its blocks are on the host only")
         return await self._generate("After pressure, hits Host", self._follow_up)
@@ -189,57 +169,56 @@ class Play:
         self._say("gateway: two prefill and two decode nodes behind one OpenAI-compatible URL ...")
         async with nodes.fleet() as fleet:
             answer = await fleet.complete_and_kill(prompt, _GATEWAY_TOKENS)
-            self._say(
-                "single node: computing the same from the first token on, without a cache ..."
-            )
-            body: Answer = {"prompt": prompt, "max_tokens": _GATEWAY_TOKENS, "use_cache": False}
-            truth = await nodes.call(nodes.single, "/v1/generate", body)
+            truth = await self._truth(prompt, _GATEWAY_TOKENS)
         return Scene(
             title="A decode node killed in the middle of an answer",
-            prompt_tokens=truth["prompt_tokens"],
+            prompt_tokens=truth.prompt_tokens,
             matched=None,
             tail_tokens=0,
             moved=None,
             ttft_s=answer.first_token_s,
-            ttft_without_s=truth["time_to_first_token_s"],
+            ttft_without_s=truth.time_to_first_token_s,
             text=answer.text,
-            is_identical=answer.text == truth["text"],
+            is_identical=answer.text == truth.text,
             event=answer.event,
         )
 
     async def _generate(self, title: str, prompt: str) -> Scene:
-        nodes = self._nodes
-        before = await self._moved(nodes.decode)
-        body: Answer = {"prompt": prompt, "max_tokens": self._max_tokens}
-        answer = await nodes.call(nodes.decode, "/v1/generate", body)
-        return await self._compare(title, prompt, answer, before, 0)
+        body = GenerateBody(prompt=prompt, max_tokens=self._max_tokens)
+        return await self._compare(title, prompt, self._nodes.decode.client.generate(body), 0)
 
     async def _compare(
-        self, title: str, prompt: str, answer: Answer, before: dict[str, int], tail_tokens: int
+        self, title: str, prompt: str, asked: Awaitable[GenerateAnswer], tail_tokens: int
     ) -> Scene:
-        self._say("single node: computing the same from the first token on, without a cache ...")
-        nodes = self._nodes
-        body: Answer = {"prompt": prompt, "max_tokens": self._max_tokens, "use_cache": False}
-        truth = await nodes.call(nodes.single, "/v1/generate", body)
-        after = await self._moved(nodes.decode)
-        self._last_text: str = answer["text"]
+        before = await self._moved()
+        answer = await asked
+        truth = await self._truth(prompt, self._max_tokens)
+        after = await self._moved()
+        self._last_text = answer.text
         return Scene(
             title=title,
-            prompt_tokens=answer["prompt_tokens"],
-            matched=answer["matched"],
+            prompt_tokens=answer.prompt_tokens,
+            matched=msgspec.to_builtins(answer.matched),
             tail_tokens=tail_tokens,
             moved={leg: after[leg] - before[leg] for leg in after},
-            ttft_s=answer["time_to_first_token_s"],
-            ttft_without_s=truth["time_to_first_token_s"],
-            text=answer["text"],
-            is_identical=answer["tokens"] == truth["tokens"],
+            ttft_s=answer.time_to_first_token_s,
+            ttft_without_s=truth.time_to_first_token_s,
+            text=answer.text,
+            is_identical=answer.tokens == truth.tokens,
         )
 
-    async def _moved(self, where: NodeProcess) -> dict[str, int]:
-        stats = await self._nodes.call(where, "/v1/stats")
+    async def _truth(self, prompt: str, max_tokens: int) -> GenerateAnswer:
+        self._say("single node: computing the same from the first token on, without a cache ...")
+        body = GenerateBody(prompt=prompt, max_tokens=max_tokens, use_cache=False)
+        return await self._nodes.single.client.generate(body)
+
+    async def _moved(self) -> dict[str, int]:
+        """On the decode node, so far."""
+        stats = await self._nodes.decode.client.stats()
+        storage = stats.storage or StorageStats()
         return {
-            "fetched": stats["storage"]["fetched_bytes"],
-            "loaded": stats["loaded_bytes"],
-            "offloaded": stats["offloaded_bytes"],
-            "flushed": stats["storage"]["flushed_bytes"],
+            "fetched": storage.fetched_bytes,
+            "loaded": stats.loaded_bytes,
+            "offloaded": stats.offloaded_bytes,
+            "flushed": storage.flushed_bytes,
         }

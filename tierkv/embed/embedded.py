@@ -105,7 +105,7 @@ class Embedded:
     def lookup(self, tokens: Tokens | Prompt) -> Call[Lookup]:
         """Where the prompt's tokens are right now. Changes nothing, and promises nothing."""
         prompt = _frozen(tokens)
-        return self._submit("lookup", "", lambda: self._service_of().lookup(self._prompt(prompt)))
+        return self._submit("lookup", "", lambda: self.service.lookup(self._prompt(prompt)))
 
     def admit(
         self,
@@ -251,7 +251,7 @@ class Embedded:
 
     def stats(self) -> Call[Stats]:
         async def work() -> Stats:
-            return self._service_of().stats()
+            return self.service.stats()
 
         return self._submit("stats", "", work)
 
@@ -259,7 +259,7 @@ class Embedded:
         """Recount everything; what is wrong, in words."""
 
         async def work() -> list[str]:
-            return self._service_of().verify()
+            return self.service.verify()
 
         return self._submit("verify", "", work)
 
@@ -268,7 +268,7 @@ class Embedded:
         thread, which it must not block. An error that is no TierKVError stops the service."""
 
         async def job() -> T:
-            return await work(self._service_of())
+            return await work(self.service)
 
         return self._submit(name, "", job)
 
@@ -278,13 +278,10 @@ class Embedded:
         assert requests is not None, "the service is open"
         return requests
 
-    def _service_of(self) -> Service:
-        return self._requests.service
-
     def _prompt(self, tokens: bytes | Prompt) -> Prompt:
         if isinstance(tokens, Prompt):
             return tokens
-        return Prompt.of(tokens, self._service_of().settings.block_size)
+        return Prompt.of(tokens, self.service.settings.block_size)
 
 
 def _packed(tokens: Tokens) -> bytes:

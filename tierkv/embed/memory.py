@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
 from tierkv.errors import ConfigError, LayoutError
-from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
 from tierkv.gpu.protocol import Planes
 
 Bytes2D = npt.NDArray[np.uint8]
 
 
-class SharedSlots:
+class SharedSlots(CpuHostSlots):
     """Host slots in a memory file without a name: who has its descriptor can map it, and when the
     last process that has is gone, killed or not, so is the memory.
 
@@ -35,18 +35,7 @@ class SharedSlots:
         finally:
             os.close(descriptor)
         whole = np.frombuffer(mapped, np.uint8).reshape(num_slots, block_bytes)
-        self._array: Bytes2D | None = whole[:, piece]
-
-    @property
-    def array(self) -> Bytes2D:
-        if self._array is None:
-            raise LayoutError("these host slots are closed")
-        return self._array
-
-    def close(self) -> None:
-        if self._array is None:
-            raise LayoutError("these host slots are closed already")
-        self._array = None
+        self._array = whole[:, piece]
 
 
 def shared_memory(num_bytes: int) -> int:

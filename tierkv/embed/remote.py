@@ -16,7 +16,7 @@ from tierkv.cache.layout import Layout
 from tierkv.errors import DeviceFailedError, LayoutError, TransferError
 from tierkv.gpu.cpu import CpuEvent, check_copy, done_event
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
-from tierkv.sched.plan_wire import BatchPlan, Moves, encode
+from tierkv.sched.plan_wire import Moves
 from tierkv.sched.ranks import Outcome, Ranks
 
 log = logging.getLogger("tierkv.workers")
@@ -58,9 +58,6 @@ class Movements:
             self._ranks.begin(event.number, time.monotonic())
             self._events[event.number] = event
             return event
-
-    def plan(self, number: int, moves: Moves) -> bytes:
-        return encode(BatchPlan(number, (), (moves,)))
 
     def report(self, rank: int, number: int, problem: str | None) -> None:
         now = time.monotonic()

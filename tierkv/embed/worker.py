@@ -18,6 +18,7 @@ log = logging.getLogger("tierkv.worker")
 
 BEAT_S = 1.0
 _COPY_DEADLINE_S = 600.0
+_KINDS = ("load", "offload", "copy")
 
 
 class Worker:
@@ -82,7 +83,9 @@ class Worker:
         beat = threading.Thread(target=self._beat, args=(link,), name="tierkv-beat", daemon=True)
         beat.start()
         # Reports of one lane in the order of its copies, and no lane waits for another's.
-        waiters = {kind: ThreadPoolExecutor(1, f"tierkv-{kind}") for kind in _KINDS}
+        waiters = {
+            kind: ThreadPoolExecutor(1, f"tierkv-{kind}") for kind in ("load", "offload", "copy")
+        }
         try:
             records = link.pending()
             while True:
@@ -142,9 +145,6 @@ def _memory(record: bytes) -> Memory:
     if not isinstance(found, Memory):
         raise StoreCorruptError("a scheduler's first record is about its memory")
     return found
-
-
-_KINDS = ("load", "offload", "copy")
 
 
 def _report(link: Link, number: int, event: Event) -> None:

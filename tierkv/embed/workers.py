@@ -28,7 +28,7 @@ from tierkv.embed.shards import pieces, side_by_side
 from tierkv.errors import ConfigError, LayoutError, StoreCorruptError
 from tierkv.gpu.cpu import CallerStream, check_copy_within
 from tierkv.gpu.protocol import Direction, Event, HostSlots, Ids, Lane, Planes, Stream
-from tierkv.sched.plan_wire import Moves
+from tierkv.sched.plan_wire import BatchPlan, Moves, encode
 
 log = logging.getLogger("tierkv.workers")
 
@@ -172,7 +172,7 @@ class WorkerDevice:
     # Workers
 
     def _send(self, number: int, moves: Moves) -> None:
-        record = self._movements.plan(number, moves)
+        record = encode(BatchPlan(number, (), (moves,)))
         for rank, link in self._links.items():
             try:
                 link.send(record)

@@ -11,6 +11,7 @@ from tierkv.api import bodies
 from tierkv.api.access import Access
 from tierkv.api.auth import Guard, auth_middleware
 from tierkv.api.framing import add_headers
+from tierkv.api.route import Route, register, routes_of
 from tierkv.api.types import PartHealth, ReadyAnswer
 from tierkv.gateway.answers import failure_middleware
 from tierkv.gateway.failures import GatewayShuttingDownError, NoNodesError, NoSuchModelError
@@ -19,13 +20,6 @@ from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.openai import Model, ModelList
 from tierkv.gateway.routes_completions import CompletionRoutes
 
-_NEEDS = {
-    "/v1/completions": Access.WRITE,
-    "/livez": Access.PUBLIC,
-    "/readyz": Access.PUBLIC,
-    "/version": Access.PUBLIC,
-}
-
 
 def make_app(gateway: Gateway, guard: Guard) -> web.Application:
     """The application over a gateway, which must be running when the first request comes.
@@ -33,24 +27,14 @@ def make_app(gateway: Gateway, guard: Guard) -> web.Application:
     guard: knows who may call; it must be running too.
     """
     app = web.Application(
-        middlewares=[failure_middleware, auth_middleware(guard, _access_of)],
+        middlewares=[failure_middleware, auth_middleware(guard)],
         client_max_size=gateway.settings.gateway.max_body_bytes,
     )
-    probes = ProbeRoutes(gateway)
-    app.router.add_post("/v1/completions", CompletionRoutes(gateway).completions)
-    app.router.add_get("/v1/models", probes.models)
-    app.router.add_get("/v1/models/{model:.+}", probes.model)  # such names may have slashes
-    app.router.add_get("/livez", probes.live)
-    app.router.add_get("/readyz", probes.ready)
-    app.router.add_get("/version", probes.version)
-    app.router.add_get("/metrics", probes.metrics)
+    register(
+        [row for kind in (CompletionRoutes, ProbeRoutes) for row in routes_of(kind(gateway))], app
+    )
     app.on_response_prepare.append(add_headers)
     return app
-
-
-def _access_of(request: web.Request) -> Access:
-    resource = request.match_info.route.resource
-    return _NEEDS.get(resource.canonical, Access.READ) if resource else Access.READ
 
 
 class ProbeRoutes:
@@ -58,23 +42,27 @@ class ProbeRoutes:
         self._gateway = gateway
         self._started = int(time.time())
 
-    async def models(self, request: web.Request) -> web.Response:
-        return bodies.answer(request, ModelList(data=(self._model(),)))
+    @Route("GET", "/v1/models", Access.READ)
+    async def models(self, _: web.Request) -> ModelList:
+        return ModelList(data=(self._model(),))
 
-    async def model(self, request: web.Request) -> web.Response:
+    @Route("GET", "/v1/models/{model:.+}", Access.READ)  # such names may have slashes
+    async def model(self, request: web.Request) -> Model:
         asked, ours = request.match_info["model"], self._model()
         if asked != ours.id:
             raise NoSuchModelError(asked, ours.id)
-        return bodies.answer(request, ours)
+        return ours
 
     def _model(self) -> Model:
         return Model(id=self._gateway.settings.gateway.model, created=self._started)
 
-    async def live(self, request: web.Request) -> web.Response:
+    @Route("GET", "/livez", Access.PUBLIC)
+    async def live(self, _: web.Request) -> ReadyAnswer:
         """An answer at all is the point: the event loop turns."""
-        return bodies.answer(request, ReadyAnswer("ok"))
+        return ReadyAnswer("ok")
 
-    async def ready(self, request: web.Request) -> web.Response:
+    @Route("GET", "/readyz", Access.PUBLIC)
+    async def ready(self, request: web.Request) -> ReadyAnswer:
         """200 as long as some node takes work; degraded if not all do, or one says that it is.
         ?verbose names each."""
         gateway = self._gateway
@@ -90,11 +78,13 @@ class ProbeRoutes:
         is_whole = all(part.status == NodeState.READY.value for part in parts.values())
         is_verbose = bodies.is_set(request, "verbose")
         status = "ok" if is_whole else "degraded"
-        return bodies.answer(request, ReadyAnswer(status, parts if is_verbose else None))
+        return ReadyAnswer(status, parts if is_verbose else None)
 
-    async def version(self, request: web.Request) -> web.Response:
-        return bodies.answer(request, {"version": tierkv.__version__, "role": "gateway"})
+    @Route("GET", "/version", Access.PUBLIC)
+    async def version(self, _: web.Request) -> dict[str, str]:
+        return {"version": tierkv.__version__, "role": "gateway"}
 
+    @Route("GET", "/metrics", Access.READ)
     async def metrics(self, request: web.Request) -> web.Response:
         accept = request.headers.get("Accept", "")
         body, content_type = self._gateway.backend.metrics.render(accept)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from tierkv.api.refusals import AnswerError
 from tierkv.errors import TierKVError
 
 
-class GatewayError(TierKVError):
-    """An answer to the caller. status, code: of HTTP, and for programs."""
-
-    status = 500
-    code = "internal_error"
-    title = "The gateway has a bug"
+class GatewayError(AnswerError):
+    """An answer to the caller."""
 
 
 class InvalidRequestError(GatewayError):

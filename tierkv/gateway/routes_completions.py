@@ -11,9 +11,12 @@ import msgspec
 from aiohttp import web
 
 from tierkv.api import bodies
+from tierkv.api.access import Access
 from tierkv.api.pace import in_turns
+from tierkv.api.problems import log_if_unexpected
+from tierkv.api.route import Route
 from tierkv.api.sse import open_stream, write
-from tierkv.gateway.answers import failure_of, log_if_unexpected
+from tierkv.gateway.answers import failure_of
 from tierkv.gateway.completion import PromptAnswer
 from tierkv.gateway.failures import NoSuchModelError
 from tierkv.gateway.gateway import Gateway
@@ -29,6 +32,7 @@ class CompletionRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
+    @Route("POST", "/v1/completions", Access.WRITE)
     async def completions(self, request: web.Request) -> web.StreamResponse:
         metrics = self._gateway.backend.metrics
         try:

@@ -54,7 +54,6 @@ class Gpu:
             properties = runtime.getDeviceProperties(index)
             runtime.deviceSynchronize()
         self.model = str(properties["name"].decode())
-        self.num_multiprocessors = int(properties["multiProcessorCount"])
         self.pci_bus_id = str(runtime.deviceGetPCIBusId(index)).lower()
 
     def bound(self) -> Bound:

@@ -6,7 +6,6 @@ from tierkv.errors import ConfigError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device
 
-KINDS = ("cpu", "cuda")
 _CUDA_REMEDY = "`tierkv doctor` says what is missing; the device cpu needs no GPU"
 
 

@@ -40,14 +40,6 @@ class PendingEvent:
             raise self._error.with_traceback(None)  # it is asked often: else every answer is kept
         return False
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether it is done or has failed."""
-        try:
-            return self.is_done
-        except TransferError:
-            return True
-
     def wait_until_submitted(self, timeout_s: float) -> Event:
         """The event that has been recorded. Raises GateTimeoutError, or what kept it from it."""
         if self._event is None:
