@@ -1,13 +1,14 @@
 /* The least that reading and writing values over Redis can cost: one thread, poll, a window of
  * requests in flight, nothing checked but the length of replies.
  *
- *   ideal_redis get|set PORT BYTES COUNT CONNECTIONS WINDOW SLOTS   values k:0 .. k:COUNT-1
- *   ideal_redis raw 0 BYTES COUNT 1 WINDOW SLOTS                    a fork of its own as the server
+ *   ideal_redis PORT BYTES COUNT CONNECTIONS WINDOW SLOTS   values k:0 .. k:COUNT-1
+ *   ideal_redis raw BYTES COUNT 1 WINDOW SLOTS              a fork of its own as the server
  *
+ * Each line "get" or "set" on its input has it move all values, over the same connections each time.
  * Value i lands in, or comes from, slot i % SLOTS. With SLOTS = COUNT each has a slot of its own, as
  * in a cache's host tier; with 1 all use the same bytes, which then stay in the processor's cache.
  *
- * Prints seconds, and seconds of this process on a processor. */
+ * Answers each with seconds, and seconds of this process on a processor. */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
@@ -25,7 +26,7 @@
 #define MOST_IN_FLIGHT 64
 
 static long value_bytes, count, next_key, done, num_slots;
-static int window, is_set;
+static int window, is_set, usual;
 static char *slots, trailer[2];
 
 struct connection {
@@ -126,8 +127,6 @@ static void receive_some(struct connection *c) {
         if (n == 0) exit(2);
         if (c->head[c->head_used++] != '\n') {
             /* "$LENGTH\r" has the same length each time: take the rest of it at once. */
-            static int usual;
-            if (!usual) usual = snprintf(NULL, 0, "$%ld\r\n", value_bytes);
             int rest = (is_set ? 5 : usual) - c->head_used;
             if (rest > 0) {
                 n = recv(c->fd, c->head + c->head_used, rest, 0);
@@ -171,15 +170,15 @@ static int raw_server(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 8) return 1;
-    is_set = !strcmp(argv[1], "set");
-    int port = atoi(argv[2]), connections = atoi(argv[5]);
-    value_bytes = atol(argv[3]);
-    count = atol(argv[4]);
-    window = atoi(argv[6]);
-    num_slots = atol(argv[7]);
+    if (argc != 7) return 1;
+    int connections = atoi(argv[4]);
+    value_bytes = atol(argv[2]);
+    count = atol(argv[3]);
+    window = atoi(argv[5]);
+    num_slots = atol(argv[6]);
     if (window > MOST_IN_FLIGHT) return 1;
-    if (!strcmp(argv[1], "raw")) port = raw_server();
+    int port = strcmp(argv[1], "raw") ? atoi(argv[1]) : raw_server();
+    usual = snprintf(NULL, 0, "$%ld\r\n", value_bytes);
     slots = malloc(num_slots * value_bytes);
     memset(slots, 'v', num_slots * value_bytes);
     struct connection *all = calloc(connections, sizeof *all);
@@ -187,16 +186,22 @@ int main(int argc, char **argv) {
     for (int i = 0; i < connections; i++) {
         all[i].fd = polls[i].fd = connect_to(port);
     }
-    double start = now(), cpu_start = cpu();
-    while (done < count) {
-        for (int i = 0; i < connections; i++) {
-            send_some(&all[i]);
-            polls[i].events = POLLIN | (all[i].out_at < all[i].out_pieces ? POLLOUT : 0);
+    char verb[8];
+    while (scanf("%7s", verb) == 1) {
+        double start = now(), cpu_start = cpu();
+        is_set = !strcmp(verb, "set");
+        next_key = done = 0;
+        while (done < count) {
+            for (int i = 0; i < connections; i++) {
+                send_some(&all[i]);
+                polls[i].events = POLLIN | (all[i].out_at < all[i].out_pieces ? POLLOUT : 0);
+            }
+            poll(polls, connections, -1);
+            for (int i = 0; i < connections; i++)
+                if (polls[i].revents & (POLLIN | POLLHUP)) receive_some(&all[i]);
         }
-        poll(polls, connections, -1);
-        for (int i = 0; i < connections; i++)
-            if (polls[i].revents & (POLLIN | POLLHUP)) receive_some(&all[i]);
+        printf("%.6f %.6f\n", now() - start, cpu() - cpu_start);
+        fflush(stdout);
     }
-    printf("%.6f %.6f\n", now() - start, cpu() - cpu_start);
     return 0;
 }

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.latch import until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis_bulk import WRITE_BYTES, BulkLanes, Dialer, FixedAddress, Login
+from tierkv.storage.redis_exchange import Pace, WireStats
+from tierkv.storage.redis_requests import put_request
+from tierkv.storage.redis_socket import Address
 from tierkv.storage.redis_url import parse_redis_url
 
 LONG = 3 << 19
@@ -126,6 +130,19 @@ async def test_few_long_values_come_at_a_time_over_how_many_connections_ever() -
         assert buffer == content_of(item.name, LONG)
 
 
+async def test_a_connection_is_asked_for_a_second_long_value_before_the_first_has_come() -> None:
+    """So that the server works on it meanwhile."""
+    landings = [landing(name, LONG) for name in NAMES]
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        getting = group.create_task(store.get_into([item for item, _ in landings]))
+        for name, count in zip(NAMES, (2, 2, 2, 1), strict=True):
+            assert await slow.next_of(count) == [b"GET", name.encode()]
+            slow.answer(b"$%d\r\n%b\r\n" % (LONG, content_of(name, LONG)))
+        assert {outcome.status for outcome in await getting} == {GetStatus.HIT}
+    for item, [buffer] in landings:
+        assert buffer == content_of(item.name, LONG)
+
+
 async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
     content = content_of(NAMES[0], LONG)
     async with (
@@ -138,3 +155,25 @@ async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
         slow.answer(b"+OK\r\n")
         [outcome] = await putting
         assert outcome.status is PutStatus.STORED
+
+
+async def test_the_next_value_is_sent_before_anybody_hears_of_the_one_before() -> None:
+    """Else the server waits for as long as they take to be told."""
+    slow, stats, sent = SlowServer(), WireStats(), []
+    async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        dialer = Dialer(FixedAddress(address), Login(), None, 5.0, Pace(30.0, 1e6), stats)
+        one_by_one = replace(dialer, max_on_one=WRITE_BYTES, least_on_one=1)
+        lanes = BulkLanes(one_by_one, num_connections=1, max_waiting=9, url="redis://slow")
+        async with lanes.running(), asyncio.timeout(60):
+            requests = [put_request(PutItem(name, (bytes(LONG),))) for name in NAMES]
+            for request in requests:
+                request.outcome.add_done_callback(lambda _: sent.append(stats.sent_bytes))
+            lanes.begin(requests)
+            for index in range(len(NAMES)):
+                await slow.next_of(1)
+                before = stats.sent_bytes
+                slow.answer(b"+OK\r\n")
+                await until(lambda index=index: len(sent) > index)  # type: ignore[misc]
+                is_last = index == len(NAMES) - 1
+                assert (sent[-1] > before) is not is_last

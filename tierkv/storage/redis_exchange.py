@@ -4,7 +4,7 @@ of it in one turn of the loop."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierkv.storage.protocol import Digest
@@ -89,12 +89,12 @@ class Traffic:
     """Bytes of values on their way between us and one server, over all connections of one kind.
 
     max_on_one: of which so many may be on a connection when one more request is begun there.
-    on_room: called when another request may be begun.
+    least_on_one: requests that may be there however long they are.
     """
 
-    def __init__(self, max_on_one: int, on_room: Callable[[], None]) -> None:
+    def __init__(self, max_on_one: int, least_on_one: int) -> None:
         self.max_on_one = max_on_one
-        self._on_room = on_room
+        self.least_on_one = least_on_one
         self._num_bytes = 0
 
     @property
@@ -106,8 +106,6 @@ class Traffic:
 
     def ended(self, num_bytes: int) -> None:
         self._num_bytes -= num_bytes
-        if self.has_room:
-            self._on_room()
 
 
 @dataclass(slots=True)

@@ -114,7 +114,7 @@ class RedisNode:
             access.stats,
         )  # fmt: skip
         # What asks is never held up by what writes.
-        writing = replace(dialer, turn=access.turn, max_on_one=WRITE_BYTES)
+        writing = replace(dialer, turn=access.turn, max_on_one=WRITE_BYTES, least_on_one=1)
         numbers = {
             Lane.READ: settings.num_connections,
             Lane.WRITE: settings.write_connections,
