@@ -92,6 +92,11 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, 256, num_tokens)]
 
 
+def sizes_of(num_tokens: int) -> list[int]:
+    """How many tokens each of a prompt's blocks has; the last one is its tail, if there is one."""
+    return [min(BULK_BLOCK, num_tokens - at) for at in range(0, num_tokens, BULK_BLOCK)]
+
+
 # The nodes
 
 
@@ -155,10 +160,15 @@ class BulkNode:
         return {"taken": taken, "direct": direct}
 
     async def _by_path(self, work: dict[str, Any]) -> dict[str, float]:
-        count = work["num_tokens"] // BULK_BLOCK
+        sizes = sizes_of(work["num_tokens"])
+        count = len(sizes)
         keys = [
-            StoredKey(hashlib.sha256(f"{work['seed']}:{i}".encode()).digest(), BULK_BLOCK, False)  # noqa: FBT003
-            for i in range(count)
+            StoredKey(
+                hashlib.sha256(f"{work['seed']}:{i}".encode()).digest(),
+                num_tokens,
+                is_tail=num_tokens < BULK_BLOCK,
+            )
+            for i, num_tokens in enumerate(sizes)
         ]
         parts = iter([slice(at, at + PART_BLOCKS) for at in range(0, count, PART_BLOCKS)])
         slots = np.arange(count, dtype=np.int32)
@@ -187,11 +197,15 @@ class BulkNode:
     async def _raw(self, work: dict[str, Any]) -> dict[str, float]:
         store = self.service.store
         assert store is not None, "a benchmark's node has a store"
-        size = BULK_BLOCK * BULK_TOKEN_BYTES
-        names = [f"tierkv:raw:{work['seed']}:{i}" for i in range(work["num_tokens"] // BULK_BLOCK)]
+        sizes = sizes_of(work["num_tokens"])
+        names = [f"tierkv:raw:{work['seed']}:{i}" for i in range(len(sizes))]
         # As much memory as blocks have, not a few buffers that stay in the processor's cache; and
         # all values at once, so that the store never waits.
-        memory = np.ones((len(names), size), np.uint8)
+        slots = np.ones((len(names), BULK_BLOCK * BULK_TOKEN_BYTES), np.uint8)
+        memory = [
+            slot[: num_tokens * BULK_TOKEN_BYTES]
+            for slot, num_tokens in zip(slots, sizes, strict=True)
+        ]
         started = now_s()
         if work["do"] == "raw-put":
             items = [PutItem(n, (m.data,), ttl_s=600) for n, m in zip(names, memory, strict=True)]

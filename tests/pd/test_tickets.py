@@ -18,7 +18,7 @@ from tests.world import World, fingerprint, world
 from tierkv.cache.keys import Names, Prompt
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
-from tierkv.errors import HandoffError
+from tierkv.errors import BadRequestError, HandoffError
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.status import Standing
@@ -210,3 +210,35 @@ async def test_a_ticket_leaves_nothing_but_what_has_a_time_to_live() -> None:
         kinds = {value.name.split(":")[1] for value in page.values}
         assert kinds == {prefill.service.fingerprint.short, "ticket", "ack"}
         assert Names("tierkv", "").open_ticket("ticket") not in {v.name for v in page.values}
+
+
+@pytest.mark.parametrize("ticket_id", ["\ud800", "chat-\udcff", "a" * 100_000 + "\udfff"])
+async def test_an_id_that_is_no_text_is_refused_by_every_call_and_leaves_nothing(
+    ticket_id: str,
+) -> None:
+    async with pair() as (prefill, decode):
+        request = await prefill.admit(tokens(9))
+        await prefill.prefill(request, tokens(9))
+        service, prompt = decode.service, decode.prompt(tokens(9))
+        with pytest.raises(BadRequestError, match="is no text"):
+            await finish(prefill.service.publish(request, ticket_id, [1]))
+        with pytest.raises(BadRequestError, match="is no text"):
+            prefill.service.stream(request, ticket_id)
+        prefill.service.end(request)
+        for policy in ClaimPolicy:
+            with pytest.raises(BadRequestError, match="is no text"):
+                await finish(
+                    service.claim("claim", ticket_id, prompt, max_new_tokens=1, policy=policy)
+                )
+        for call in (
+            service.ticket_state(ticket_id),
+            service.forget_ticket(ticket_id),
+            service.acknowledge(ticket_id),
+            service.check_ticket_is_free(ticket_id, prompt),
+        ):
+            with pytest.raises(BadRequestError, match="is no text"):
+                await finish(call)
+        await prefill.settle()
+        await decode.settle()
+        await publish(prefill, tokens(9))
+        await claim(decode, tokens(9))

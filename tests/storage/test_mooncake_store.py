@@ -38,7 +38,7 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
 from tierkv.storage.mooncake_client import Client, Config
 from tierkv.storage.mooncake_memory import KnownMemory
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 
@@ -102,6 +102,10 @@ def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in ({"num_threads": 0}, {"replicas": 0}, {"protocol": "udp"}):
         with pytest.raises(ConfigError):
             MooncakeSettings(**wrong)
+    for wrong in ({"num_threads": 33}, {"num_threads": 7, "connect_timeout_s": 60}):
+        with pytest.raises(ConfigError, match="outlast Mooncake's calls"):
+            MooncakeSettings(**wrong)
+    assert MooncakeSettings(num_threads=32, connect_timeout_s=0.5).max_pieces == 2
 
 
 class Watched:
@@ -111,6 +115,7 @@ class Watched:
         self._client = client
         self.registered: dict[int, int] = {}
         self.asked: list[tuple[int, int]] = []
+        self.num_pieces: list[int] = []  # of each call
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
@@ -136,6 +141,7 @@ class Watched:
         return self._client.batch_put_from_multi_buffers(keys, pointers, sizes, config)
 
     def _note(self, pointers: list[list[int]], sizes: list[list[int]]) -> None:
+        self.num_pieces.append(sum(map(len, pointers)))
         for some, lengths in zip(pointers, sizes, strict=True):
             self.asked += zip(some, lengths, strict=True)
 
@@ -238,6 +244,33 @@ async def test_blocks_in_host_memory_that_came_into_use_later_go_and_come_withou
         assert len(payloads) == 2 * 12, "each put and got once"
         assert all(start <= at < start + 32 * block_bytes for at in payloads), "nothing copied them"
         assert sum(at >= start + 2 * block_bytes for at in payloads) >= 2 * 10, "in the new slots"
+
+
+@pytest.mark.parametrize("count", [2, 7, 30, 70])
+async def test_a_call_has_no_more_pieces_than_a_frozen_provider_may_hold_it_for(
+    empty_mooncake: MooncakeServer, watched: list[Watched], count: int
+) -> None:
+    """After 60 s a call ends; pieces that came then would land in what is somebody else's."""
+    settings = MooncakeSettings()
+    store = MooncakeStore(empty_mooncake.url, settings)
+    names = [f"t:pieces:{count}:{index}" for index in range(19)]
+    values = {
+        name: [bytes([at, piece]) * 8 for piece in range(count)] for at, name in enumerate(names)
+    }
+    async with store.running():
+        puts = await store.put([PutItem(name, tuple(parts)) for name, parts in values.items()])
+        assert {one.status for one in puts} == {PutStatus.STORED}
+        into = {name: [bytearray(16) for _ in range(count)] for name in names}
+        items = [GetItem(name, tuple(map(memoryview, some))) for name, some in into.items()]
+        gets = await store.get_into(items)
+        assert {one.status for one in gets} == {GetStatus.HIT}
+        assert into == values
+    [client] = watched
+    assert max(client.num_pieces) <= settings.max_pieces
+    per_value = count if count <= settings.max_pieces else 1
+    assert sum(client.num_pieces) == 2 * len(names) * per_value
+    if count == 2:
+        assert len(client.num_pieces) == 2 * 3, "blocks go eight at a time, as before"
 
 
 async def test_memory_that_cannot_be_registered_is_reported(
@@ -353,6 +386,7 @@ def values_of(client: Replaced | Unanswered) -> mooncake_values.MooncakeValues:
     values._client = cast("Client", client)
     values._memory = KnownMemory(values._client, (), num_users=1)
     values._url = "mooncake://master:1"
+    values._max_pieces = MooncakeSettings().max_pieces
     return values
 
 

@@ -18,7 +18,7 @@ from tierkv.pd.direct.direct import Direct
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
-from tierkv.pd.tickets import Tickets
+from tierkv.pd.tickets import Tickets, check_id
 from tierkv.pd.watch import Watch
 from tierkv.sched.fetcher import Fetched, Fetcher
 from tierkv.sched.request import Request, RequestSpec
@@ -80,6 +80,7 @@ class Claims:
     ) -> tuple[Request, Ticket | None]:
         """Wait for a published prompt and get its blocks; see Service.claim."""
         self._scheduler.check(spec)
+        check_id(ticket_id)
         try:
             request, ticket = await self._claim(spec, ticket_id, policy, deadline_s, sampling)
         except HandoffError:

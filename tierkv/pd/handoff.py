@@ -34,7 +34,7 @@ from tierkv.pd.ledger import Ledger
 from tierkv.pd.staging import NUM_GROUPS, Staging, groups_of
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
-from tierkv.pd.tickets import Tickets, check_written
+from tierkv.pd.tickets import Tickets, check_id, check_written
 from tierkv.sched.request import Request
 from tierkv.sched.tiers import Tiers
 from tierkv.tasks import task_group
@@ -123,9 +123,10 @@ class Handoff:
         after: events of the kernels that wrote the blocks. sampling: see Ticket. stored_blocks: the
         first so many were stored a moment ago; it is looked whether they still are.
         Raises HandoffError if storage did not take it all in `deadline_s`, OwnershipError if the
-        request has ended or is not computed, and DuplicateRequestError if the ticket is another
-        prompt's by now; none exists then.
+        request has ended or is not computed, DuplicateRequestError if the ticket is another
+        prompt's by now, and BadRequestError if its id is no text; none exists then.
         """
+        check_id(ticket_id)
         prompt = request.spec.prompt
         request.check_running()
         if request.computed_tokens < prompt.num_tokens:

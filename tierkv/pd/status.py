@@ -46,7 +46,8 @@ class TicketStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def look(tickets: Tickets, lease: ProducerLease, ticket_id: str) -> TicketStatus:
-    """A few small reads. Raises nothing: what goes wrong is a state, too."""
+    """A few small reads. Raises BadRequestError if the id is no text, and nothing else: what goes
+    wrong is a state, too."""
     try:
         return await _look(tickets, lease, ticket_id)
     except HandoffError as error:

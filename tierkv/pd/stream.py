@@ -26,7 +26,7 @@ from tierkv.pd import issuing
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.staging import GROUP_BLOCKS
 from tierkv.pd.ticket import ClaimProblem, OpenTicket
-from tierkv.pd.tickets import PROGRESS
+from tierkv.pd.tickets import PROGRESS, check_id
 from tierkv.sched.request import Request
 
 log = logging.getLogger("tierkv.handoff")
@@ -57,7 +57,9 @@ class Stream:
         *,
         deadline_s: float,
     ) -> None:
-        """deadline_s: for what is left to do when the prompt is computed."""
+        """deadline_s: for what is left to do when the prompt is computed. Raises BadRequestError if
+        the ticket's id is no text."""
+        check_id(ticket_id)
         self._handoff = handoff
         self._request = request
         self._ticket_id = ticket_id

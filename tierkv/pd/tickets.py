@@ -11,6 +11,7 @@ from tierkv.cache.fingerprint import Fingerprint, differences
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.clock import Clock
 from tierkv.errors import (
+    BadRequestError,
     HandoffError,
     StoreCorruptError,
     StoreUnavailableError,
@@ -40,6 +41,14 @@ WHOLE, FAILED, PROGRESS = "whole", "failed", "p"
 def acknowledged_hint(ticket_id: str) -> str:
     """What is told under a producer's name when a ticket of its was claimed."""
     return hashlib.sha256(ticket_id.encode()).hexdigest()[:32]
+
+
+def check_id(ticket_id: str) -> None:
+    """Raise BadRequestError if it is no text: half of a surrogate pair has no bytes."""
+    try:
+        ticket_id.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(f"the ticket id {ticket_id[:80]!r} is no text: {error}") from error
 
 
 class Tickets:
@@ -133,7 +142,8 @@ class Tickets:
 
     async def forget(self, ticket_id: str) -> bool:
         """Whatever a hand-off of this id left; whether there was anything. Who waits for it hears
-        nothing of this. Raises StoreUnavailableError."""
+        nothing of this. Raises BadRequestError, StoreUnavailableError."""
+        check_id(ticket_id)
         names = self.names
         kinds = (names.ticket, names.open_ticket, names.acknowledgement)
         return await self._storage.store.delete([name(ticket_id) for name in kinds]) > 0
@@ -144,7 +154,8 @@ class Tickets:
     # The decode node's side
 
     async def read(self, ticket_id: str) -> Ticket | None:
-        """Raises HandoffError if it is damaged, and StoreUnavailableError."""
+        """Raises HandoffError if it is damaged, BadRequestError, and StoreUnavailableError."""
+        check_id(ticket_id)
         value = await self._get(self.names.ticket(ticket_id))
         try:
             return None if value is None else Ticket.decode(value)
@@ -152,7 +163,8 @@ class Tickets:
             raise _damaged(error) from error
 
     async def read_open(self, ticket_id: str) -> OpenTicket | None:
-        """Raises HandoffError if it is damaged, and StoreUnavailableError."""
+        """Raises HandoffError if it is damaged, BadRequestError, and StoreUnavailableError."""
+        check_id(ticket_id)
         value = await self._get(self.names.open_ticket(ticket_id))
         try:
             return None if value is None else OpenTicket.decode(value)

@@ -104,7 +104,8 @@ class MooncakeStore:
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         if self._values is None:
             return [GetOutcome(GetStatus.FAILED, f"{self.url} is closed")] * len(items)
-        parts = await self._readers.run_each(self._values.get, [*_cut(items)])
+        batches = _cut(items, [len(item.into) for item in items], self._settings.max_pieces)
+        parts = await self._readers.run_each(self._values.get, [*batches])
         return [outcome for part in parts for outcome in part]
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
@@ -115,7 +116,8 @@ class MooncakeStore:
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._values is None:
             return [PutOutcome(PutStatus.FAILED, f"{self.url} is closed")] * len(items)
-        parts = await self._writers.run_each(self._values.put, [*_cut(items)])
+        batches = _cut(items, [len(item.parts) for item in items], self._settings.max_pieces)
+        parts = await self._writers.run_each(self._values.put, [*batches])
         return [outcome for part in parts for outcome in part]
 
     async def delete(self, names: Sequence[str]) -> int:
@@ -156,5 +158,16 @@ def _master(url: str) -> tuple[str, int]:
     return host, port
 
 
-def _cut(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    return (items[at : at + _BATCH] for at in range(0, len(items), _BATCH))
+def _cut(
+    items: Sequence[Item], num_pieces: Sequence[int], max_pieces: int
+) -> Iterator[Sequence[Item]]:
+    """In batches of at most _BATCH values, and `max_pieces` pieces; a value of more goes as one."""
+    first = count = 0
+    for at, pieces in enumerate(num_pieces):
+        more = pieces if pieces <= max_pieces else 1
+        if at > first and (at - first == _BATCH or count + more > max_pieces):
+            yield items[first:at]
+            first, count = at, 0
+        count += more
+    if items:
+        yield items[first:]

@@ -24,7 +24,13 @@ from tierkv.storage.protocol import (
 )
 from tierkv.storage.unreachable import why_unreachable
 
-_MAX_PIECES = 64  # of one value; it refuses 2,500
+# Pieces of all calls together, and of them times the halt below in seconds. A call ends after 60 s,
+# whatever its pieces may still do. Of a provider that was frozen, with halts of 2 s, 16 pieces kept
+# it for 2 s, 64 for 11, 128 for 19; 192 for 60, and when the provider went on 47 of them landed in
+# buffers that the caller had back (16 connections, loopback, package 0.3.13, 2026-11-22).
+_MAX_PIECES = 128
+_MAX_PIECES_AND_HALTS = 256
+_LEAST_PIECES = 2  # of one call: a header and a payload
 _MOST_READS = 10  # of a small value that is being replaced
 # Without a byte, on a connection to a provider. A call ends after 60 s whatever may still come, and
 # what a frozen provider sent later went into buffers that were somebody else's by then.
@@ -39,7 +45,8 @@ _NO_ANSWER = frozenset({-900, -901})
 class MooncakeSettings:
     """local_host: the address that providers reach this node at.
     num_threads: reads at a time, and as many writes. Each waits by looking again and again: on a
-        machine of two cores one thread was 1.2 times as fast as two.
+        machine of two cores one thread was 1.2 times as fast as two. 1 to 32, to 6 with long
+        timeouts: see max_pieces.
     local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
     replicas: copies of each value. connect_timeout_s: for the master, to be reached and to answer,
         and for a provider to move a byte (whole seconds, 10 at most); the package takes it from
@@ -56,14 +63,30 @@ class MooncakeSettings:
     rdma_devices: str = ""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_threads <= 64:  # noqa: PLR2004
-            raise ConfigError(f"a Mooncake store has 1 to 64 threads, not {self.num_threads}")
+        if self.num_threads < 1:
+            raise ConfigError(f"a Mooncake store has at least one thread, not {self.num_threads}")
         if not (math.isfinite(self.connect_timeout_s) and self.connect_timeout_s > 0):
             raise ConfigError(f"connect_timeout_s must be above 0, not {self.connect_timeout_s}")
         if self.replicas < 1:
             raise ConfigError(f"a value has at least one replica, not {self.replicas}")
         if self.protocol not in {"tcp", "rdma"}:
             raise ConfigError(f"Mooncake's protocol is tcp or rdma, not {self.protocol!r}")
+        if self.max_pieces < _LEAST_PIECES:
+            raise ConfigError(
+                f"{self.num_threads} threads that each wait {self.halt_s} s for a frozen provider "
+                "outlast Mooncake's calls: set fewer num_threads, or a shorter connect_timeout_s"
+            )
+
+    @property
+    def halt_s(self) -> int:
+        """How long a provider may move no byte."""
+        return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
+
+    @property
+    def max_pieces(self) -> int:
+        """Of the values of one call: see _MAX_PIECES. Reads and writes have as many threads."""
+        in_flight = min(_MAX_PIECES, _MAX_PIECES_AND_HALTS // self.halt_s)
+        return in_flight // (2 * self.num_threads)
 
 
 class MooncakeValues:
@@ -81,6 +104,7 @@ class MooncakeValues:
             os.environ.setdefault(variable, value)
         self._url = url
         self._settings = settings
+        self._max_pieces = settings.max_pieces
         self._package = _load_package()
         try:  # their client goes on trying for minutes
             socket.create_connection(address, settings.connect_timeout_s).close()
@@ -137,7 +161,11 @@ class MooncakeValues:
 
     def get(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
         wanted = [flat(item.into) for item in items]
-        landings = [_few(views, item.num_bytes) for item, views in zip(items, wanted, strict=True)]
+        landings = [
+            # One as large as they are, where they are too many.
+            views if len(views) <= self._max_pieces else [memoryview(bytearray(item.num_bytes))]
+            for item, views in zip(items, wanted, strict=True)
+        ]
         with self._memory.known(landings) as (known, scattered):
             statuses = self._client.batch_get_into_multi_buffers(
                 [item.name for item in items],
@@ -214,7 +242,7 @@ class MooncakeValues:
         if fresh:
             views = [
                 parts
-                if len(parts := flat(items[index].parts)) <= _MAX_PIECES
+                if len(parts := flat(items[index].parts)) <= self._max_pieces
                 else [memoryview(b"".join(parts))]
                 for index in fresh
             ]
@@ -250,7 +278,7 @@ class MooncakeValues:
 def _environment(settings: MooncakeSettings) -> dict[str, str]:
     """What the package reads there when a client is made. What the user has set stays."""
     limit_s = settings.connect_timeout_s
-    halt_s = str(math.ceil(min(limit_s, _LONGEST_HALT_S)))
+    halt_s = str(settings.halt_s)
     return {
         "GLOG_minloglevel": "2",  # it logs each miss otherwise
         "MC_RPC_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
@@ -283,8 +311,3 @@ def _put_outcome(item: PutItem, status: int) -> PutOutcome:
         return PutOutcome(PutStatus.STORED)
     kind = PutStatus.FULL if status == _NO_SPACE else PutStatus.FAILED
     return PutOutcome(kind, f"{item.name}: Mooncake answers {status}")
-
-
-def _few(views: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]:
-    """The views, or one as large as they are where Mooncake refuses as many."""
-    return views if len(views) <= _MAX_PIECES else [memoryview(bytearray(num_bytes))]
