@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -27,6 +27,7 @@ from tierkv.cli_storage_options import (
 from tierkv.errors import TierKVError
 from tierkv.storage import maintenance
 from tierkv.storage.codec_keyed import parse_key
+from tierkv.storage.factory import urls_in
 from tierkv.storage.protocol import Store, check_ttl
 from tierkv.storage.redis_socket import TlsFiles
 
@@ -166,35 +167,51 @@ def verify(
 ) -> None:
     """Read every value and check it against its name, its length and its checksum.
 
-    Of several stores (layered:, mirrored:) each one's copies. Exits with 1 if a value is damaged
-    and was not removed, or could not be read, or one of several stores did not answer.
+    Of several stores (layered:, mirrored:) each one's copies, and it is said whose. Exits with 1 if
+    a value is damaged and was not removed, or could not be read, or one of several stores did not
+    answer.
     """
     key = None if key_file is None else parse_key(Path(key_file).read_text("ascii", "replace"))
 
-    def check(store: Store) -> Awaitable[maintenance.Verified]:
-        return maintenance.verify(store, checked(prefix), key, removes_damaged=remove_damaged)
+    async def check(store: Store) -> tuple[str, maintenance.Verified]:
+        found = await maintenance.verify(
+            store, checked(prefix), key, removes_damaged=remove_damaged
+        )
+        return f" ({store.url})" if len(urls_in(url)) > 1 else "", found
 
     parts, num_failed = with_each_store(url, prefix, check)
     counts = {
-        "whole": sum(found.num_whole for found in parts),
-        "damaged": sum(len(found.damaged) for found in parts),
-        "keyed": sum(found.num_keyed for found in parts),
-        "no blocks": sum(found.num_others for found in parts),
-        "gone meanwhile": sum(found.num_gone for found in parts),
-        "unread": sum(len(found.unread) for found in parts),
+        "whole": sum(found.num_whole for _, found in parts),
+        "damaged": sum(len(found.damaged) for _, found in parts),
+        "keyed": sum(found.num_keyed for _, found in parts),
+        "no blocks": sum(found.num_others for _, found in parts),
+        "gone meanwhile": sum(found.num_gone for _, found in parts),
+        "unread": sum(len(found.unread) for _, found in parts),
     }
-    damaged = [one for found in parts for one in found.damaged]
-    unread = [one for found in parts for one in found.unread]
+    damaged = [(name, why + whose) for whose, found in parts for name, why in found.damaged]
+    unread = [(name, why + whose) for whose, found in parts for name, why in found.unread]
     if as_json:
-        click.echo(json.dumps(counts | {"names": dict(damaged), "unread_names": dict(unread)}))
+        names = {"names": _by_name(damaged), "unread_names": _by_name(unread)}
+        click.echo(json.dumps(counts | names))
     else:
         for name, why in damaged + unread:
             click.echo(f"{name}: {why}")
         click.echo(", ".join(f"{count} {what}" for what, count in counts.items()))
         if counts["keyed"] and key is None:
             click.echo("keyed values can only be verified with --key-file", err=True)
-    if num_failed or unread or (damaged and not remove_damaged):
+    kept = [found.kept for _, found in parts if found.kept]
+    for why in kept:
+        click.echo(f"error: some damaged values stay: {why}", err=True)
+    if num_failed or unread or kept or (damaged and not remove_damaged):
         raise SystemExit(1)
+
+
+def _by_name(told: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What is told of each name: of several copies of it more than one thing."""
+    of_each: dict[str, str] = {}
+    for name, why in told:
+        of_each[name] = f"{of_each[name]}; {why}" if name in of_each else why
+    return of_each
 
 
 @storage.command()

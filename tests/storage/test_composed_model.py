@@ -182,11 +182,15 @@ class Model:
             assert deleted == sum(any(had[name]) for name in set(names))
 
     async def forget(self, names: Sequence[str], had: dict[str, list[bool]]) -> None:
-        """Of each one copy at most goes, and it is said whether another may be there."""
-        distinct = list(dict.fromkeys(names))
-        others = await forget_damaged(self.store, distinct)
+        """Of each the copy that was read goes, and it is said whether another may be there."""
+        items = [landing(name, SIZE)[0] for name in dict.fromkeys(names)]
+        outcomes = await self.store.get_into(items)
+        bad = (GetStatus.HIT, GetStatus.DAMAGED)  # as whoever checks them may find
+        read = [i.name for i, one in zip(items, outcomes, strict=True) if one.status in bad]
+        had = await self.have()
+        others = await forget_damaged(self.store, read)
         have = await self.have()
-        for name, has_other in zip(distinct, others, strict=True):
+        for name, has_other in zip(read, others, strict=True):
             assert sum(had[name]) - sum(have[name]) <= 1
             assert has_other or not (any(have[name]) and self.is_well)
 

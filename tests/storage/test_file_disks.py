@@ -47,6 +47,11 @@ def age_directories(root: Path) -> None:
         os.utime(directory, (0, 0))
 
 
+def values_in(root: Path) -> list[str]:
+    """Also those whose time is over."""
+    return [str(path) for path in root.glob("t,f/*/*/*")]
+
+
 async def test_empty_directories_of_strangers_beside_the_values_stay(tmp_path: Path) -> None:
     strangers = ["backup", "project/.git/refs", "project/3/f", "a,b/objects", "a,b/1/photos"]
     for path in strangers:
@@ -156,6 +161,47 @@ async def test_a_directory_that_may_not_be_read_hides_no_other(tmp_path: Path) -
             assert {value.name for value in listed.values} == {*left}
             assert await put_one(store, "t:f:new:0", bytes(990)) is PutStatus.STORED
             assert (await store.usage("t:f:")).num_values == 1  # and the others were evicted
+
+
+async def test_what_may_not_be_removed_keeps_nothing_else_from_going(tmp_path: Path) -> None:
+    clock = TurnedClock()
+    settings = FileSettings(min_free_bytes=0, capacity_bytes=1000)
+    async with (store := FileStore(tmp_path, settings, clock)).running():
+        names = [f"t:f:{index}:0" for index in range(20)]
+        await store.put([PutItem(name, (bytes(20),), ttl_s=50.0) for name in names])
+        kept = str(tmp_path.joinpath(*relative_path(names[3])))
+        clock.now += 60.0
+        with pytest.MonkeyPatch.context() as disk:
+            refuses(disk, "unlink", errno.EPERM, lambda path: path == kept)
+            await store.sweep()
+            assert values_in(tmp_path) == [kept]
+            clock.now -= 60.0
+            assert await put_one(store, "t:f:a:0", bytes(900)) is PutStatus.STORED
+            assert await put_one(store, "t:f:b:0", bytes(900)) is PutStatus.STORED
+            assert await store.present(["t:f:a:0", names[3]]) == [False, True]
+
+
+async def test_a_value_larger_than_the_capacity_is_refused_without_a_look_at_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (store := file_store(tmp_path, capacity_bytes=1000)).running():
+        assert await put_one(store, "t:f:a:0", bytes(1000)) is PutStatus.STORED
+        refuses(monkeypatch, "scandir", errno.EIO)
+        [outcome] = await store.put([PutItem("t:f:b:0", (bytes(1001),))])
+        assert (outcome.status, outcome.takes_others) == (PutStatus.FULL, True)
+        assert await store.exists(["t:f:a:0"]) == 1
+
+
+async def test_the_room_that_an_eviction_has_made_is_used_without_another_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (store := file_store(tmp_path, capacity_bytes=10_000, num_threads=1)).running():
+        await store.sweep()  # behind the one at the start, which lets the size be looked up again
+        for index in range(101):
+            assert await put_one(store, f"t:f:{index}:0", bytes(100)) is PutStatus.STORED
+        refuses(monkeypatch, "scandir", errno.EIO)
+        for index in range(101, 110):
+            assert await put_one(store, f"t:f:{index}:0", bytes(100)) is PutStatus.STORED
 
 
 async def test_of_many_files_those_used_longest_ago_go_first(
@@ -446,7 +492,7 @@ async def test_what_is_in_the_way_of_a_models_values_keeps_nobody_from_the_rest(
 ) -> None:
     settings = StoreSettings(
         file=FileSettings(min_free_bytes=0),
-        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
+        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=100.0),
     )
     store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
     name = "t:theirs:a:0"
@@ -455,6 +501,7 @@ async def test_what_is_in_the_way_of_a_models_values_keeps_nobody_from_the_rest(
         put_there(tmp_path.joinpath(*relative_path(name)))
         for _ in range(10):
             assert await put_one(store, name, b"value") is PutStatus.FULL
+        assert await put_one(store, "t:ours:b:0", b"value") is PutStatus.STORED
         for _ in range(10):
             assert await store.exists([name]) == 0
             assert await store.present([name]) == [False]
@@ -462,4 +509,4 @@ async def test_what_is_in_the_way_of_a_models_values_keeps_nobody_from_the_rest(
             assert await store.get(name, max_bytes=5) is None
         assert store.snapshot().breaker.num_opened == 0
         assert await get_one(store, "t:ours:a:0", 5) == (GetStatus.HIT, b"value")
-        assert (await store.usage("t")) == Usage(1, 5)
+        assert (await store.usage("t")) == Usage(2, 10)

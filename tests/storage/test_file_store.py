@@ -25,7 +25,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.file_paths import relative_path
-from tierkv.storage.file_scratch import WRITERS
+from tierkv.storage.file_scratch import WRITERS, locked_directory
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 
 # Replaces and adds values of one repeated byte each, for ever, and tells how far it is.
@@ -707,3 +707,31 @@ async def test_a_directory_removed_and_made_again_does_not_let_two_be_the_first(
         outcomes = {fast_is: b"fast", await put: b"slow"}
         assert outcomes.keys() == {PutStatus.STORED, PutStatus.EXISTED}
         assert await slow.get("t:f:1:0", max_bytes=10) == outcomes[PutStatus.STORED]
+
+
+FORKING = """
+import os, sys
+from tierkv.storage.file_scratch import locked_directory
+
+with locked_directory(sys.argv[1]):
+    if not os.fork():
+        sys.stdin.read()  # until the test is over
+        os._exit(0)
+print("left", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_ends_with_its_holder_though_a_child_was_forked_meanwhile(tmp_path: Path) -> None:
+    """As by an engine that starts its workers so; it inherits what is open."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as forking:
+        assert forking.stdout is not None
+        assert forking.stdout.readline() == "left\n"
+        with locked_directory(str(tmp_path), waits=False):
+            pass
+        forking.communicate(timeout=60)

@@ -17,7 +17,7 @@ from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F
 from tierkv.cli_storage import storage
 from tierkv.cli_storage_options import PATIENT
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage import maintenance
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
@@ -317,6 +317,38 @@ def test_what_only_one_of_several_stores_has_is_listed_counted_and_removed(
     assert run("rm", url, "--prefix", ONE, "--yes").output == "removed 5 values\n"
     for one in (first, second, url):
         assert answer("stat", one)["values"] == 3
+
+
+def test_of_several_stores_it_is_said_whose_copy_is_damaged(tmp_path: Path) -> None:
+    urls = [(tmp_path / name).as_uri() for name in "ab"]
+    for one, numbers in zip(urls, ((1,), (1, 2)), strict=True):
+        asyncio.run(fill(one))
+        for number in numbers:
+            damage(one, replace(item(ONE, number), parts=(b"short",), keep_existing=False))
+    result = run("verify", f"mirrored:{urls[0]}|{urls[1]}")
+    why = "the value is shorter than its header"
+    copies = ((1, urls[0]), (1, urls[1]), (2, urls[1]))
+    expected = [f"{item(ONE, number).name}: {why} ({one})" for number, one in copies]
+    assert sorted(result.output.splitlines()[:3]) == sorted(expected)
+    found = json.loads(run("verify", f"layered:{urls[0]}|{urls[1]}", "--json").output)
+    both = f"{why} ({urls[0]}); {why} ({urls[1]})"
+    assert found["names"] == {item(ONE, 1).name: both, item(ONE, 2).name: f"{why} ({urls[1]})"}
+
+
+def test_damage_that_cannot_be_removed_is_told_all_the_same(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(store: FileStore, names: Sequence[str]) -> int:
+        raise StoreRefusedError(f"{names[0]}: Read-only file system")
+
+    damage(url, replace(item(ONE, 1), parts=(b"short",), keep_existing=False))
+    monkeypatch.setattr(FileStore, "delete", refused)
+    result = run("verify", url, "--remove-damaged")
+    assert result.exit_code == 1
+    assert f"{item(ONE, 1).name}: the value is shorter" in result.stdout
+    assert "4 whole, 1 damaged" in result.stdout
+    assert "some damaged values stay" in result.stderr
+    assert "Read-only file system" in result.stderr
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "layered"])

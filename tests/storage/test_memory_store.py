@@ -38,6 +38,22 @@ class CountingClock(TurnedClock):
         return self.now
 
 
+class RunningClock(TurnedClock):
+    def wall(self) -> float:
+        self.now += 1
+        return self.now
+
+
+async def test_a_value_that_ends_while_it_is_replaced_leaves_its_room_once() -> None:
+    for ttl_s in range(1, 8):
+        store = MemoryStore(MemorySettings(capacity_bytes=10), RunningClock())
+        async with store.running():
+            await put_one(store, "a", bytes(8), ttl_s=ttl_s)
+            await put_one(store, "a", bytes(11), keep_existing=False)
+            await put_one(store, "a", bytes(10), keep_existing=False)
+            assert await store.usage("a") == Usage(1, 10)
+
+
 async def test_a_full_store_looks_at_every_value_only_when_one_can_have_expired() -> None:
     """200,000 of them kept the loop for 60 ms at each put."""
     clock = CountingClock()

@@ -382,6 +382,15 @@ async def test_a_full_store_is_not_written_to_for_a_while_and_read_all_the_same(
         assert (await get_one(pair.store, name, 1_000))[0] is GetStatus.HIT
 
 
+async def test_a_value_that_a_store_never_takes_keeps_no_other_out(make: Make) -> None:
+    """Such as one larger than the store; so it was dropped, and all others for a second."""
+    pair = await make(capacity_bytes=5_000, full_pause_s=100.0)
+    assert await put_one(pair.store, NAMES[0], bytes(5_001)) is PutStatus.FULL
+    assert await put_one(pair.store, NAMES[1], BLOCK) is PutStatus.STORED
+    assert await put_one(pair.store, NAMES[2], bytes(4_500)) is PutStatus.FULL
+    assert await put_one(pair.store, NAMES[3], BLOCK) is PutStatus.FULL
+
+
 async def test_what_is_not_there_is_not_asked_for_again_until_somebody_writes(make: Make) -> None:
     pair = await make(negative_ttl_s=100.0)
     assert await pair.store.exists(NAMES) == 0

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.latch import finish, until
+from tierkv.errors import StoreUnavailableError
 from tierkv.storage.threads import WorkerThreads
 
 
@@ -53,3 +54,19 @@ async def test_what_fails_in_one_thread_is_raised_when_the_others_have_ended() -
         with pytest.raises(ValueError, match="one"):
             await finish(threads.run_each(work, range(20)))
         assert sorted(ended) == [0, *range(2, 20)]
+
+
+async def test_items_that_fail_as_expected_keep_no_other_from_being_done() -> None:
+    """Such as values that may not be removed, more of them than there are threads."""
+    threads = WorkerThreads("here", 2)
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        if number < 5:
+            raise StoreUnavailableError("refused")
+        ended.append(number)
+
+    async with threads.running():
+        with pytest.raises(StoreUnavailableError, match="refused"):
+            await finish(threads.run_each(work, range(20)))
+    assert sorted(ended) == [*range(5, 20)]

@@ -6,10 +6,25 @@ whole value is. So one tells the other, and reads again what is still to be had.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from tierkv.storage.protocol import Store
+
+_MAX_NOTED = 10_000
+
+T = TypeVar("T")
+
+
+class Noted(OrderedDict[str, T]):
+    """Something about each of so many names; of more those noted longest ago are forgotten."""
+
+    def note(self, name: str, what: T) -> None:
+        self[name] = what
+        self.move_to_end(name)
+        if len(self) > _MAX_NOTED:
+            self.popitem(last=False)
 
 
 @runtime_checkable

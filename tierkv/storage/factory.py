@@ -118,7 +118,15 @@ def urls_in(url: str) -> Sequence[str]:
 
 def open_resilient_store(url: str, settings: StoreSettings, clock: Clock) -> ResilientStore:
     """The store that `url` names, inside what keeps its faults from its callers."""
-    # One of several whose writes hang keeps as many batches as it takes; the others take as many.
-    write_batches = settings.resilience.write_batches * len(urls_in(url))
-    resilience = replace(settings.resilience, write_batches=write_batches)
+    part, num_parts = settings.resilience, len(urls_in(url))
+    resilience = replace(
+        part,
+        # One of several whose writes hang keeps as many batches as it takes; the others take as
+        # many.
+        write_batches=part.write_batches * num_parts,
+        # Each of those that are asked one after the other has its time for a write, for which
+        # nobody waits, and for the bytes of a read.
+        write_timeout_s=part.write_timeout_s * num_parts,
+        slowest_bytes_per_s=part.slowest_bytes_per_s / num_parts,
+    )
     return ResilientStore(open_store(url, settings, clock), resilience, clock)

@@ -59,7 +59,7 @@ class Room:
         """
         with self._lock:
             is_room = self._fits(num_bytes)
-            if not is_room:
+            if not is_room and not self.is_too_small_for(num_bytes):
                 with locked_directory(str(self._root / WRITERS)):
                     is_room = self._evict(num_bytes, remove)
             if is_room:
@@ -69,6 +69,9 @@ class Room:
             f"{num_bytes} bytes do not fit: at most {self._capacity_bytes} bytes of values, at "
             f"least {self._min_free_bytes} bytes free on the disk"
         )
+
+    def is_too_small_for(self, num_bytes: int) -> bool:
+        return self._capacity_bytes is not None and num_bytes > self._capacity_bytes
 
     def make_more(self, num_bytes: int, num_evictions: int, remove: Callable[[str], bool]) -> bool:
         """The disk refused what should fit: it is out of inodes, or there is a quota. Evict a
@@ -124,20 +127,20 @@ class Room:
         capacity = self._capacity_bytes
         over = wanted = 0
         if capacity is not None:
-            if num_bytes > capacity:
-                return False
             over = (self._used.total() or used) + num_bytes - capacity
             wanted = over + capacity - int(capacity * _LOW_WATERMARK) if over > 0 else 0
         lacking = num_bytes if is_refused else self._lacking_bytes(num_bytes)
         if lacking > 0:
             wanted = max(wanted, lacking + int(used * _SPARE))
         freed = 0
-        for *_, size, path in heapq.merge(*parts):
-            if freed >= wanted:
-                break
-            if remove(path):
-                freed += size
-                self._add(-size)
+        try:
+            for *_, size, path in heapq.merge(*parts):
+                if freed >= wanted:
+                    break
+                if remove(path):
+                    freed += size
+        finally:
+            self._add(-freed)  # of each it would take longer than the removal
         while parts:
             parts.pop()
         self.num_evictions += freed > 0

@@ -167,6 +167,9 @@ def locked_directory(directory: str, *, waits: bool = True) -> Iterator[None]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
         yield
     finally:
+        # Closing is not enough: a child that was forked meanwhile has it open as well.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 

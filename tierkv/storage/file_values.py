@@ -49,8 +49,9 @@ from tierkv.storage.protocol import (
 _IN_THE_WAY = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP})
 # What another user keeps for itself is not there for us.
 _NOT_THERE = _IN_THE_WAY | {errno.EACCES, errno.EPERM}
+_TAKES_OTHERS = _NOT_THERE | {errno.EFBIG, errno.EXDEV}
 # Not a failure, five of which would keep readers away as well: others can be read.
-_FULL = TAKES_NOTHING | _NOT_THERE | {errno.EFBIG, errno.EXDEV}
+_FULL = TAKES_NOTHING | _TAKES_OTHERS
 # A place of the disk that is broken stays so, and the value would be found, and not written again,
 # for as long as it is asked for; forgotten, it gets another place.
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
@@ -139,7 +140,8 @@ class ValueFiles:
             return self._put_anew(item)
         except OSError as error:
             status = PutStatus.FULL if error.errno in _FULL else PutStatus.FAILED
-            return PutOutcome(status, sentence(item.name, error))
+            takes_others = error.errno in _TAKES_OTHERS
+            return PutOutcome(status, sentence(item.name, error), takes_others=takes_others)
 
     def _put_anew(self, item: PutItem) -> PutOutcome:
         """Also where somebody has removed the directory. Raises OSError."""
@@ -155,7 +157,8 @@ class ValueFiles:
         if item.leaves_existing and self._is_live(path):
             return PutOutcome(PutStatus.EXISTED)
         if reason := self._room.make(item.num_bytes, _unlink):
-            return PutOutcome(PutStatus.FULL, f"{item.name}: {reason}")
+            takes_others = self._room.is_too_small_for(item.num_bytes)
+            return PutOutcome(PutStatus.FULL, f"{item.name}: {reason}", takes_others=takes_others)
         temporary = self._scratch.new_path()
         status = PutStatus.FAILED
         try:
@@ -234,7 +237,7 @@ class ValueFiles:
         for _, entry in walk(self._root, "", when_empty=remove_unused):
             if stop.is_set():
                 break
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # another user's stays
                 if self.listing.is_expired(entry.stat(follow_symlinks=False)):
                     removed += self._remove_expired(entry.path)
         return removed
@@ -346,9 +349,10 @@ def _make_directory(directory: str) -> None:
 
 
 def _unlink(path: str) -> bool:
+    """False where there is none, or none that we may remove."""
     try:
         os.unlink(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return False
     return True
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tierkv.errors import StoreRefusedError, StoreUnavailableError
 from tierkv.storage.around import StoreAround
-from tierkv.storage.copies import forget_damaged
+from tierkv.storage.copies import Noted, forget_damaged
 from tierkv.storage.host_memory import use_memory
 from tierkv.storage.layered_copies import LayeredSettings, NearCopies
 from tierkv.storage.notify import Notifier, notifier_of
@@ -36,6 +36,7 @@ from tierkv.storage.protocol import (
 from tierkv.storage.union import list_union, usage_of_union
 
 _MAX_SUSPECTS = 10_000
+_IS_THERE = (GetStatus.HIT, GetStatus.DAMAGED)
 
 __all__ = ["LayeredSettings", "LayeredStore"]
 
@@ -55,7 +56,7 @@ class LayeredStore(StoreAround):
         # Damaged when they were read last, which can be the near copy's fault: read from afar the
         # next time, and not copied. The near store may not have been able to forget them.
         self._suspects: set[str] = set()
-        self._read_afar: set[str] = set()  # of these, those that were
+        self._came_from: Noted[Store] = Noted()  # the near one, unless it is another here
         self.num_near_hits = 0
 
     def notifier(self) -> Notifier:
@@ -123,15 +124,15 @@ class LayeredStore(StoreAround):
             return 0
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        names = {item.name for item in items}
-        suspects = self._suspects & names
+        suspects = self._suspects & {item.name for item in items}
         self._suspects -= suspects
-        self._read_afar = (self._read_afar - names) | suspects
+        num_forgets = self._copies.num_forgets
         outcomes = [GetOutcome(GetStatus.MISS)] * len(items)
         asked = [i for i, item in enumerate(items) if item.name not in suspects]
         near = await self._near.get_into([items[i] for i in asked]) if asked else []
         for i, outcome in zip(asked, near, strict=True):
             outcomes[i] = outcome
+            self._came_from.pop(items[i].name, None)
         left = [i for i, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
         self.num_near_hits += len(items) - len(left)
         if left:
@@ -139,9 +140,11 @@ class LayeredStore(StoreAround):
             came = [i for i, one in zip(left, far, strict=True) if one.status is GetStatus.HIT]
             damaged = {items[i].name for i in came if outcomes[i].status is GetStatus.DAMAGED}
             for i, outcome in zip(left, far, strict=True):
-                outcomes[i] = outcome
+                if outcome.status in _IS_THERE or outcomes[i].status is not GetStatus.DAMAGED:
+                    outcomes[i] = outcome
+                    self._came_from.note(items[i].name, self._far)
             trusted = [items[i] for i in came if items[i].name not in suspects]
-            await self._copies.make(trusted, damaged)
+            await self._copies.make(trusted, damaged, num_forgets)
         return outcomes
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -162,36 +165,31 @@ class LayeredStore(StoreAround):
 
     async def delete(self, names: Sequence[str]) -> int:
         check_names(names)
-        self._copies.forget(names)
         num_there = sum(await self.present([*dict.fromkeys(names)]))  # some only in one of the two
+        num_far = await self._far.delete(names)
+        self._copies.forget(names)  # from now on none can come from afar
         try:
             await self._near.delete(names)
         except StoreUnavailableError as error:  # which is no failure of the far one, that is read
-            await self._far.delete(names)
             raise StoreRefusedError(str(error)) from error
-        return max(num_there, await self._far.delete(names))
+        return max(num_there, num_far)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """The near copy, unless there is none or the value was read from afar."""
+        """There may always be another: a near copy can have been made since the value was read
+        from afar, or not have been to be had."""
         check_names(names)
         self._copies.forget(names)
-        are_near = [True] * len(names)
-        with suppress(StoreUnavailableError):
-            are_near = await present(self._near, names)
-        there = [name for name, is_near in zip(names, are_near, strict=True) if is_near]
-        near = set(there) - self._read_afar
-        far = [name for name in names if name not in near]
-        if len(self._suspects) + len(self._read_afar) > _MAX_SUSPECTS:
+        near = {name for name in {*names} if self._came_from.pop(name, self._near) is self._near}
+        far = {*names} - near
+        if len(self._suspects) > _MAX_SUSPECTS:
             self._suspects.clear()
-            self._read_afar.clear()
         self._suspects |= near
-        self._read_afar -= set(far)
         if near:
             with suppress(StoreUnavailableError):  # such as of a disk that may only be read
-                await self._near.delete(list(near))
-        more = iter(await forget_damaged(self._far, far) if far else ())
-        others = [name in near or next(more) for name in names]
-        return [other or is_near for other, is_near in zip(others, are_near, strict=True)]
+                await self._near.delete([*near])
+        if far:
+            await forget_damaged(self._far, [*far])
+        return [True] * len(names)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         """What only the near store still has comes last: it is read, so it can be removed."""

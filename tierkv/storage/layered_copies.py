@@ -41,7 +41,7 @@ class NearCopies:
         self._waiting: dict[str, PutItem] = {}
         self._num_bytes = 0
         self._in_hand = ""  # the name of the copy that is being put
-        self._num_forgets = 0
+        self.num_forgets = 0
         self._came = asyncio.Event()
         self._copier = WorkerThreads(near.url, 1)
         self.num_dropped = 0
@@ -53,15 +53,19 @@ class NearCopies:
             self._copier.running(),
             background({"tierkv-near-fill": self._keep_filling()}),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._waiting.clear()  # others can change what is there until it is opened again
+                self._num_bytes = 0
 
-    async def make(self, came: Sequence[GetItem], damaged: set[str]) -> None:
+    async def make(self, came: Sequence[GetItem], damaged: set[str], num_forgets: int) -> None:
         """Copy values that have come, whose buffers are soon another's. Beyond the limit, none.
 
-        damaged: of these the near store has something else, which is replaced.
+        damaged: of these the near store has something else, which is replaced. num_forgets: when
+        they were asked for; what was forgotten since may be one of them.
         """
         copied: list[GetItem] = []
-        num_forgets = self._num_forgets
         for item in came:
             if item.name in self._waiting:
                 continue
@@ -80,8 +84,8 @@ class NearCopies:
                 return  # left meanwhile; what came is right all the same
             raise
         for item, content in zip(copied, contents, strict=True):
-            if item.name in self._waiting or num_forgets != self._num_forgets:
-                self._num_bytes -= item.num_bytes  # it may be what was forgotten meanwhile
+            if item.name in self._waiting or num_forgets != self.num_forgets:
+                self._num_bytes -= item.num_bytes
                 continue
             keeps = item.name not in damaged
             ttl_s = self._settings.near_ttl_s
@@ -90,7 +94,7 @@ class NearCopies:
 
     def forget(self, names: Sequence[str]) -> None:
         """Make no copies of these any more. One that is being put now is deleted then."""
-        self._num_forgets += 1
+        self.num_forgets += 1
         for name in names:
             item = self._waiting.pop(name, None)
             if item is not None:

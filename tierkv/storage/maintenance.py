@@ -83,7 +83,8 @@ async def usage_by_group(
 class Verified:
     """damaged: (name, why). unread: likewise, of what a store that answers does not give.
     num_keyed: values that only a tenant's key can verify; their headers fit. num_others: lists of
-    tails, tickets and whatever else is no block."""
+    tails, tickets and whatever else is no block. kept: why some of the damaged could not be
+    removed, "" if all were or none was to be."""
 
     num_whole: int = 0
     num_keyed: int = 0
@@ -91,6 +92,7 @@ class Verified:
     num_gone: int = 0
     damaged: list[tuple[str, str]] = field(default_factory=list)
     unread: list[tuple[str, str]] = field(default_factory=list)
+    kept: str = ""
 
 
 async def verify(
@@ -118,7 +120,10 @@ async def verify(
             group.create_task(verify_one(value.name))
     if removes_damaged:
         for part in _parts([name for name, _ in found.damaged]):
-            await store.delete(part)
+            try:
+                await store.delete(part)
+            except StoreUnavailableError as error:
+                found.kept = str(error)
     return found
 
 

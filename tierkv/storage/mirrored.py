@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    MutableSequence,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TypeVar
 
@@ -12,7 +19,7 @@ from tierkv.errors import (
     StoreRefusedError,
     StoreUnavailableError,
 )
-from tierkv.storage.copies import forget_damaged
+from tierkv.storage.copies import Noted, forget_damaged
 from tierkv.storage.host_memory import use_memory
 from tierkv.storage.presence import MAX_TURNS, num_leading, present
 from tierkv.storage.protocol import (
@@ -48,6 +55,9 @@ class MirroredStore:
         if len(stores) < 2:  # noqa: PLR2004
             raise ConfigError("mirroring needs two stores or more, as mirrored:URL|URL")
         self._stores = tuple(stores)
+        self._orders: Noted[Sequence[int]] = Noted()  # of names of which a copy was damaged
+        # Which store's copy was read last, and whether others were left to be asked then.
+        self._came_from: Noted[tuple[int, bool]] = Noted()
 
     @property
     def parts(self) -> Sequence[Store]:
@@ -134,16 +144,35 @@ class MirroredStore:
         return found
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        outcomes = await self._stores[0].get_into(items)
-        for store in self._stores[1:]:
-            left = [i for i, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
-            if not left:
-                break
-            others = await store.get_into([items[i] for i in left])
-            for i, outcome in zip(left, others, strict=True):
-                if outcome.status is not GetStatus.FAILED:
-                    outcomes[i] = outcome
-        return outcomes
+        outcomes: dict[int, GetOutcome] = {}
+        damaged: list[tuple[int, int]] = []  # which store's copy of which item
+        for turn in range(len(self._stores)):
+            for at, asked in self._left_for_turn(turn, items, outcomes).items():
+                answers = await self._stores[at].get_into([items[i] for i in asked])
+                for i, answer in zip(asked, answers, strict=True):
+                    if i not in outcomes or _get_rank(answer) < _get_rank(outcomes[i]):
+                        outcomes[i] = answer
+                        self._came_from.note(items[i].name, (at, turn < len(self._stores) - 1))
+                    if answer.status is GetStatus.DAMAGED:
+                        damaged.append((at, i))
+        for at, i in damaged:  # of others whoever reads them is told, and says so
+            if outcomes[i].status is GetStatus.HIT:
+                with suppress(StoreUnavailableError):
+                    await forget_damaged(self._stores[at], [items[i].name])
+        return [outcomes[i] for i in range(len(items))]
+
+    def _left_for_turn(
+        self, turn: int, items: Sequence[GetItem], outcomes: Mapping[int, GetOutcome]
+    ) -> Mapping[int, Sequence[int]]:
+        """Which store is asked in its turn for which items that have not come yet."""
+        left: dict[int, list[int]] = {}
+        for i, item in enumerate(items):
+            if i not in outcomes or outcomes[i].status is not GetStatus.HIT:
+                left.setdefault(self._order_of(item.name)[turn], []).append(i)
+        return left
+
+    def _order_of(self, name: str) -> Sequence[int]:
+        return self._orders.get(name) or range(len(self._stores))
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         damage: list[StoreCorruptError] = []
@@ -166,7 +195,17 @@ class MirroredStore:
             return await self._put_news(items, news)
         async with task_group() as group:
             puts = [group.create_task(store.put(items)) for store in self._stores]
-        return [_best(outcomes) for outcomes in zip(*(put.result() for put in puts), strict=True)]
+        best = [_best(outcomes) for outcomes in zip(*(put.result() for put in puts), strict=True)]
+        for store, put in zip(self._stores, puts, strict=True):
+            old = [
+                item.name
+                for item, outcome, one in zip(items, best, put.result(), strict=True)
+                if not item.leaves_existing and outcome.status is PutStatus.STORED is not one.status
+            ]
+            if old:  # which would be read instead
+                with suppress(StoreUnavailableError):
+                    await store.delete(old)
+        return best
 
     async def _put_news(self, items: Sequence[PutItem], news: Sequence[int]) -> list[PutOutcome]:
         """news: which of `items` are to be the first of their names in every store. One that is
@@ -203,25 +242,27 @@ class MirroredStore:
         return max(num_there, *counts)
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        """In the first store that has it: it is what was read."""
+        """Where each was read from; that store is asked for it after the others from now on. It may
+        not be able to forget it."""
         check_names(names)
-        others = dict.fromkeys(names, False)
-        left = list(others)
-        for at, store in enumerate(self._stores):
-            try:
-                are_there = await present(store, left) if left else []
-            except StoreUnavailableError:
-                continue
-            found = [name for name, is_there in zip(left, are_there, strict=True) if is_there]
-            more = await forget_damaged(store, found) if found else []
-            is_last = at + 1 == len(self._stores)
-            others |= {n: one or not is_last for n, one in zip(found, more, strict=True)}
-            left = [name for name in left if name not in set(found)]
+        others: dict[str, bool] = {}
+        where: dict[int, list[str]] = {}
+        for name in dict.fromkeys(names):
+            order = self._order_of(name)
+            at, others[name] = self._came_from.get(name, (order[0], True))
+            self._orders.note(name, (*(one for one in order if one != at), at))
+            where.setdefault(at, []).append(name)
+        for at, some in where.items():
+            with suppress(StoreUnavailableError):
+                more = await forget_damaged(self._stores[at], some)
+                others |= {n: others[n] or has_more for n, has_more in zip(some, more, strict=True)}
         return [others[name] for name in names]
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
         counts, _ = await self._all(lambda store: store.touch(names, ttl_s=ttl_s))
-        return max(counts)
+        if max(counts) == len(names):
+            return len(names)
+        return max(sum(await self.present(names)), *counts)  # some can be in another store only
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)
@@ -263,8 +304,14 @@ class MirroredStore:
 
 
 _EXISTED = PutStatus.EXISTED
-_RANK = (PutStatus.STORED, PutStatus.EXISTED, PutStatus.FULL, PutStatus.FAILED)
+_GET_RANK = (GetStatus.HIT, GetStatus.DAMAGED, GetStatus.MISS, GetStatus.FAILED)
+_PUT_RANK = (PutStatus.STORED, PutStatus.EXISTED, PutStatus.FULL, PutStatus.FAILED)
 
 
 def _best(outcomes: Sequence[PutOutcome]) -> PutOutcome:
-    return min(outcomes, key=lambda outcome: _RANK.index(outcome.status))
+    """Of stores that are full those first that are so for this value alone."""
+    return min(outcomes, key=lambda one: (_PUT_RANK.index(one.status), not one.takes_others))
+
+
+def _get_rank(outcome: GetOutcome) -> int:
+    return _GET_RANK.index(outcome.status)

@@ -170,8 +170,11 @@ class PutItem:
 
 @dataclass(frozen=True, slots=True)
 class PutOutcome:
+    """takes_others: of FULL, that it is this value which the store does not take, now or ever."""
+
     status: PutStatus
     reason: str = ""
+    takes_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,7 @@ class ResilientStore(StoreAround):
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         finally:
             self._num_stuck -= is_stuck
-        if any(outcome.status is PutStatus.FULL for outcome in outcomes):
+        if any(one.status is PutStatus.FULL and not one.takes_others for one in outcomes):
             self._full_until = self._clock.monotonic() + self._settings.full_pause_s
         self._guard.judge(
             [outcome.reason for outcome in outcomes if outcome.status is PutStatus.FAILED],

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from tierkv.errors import StoreUnavailableError
+from tierkv.errors import StoreUnavailableError, TierKVError
 from tierkv.tasks import outlast
 
 T = TypeVar("T")
@@ -60,11 +60,13 @@ class WorkerThreads:
 
         A cancel lets each thread finish the item it has in hand, starts no other, and is raised
         when the last one has ended; at once, behind threads that are stuck with others' work.
-        What `work` raises is raised here, after the rest is done.
+        What `work` raises is raised here, after the rest is done; only what is no TierKVError lets
+        its thread begin no other item.
         """
         self.check_open()
         assert self._pool is not None, "checked in the line above"
         results: dict[int, T] = {}
+        failures: list[TierKVError] = []
         waiting = deque(enumerate(items))
 
         def drain() -> None:
@@ -73,7 +75,10 @@ class WorkerThreads:
                     index, item = waiting.popleft()
                 except IndexError:
                     return
-                results[index] = work(item)
+                try:
+                    results[index] = work(item)
+                except TierKVError as error:
+                    failures.append(error)
 
         calls = [self._pool.submit(drain) for _ in range(min(self._num_threads, len(items)))]
         futures = {asyncio.wrap_future(call) for call in calls}
@@ -91,4 +96,6 @@ class WorkerThreads:
         for error in [future.exception() for future in futures]:
             if error is not None:
                 raise error
+        if failures:
+            raise failures[0]
         return [results[index] for index in range(len(items))]

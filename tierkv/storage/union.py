@@ -9,6 +9,8 @@ from tierkv.storage.presence import present
 from tierkv.storage.protocol import ListPage, Store, StoredValue, Usage
 
 _PAGE = 1000
+# What became of each store before the one that is listed now, in a cursor.
+_LISTED, _SILENT = "+", "-"
 
 
 async def list_union(
@@ -26,25 +28,26 @@ async def list_union(
     `needs_first`, if the first does not. Another one that does not answer at all has nothing that
     could be read.
     """
-    at_text, slash, inner = (cursor or "0/").partition("/")
-    starts = [str(at) for at in range(len(stores))]
-    if cursor == "" or not slash or at_text not in starts:
+    passed, slash, inner = "/".partition("/") if cursor is None else cursor.partition("/")
+    if not slash or len(passed) >= len(stores) or set(passed) - {_LISTED, _SILENT}:
         raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
-    first = starts.index(at_text)
-    for at in range(first, len(stores)):
+    for at in range(len(passed), len(stores)):
         try:
             page = await stores[at].list(prefix, limit=limit, cursor=inner or None)
         except StoreUnavailableError:
-            is_last_hope = first == 0 and at + 1 == len(stores)
+            is_last_hope = _LISTED not in passed and at + 1 == len(stores)
             if inner or is_last_hope or (needs_first and at == 0):
                 raise
+            passed += _SILENT
             continue
         values: Sequence[StoredValue] = page.values
-        for earlier in stores[:at]:
-            values = await _without_those_of(earlier, values)
+        for earlier, how in zip(stores[:at], passed, strict=True):
+            if how == _LISTED:  # one that was silent, and is back, was not listed
+                values = await _without_those_of(earlier, values)
         if page.cursor is not None:
-            return ListPage(tuple(values), f"{at}/{page.cursor}")
-        return ListPage(tuple(values), f"{at + 1}/" if at + 1 < len(stores) else None)
+            return ListPage(tuple(values), f"{passed}/{page.cursor}")
+        passed += _LISTED
+        return ListPage(tuple(values), f"{passed}/" if at + 1 < len(stores) else None)
     return ListPage((), None)
 
 
