@@ -83,6 +83,9 @@ async def test_one_tenants_blocks_are_never_anothers_hit_on_any_tier(
             told = (await two.ask("POST", "/v1/explain", {"tokens": prompt})).body
             assert (told["runs"], told["reason"]) == ([], "never stored")
             assert told["detail"] == ""
+            told = (await admin.ask("POST", "/v1/explain", {"tokens": prompt})).body
+            assert (told["runs"], told["reason"]) == ([], "fingerprint differs")
+            assert "tenant" in told["detail"]
             await admin.forget_all()
         assert on.node.service.verify() == []
 
