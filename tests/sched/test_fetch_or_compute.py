@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled, tokens
+from tests.simulated import simulate, simulated_world
 from tests.world import World, world
 from tierkv.errors import RequestAbortedError
-from tierkv.sched.estimate import PROBE_EVERY, FetchPolicy
+from tierkv.sched.estimate import FIRST_TRY_S, PROBE_EVERY, FetchPolicy
 
 BEST, WAIT, DEADLINE = FetchPolicy.BEST_EFFORT, FetchPolicy.WAIT_COMPLETE, FetchPolicy.DEADLINE
 
@@ -223,3 +225,18 @@ async def test_what_went_below_a_run_that_was_forgotten_is_explained_too() -> No
         for prompt in (longer, other):
             found = here.service.explain(here.prompt(prompt))
             assert (found.reason, found.first_miss is not None) == ("evicted", True)
+
+
+def test_until_the_engine_tells_its_speed_a_store_that_hangs_costs_no_more_than_a_try() -> None:
+    async def scene() -> float:
+        async with simulated_world(random.Random(1), device_blocks=32, host_blocks=32) as here:
+            here.the_store.hold()
+            started = loop_time()
+            request = await here.admit(tokens(40))
+            took = loop_time() - started
+            here.service.end(request)
+            here.the_store.release()
+            await here.settle()
+            return took
+
+    assert simulate(scene()) <= FIRST_TRY_S

@@ -16,8 +16,9 @@ from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import OutOfBlocksError
 from tierkv.sched.books import STORE_PATIENCE_S
+from tierkv.sched.purse import MOST_AT_ONCE_S
 
-NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
+NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
 
 
 def tokens(count: int, base: int = 0) -> list[int]:
@@ -242,6 +243,27 @@ def test_a_full_device_is_hardly_slower_for_a_store_that_takes_longer_than_the_e
 
     without = simulate(scene(NONE, uses_cache=False))
     assert simulate(scene(THROUGH, uses_cache=True)) < without * 1.05
+
+
+def test_write_back_goes_at_the_speed_of_the_engine_not_of_a_store_that_takes_less() -> None:
+    async def scene(*, uses_cache: bool) -> float:
+        async with simulated_world(
+            random.Random(1),
+            device_blocks=64,
+            host_blocks=64,
+            host_write=BACK,
+            storage_write=BACK if uses_cache else NONE,
+        ) as here:
+            here.service.note_prefill(1000, 1.0)
+            here.the_store.delay_s = 0.05  # never late, and always in the way
+            took = await total_time(here, uses_cache=uses_cache)
+            here.the_store.delay_s = 0.0
+            return took
+
+    without = simulate(scene(uses_cache=False))
+    assert (
+        simulate(scene(uses_cache=True)) < without * 1.1 + 4 * MOST_AT_ONCE_S
+    )  # four wait at once
 
 
 def test_of_a_host_that_became_smaller_the_store_has_a_quarter_too() -> None:

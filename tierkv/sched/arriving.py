@@ -7,7 +7,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tierkv.errors import DuplicateRequestError, RequestAbortedError
+from tierkv.errors import (
+    DuplicateRequestError,
+    RequestAbortedError,
+    ShuttingDownError,
+    TierKVError,
+)
 
 T = TypeVar("T")
 
@@ -16,7 +21,13 @@ T = TypeVar("T")
 class _Arrival:
     space: str
     scope: asyncio.Timeout
-    is_aborted: bool = False
+    refused: TierKVError | None = None
+
+    def refuse(self, error: TierKVError) -> None:
+        """Nothing more comes of it; the first reason counts."""
+        if self.refused is None:
+            self.refused = error
+            self.scope.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(slots=True)
@@ -35,9 +46,9 @@ class Arriving:
         work: Coroutine[None, None, T],
         let_go: Callable[[T], None],
     ) -> T:
-        """What `work` brings. If the request is aborted, `work` is cancelled where it waits, and
-        RequestAbortedError raised; also if it is in the moment in which `work` has ended, and what
-        it brought is let go."""
+        """What `work` brings. If the request is aborted, or the node drains, `work` is cancelled
+        where it waits, and RequestAbortedError or ShuttingDownError raised; also if that is in the
+        moment in which `work` has ended, and what it brought is let go."""
         if request_id in self._by_id:
             work.close()
             raise DuplicateRequestError(f"request {request_id!r} is already on its way")
@@ -51,22 +62,26 @@ class Arriving:
                 finally:
                     del self._by_id[request_id]
         except TimeoutError:
-            if not arrival.is_aborted:
+            if arrival.refused is None:
                 raise
-        if not arrival.is_aborted:
+        if arrival.refused is None:
             return found[0]
         for one in found:
             let_go(one)
-        raise RequestAbortedError(f"request {request_id!r} was aborted")
+        raise arrival.refused
 
     def abort(self, request_id: str) -> bool:
         """Whether there was one."""
         arrival = self._by_id.get(request_id)
         if arrival is None:
             return False
-        arrival.is_aborted = True
-        arrival.scope.reschedule(asyncio.get_running_loop().time())
+        arrival.refuse(RequestAbortedError(f"request {request_id!r} was aborted"))
         return True
+
+    def drain(self) -> None:
+        """They would be refused when they came to wait for room: they hear of it now."""
+        for arrival in self._by_id.values():
+            arrival.refuse(ShuttingDownError("this node is shutting down"))
 
     def is_used_by(self, space: str) -> bool:
         return any(arrival.space == space for arrival in self._by_id.values())

@@ -23,6 +23,7 @@ from tierkv.errors import ShuttingDownError
 from tierkv.sched.decisions import Decisions
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.pins import Pins
+from tierkv.sched.purse import Allowance
 from tierkv.sched.seldom import Seldom
 from tierkv.tasks import task_group
 from tierkv.transfer.mover import Mover
@@ -100,8 +101,10 @@ class TierBooks:
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[Callable[[], None]] = []
         self._changed: asyncio.Event | None = None  # made for those who wait for it
+        self._is_closed = False
         self.num_tasks = 0
         self.num_late = 0  # pieces that a store has had for longer than they are waited for
+        self.allowance = Allowance()
         self.num_changes = 0  # counts up with each `capacity_changed`
         self._at_work: Counter[str] = Counter()  # tasks whose end makes room, by space
 
@@ -122,12 +125,18 @@ class TierBooks:
                         self.num_tasks,
                         *(len(self.lent_slots(tier)) for tier in Tier),
                     )
+            self._is_closed = True  # who waits for slots still is told, and waits no more
+            self.capacity_changed()
 
     async def next_change(self) -> None:
-        """Return after the next time slots may have become available."""
+        """Return after the next time slots may have become available. Raises ShuttingDownError
+        when there will be none any more."""
         if self._changed is None:
             self._changed = asyncio.Event()
-        await self._changed.wait()
+        if not self._is_closed:
+            await self._changed.wait()
+        if self._is_closed:
+            raise ShuttingDownError("this node has shut down")
 
     def on_capacity(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever slots may have become available."""

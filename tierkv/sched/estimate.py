@@ -116,14 +116,15 @@ HEDGE = 0.25
 PROBE_EVERY = 31
 # One of so many tries has as long as computing takes, for a tier that is not HEDGE times as fast.
 _PATIENT_EVERY = 5
-# What the first request waits for, when nothing is known about either side.
-FIRST_TRY_S = 0.25
+# How long a request waits for the answer, and then for the bytes, as long as the engine has not
+# told its speed, so that nothing can be compared; what came by then is used. In ten times as much,
+# an H200 computes 300k tokens (8B model); in less, a machine that stands still is a slow store.
+FIRST_TRY_S = 1.0
 
 
 class Estimator:
     """One tier's path to the device. bytes_per_token: KV bytes of a token. prefill: what computing
-    takes, by tokens, which others may look at, too. first_try_s: how long is waited for as long as
-    the engine has not told its speed, so that nothing can be compared."""
+    takes, by tokens, which others may look at, too."""
 
     def __init__(
         self,
@@ -132,7 +133,6 @@ class Estimator:
         policy: FetchPolicy,
         deadline_s: float | None = None,
         prefill: Line | None = None,
-        first_try_s: float = FIRST_TRY_S,
     ) -> None:
         if policy is FetchPolicy.DEADLINE and deadline_s is None:
             raise ValueError("the deadline policy needs deadline_s")
@@ -142,7 +142,6 @@ class Estimator:
         self.transfer = Line()
         self.prefill = prefill or Line()
         self.queued_bytes = 0.0
-        self._first_try_s = first_try_s
         self._refused = 0
         self._answers = Line()  # what a question takes, by the tokens that it is about
         self._unasked = 0
@@ -184,8 +183,10 @@ class Estimator:
         compute_s = self.prefill.seconds(tokens)
         patience: float | None = compute_s * HEDGE
         reason = "asked for a share of computing"
-        if (policy or self.policy) is not FetchPolicy.BEST_EFFORT or not self.prefill.is_known:
+        if (policy or self.policy) is not FetchPolicy.BEST_EFFORT:
             patience, reason = None, "asked until the deadline"
+        elif not self.prefill.is_known:
+            patience, reason = FIRST_TRY_S, "prefill speed not known yet: a try"
         elif not self._purse.allow(compute_s):
             patience, reason = 0.0, "waiting for the tier has cost more than it has saved"
         elif compute_s * HEDGE <= self._answers.at_least(tokens):
@@ -210,7 +211,7 @@ class Estimator:
         if policy is FetchPolicy.DEADLINE:
             return self.deadline_s, "until the deadline"
         if not self.prefill.is_known:
-            return self._first_try_s, "prefill speed not known yet: a try"
+            return FIRST_TRY_S, "prefill speed not known yet: a try"
         bound = compute_s * HEDGE
         if not self.transfer.is_known:
             return bound, "bandwidth not known yet: a try"

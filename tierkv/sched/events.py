@@ -16,6 +16,7 @@ import msgspec
 
 from tierkv.cache.match import segments
 from tierkv.cache.node import Node
+from tierkv.errors import BadRequestError
 
 DEFAULT_CAPACITY = 4096  # events that may wait for one subscriber
 
@@ -85,7 +86,9 @@ class CacheEvents:
 
     @contextmanager
     def subscribe(self, capacity: int = DEFAULT_CAPACITY) -> Iterator[Subscription]:
-        """Events from now on, until the body ends."""
+        """Events from now on, until the body ends. capacity: how many may wait, at least 1."""
+        if capacity < 1:
+            raise BadRequestError(f"a subscription holds 1 event or more, not {capacity}")
         subscription = Subscription(capacity)
         self._subscriptions.append(subscription)
         try:

@@ -55,15 +55,15 @@ class Surroundings:
 
     fetching: whether a block of this key is on its way from storage. computing: whether a request
     computes what follows a match. fingerprints: by space, for one who may know in which field
-    another one differs; None for everybody else, who is told only that it does. stored: how many
-    blocks beyond the match storage has, None if it was not asked or did not answer in time. now:
-    on the clock of the history.
+    another one differs; None for everybody else, who is told only that it does. stored: blocks of
+    the prompt that storage has, from where the match ended when it was asked; None if it was not,
+    or did not answer in time. now: on the clock of the history.
     """
 
     fetching: Callable[[Prompt, int], bool]
     computing: Callable[[Match, Prompt], bool]
     fingerprints: Mapping[str, Fingerprint] | None = None
-    stored: int | None = None
+    stored: range | None = None
     now: float = 0.0
 
 
@@ -98,8 +98,8 @@ def explain(index: Index, prompt: Prompt, history: History, around: Surroundings
     partial = match.partial.num_tokens if match.partial else 0
     is_all = _covers(match, prompt)
     at_block = match.num_blocks
-    if around.stored and not is_all:
-        runs.append(Run(at_block, at_block + around.stored, "storage"))
+    if around.stored and at_block in around.stored and not is_all:
+        runs.append(Run(at_block, around.stored.stop, "storage"))
     miss, tier, when, detail = _first_miss(index, prompt, history, match, around)
     return Explanation(
         num_tokens=prompt.num_tokens,
@@ -132,7 +132,7 @@ def _first_miss(
         return _OF_FATE[event.fate], event.tier, event.at, event.detail
     if around.computing(match, prompt):
         return Miss.IN_FLIGHT, None, None, "being computed by a request"
-    if around.stored:
+    if around.stored and block in around.stored:
         return Miss.STORED, "storage", None, "a request would fetch it, if that is worth its time"
     for space in index.spaces():
         if space.name == prompt.space:

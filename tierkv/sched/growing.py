@@ -8,7 +8,7 @@ import numpy as np
 
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
-from tierkv.errors import OutOfBlocksError, OverQuotaError, RequestTooLargeError
+from tierkv.errors import BadRequestError, OutOfBlocksError, OverQuotaError, RequestTooLargeError
 from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.running import Running
@@ -48,6 +48,8 @@ class Growing:
         the device, its tenant's quota or the limit of one request is too small for it.
         """
         request.check_wanted()
+        if num_tokens < 0:
+            raise BadRequestError(f"num_tokens must not be negative: {num_tokens}")
         tokens = request.whole_prompt.num_tokens + num_tokens
         if not self._missing(request, tokens):
             return

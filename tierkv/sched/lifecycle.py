@@ -156,14 +156,28 @@ class Lifecycle:
             if not len(in_the_way) or node.holders or is_gone:
                 continue
             start = int(in_the_way[0])
-            if _has_other_copies(node, start, tier):
+            if tier is Tier.DEVICE and keeps_blocks and self._copy_first(node, tried):
+                continue
+            self._forget_lacking(tier, node, start)
+            if start < node.num_blocks and node.copies[tier].num_present:
                 self._tiers.evict_below(tier, node, start)
-            elif not (tier is Tier.DEVICE and keeps_blocks and self._copy_first(node, tried)):
-                self._tiers.forget(node, start)
+
+    def _forget_lacking(self, tier: Tier, node: Node, start: int) -> None:
+        """Forget what has no copy on the other tier, of run blocks from `start` on and of all
+        below, with what hangs below that: the rest loses nothing but its copy here."""
+        pending = [(node, start)]
+        while pending:
+            part, first = pending.pop()
+            other = part.copies[1 - tier]
+            whole = first + other.leading(CopyState.READY, first, part.num_blocks)
+            if whole < part.num_blocks:
+                self._tiers.forget(part, whole)
+            else:
+                pending.extend((child, 0) for child in part.children.values())
 
     def _copy_first(self, node: Node, tried: set[int]) -> bool:
-        """Whether copies of all below and of `node` to the host are on their way; each is started
-        once, so that one that fails is not waited for twice."""
+        """Whether copies of `node` and of what is below to the host are on their way, as far as
+        that has room; each is started once, so that one that fails is not waited for twice."""
         tiers = self._tiers
         parts, pending = [], [node]
         while pending:
@@ -175,7 +189,7 @@ class Lifecycle:
             int(part.copies[Tier.HOST].is_in(CopyState.ABSENT, 0, part.num_blocks).sum())
             for part in lacking
         )
-        if not missing or missing > tiers.available(Tier.HOST):
+        if not missing or not tiers.available(Tier.HOST):
             return False
         for part in lacking:
             tried.add(part.uid)
@@ -245,15 +259,3 @@ def forgetting(tiers: Tiers, roots: Sequence[Node]) -> Iterator[None]:
 
 def _lacks_host(node: Node) -> bool:
     return bool(node.copies[Tier.HOST].is_in(CopyState.ABSENT, 0, node.num_blocks).any())
-
-
-def _has_other_copies(node: Node, start: int, tier: Tier) -> bool:
-    """Whether run blocks from `start` on and all below them are whole on the other tier, too."""
-    pending = [(node, start)]
-    while pending:
-        part, first = pending.pop()
-        other = part.copies[1 - tier]
-        if not other.is_in(CopyState.READY, first, part.num_blocks).all():
-            return False
-        pending.extend((child, 0) for child in part.children.values())
-    return True

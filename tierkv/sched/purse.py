@@ -10,6 +10,7 @@ from dataclasses import dataclass
 SHARE = 0.02
 MOST_IN_VAIN = 2.0
 _FADING = 0.98  # of what was usual, with each request
+MOST_AT_ONCE_S = 0.5  # twice what is waited for one store that hangs
 
 
 @dataclass(slots=True)
@@ -43,3 +44,22 @@ class Purse:
     def fill(self) -> None:
         """Nothing is known of the tier: as at the start."""
         self.seconds = MOST_IN_VAIN * self.usual_s
+
+
+@dataclass(slots=True)
+class Allowance:
+    """Seconds that those who need room may wait for a store to make some: SHARE of the time that
+    goes by, and MOST_AT_ONCE_S before that. Where a store takes less than engines make, what it
+    cannot take is forgotten, or all would go at its speed."""
+
+    seconds: float = MOST_AT_ONCE_S
+    is_waiting: bool = False
+    _seen_at: float | None = None
+
+    def look(self, now: float) -> bool:
+        """Whether one may wait from now on, or go on waiting."""
+        went_by = now - (now if self._seen_at is None else self._seen_at)
+        self._seen_at = now
+        spent = went_by if self.is_waiting else 0.0
+        self.seconds = min(self.seconds + SHARE * went_by - spent, MOST_AT_ONCE_S)
+        return self.seconds > 0

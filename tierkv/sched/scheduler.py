@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tierkv.cache.keys import Prompt
@@ -264,14 +264,24 @@ class Scheduler:
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Give all blocks back for a while. What was committed goes to the host, if it has room,
         and is the last to be evicted until `resume` or `abandon`; so long its tenant stays open.
-        `after` is as in `end`."""
+        `after` is as in `end`. Raises RequestAbortedError: `end` it then."""
+        request.check_wanted()
         self._commits.end(request, RequestState.PREEMPTED, after)
         self._preempted.add(request)
 
-    async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
+    async def resume(
+        self,
+        request: Request,
+        *,
+        max_new_tokens: int,
+        fetch: Callable[[RequestSpec], Awaitable[Fetched]] | None = None,
+    ) -> Request:
         """Wait for blocks again, for the whole prompt and `max_new_tokens` more, as the request of
         the same id, with all that is still cached; what is not, the engine computes. Raises what
-        `admit` raises, and OwnershipError if it is not preempted, or is abandoned meanwhile."""
+        `admit` raises, and OwnershipError if it is not preempted, or is abandoned meanwhile.
+
+        fetch: brings what storage has of it, once what it left is in the cache.
+        """
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(f"request {request.request_id!r} is not preempted")
         while request in self._running.ending:
@@ -284,7 +294,11 @@ class Scheduler:
             max_new_tokens=max_new_tokens,
             needs_logits=request.spec.needs_logits and not is_computed,
         )
-        resumed = await self.admit(spec)
+        fetched = None
+        if fetch is not None:
+            self.check(spec)
+            fetched = await fetch(spec)
+        resumed = await self.admit(spec, fetched)
         try:
             self.abandon(request)
         except OwnershipError:  # it was abandoned, or ended, while it waited

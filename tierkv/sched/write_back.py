@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,13 +61,19 @@ class WriteBack(Room):
             slots = self.take(Tier.HOST, stop - first, node.space)
         except OutOfBlocksError:
             self.index.release(lease)
-            is_soon = self._on_the_way[Tier.HOST] and not self.num_late
+            is_soon = self._on_the_way[Tier.HOST] and not self.num_late and self._may_wait()
             return CopyDown.LATER if is_soon else CopyDown.IMPOSSIBLE
         self._on_the_way[tier] += stop - first
         movement = self._begin_offload(node, first, stop, slots)
         work = self._offload_for_room(lease, first, stop, movement)
         self.start(work, "tierkv-write-back", space=node.space.name)
         return CopyDown.STARTED
+
+    def _may_wait(self) -> bool:
+        """Whether who needs room may wait for a store; if so, they do from now on."""
+        may = self.allowance.look(asyncio.get_running_loop().time())
+        self.allowance.is_waiting = may
+        return may
 
     async def _offload_for_room(
         self, lease: Lease, first: int, stop: int, movement: Movement
@@ -88,6 +95,8 @@ class WriteBack(Room):
             await self._end_flush(flush)
         finally:
             end()
+            self.allowance.look(asyncio.get_running_loop().time())
+            self.allowance.is_waiting = False  # who waits asks again now
             self._on_the_way[Tier.HOST] -= len(flush.slots)
             self.capacity_changed()
         self._free_ahead(Tier.HOST)

@@ -42,14 +42,14 @@ async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
     return Lookup(prompt.num_tokens, device, host, stored if is_known else None)
 
 
-async def num_stored_blocks(parts: Parts, prompt: Prompt, deadline_s: float) -> int | None:
-    """How many blocks storage has beyond the local match; None if it does not say so in time."""
+async def stored_blocks(parts: Parts, prompt: Prompt, deadline_s: float) -> range | None:
+    """Which blocks storage has beyond the local match; None if it does not say so in time."""
     storage, match = parts.tiers.storage, parts.index.match(prompt)
     if storage is not None:
         with suppress(StoreUnavailableError, TimeoutError):
             async with asyncio.timeout(deadline_s):
                 stored, _ = await stored_beyond(parts.tiers, storage, prompt, match)
-                return stored
+                return range(match.num_blocks, match.num_blocks + stored)
     return None
 
 
@@ -57,7 +57,7 @@ def explain_now(
     parts: Parts,
     prompt: Prompt,
     fingerprints: Mapping[str, Fingerprint] | None,
-    stored: int | None = None,
+    stored: range | None = None,
 ) -> Explanation:
     """See Service.explain. fingerprints: those of which the caller may hear. stored: blocks that
     storage has, if it was asked."""

@@ -52,7 +52,13 @@ class MadeOf:
     fingerprints: dict[str, Fingerprint] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fingerprints", {"": self.fingerprint})
+        object.__setattr__(self, "fingerprints", {})
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Only its own is open."""
+        self.fingerprints.clear()
+        self.fingerprints[""] = self.fingerprint
 
 
 class Parts:
@@ -70,7 +76,6 @@ class Parts:
             bytes_per_token=fingerprint.layout.block_bytes / settings.block_size,
             policy=settings.fetch_policy,
             deadline_s=settings.fetch_deadline_s,
-            first_try_s=settings.fetch_deadline_s,
         )
         self.scheduler = Scheduler(
             self.tiers, default=settings.limits(), prefill=self.estimator.prefill

@@ -17,12 +17,13 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation
+from tierkv.sched.fetched import Fetched
 from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import sleeping
 from tierkv.service.handing import Handing
-from tierkv.service.looking import explain_now, look_up, num_stored_blocks
+from tierkv.service.looking import explain_now, look_up, stored_blocks
 from tierkv.service.memory import Memory
 from tierkv.service.opening import check, opened
 from tierkv.service.parts import MadeOf, Parts
@@ -62,7 +63,10 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Opens store and memory; at the end waits for every copy, checks the books, frees all."""
+        """Opens store and memory; at the end waits for every copy, checks the books, frees all.
+        Once more it begins anew, without the tenants of before."""
+        self.is_draining = False
+        self._made_of.begin_anew()
         async with opened(self._made_of, self._memory, self._storage_tier) as parts:
             self._adopt(parts)
             self.is_ready = True
@@ -87,8 +91,7 @@ class Service:
         # described there.
         scheduler, tenants, lifecycle = parts.scheduler, parts.tenants, parts.lifecycle
         self.commit, self.end, self.extend = scheduler.commit, scheduler.end, scheduler.extend
-        self.preempt, self.resume = scheduler.preempt, scheduler.resume
-        self.abandon = scheduler.abandon
+        self.preempt, self.abandon = scheduler.preempt, scheduler.abandon
         self.pause, self.unpause = scheduler.pause, scheduler.unpause
         self.space_of_tenant = tenants.space_of
         self.set_quota, self.quota_of = tenants.set_quota, tenants.quota_of
@@ -107,6 +110,7 @@ class Service:
     def drain(self) -> None:
         """Take no new requests; `running()` then ends once the running ones have."""
         self.is_draining = True
+        self._parts.arriving.drain()
         self.scheduler.drain()
 
     # Storage
@@ -211,6 +215,7 @@ class Service:
         for store in self._storage_tier.stores:
             for space in sorted(self._fingerprints):
                 removed += await maintenance.remove(store, f"{self.stored_under(space)}:")
+        self.index.unmark_all_stored()  # what was written meanwhile may have gone, too
         return removed
 
     @property
@@ -252,13 +257,25 @@ class Service:
         if not uses_cache or self.tiers.storage is None:
             return await self.scheduler.admit(spec)
         self.scheduler.check(spec)
+        return await self.scheduler.admit(spec, await self._fetched(spec))
+
+    async def _fetched(self, spec: RequestSpec) -> Fetched:
+        """What storage has of a prompt that the tiers lack, on the host."""
         fetch = self.fetcher.fetch(
-            prompt, deadline_s=self.settings.fetch_deadline_s, policy=self.settings.fetch_policy
+            spec.prompt,
+            deadline_s=self.settings.fetch_deadline_s,
+            policy=self.settings.fetch_policy,
         )
-        fetched = await self._arriving.brought(
-            request_id, prompt.space, fetch, lambda brought: brought.release()
+        return await self._arriving.brought(
+            spec.request_id, spec.prompt.space, fetch, lambda brought: brought.release()
         )
-        return await self.scheduler.admit(spec, fetched)
+
+    async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
+        """Get a preempted request's blocks again, with what is cached of it on any tier; see
+        Scheduler.resume."""
+        fetches = self.tiers.storage is not None and request.spec.uses_cache
+        fetch = self._fetched if fetches else None
+        return await self.scheduler.resume(request, max_new_tokens=max_new_tokens, fetch=fetch)
 
     def abort(self, request_id: str) -> bool:
         """Nobody wants this request any more; whether there was one. See Scheduler.abort."""
@@ -266,8 +283,8 @@ class Service:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine took so long to compute so many prompt tokens. From these the node learns
-        what is worth fetching, or waiting for; without them every fetch has its full deadline, and
-        nobody waits for blocks that another request is computing."""
+        what is worth fetching, or waiting for; without them every fetch has a second, and nobody
+        waits for blocks that another request is computing."""
         if num_tokens > 0 and seconds > 0:
             self.estimator.note_prefill(num_tokens, seconds)
 
@@ -325,7 +342,7 @@ class Service:
     ) -> Explanation:
         """`explain`, and what storage has beyond that; without that part if it does not answer
         within `deadline_s` seconds."""
-        stored = await num_stored_blocks(self._parts, prompt, deadline_s)
+        stored = await stored_blocks(self._parts, prompt, deadline_s)
         known = self._fingerprints if names_fields else None
         return explain_now(self._parts, prompt, known, stored)
 

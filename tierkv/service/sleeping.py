@@ -39,8 +39,10 @@ async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
         try:
             await parts.mover.reopen(planes)
         except BaseException:
-            await parts.mover.suspend()
-            planes.close()
+            try:
+                await parts.mover.suspend()
+            finally:
+                planes.close()
             raise
         memory.use(planes)
         parts.lifecycle.refill_device(count)
