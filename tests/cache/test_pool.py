@@ -156,6 +156,13 @@ def test_findings_tell_of_lost_shared_and_invented_blocks() -> None:
     assert f"device: block {second} is owned but counted as free" in wrong
 
 
+@pytest.mark.parametrize("stranger", [-1, 4, 1 << 30])
+def test_findings_tell_of_a_free_list_with_blocks_that_do_not_exist(stranger: int) -> None:
+    pool = BlockPool("device", 4)
+    pool._free[0] = stranger  # noqa: SLF001 - nothing else can break it
+    assert pool.findings([]) == ["device: the free list names blocks that do not exist"]
+
+
 def test_ids_come_back_as_an_array_that_the_pool_does_not_change_later() -> None:
     pool = BlockPool("device", 4)
     ids = pool.allocate(2)

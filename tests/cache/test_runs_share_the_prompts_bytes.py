@@ -124,6 +124,25 @@ def test_a_run_whose_end_went_lets_go_of_what_it_shares_with_runs_above() -> Non
     cache.check()
 
 
+def test_runs_that_begin_with_the_same_token_are_found_whichever_of_them_goes() -> None:
+    for gone in range(3):
+        cache = Cache()
+        prompts = [[7, number, *numbered(2 * SIZE - 2)] for number in (1, 2, 3)]
+        runs = [cache.run(tokens) for tokens in prompts]
+        cache.drop(runs[gone], 0, 2)
+        cache.check()
+        cache.run([8, *numbered(SIZE)])
+        matched = [cache.index.match(Prompt.of(tokens, SIZE)) for tokens in prompts]
+        assert [match.num_blocks for match in matched] == [
+            0 if at == gone else 2 for at in range(3)
+        ]
+        partial = matched[gone].partial
+        assert partial is not None
+        assert partial.num_tokens == 1
+        runs[gone] = cache.run(prompts[gone])
+        cache.check()
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), max_size=8), st.data())
 def test_matches_are_right_whatever_was_split_grown_and_cut(
@@ -155,7 +174,7 @@ def test_a_run_keeps_its_own_tokens_and_an_eighth_of_others_at_most(
 ) -> None:
     start = data.draw(st.integers(0, len(packed)))
     stop = data.draw(st.integers(start, len(packed)))
-    node = Node(1, None, Space("", b""), b"", TierCopies(1))
+    node = Node(1, None, Space("", b""), TierCopies(1))
     node.put_tokens(packed, start, stop)
     assert node.tokens == packed[start:stop]
     assert len(node.packed) * 8 <= (stop - start) * 9

@@ -77,6 +77,15 @@ def hits_below(here: Cached) -> None:
     here.lower.hits = 1
 
 
+def no_child_by_first_token(here: Cached) -> None:
+    key = here.upper.key
+    here.index.root.children = {key + b"\xff": here.index.root.children[key]}
+
+
+def order_of_children(here: Cached) -> None:
+    here.upper.order = [here.lower.key]
+
+
 def roots_children(here: Cached) -> None:
     here.index.root.count_present(Tier.HOST, 1)
 
@@ -117,6 +126,8 @@ def queue_without_quota(here: Cached) -> None:
         (pins_below, "is softly pinned less often than what is below it"),
         (pins_below_zero, "is softly pinned -1 times"),
         (hits_below, "was matched less often than what is below it"),
+        (no_child_by_first_token, "root '' has a child whose first token finds none"),
+        (order_of_children, "lists other children in order than it has"),
         (roots_children, "root '' counts 2 children on HOST, not 1"),
         (slots_of_fewer_blocks, "has not a DEVICE slot and state for each of its blocks"),
         (slots_that_are_gone, "has not a DEVICE slot and state for each of its blocks"),

@@ -13,7 +13,7 @@ from tierkv.cache.copies import TierCopies
 from tierkv.cache.keys import DIGEST_BYTES, Prompt, block_digest, chain_tokens
 from tierkv.cache.leases import Lease, Leases
 from tierkv.cache.match import Match, descend, longest_match, segments
-from tierkv.cache.node import Node, Tier, child_key
+from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change, CopyState
 
@@ -142,11 +142,9 @@ class Index(Leases):
         assert at.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
         assert prompt.tail_tokens, "the prompt has no tail"
         node = self._ending_at(at.node, at.num_blocks)
-        key = child_key(prompt.block(at.num_blocks), prompt.extra(at.num_blocks))
-        tail = node.children.get(key)
+        tail = node.child_with(prompt.block(at.num_blocks), prompt.extra(at.num_blocks))
         if tail is None:
             tail = self._new_node(node, prompt, TierCopies(1))
-            tail.is_tail = True
             self._use(tail)
             node.last_used = tail.last_used
         is_new = tail.copies[tier].uniform is CopyState.ABSENT

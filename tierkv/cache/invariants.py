@@ -12,6 +12,7 @@ from tierkv.cache.keys import DIGEST_BYTES, block_digest
 from tierkv.cache.node import MOST_KEPT, NO_SLOT, Node, Tier, child_key
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.states import CopyState
+from tierkv.cache.tokens import TOKEN_BYTES
 
 
 def findings(
@@ -109,8 +110,9 @@ def _shape_findings(node: Node, block_token_bytes: int) -> list[str]:
         wrong.append(f"has {len(node.tokens)} bytes of tokens")
     if node.start != parent.end:
         wrong.append("does not start where its parent ends")
-    key = child_key(node.tokens[:block_token_bytes], node.extra(node.start))
-    if node.key != key or parent.children.get(key) is not node:
+    first = node.tokens[:block_token_bytes]
+    is_found = parent.child_with(first, node.extra(node.start)) is node
+    if not is_found or parent.children.get(node.key) is not node:
         wrong.append("is not found under its parent by its first block")
     return wrong
 
@@ -119,7 +121,10 @@ def _children_findings(node: Node) -> list[str]:
     """What a run, or a root, says of those below it."""
     wrong = []
     children = node.children.values()
-    if sorted(node.children) != node.order:
+    by_first = {_first(child) for child in children}
+    if not by_first <= node.children.keys():
+        wrong.append("has a child whose first token finds none")
+    if sorted(node.children.keys() - by_first) != node.order:
         wrong.append("lists other children in order than it has")
     if any(child.parent is not node or child.space is not node.space for child in children):
         wrong.append("has a child that belongs elsewhere")
@@ -132,6 +137,10 @@ def _children_findings(node: Node) -> list[str]:
     if node.parent is not None and any(child.hits > node.hits for child in children):
         wrong.append("was matched less often than what is below it")
     return wrong
+
+
+def _first(node: Node) -> bytes:
+    return child_key(node.tokens[:TOKEN_BYTES], node.extra(node.start))
 
 
 def _memory_findings(node: Node) -> list[str]:

@@ -46,7 +46,7 @@ def longest_match(root: Node, prompt: Prompt, max_tokens: int) -> Match:
     if node.device.uniform is not _READY and pos:  # else the path above is, too: see `verify`
         device, loading = _on_device(node, pos)
     partial = None
-    if pos * size < max_tokens and (pos < node.end or node.order):
+    if pos * size < max_tokens and (pos < node.end or node.children):
         stop = (pos + 1) * size
         if stop > max_tokens:  # noqa: PLR1730 - min() takes 0.1 us
             stop = max_tokens
@@ -75,21 +75,27 @@ def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]
         pos += _shared_blocks(node, pos, prompt, stop)
     while pos == end and pos < stop:
         at = pos * width
-        key = tokens[at : at + width]
+        key = tokens[at : at + TOKEN_BYTES]
         if extras:
             key = child_key(key, prompt.extra(pos))
         child = node.children.get(key)
         if child is None:
             break
-        node, end, num_bytes = child, child.end, child.token_bytes
-        run: bytes | memoryview = child.packed
-        if len(run) != num_bytes:  # there is more in it than the run: a view copies nothing
-            first = child.packed_at
-            run = memoryview(run)[first : first + num_bytes]
-        if end <= stop and startswith(run, at) and not (extras or node.extras):
-            pos = end  # the whole run, as mostly
-        else:
-            pos += _shared_blocks(node, pos, prompt, stop)
+        num_bytes = child.token_bytes
+        if child.end <= stop and num_bytes >= width and not (extras or child.extras):
+            run: bytes | memoryview = child.packed
+            if len(run) != num_bytes:  # there is more in it than the run: a view copies nothing
+                first = child.packed_at
+                run = memoryview(run)[first : first + num_bytes]
+            if startswith(run, at):
+                node, pos = child, child.end  # the whole run, as mostly
+                end = pos
+                continue
+        if node.order:  # others begin with the same token
+            child = node.child_with(tokens[at : at + width], prompt.extra(pos))
+        if child is None or child.is_tail or not (n := _shared_blocks(child, pos, prompt, stop)):
+            break
+        node, end, pos = child, child.end, pos + n
     return node, pos
 
 
@@ -127,11 +133,15 @@ def _partial(node: Node, pos: int, prompt: Prompt, stop: int) -> PartialMatch | 
         if shared and node.extra(pos) == extra:
             return PartialMatch(node, pos, shared)
         return None
-    # Among sorted byte strings the one that shares most with `rest` is next to its place.
-    head = child_key(b"", extra) if extra else b""
-    first, best, child, order = head + rest[:TOKEN_BYTES], 0, None, node.order
-    place = bisect.bisect_left(order, head + rest)
-    for key in order[place - 1 if place else 0 : place + 1]:
-        if key.startswith(first) and (shared := common_tokens(key[len(head) :], rest)) > best:
-            best, child = shared, node.children[key]
-    return None if child is None else PartialMatch(child, pos, best)
+    first, order = child_key(rest[:TOKEN_BYTES], extra), node.order
+    if first not in node.children:
+        return None
+    keys = [first]
+    if order:
+        # Among sorted byte strings the one that shares most with `rest` is next to its place.
+        place = bisect.bisect_left(order, child_key(rest, extra))
+        keys += [key for key in order[max(place - 1, 0) : place + 1] if key.startswith(first)]
+    found = [node.children[key] for key in keys]
+    lengths = [common_tokens(child.tokens_of(0, 1), rest) for child in found]
+    best = max(lengths)
+    return PartialMatch(found[lengths.index(best)], pos, best)

@@ -12,6 +12,7 @@ from tierkv.cache.copies import MOST_KEPT, NO_SLOT, Mask, TierCopies
 from tierkv.cache.keys import DIGEST_BYTES
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
+from tierkv.cache.tokens import TOKEN_BYTES
 
 __all__ = ["MOST_KEPT", "NO_SLOT", "TIERS", "Node", "Segment", "Tier", "TierCopies"]
 
@@ -19,9 +20,9 @@ _NO_TOKEN = b"\xff" * 4  # a negative number: what comes before extra keys can't
 
 
 def child_key(tokens: bytes, extra: bytes) -> bytes:
-    """How a parent finds a run: the tokens of its first block, behind its extra keys if media
-    overlap it. Different blocks have different keys, and sorted keys have those side by side that
-    share extra keys and most leading tokens."""
+    """What a run that begins with `tokens` is found by: these, behind the extra keys of its first
+    block if media overlap that. Different ones have different keys, and sorted keys have those side
+    by side that share extra keys and most leading tokens."""
     return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens
 
 
@@ -40,6 +41,7 @@ Segment = tuple["Node", int, int]  # blocks [i, j) of a node's run, counted from
 # Of no children, as most runs have none: never changed.
 _NOBODY: dict[bytes, Node] = {}
 _NO_ORDER: list[bytes] = []
+_BY_BLOCK = b"\xff"  # at the end of a key of a whole block: no token ends so
 
 
 class Node:
@@ -48,7 +50,7 @@ class Node:
     packed: the tokens of the run are `token_bytes` bytes of it, from `packed_at` on. Before them
         are the last tokens of the path above, behind them those of runs below that were split
         off, or some that are gone.
-    key: how the parent finds it, see `child_key`.
+    key: how the parent finds it, see `adopt`.
     extras: extra keys by block, where media overlap. is_tail: a partial block; it has no
         children, and its tokens are fewer than a block's.
     holders: leases that end here, and children that have holders. While there is one, no copy in
@@ -57,8 +59,8 @@ class Node:
     digests: block keys of the first blocks of the run, 32 bytes each, as far as anybody asked.
     children_on_device, children_on_host: those of them, tails included, with a copy there.
     device: its copies there. host: those there, None where there is none, as mostly.
-    order: the keys of `children`, sorted, so that the child sharing the most leading tokens with
-        a prompt is a neighbour of where it would stand.
+    order: the keys of those children that are found by their whole first block, sorted, so that
+        the one sharing the most leading tokens with a prompt is next to where it would stand.
     """
 
     __slots__ = (
@@ -93,16 +95,15 @@ class Node:
         uid: int,
         parent: Node | None,
         space: Space,
-        key: bytes,
         device: TierCopies,
     ) -> None:
-        """A node with no tokens and no host copies yet: see `put_tokens`, `on`."""
+        """A node with no tokens, key and host copies yet: see `put_tokens`, `adopt`, `on`."""
         num_blocks = device.num_blocks
         start = parent.end if parent is not None else 0
         self.uid = uid
         self.parent = parent
         self.space = space
-        self.key = key
+        self.key = b""
         self.start = start
         self.end: int = start + num_blocks
         self.num_blocks = num_blocks
@@ -190,16 +191,43 @@ class Node:
     # Children
 
     def adopt(self, child: Node) -> None:
-        """Let `child`, which has its key, be found below."""
-        if self.children:
-            self.children[child.key] = child
-            bisect.insort(self.order, child.key)
-        else:
-            self.children, self.order = {child.key: child}, [child.key]
+        """Let `child`, which has its tokens, be found below: by its first token, or, if another one
+        is found by that, by its first block, or tail. So most need neither a long key nor a place
+        in `order`, and where all begin alike it takes O(log n)."""
+        at, extra = child.packed_at, b""
+        key = child.packed[at : at + TOKEN_BYTES]
+        if child.extras:
+            extra = child.extra(child.start)
+            key = child_key(key, extra)
+        if not self.children:
+            self.children = {}
+        elif key in self.children:
+            key = child_key(child.tokens_of(0, 1), extra) + _BY_BLOCK
+            if not self.order:
+                self.order = []
+            bisect.insort(self.order, key)
+        child.key = key
+        self.children[key] = child
 
     def disown(self, child: Node) -> None:
-        del self.children[child.key]
-        del self.order[bisect.bisect_left(self.order, child.key)]
+        key, order = child.key, self.order
+        del self.children[key]
+        if not order:
+            return
+        at = bisect.bisect_left(order, key)
+        if key.endswith(_BY_BLOCK):
+            del order[at]
+        elif at < len(order) and order[at].startswith(key):  # one that begins with that token, too
+            heir = self.children.pop(order.pop(at))
+            heir.key = key
+            self.children[key] = heir
+
+    def child_with(self, tokens: bytes, extra: bytes) -> Node | None:
+        """The child that begins with this block, or is this tail."""
+        child = self.children.get(child_key(tokens[:TOKEN_BYTES], extra))
+        if child is not None and child.tokens_of(0, 1) != tokens:
+            child = self.children.get(child_key(tokens, extra) + _BY_BLOCK)
+        return child
 
     @property
     def present_children(self) -> tuple[int, int]:
@@ -279,7 +307,8 @@ class Node:
         """Cut the run in two: a new node for the first `at` blocks, while this one keeps the
         rest, its children and its leases. Links to and from parents are the caller's."""
         cut = self.token_bytes // self.num_blocks * at
-        upper = Node(uid, self.parent, self.space, self.key, self.device.behead(at))
+        upper = Node(uid, self.parent, self.space, self.device.behead(at))
+        upper.key = self.key
         if self.host:
             upper.host = self.host.behead(at)
         upper.packed, upper.packed_at, upper.token_bytes = self.packed, self.packed_at, cut
@@ -287,7 +316,6 @@ class Node:
         if self.digests:
             known = at * DIGEST_BYTES
             upper.digests, self.digests = self.digests[:known], self.digests[known:]
-        self.key = child_key(self.tokens_of(at, at + 1), self.extra(self.start + at))
         self.packed_at += cut
         self.token_bytes -= cut
         self.start += at

@@ -104,7 +104,7 @@ class BlockPool:
     def _check_taken(self, ids: Ids) -> None:
         """Raises OwnershipError if one of `ids` is out of range or not taken."""
         try:
-            taken = self._is_taken.take(ids)
+            taken = self._is_taken[ids.astype(_INTP)]
         except IndexError:
             raise self._outside() from None
         if 0 in taken.tobytes():  # a quarter of what `taken.all()` takes
@@ -185,7 +185,9 @@ class BlockPool:
         ):
             wrong.extend(f"{self.tier}: block {block} {what}" for block in np.flatnonzero(mask))
         free = self._free[: self._num_free]
-        if taken[free].any() or len(np.unique(free)) != len(free):
+        if len(free) and not 0 <= free.min() <= free.max() < self.capacity:
+            wrong.append(f"{self.tier}: the free list names blocks that do not exist")
+        elif taken[free].any() or len(np.unique(free)) != len(free):
             wrong.append(f"{self.tier}: the free list disagrees with the taken marks")
         elif int(np.count_nonzero(~taken)) != self._num_free:
             wrong.append(f"{self.tier}: blocks are marked as free that nobody can get")

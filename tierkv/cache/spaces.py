@@ -29,7 +29,7 @@ class Spaces:
         """Let prompts of `space.name` in; returns its root. kind: how it evicts within a quota."""
         if space.name in self._roots:
             raise BadRequestError(f"fingerprint {space.name!r} is open already")
-        root = Node(0, None, space, b"", TierCopies(0))
+        root = Node(0, None, space, TierCopies(0))
         self._roots[space.name] = root
         if space.has_quota:
             self._open_own_orders(space, kind)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tierkv.cache.copies import TierCopies
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import TIERS, Node, Tier, child_key
+from tierkv.cache.node import TIERS, Node, Tier
 from tierkv.cache.policies import EvictionPolicy
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
@@ -101,17 +101,13 @@ class Tree(Spaces):
         """A child with the next blocks of `prompt`, as many as `device` has; if only the tail is
         left, with it. To count the copies is the caller's business."""
         tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
-        at = first * width
-        key = tokens[at : at + width]
-        if prompt.extras:
-            key = child_key(key, prompt.extra(first))
         uid = self._next_uid
         self._next_uid = uid + 1
-        node = Node(uid, parent, parent.space, key, device)
+        node = Node(uid, parent, parent.space, device)
         stop = node.end * width
-        if stop > len(tokens):  # noqa: PLR1730 - min() takes 0.1 us
-            stop = len(tokens)
-        node.put_tokens(tokens, at, stop)
+        if stop > len(tokens):
+            stop, node.is_tail = len(tokens), True
+        node.put_tokens(tokens, first * width, stop)
         if prompt.extras:
             node.extras = _extras_of(prompt, first, node.end)
         parent.adopt(node)
