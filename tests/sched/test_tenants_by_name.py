@@ -279,6 +279,26 @@ async def test_the_quota_of_a_tenant_that_is_closed_can_be_read_and_changed() ->
             here.service.quota_of(space)
 
 
+@pytest.mark.parametrize("has_quota", [True, False])
+async def test_the_limits_of_a_tenant_that_was_closed_for_others_can_be_changed(
+    *, has_quota: bool
+) -> None:
+    async with world(max_tenants=1, host_write=NONE) as here:
+        space = here.service.space_of_tenant("a")
+        if has_quota:
+            here.service.set_quota(space, (30, None))
+        else:
+            here.service.set_limits(space, Limits(request_blocks=9))
+        await run(here, "b", tokens(8))
+        here.service.set_limits(space, Limits(request_blocks=2))
+        assert space not in here.service.roots(), "that opens nothing"
+        with pytest.raises(RequestTooLargeError, match="limit"):
+            await admit(here, "a", tokens(12))
+        here.service.close_fingerprint(space)  # by an operator, for good
+        with pytest.raises(BadRequestError):
+            here.service.set_limits(space, Limits(request_blocks=2))
+
+
 @pytest.mark.parametrize("is_resumed", [True, False])
 async def test_a_tenant_whose_request_is_preempted_is_not_closed_for_others(
     *, is_resumed: bool

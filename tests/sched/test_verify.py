@@ -13,7 +13,7 @@ import pytest
 from tests.world import World, world
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.states import CopyState
-from tierkv.sched.request import Request
+from tierkv.sched.request import Request, RequestState
 
 Undo = Callable[[], None]
 
@@ -106,6 +106,25 @@ def soft_pin_without_mark(here: World, _: Request) -> Undo:
     return put(pin.node, "soft_pins", 0)
 
 
+def soft_pin_counted_twice(here: World, _: Request) -> Undo:
+    pin = here.service.tiers.pins._pins["soft"]
+    assert pin.node is not None
+    return put(pin.node, "soft_pins", 2)
+
+
+def soft_pin_of_nobody(here: World, _: Request) -> Undo:
+    return put(here.service.index.match(here.prompt(range(200, 208))).node, "soft_pins", 1)
+
+
+def preempted_lost(here: World, _: Request) -> Undo:
+    return put(here.service.scheduler, "_preempted", set())
+
+
+def preempted_in_another_state(here: World, _: Request) -> Undo:
+    [preempted] = here.service.scheduler._preempted
+    return put(preempted, "state", RequestState.ENDED)
+
+
 def running_that_ended(here: World, request: Request) -> Undo:
     return put(request, "is_private", request.is_private[:-1])
 
@@ -167,6 +186,10 @@ def unserved_fingerprint(here: World, _: Request) -> Undo:
     return put(here.service.tenants, "_fingerprints", {})
 
 
+def tenant_lost(here: World, _: Request) -> Undo:
+    return put(here.service.tenants, "_by_tenant", {})
+
+
 def tenant_of_nothing(here: World, _: Request) -> Undo:
     return put(here.service.tenants, "_by_tenant", {"acme": "gone"})
 
@@ -184,6 +207,10 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     incoming_for_nobody: "bytes incoming, but nobody holds it",
     pin_without_lease: "has lost its lease",
     soft_pin_without_mark: "is soft, but its blocks are not marked",
+    soft_pin_counted_twice: "softly pinned more or less often",
+    soft_pin_of_nobody: "softly pinned more or less often",
+    preempted_lost: "softly pinned more or less often",
+    preempted_in_another_state: "is listed as preempted, but ended",
     running_that_ended: "does not know whose its blocks are",
     uncounted_tenant: "requests and blocks, but",
     uncounted_private_blocks: "only their requests' own are miscounted",
@@ -195,6 +222,7 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     lease_of_less: "holds more or fewer blocks than its lease says",
     table_too_short: "holds blocks that its table does not name",
     unserved_fingerprint: "are not those that have blocks",
+    tenant_lost: "is served that nobody opened",
     tenant_of_nothing: "tenants by name are listed that have no fingerprint",
     no_heap: "the queue is not a heap",
     no_line: "the line is not in order",
@@ -208,6 +236,11 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
             await here.run(list(range(base, base + 8)))
         here.service.pin("kept", here.prompt(list(range(8))), 1000.0)
         here.service.pin("soft", here.prompt(list(range(100, 108))), 1000.0, is_soft=True)
+        here.service.space_of_tenant("opened by name")
+        preempted = await here.admit(list(range(400, 408)), name="preempted")
+        await here.prefill(preempted, list(range(400, 408)))
+        here.service.preempt(preempted)
+        await here.settle()
         here.service.note_prefill(1000, 1000.0)
         running = await here.admit(list(range(300, 316)), name="runs")
         waits = asyncio.ensure_future(here.admit([*range(300, 316), 1], name="waits"))
@@ -222,6 +255,7 @@ async def test_what_is_broken_is_named(broken: Callable[[World, Request], Undo])
         assert here.service.verify() == []
         here.service.end(running)
         here.service.end(await waits)
+        here.service.abandon(preempted)
         await here.settle()
 
 

@@ -79,6 +79,19 @@ async def test_who_waits_for_a_pin_when_the_service_ends_is_told(
         await finish(waiting)
 
 
+async def test_who_waits_for_a_pin_when_the_service_fails_is_told() -> None:
+    waiting: list[asyncio.Future[None]] = []
+    with pytest.raises(ZeroDivisionError):
+        async with world(host_write=THROUGH) as here:
+            await here.run(tokens(16))
+            here.service.pin("kept", here.prompt(tokens(16)), 1000.0)
+            waiting.append(asyncio.ensure_future(here.service.resize(Tier.DEVICE, 1)))
+            await turns(20)
+            raise ZeroDivisionError
+    with pytest.raises(ShuttingDownError):
+        await finish(waiting[0])
+
+
 async def test_a_service_that_runs_again_is_as_new() -> None:
     async with world() as here:
         here.service.space_of_tenant("acme")

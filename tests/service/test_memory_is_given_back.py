@@ -13,7 +13,7 @@ import pytest
 from tests.latch import CopyLatch, finish, until
 from tests.world import GQA, World, fingerprint
 from tierkv.cache.layout import Layout
-from tierkv.errors import DeviceFailedError, LayoutError, OwnershipError
+from tierkv.errors import DeviceFailedError, LayoutError, OwnershipError, ShuttingDownError
 from tierkv.gpu.cpu import CpuDevice, CpuHostSlots, CpuPlanes
 from tierkv.gpu.protocol import Direction, HostSlots, Lane, Planes
 from tierkv.pd.settings import HandoffSettings
@@ -22,14 +22,16 @@ from tierkv.service import Service
 
 
 class Counting(CpuDevice):
-    """Knows what it has given; lanes can be made to fail, and planes to take long."""
+    """Knows what it has given; lanes can be made to fail, and both to take long."""
 
     def __init__(self, latch: CopyLatch) -> None:
         super().__init__(before_copy=latch)
         self.given: list[CpuPlanes | CpuHostSlots] = []
         self.fails_lanes = False
-        self.may_allocate = threading.Event()
+        self.num_open_lanes = 0
+        self.may_allocate, self.may_open_lanes = threading.Event(), threading.Event()
         self.may_allocate.set()
+        self.may_open_lanes.set()
 
     def allocate_planes(self, layout: Layout, num_blocks: int) -> Planes:
         self.may_allocate.wait(20)
@@ -45,7 +47,17 @@ class Counting(CpuDevice):
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         if self.fails_lanes:
             raise DeviceFailedError("no lane can be opened")
-        return super().open_lane(direction, planes, host)
+        self.may_open_lanes.wait(20)
+        lane = super().open_lane(direction, planes, host)
+        close = lane.close
+
+        def closed() -> None:
+            self.num_open_lanes -= 1
+            close()
+
+        self.num_open_lanes += 1
+        lane.close = closed  # type: ignore[method-assign]
+        return lane
 
     @property
     def num_held(self) -> int:
@@ -149,4 +161,78 @@ async def test_a_service_stopped_in_its_sleep_gives_nothing_back_twice(
 ) -> None:
     async with node(device, latch) as here:
         await here.service.sleep()
+    assert device.num_held == 0
+
+
+async def test_a_service_that_ends_during_a_wake_has_given_everything_back(
+    device: Counting, latch: CopyLatch
+) -> None:
+    async with node(device, latch) as here:
+        await here.service.sleep()
+        device.may_allocate.clear()
+        wakes = asyncio.ensure_future(here.service.wake())
+        await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.1, device.may_allocate.set)
+    assert len(device.given) == 3
+    assert device.num_held == 0
+    await finish(wakes)
+    assert device.num_held == 0
+
+
+async def test_a_service_that_ends_while_a_wake_opens_lanes_has_closed_them(
+    device: Counting, latch: CopyLatch
+) -> None:
+    async with node(device, latch) as here:
+        await here.service.sleep()
+        device.may_open_lanes.clear()
+        wakes = asyncio.ensure_future(here.service.wake())
+        await until(lambda: len(device.given) == 3, "the planes")
+        asyncio.get_running_loop().call_later(0.1, device.may_open_lanes.set)
+    await asyncio.wait([wakes])
+    assert device.num_held == 0
+    assert device.num_open_lanes == 0
+
+
+async def test_a_service_that_fails_during_a_wake_has_given_everything_back(
+    device: Counting, latch: CopyLatch
+) -> None:
+    async def fail_during_a_wake() -> None:
+        async with node(device, latch) as here:
+            await here.service.sleep()
+            device.may_open_lanes.clear()
+            wakes.append(asyncio.ensure_future(here.service.wake()))
+            await until(lambda: len(device.given) == 3, "the planes")
+            asyncio.get_running_loop().call_later(0.1, device.may_open_lanes.set)
+            raise DeviceFailedError("something else")
+
+    wakes: list[asyncio.Future[None]] = []
+    with pytest.raises(DeviceFailedError):
+        await fail_during_a_wake()
+    await asyncio.wait(wakes)
+    assert device.num_held == 0
+    assert device.num_open_lanes == 0
+
+
+async def test_a_service_that_ends_after_a_wake_was_cancelled_waits_for_its_planes(
+    device: Counting, latch: CopyLatch
+) -> None:
+    async with node(device, latch) as here:
+        await here.service.sleep()
+        device.may_allocate.clear()
+        wakes = asyncio.ensure_future(here.service.wake())
+        await asyncio.sleep(0.01)
+        wakes.cancel()
+        await asyncio.wait([wakes])
+        asyncio.get_running_loop().call_later(0.1, device.may_allocate.set)
+    assert len(device.given) == 3
+    assert device.num_held == 0
+
+
+async def test_a_service_that_has_ended_asleep_is_not_woken(
+    device: Counting, latch: CopyLatch
+) -> None:
+    async with node(device, latch) as here:
+        await here.service.sleep()
+    with pytest.raises(ShuttingDownError):
+        await here.service.wake()
     assert device.num_held == 0

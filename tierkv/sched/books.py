@@ -50,10 +50,12 @@ class TierStats:
 @dataclass(slots=True)
 class Leaving:
     """Slots of a tier that go, those from `first` on: who takes some gets others, so that those who
-    wait for room cannot keep them in use for ever. slots: those that are out of use by now."""
+    wait for room cannot keep them in use for ever. slots: those that are out of use by now.
+    stores_first: whether blocks are still stored before they go, where the rule says so."""
 
     first: int
     slots: list[Ids] = field(default_factory=list)
+    stores_first: bool = True
 
     @property
     def num_slots(self) -> int:
@@ -112,21 +114,24 @@ class TierBooks:
     async def running(self) -> AsyncIterator[None]:
         """Leaving waits for every copy under way, however long a store or device takes to leave
         the slots: their memory goes next. It says what it waits for."""
-        async with task_group() as self._tasks:
-            yield
-            while self.num_tasks:
-                try:
-                    async with asyncio.timeout(_PATIENCE_S):
-                        await self.next_change()
-                except TimeoutError:
-                    log.error(
-                        "closing waits for %d tasks; stores and copies still use %d device and "
-                        "%d host slots outside the index",
-                        self.num_tasks,
-                        *(len(self.lent_slots(tier)) for tier in Tier),
-                    )
+        try:
+            async with task_group() as self._tasks:
+                yield
+                while self.num_tasks:
+                    try:
+                        async with asyncio.timeout(_PATIENCE_S):
+                            await self.next_change()
+                    except TimeoutError:
+                        log.error(
+                            "closing waits for %d tasks; stores and copies still use %d device and "
+                            "%d host slots outside the index",
+                            self.num_tasks,
+                            *(len(self.lent_slots(tier)) for tier in Tier),
+                        )
+        finally:
             self._is_closed = True  # who waits for slots still is told, and waits no more
-            self.capacity_changed()
+            if self._changed is not None:
+                self._changed.set()
 
     async def next_change(self) -> None:
         """Return after the next time slots may have become available. Raises ShuttingDownError

@@ -62,7 +62,8 @@ class Lifecycle:
         """Let the tier have `capacity` slots, within the memory there is.
 
         Shrinking takes the slots beyond as they come free, evicts what may go from them, device
-        blocks after a copy to the host where that has room, and waits for what is held. Cancelling
+        blocks after a copy to the host where that has room, host blocks after they were stored
+        where the rule says so and the store takes them, and waits for what is held. Cancelling
         it leaves the capacity as it was. Raises ConfigError; OwnershipError while it is asleep, and
         while another resize or a sleep takes slots of the same tier: each would wait for the other.
         """
@@ -113,7 +114,9 @@ class Lifecycle:
         self._give_back(tier)
 
     def _give_back(self, tier: Tier) -> None:
-        for slots in self._tiers.leaving.pop(tier).slots:
+        leaving = self._tiers.leaving.pop(tier)
+        leaving.stores_first = False
+        for slots in leaving.slots:
             self._tiers.unlend(tier, slots)
             self._tiers.pools[tier].release(slots)
 
@@ -157,6 +160,8 @@ class Lifecycle:
                 continue
             start = int(in_the_way[0])
             if tier is Tier.DEVICE and keeps_blocks and self._copy_first(node, tried):
+                continue
+            if tier is Tier.HOST and self._tiers.store_first(node, start):
                 continue
             self._forget_lacking(tier, node, start)
             if start < node.num_blocks and node.copies[tier].num_present:

@@ -64,6 +64,9 @@ class TenantLimits:
     def set(self, tenant: str, limits: Limits) -> None:
         self._limits[tenant] = limits
 
+    def are_set(self, tenant: str) -> bool:
+        return tenant in self._limits
+
     def forget(self, tenant: str) -> None:
         self._limits.pop(tenant, None)
 

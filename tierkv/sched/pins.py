@@ -34,6 +34,11 @@ class Pins:
     def num_leases(self) -> int:
         return sum(pin.lease is not None for pin in self._pins.values())
 
+    @property
+    def soft_ends(self) -> list[Node]:
+        """Where the soft ones end."""
+        return [pin.node for pin in self._pins.values() if pin.node is not None]
+
     def findings(self) -> list[str]:
         """What is wrong, in words."""
         wrong = []

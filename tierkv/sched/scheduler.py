@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -120,6 +121,9 @@ class Scheduler:
         self._limits.set(tenant, limits)
         self.tiers.capacity_changed()  # those that run and want more may have it, too
 
+    def has_limits_set(self, tenant: str) -> bool:
+        return self._limits.are_set(tenant)
+
     def forget_turns(self, tenant: str) -> None:
         """A tenant without requests is no more, or is closed for a while."""
         self._waiting.forget(tenant)
@@ -165,6 +169,25 @@ class Scheduler:
         for one in running.loads_of:
             if one not in running:
                 wrong.append(f"request {one.request_id!r} has ended, but its loads are kept")
+        return wrong + self._preempted_findings()
+
+    def _preempted_findings(self) -> list[str]:
+        """Of those that wait to be resumed, and of the soft pins, which are theirs or asked for."""
+        state, ends = RequestState.PREEMPTED, self.tiers.pins.soft_ends
+        wrong = [
+            f"request {one.request_id!r} is listed as preempted, but {one.state.value}"
+            for one in self._preempted
+            if one.state is not state
+        ]
+        ends += [one.pinned for one in self._preempted if one.pinned is not None]
+        lost = [one for one in self._running.ending if one.state is state]
+        if not self._preempted.issuperset(lost):
+            wrong.append("a request was preempted that is not listed")
+        pins = Counter(part for end in ends for part in end.path())
+        if any(node.soft_pins != pins[node] for node in self.index.nodes()):
+            wrong.append(
+                "blocks are softly pinned more or less often than pins end on or below them"
+            )
         return wrong
 
     def check(self, spec: RequestSpec) -> None:

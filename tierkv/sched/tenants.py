@@ -174,7 +174,14 @@ class Tenants:
             wrong.append("the fingerprints that are served are not those that have blocks")
         if not self._closing <= set(self._by_tenant.values()) <= open_spaces:
             wrong.append("tenants by name are listed that have no fingerprint")
+        by_name = set(self._by_tenant.values())
+        if not open_spaces - {DEFAULT} <= by_name | self._set_quotas.keys():
+            wrong.append("a fingerprint is served that nobody opened")
         return wrong
+
+    def has_quota_set(self, name: str) -> bool:
+        """Whether a space was given a quota, which it keeps though it may be closed now."""
+        return name in self._set_quotas
 
     def quota_of(self, name: str) -> Quota:
         """Also of a space that was given one and is closed now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import Unpack
 
@@ -13,7 +14,7 @@ from tierkv.cache.match import segments
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.states import CopyState
 from tierkv.errors import OutOfBlocksError, ShuttingDownError
-from tierkv.sched.books import Parts, TierStats
+from tierkv.sched.books import Leaving, Parts, TierStats
 from tierkv.sched.budget import ByteBudget
 from tierkv.sched.room import Watermarks
 from tierkv.sched.write_back import WriteBack
@@ -21,6 +22,7 @@ from tierkv.sched.write_back import WriteBack
 __all__ = ["GROUP_BLOCKS", "TierStats", "Tiers", "Watermarks"]
 
 GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a time
+LEAVING_PATIENCE_S = 1.0  # how long a host that shrinks waits for a store to take such a group
 _SHARE_BEING_STORED = 4  # one of so many host slots, see Tiers
 _MOST_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
 
@@ -167,6 +169,53 @@ class Tiers(WriteBack):
             for at, is_stored in enumerate(stored, first):
                 if not is_stored:
                     self.index.unmark_stored(there, at, at + 1)
+
+    def store_first(self, node: Node, start: int) -> bool:
+        """Whether of run blocks from `start` on, or of those below, some that leave the host are on
+        their way to storage, as they must be before they are evicted. Each is tried once."""
+        leaving = self.leaving[Tier.HOST]
+        rule = self.rules[Tier.HOST]
+        if self.storage is None or not rule.writes_on_eviction or not leaving.stores_first:
+            return False
+        pending, has_started = [(node, start)], False
+        while pending:
+            part, first = pending.pop()
+            pending.extend((child, 0) for child in part.children.values())
+            only_here = part.copies[Tier.HOST].is_in(CopyState.READY, first, part.num_blocks)
+            only_here &= ~part.copies[Tier.DEVICE].is_in(CopyState.READY, first, part.num_blocks)
+            for i, j in runs_of(only_here & ~part.stored_in(first, part.num_blocks)):
+                for at in range(part.start + first + i, part.start + first + j, GROUP_BLOCKS):
+                    stop = min(at + GROUP_BLOCKS, part.start + first + j)
+                    self._start_leaving(leaving, part, at, stop)
+                    has_started = True
+        return has_started
+
+    def _start_leaving(self, leaving: Leaving, node: Node, first: int, stop: int) -> None:
+        lease = self.index.hold_as_is(node)
+        try:
+            self.start(self._store_leaving(leaving, lease, first, stop), "tierkv-store")
+        except ShuttingDownError:
+            self.index.release(lease)
+            raise
+        self.index.mark_stored(node, first, stop)
+
+    async def _store_leaving(self, leaving: Leaving, lease: Lease, first: int, stop: int) -> None:
+        """Once a store has not taken some for LEAVING_PATIENCE_S, the rest goes without."""
+        node, stored = lease.node, [False] * (stop - first)
+        try:
+            async with self.storing.room((stop - first) * self._block_bytes):
+                if leaving.stores_first:
+                    async with asyncio.timeout(LEAVING_PATIENCE_S):
+                        stored = await self._end_flush(self._begin_flush(node, first, stop))
+        except TimeoutError:
+            leaving.stores_first = False
+        finally:
+            if not leaving.stores_first:  # what stays after all can be offered again
+                for at, is_stored in enumerate(stored, first):
+                    if not is_stored:
+                        self.index.unmark_stored(node, at, at + 1)
+            self.index.release(lease)
+            self.capacity_changed()
 
     def _on_host(self, node: Node, first: int, stop: int) -> tuple[Node, int]:
         """Up to where path blocks from `first` to `stop` are on the host, and the run with the last

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 from tierkv.cache.layout import Layout
+from tierkv.errors import ShuttingDownError
 from tierkv.gpu.protocol import Device, HostSlots, Planes
 from tierkv.tasks import outlast
 
@@ -22,6 +23,8 @@ class Memory:
         self._device = device
         self._layout = layout
         self._has_planes = False
+        self._is_open = False  # to changes
+        self._changes: set[asyncio.Future[None]] = set()
 
     @asynccontextmanager
     async def running(self, device_blocks: int, host_slots: int) -> AsyncIterator[None]:
@@ -49,6 +52,39 @@ class Memory:
             if self._has_planes:
                 self.planes.close()
 
+    @asynccontextmanager
+    async def open_to_changes(self) -> AsyncIterator[None]:
+        """`changing` is possible in the body. Leaving waits until none is under way: lanes and
+        planes that come later would be nobody's to close."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+            await outlast(self._changes, on_cancel=lambda: None)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The planes may be given back, or others taken, in the body. Raises ShuttingDownError if
+        it is too late for that."""
+        if not self._is_open:
+            raise ShuttingDownError("this node has shut down")
+        end = self._begin_change()
+        try:
+            yield
+        finally:
+            end()
+
+    def _begin_change(self) -> Callable[[], None]:
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changes.add(change)
+
+        def end() -> None:
+            self._changes.remove(change)
+            change.set_result(None)
+
+        return end
+
     async def new_planes(self, device_blocks: int) -> Planes:
         """Planes for so many blocks, which are not in use before `use`. Raises ConfigError if
         there is no room for them."""
@@ -57,7 +93,9 @@ class Memory:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
+            end = self._begin_change()
             opening.add_done_callback(_close_again)
+            opening.add_done_callback(lambda _: end())
             raise
 
     def use(self, planes: Planes) -> None:

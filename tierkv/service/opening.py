@@ -38,6 +38,7 @@ async def opened(made_of: MadeOf, memory: Memory, storage: StorageTier) -> Async
         await stack.enter_async_context(memory.running(settings.device_blocks, host_slots))
         mover = Mover(made_of.device, memory.planes, memory.host)
         await stack.enter_async_context(mover.running())
+        await stack.enter_async_context(memory.open_to_changes())
         storing = storage.running(
             Names(made_of.handoff.prefix, made_of.fingerprint.short),
             made_of.fingerprint.layout,

@@ -178,8 +178,10 @@ class Service:
         return num_copies
 
     def set_limits(self, space: str, limits: Limits) -> None:
-        """What a space may have running from now on, also after it was closed for others."""
-        self.index.root_named(space)
+        """What a space may have running from now on, also after it was closed for others. Raises
+        BadRequestError if it is closed, and was given neither limits nor a quota before that."""
+        if not (self.tenants.has_quota_set(space) or self.scheduler.has_limits_set(space)):
+            self.index.root_named(space)
         self.scheduler.limit(space, limits)
 
     def fingerprint_of(self, space: str) -> Fingerprint:

@@ -20,15 +20,16 @@ async def sleep(parts: Parts, memory: Memory, *, keeps_blocks: bool) -> None:
             if not parts.lifecycle.is_asleep:
                 parts.scheduler.unpause(why=_WHY)
             raise
-        try:
-            await parts.mover.suspend()  # goes to its end even if it is cancelled
-        finally:
-            memory.give_planes_back()
+        with memory.changing():
+            try:
+                await parts.mover.suspend()  # goes to its end even if it is cancelled
+            finally:
+                memory.give_planes_back()
 
 
 async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
     """See Service.wake."""
-    with parts.lifecycle.alone(Tier.DEVICE):
+    with parts.lifecycle.alone(Tier.DEVICE), memory.changing():
         if not parts.lifecycle.is_asleep:
             raise OwnershipError("the device does not sleep")
         before = parts.tiers.pools[Tier.DEVICE].capacity
