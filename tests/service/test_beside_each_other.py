@@ -16,7 +16,7 @@ from tierkv.cache.tokens import pack
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import BadRequestError, RequestAbortedError, ShuttingDownError
 from tierkv.sched.request import RequestSpec, RequestState
-from tierkv.service import looking, service
+from tierkv.service import looking
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
 
@@ -81,13 +81,17 @@ async def test_who_waits_for_a_pin_when_the_service_ends_is_told(
 
 async def test_who_waits_for_a_pin_when_the_service_fails_is_told() -> None:
     waiting: list[asyncio.Future[None]] = []
-    with pytest.raises(ZeroDivisionError):
+
+    async def fail() -> None:
         async with world(host_write=THROUGH) as here:
             await here.run(tokens(16))
             here.service.pin("kept", here.prompt(tokens(16)), 1000.0)
             waiting.append(asyncio.ensure_future(here.service.resize(Tier.DEVICE, 1)))
             await turns(20)
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
     with pytest.raises(ShuttingDownError):
         await finish(waiting[0])
 
@@ -188,7 +192,7 @@ async def test_what_is_written_while_storage_is_cleared_is_written_again(
             await here.run(tokens(16))
             return await remove(store, prefix)
 
-        monkeypatch.setattr(service.maintenance, "remove", run_and_remove)
+        monkeypatch.setattr(maintenance, "remove", run_and_remove)
         assert await here.service.free(clears_storage=True) == 4
         await here.run(tokens(16))
         assert await here.the_store.exists(here.names(tokens(16))) == 4

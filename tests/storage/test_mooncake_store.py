@@ -102,9 +102,9 @@ def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in ({"num_threads": 0}, {"replicas": 0}, {"protocol": "udp"}):
         with pytest.raises(ConfigError):
             MooncakeSettings(**wrong)
-    for wrong in ({"num_threads": 33}, {"num_threads": 7, "connect_timeout_s": 60}):
+    for threads, limit_s in ((33, 1.0), (7, 60.0)):
         with pytest.raises(ConfigError, match="outlast Mooncake's calls"):
-            MooncakeSettings(**wrong)
+            MooncakeSettings(num_threads=threads, connect_timeout_s=limit_s)
     assert MooncakeSettings(num_threads=32, connect_timeout_s=0.5).max_pieces == 2
 
 
