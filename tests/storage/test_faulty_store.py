@@ -28,6 +28,22 @@ async def test_held_operations_wait_until_released() -> None:
     assert [put.result() for put in puts] == [PutStatus.STORED] * 3
 
 
+async def test_those_that_wait_are_let_through_and_those_that_come_later_wait() -> None:
+    store = faulty()
+    async with store.running(), asyncio.TaskGroup() as group:
+        store.hold()
+        first = group.create_task(put_one(store, "a", b"x"))
+        await store.until_held(1)
+        store.let_through()
+        later = group.create_task(put_one(store, "b", b"x"))
+        await first
+        await store.until_held(1)
+        assert store.num_held == 1
+        assert not later.done()
+        store.release()
+    assert later.result() is PutStatus.STORED
+
+
 async def test_a_held_operation_can_be_cancelled_and_then_never_reaches_the_store() -> None:
     store = faulty()
     async with store.running():

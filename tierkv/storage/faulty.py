@@ -24,6 +24,7 @@ from tierkv.storage.protocol import (
 )
 
 T = TypeVar("T")
+PATIENCE_S = 20.0
 
 
 class FaultyStore(StoreAround):
@@ -68,11 +69,31 @@ class FaultyStore(StoreAround):
     def release(self) -> None:
         self._latch.set()
 
+    def let_through(self) -> None:
+        """Let those go that wait at the latch now; it stays closed for all that come after."""
+        self._latch.set()
+        self._latch = asyncio.Event()
+
+    @property
+    def num_held(self) -> int:
+        """Operations that wait at the latch."""
+        return self._num_held
+
     async def until_held(self, num_operations: int) -> None:
-        """Return when at least so many operations wait at the latch."""
-        while self._num_held < num_operations:
-            self._arrival.clear()
-            await self._arrival.wait()
+        """Return when at least so many operations wait at the latch.
+
+        Raises AssertionError after PATIENCE_S: a test that waits longer waits for ever.
+        """
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while self._num_held < num_operations:
+                    self._arrival.clear()
+                    await self._arrival.wait()
+        except TimeoutError:
+            raise AssertionError(
+                f"{self._num_held} of {num_operations} operations came to the latch"
+                f" within {PATIENCE_S:g} s"
+            ) from None
 
     def fail_next(self, num_operations: int) -> None:
         """Let so many operations fail as if the store did not answer."""
@@ -166,9 +187,10 @@ class FaultyStore(StoreAround):
 
     async def _wait_at_latch(self) -> None:
         cancelled: asyncio.CancelledError | None = None
-        while not self._latch.is_set():
+        latch = self._latch  # `let_through` leaves those who come later another
+        while not latch.is_set():
             try:
-                await self._latch.wait()
+                await latch.wait()
             except asyncio.CancelledError as error:
                 if not self._is_firm:
                     raise
