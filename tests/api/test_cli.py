@@ -18,6 +18,7 @@ from tests.redis_server import free_port
 from tierkv.cli import main
 
 COMMANDS = [
+    "compile",
     "demo",
     "doctor",
     "gateway",

@@ -44,7 +44,7 @@ class TierCopies:
         self, num_blocks: int, uniform: CopyState = _ABSENT, slots: Ids | None = None
     ) -> None:
         self.num_blocks = num_blocks
-        self.num_present = num_blocks if uniform else 0
+        self.num_present = num_blocks if uniform is not _ABSENT else 0
         self.uniform: CopyState | None = uniform
         self._slots = None if slots is None else _packed(slots)
         self._states: States | None = None
@@ -96,7 +96,7 @@ class TierCopies:
     def present_in(self, start: int, stop: int) -> int:
         """How many of blocks [start, stop) have a slot."""
         if self._states is None:
-            return stop - start if self.uniform else 0
+            return stop - start if self.uniform is not _ABSENT else 0
         return int(np.count_nonzero(self._states[start:stop]))
 
     def ready_runs(self, count: int) -> list[tuple[int, int]]:

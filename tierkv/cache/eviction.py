@@ -7,14 +7,16 @@ from collections import deque
 from itertools import pairwise
 from typing import NamedTuple
 
-from tierkv.cache.node import Node, Segment, Tier
+from tierkv.cache.node import HOST, Node, Segment, Tier
 from tierkv.cache.policies import EvictionPolicy, Lru
 from tierkv.cache.states import CopyState
 from tierkv.cache.write_policy import WritePolicy, WriteRule
 
 SOFT_PIN = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
 
-Entry = tuple[int, int, Node]  # rank, a number that no other entry has, the run
+# Rank, a number that no other entry has, the run. Told apart by that number, never by identity:
+# where the room is compiled, a tuple is no object until somebody wants one.
+Entry = tuple[int, int, Node]
 _FEW_ENTRIES = 64
 _READY = CopyState.READY
 _WRITE_BACK = WritePolicy.WRITE_BACK
@@ -53,7 +55,7 @@ class EvictionOrder:
     def is_candidate(self, node: Node) -> bool:
         if node.holders:
             return False
-        if self.tier:
+        if self.tier is HOST:
             copies = node.host
             return copies is not None and copies.num_present > 0 and not node.children_on_host
         # Never a root, which has no copies.
@@ -111,7 +113,7 @@ class EvictionOrder:
     def forget(self, node: Node) -> None:
         """`node` has left the tree."""
         entry = self._newest.pop(node.uid, None)
-        if entry is not None and self._line and self._line[0] is entry:
+        if entry is not None and self._line and self._line[0][1] == entry[1]:
             self._line.popleft()  # as what is evicted was the first
         if self.memory is not None:
             self.memory.forget(node)
@@ -127,7 +129,7 @@ class EvictionOrder:
         if entry is None or entry[2].children:
             return None
         node = entry[2]
-        copies, other = (node.host, node.device) if self.tier else (node.device, node.host)
+        copies, other = (node.host, node.device) if self.tier is HOST else (node.device, node.host)
         if copies is None or copies.uniform is not _READY or (other and other.num_present):
             return None
         stop = node.num_blocks
@@ -160,7 +162,7 @@ class EvictionOrder:
                     present -= stop - start
             if present and count <= 0:
                 break  # a part of it goes: it stays the first
-            if virtual and virtual[0] is entry:
+            if virtual and virtual[0][1] == entry[1]:
                 heapq.heappop(virtual)
             else:
                 chosen.append(self._pop(entry))
@@ -192,7 +194,8 @@ class EvictionOrder:
             if heap and heap[0] < entry:
                 entry = heap[0]
             node = entry[2]
-            if newest.get(node.uid) is not entry:
+            known = newest.get(node.uid)
+            if known is None or known[1] != entry[1]:
                 self._pop(entry)
             elif not self.is_candidate(node):
                 self._pop(entry)
@@ -207,7 +210,7 @@ class EvictionOrder:
 
     def _pop(self, entry: Entry) -> Entry:
         """Take off the first entry, which is `entry`."""
-        if self._line and self._line[0] is entry:
+        if self._line and self._line[0][1] == entry[1]:
             return self._line.popleft()
         return heapq.heappop(self._heap)
 
@@ -217,12 +220,12 @@ class EvictionOrder:
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
         if unheld != self.num_unheld:
             wrong.append(f"{self.tier.name}: {unheld} unheld copies, but {self.num_unheld} counted")
-        queued = {id(entry) for entry in (*self._line, *self._heap)}
+        queued = {number for _, number, _ in (*self._line, *self._heap)}
         for node in nodes:
             if not self.is_candidate(node):
                 continue
             entry = self._newest.get(node.uid)
-            if entry is None or id(entry) not in queued or entry[0] != self.rank(node):
+            if entry is None or entry[1] not in queued or entry[0] != self.rank(node):
                 wrong.append(f"{self.tier.name}: node {node.uid} could be evicted, is not queued")
         known = {node.uid for node in nodes}
         if lost := [uid for uid in self._newest if uid not in known]:

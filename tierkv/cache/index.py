@@ -13,7 +13,7 @@ from tierkv.cache.copies import TierCopies
 from tierkv.cache.keys import DIGEST_BYTES, Prompt, block_digest, chain_tokens
 from tierkv.cache.leases import Lease, Leases
 from tierkv.cache.match import Match, descend, longest_match, segments
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import HOST, Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.states import Change, CopyState
 
@@ -196,7 +196,7 @@ class Index(Leases):
     def drop(self, tier: Tier, node: Node, i: int, j: int) -> Ids:
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"
-        copies, other = (node.on(tier), node.device) if tier else (node.device, node.host)
+        copies, other = (node.on(tier), node.device) if tier is HOST else (node.device, node.host)
         order = self.order[tier]
         if order.memory is not None:
             order.memory.evicted(node)
@@ -217,7 +217,7 @@ class Index(Leases):
             parent = self._unlink(node)
             parent.count_present(tier, -1)
             # Else there's nothing new for it.
-            if not (parent.children_on_host if tier else parent.children_on_device):
+            if not (parent.children_on_host if tier is HOST else parent.children_on_device):
                 self._offer(parent)
             return copies.drop_ready(0)
         had = self._change(tier, node, i, j, Change.EVICT)

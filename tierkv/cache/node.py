@@ -14,7 +14,7 @@ from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
 from tierkv.cache.tokens import TOKEN_BYTES
 
-__all__ = ["MOST_KEPT", "NO_SLOT", "TIERS", "Node", "Segment", "Tier", "TierCopies"]
+__all__ = ["HOST", "MOST_KEPT", "NO_SLOT", "TIERS", "Node", "Segment", "Tier", "TierCopies"]
 
 _NO_TOKEN = b"\xff" * 4  # a negative number: what comes before extra keys can't be tokens
 
@@ -34,6 +34,8 @@ class Tier(IntEnum):
 
 
 TIERS = tuple(Tier)  # going over these takes a tenth of what going over the enum takes
+# Compared with, as `Tier.HOST` takes 0.1 us and a compiled `if tier` is true of every enum member.
+HOST = Tier.HOST
 
 Segment = tuple["Node", int, int]  # blocks [i, j) of a node's run, counted from the run's start
 
@@ -177,7 +179,7 @@ class Node:
 
     def on(self, tier: Tier) -> TierCopies:
         """The copies on `tier`, to be changed."""
-        if not tier:
+        if tier is not HOST:
             return self.device
         if self.host is None:
             self.host = TierCopies(self.num_blocks)
@@ -185,7 +187,7 @@ class Node:
 
     def num_present(self, tier: Tier) -> int:
         """Copies on `tier`, whole or incoming."""
-        copies = self.host if tier else self.device
+        copies = self.host if tier is HOST else self.device
         return copies.num_present if copies else 0
 
     # Children
@@ -236,7 +238,7 @@ class Node:
 
     def count_present(self, tier: Tier, step: int) -> None:
         """So many more children have a copy on `tier`."""
-        if tier:
+        if tier is HOST:
             self.children_on_host += step
         else:
             self.children_on_device += step
@@ -284,7 +286,7 @@ class Node:
         """`truncate` a run that is ready throughout on `tier` and nowhere else, but for its copies
         there: they are the caller's business."""
         self._shorten(num_blocks)
-        if tier:
+        if tier is HOST:
             self.device.num_blocks = num_blocks
         else:
             self.host = None

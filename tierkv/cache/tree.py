@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tierkv.cache.copies import TierCopies
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import TIERS, Node, Tier
+from tierkv.cache.node import HOST, TIERS, Node, Tier
 from tierkv.cache.policies import EvictionPolicy
 from tierkv.cache.pool import Ids
 from tierkv.cache.space import Space
@@ -134,8 +134,8 @@ class Tree(Spaces):
             self._recount(tier, node, before)
             return node
         ready = TierCopies(stop - pos, _READY, slots)
-        child = self._new_node(node, prompt, TierCopies(stop - pos) if tier else ready)
-        if tier:
+        child = self._new_node(node, prompt, TierCopies(stop - pos) if tier is HOST else ready)
+        if tier is HOST:
             child.host = ready
         child.holders = 1
         child.space.used[tier] += stop - pos
@@ -196,7 +196,7 @@ class Tree(Spaces):
         copies = node.on(tier)
         before = copies.num_present
         had = copies.change(i, j, change, slots)
-        if tier and not copies.num_present:
+        if tier is HOST and not copies.num_present:
             node.host = None
         self._recount(tier, node, before)
         return had

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import numpy as np
@@ -50,6 +51,7 @@ class Growing:
         request.check_wanted()
         if num_tokens < 0:
             raise BadRequestError(f"num_tokens must not be negative: {num_tokens}")
+        num_tokens = operator.index(num_tokens)  # perhaps NumPy's
         tokens = request.whole_prompt.num_tokens + num_tokens
         if not self._missing(request, tokens):
             return

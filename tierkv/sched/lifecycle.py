@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -74,6 +75,7 @@ class Lifecycle:
                 f"the {tier.name.lower()} tier has memory for 1 to {self._slots[tier]} blocks, "
                 f"not {capacity}; for more, {_MORE[tier]}"
             )
+        capacity = operator.index(capacity)  # perhaps NumPy's
         tiers, pool = self._tiers, self._tiers.pools[tier]
         with self.alone(tier):
             if capacity >= pool.capacity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -44,7 +45,7 @@ class RequestSpec:
             raise BadRequestError("the prompt is empty: give at least one token")
         if self.max_new_tokens < 0:
             raise BadRequestError(f"max_new_tokens must not be negative: {self.max_new_tokens}")
-        total = self.prompt.num_tokens + self.max_new_tokens
+        total = self.prompt.num_tokens + operator.index(self.max_new_tokens)  # perhaps NumPy's
         object.__setattr__(self, "num_blocks", -(-total // self.prompt.block_size))
 
     @property

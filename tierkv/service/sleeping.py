@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 from tierkv.cache.node import Tier
 from tierkv.errors import ConfigError, OwnershipError
 from tierkv.service.memory import Memory
@@ -33,7 +35,8 @@ async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
         if not parts.lifecycle.is_asleep:
             raise OwnershipError("the device does not sleep")
         before = parts.tiers.pools[Tier.DEVICE].capacity
-        count = before if device_blocks is None else device_blocks
+        # An integer, perhaps NumPy's.
+        count = before if device_blocks is None else operator.index(device_blocks)
         if count < 1:
             raise ConfigError(f"a device has 1 block or more, not {count}")
         planes = await memory.new_planes(count)

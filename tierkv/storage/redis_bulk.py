@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from ssl import SSLContext
 from typing import Protocol, cast
@@ -21,11 +21,12 @@ from tierkv.storage.redis_exchange import (
     WireStats,
 )
 from tierkv.storage.redis_requests import new_request
+from tierkv.storage.redis_serving import serving
 from tierkv.storage.redis_socket import Address, open_pipe
 from tierkv.storage.redis_wire import Wire
 from tierkv.storage.resp import Argument, Refused, pack
 from tierkv.storage.unreachable import why_unreachable
-from tierkv.tasks import background, outlast
+from tierkv.tasks import outlast
 
 # Of one request, whose connection the peer ended: all others may have ended too, as yet unnoticed.
 _MAX_RETRIES = 3
@@ -103,29 +104,19 @@ class BulkLanes:
         """max_waiting: requests that may wait for a connection, over all callers; one batch more
         where fewer do, so that no batch is too large."""
         self._dialer = dialer
-        self._num_connections = num_connections
+        self.num_connections = num_connections
         self._max_retries = min(num_connections, _MAX_RETRIES)
         self._max_waiting = max_waiting
-        self._url = url
+        self.url = url
         self._waiting: deque[Request] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()  # of each lane that has nothing to carry
         self._traffic = Traffic(dialer.max_on_one, dialer.least_on_one)
-        self._is_open = False
+        self.is_open = False
         self._wires: list[Wire] = []
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Leaving closes the connections; whoever still waits gets a Failure."""
-        lanes = {f"tierkv-redis-{lane}": self._serve() for lane in range(self._num_connections)}
-        try:
-            async with background(lanes):
-                self._is_open = True
-                try:
-                    yield
-                finally:
-                    self._is_open = False
-        finally:
-            self._fail_waiting(f"{self._url} is closed")
+        return serving(self)
 
     async def ask(self, requests: Sequence[Request]) -> list[Outcome]:
         """The outcome of each. A cancel is raised when no buffer of theirs is in use any more."""
@@ -134,10 +125,10 @@ class BulkLanes:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Have `requests` carried out; their outcomes tell the rest."""
-        if not self._is_open:
-            refusal = f"{self._url} is closed"
+        if not self.is_open:
+            refusal = f"{self.url} is closed"
         elif len(self._waiting) >= self._max_waiting:
-            refusal = f"{self._url} has {len(self._waiting)} requests waiting for it"
+            refusal = f"{self.url} has {len(self._waiting)} requests waiting for it"
         else:
             self._waiting.extend(requests)
             self._wake_one()
@@ -145,7 +136,7 @@ class BulkLanes:
         for request in requests:
             request.settle(Failure(refusal))
 
-    async def _serve(self) -> None:
+    async def serve(self) -> None:
         wire: Wire | None = None
         loop = asyncio.get_running_loop()
         try:
@@ -161,15 +152,15 @@ class BulkLanes:
                             await asyncio.sleep(_WITHOUT_S)
                         else:
                             request.settle(Failure(str(error)))
-                            self._fail_waiting(str(error))
+                            self.fail_waiting(str(error))
                         continue
                     except asyncio.CancelledError:
-                        request.settle(Failure(f"{self._url} is closed"))
+                        request.settle(Failure(f"{self.url} is closed"))
                         raise
                 if request.outcome.done():  # its caller has gone meanwhile, and its buffers too
                     continue
                 wire.submit(request, since=since)
-                if self._num_connections > 1:
+                if self.num_connections > 1:
                     await asyncio.sleep(0)  # the other lanes take their share
                 await wire.until_room()
                 if wire.is_lost and not wire.has_answered and self._serves():
@@ -223,12 +214,12 @@ class BulkLanes:
                 address = await dialer.locator.locate()
                 pipe = await open_pipe(address, dialer.tls)
         except TimeoutError as error:
-            late = f"{self._url} did not answer within {dialer.connect_timeout_s * 1000:.0f} ms"
+            late = f"{self.url} did not answer within {dialer.connect_timeout_s * 1000:.0f} ms"
             is_tls = ", to TLS: does it speak that on this port?" if dialer.tls else ""
             raise StoreUnavailableError(late + is_tls) from error
         except OSError as error:
             why = why_unreachable(error)
-            raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
+            raise StoreUnavailableError(f"{self.url} cannot be reached {why}") from error
         wire = Wire(
             pipe,
             dialer.pace,
@@ -244,7 +235,7 @@ class BulkLanes:
             wire.close(Failure("is closed"))
             raise
         if wire.is_lost:
-            raise StoreUnavailableError(f"{self._url} closed the connection it had just taken")
+            raise StoreUnavailableError(f"{self.url} closed the connection it had just taken")
         wire.is_ready = True
         return wire
 
@@ -260,15 +251,15 @@ class BulkLanes:
                 raise StoreUnavailableError(outcome.reason)
             if isinstance(outcome[0], Refused):
                 raise StoreUnavailableError(
-                    f"{self._url} refused to log us in ({outcome[0].message}): "
+                    f"{self.url} refused to log us in ({outcome[0].message}): "
                     "check user, password and database"
                 )
 
     def take_back(self, requests: Sequence[Request], failure: Failure) -> None:
         """Try again what was on a connection that the peer ended, and what a new one was to
         carry as long as others work; fail the rest."""
-        reason = f"{self._url} {failure.reason}"
-        may_retry = failure.is_over and self._is_open
+        reason = f"{self.url} {failure.reason}"
+        may_retry = failure.is_over and self.is_open
         serves = may_retry and failure.is_new and self._serves()
         again: list[Request] = []
         lost: list[Request] = []
@@ -280,7 +271,7 @@ class BulkLanes:
         for request in lost:
             request.settle(Failure(reason))
         if lost and not again and not lost[0].is_login:
-            self._fail_waiting(reason)
+            self.fail_waiting(reason)
         self._put_back(again)
 
     def _put_back(self, requests: Sequence[Request]) -> None:
@@ -294,7 +285,7 @@ class BulkLanes:
         """Whether some connection works: a server that takes no more serves those it has."""
         return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 
-    def _fail_waiting(self, reason: str) -> None:
+    def fail_waiting(self, reason: str) -> None:
         while self._waiting:
             self._waiting.popleft().settle(Failure(reason))
 

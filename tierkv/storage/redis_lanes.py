@@ -10,8 +10,8 @@ the replies are dropped, so no reply can reach the wrong caller, and a cancel co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,8 +27,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.redis_serving import serving
 from tierkv.storage.unreachable import why_unreachable
-from tierkv.tasks import background
 
 Argument = bytes | str | int
 Command = tuple[Argument, ...]
@@ -78,24 +78,14 @@ class RedisLanes:
         self, connection: Callable[[], RedisConnection], *, num_connections: int, url: str
     ) -> None:
         self._new_connection = connection
-        self._num_connections = num_connections
-        self._url = url
+        self.num_connections = num_connections
+        self.url = url
         self._waiting: asyncio.Queue[_Exchange] = asyncio.Queue(_MAX_WAITING)
-        self._is_open = False
+        self.is_open = False
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Leaving closes the connections; whoever still waits gets StoreUnavailableError."""
-        lanes = {f"tierkv-redis-{lane}": self._serve() for lane in range(self._num_connections)}
-        try:
-            async with background(lanes):
-                self._is_open = True
-                try:
-                    yield
-                finally:
-                    self._is_open = False
-        finally:
-            self._fail_waiting(f"{self._url} is closed")
+        return serving(self)
 
     async def ask(self, commands: Sequence[Command], *, deadline_s: float) -> list[Reply]:
         """The reply to each command; one the server refuses is a ResponseError in its place.
@@ -105,21 +95,21 @@ class RedisLanes:
         all. Raises StoreUnavailableError. May be cancelled at any time; the commands are carried
         out all the same if they were begun.
         """
-        if not self._is_open:
-            raise StoreUnavailableError(f"{self._url} is closed")
+        if not self.is_open:
+            raise StoreUnavailableError(f"{self.url} is closed")
         exchange = _Exchange(commands, deadline_s, asyncio.get_running_loop().create_future())
         try:
             self._waiting.put_nowait(exchange)
         except asyncio.QueueFull:
             raise StoreUnavailableError(
-                f"{self._url} has {_MAX_WAITING} exchanges waiting for it"
+                f"{self.url} has {_MAX_WAITING} exchanges waiting for it"
             ) from None
         outcome = await exchange.outcome
         if isinstance(outcome, str):
             raise StoreUnavailableError(outcome)
         return outcome
 
-    async def _serve(self) -> None:
+    async def serve(self) -> None:
         # In a thread: for each connection redis-py reads its own package's version from the disk.
         connection = await asyncio.to_thread(self._new_connection)
         try:
@@ -138,26 +128,26 @@ class RedisLanes:
             await connection.disconnect()
             reason = self._sentence(error, exchange.deadline_s)
             exchange.settle(reason)
-            self._fail_waiting(reason)
+            self.fail_waiting(reason)
         finally:
-            exchange.settle(f"{self._url} is closed")
+            exchange.settle(f"{self.url} is closed")
 
-    def _fail_waiting(self, reason: str) -> None:
+    def fail_waiting(self, reason: str) -> None:
         while not self._waiting.empty():
             self._waiting.get_nowait().settle(reason)
 
     def _sentence(self, error: RedisError | OSError, deadline_s: float) -> str:
         match error:
             case AuthenticationError() | AuthorizationError():
-                return f"{self._url} refused to log us in ({error}): check user and password"
+                return f"{self.url} refused to log us in ({error}): check user and password"
             case BusyLoadingError():
-                return f"{self._url} is still loading its values"
+                return f"{self.url} is still loading its values"
             case TimeoutError() | RedisTimeoutError():
-                return f"{self._url} did not answer within {deadline_s * 1000:.0f} ms"
+                return f"{self.url} did not answer within {deadline_s * 1000:.0f} ms"
             case InvalidResponse():
-                return f"{self._url} does not speak Redis ({error})"
+                return f"{self.url} does not speak Redis ({error})"
             case _:
-                return f"{self._url} cannot be reached {why_unreachable(error)}"
+                return f"{self.url} cannot be reached {why_unreachable(error)}"
 
 
 async def _talk(connection: RedisConnection, commands: Sequence[Command]) -> list[Reply]:

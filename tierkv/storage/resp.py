@@ -205,7 +205,8 @@ class Replies:
             return
         count = min((run.end() - self._start) // _BIT_BYTES, len(self._wanted))
         stop = self._start + count * _BIT_BYTES
-        replies += [digit - _ZERO for digit in self._scratch[self._start + 1 : stop : _BIT_BYTES]]
+        digits = bytes(self._scratch[self._start + 1 : stop : _BIT_BYTES])
+        replies += [digit - _ZERO for digit in digits]
         self._start = stop
         for _ in range(count):
             self._wanted.popleft()

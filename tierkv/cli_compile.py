@@ -1,0 +1,94 @@
+"""The command `tierkv compile`: makes the compiled form of the cache room."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import click
+
+from tierkv import compiled
+from tierkv.errors import ConfigError
+
+_MOST_S = 600.0
+_SCRIPT = """
+import sys
+from mypyc.build import mypycify
+from setuptools import setup
+modules = mypycify(["--config-file", "", *sys.argv[2:]], opt_level="3")
+setup(name="tierkv-compiled", packages=[], ext_modules=modules,
+      script_args=["--quiet", "build_ext", "--build-lib", sys.argv[1]])
+"""
+
+
+@click.command()
+def compile() -> None:  # noqa: A001 - a command is named after its function
+    """Compile the cache room: a request costs it a third less then.
+
+    Takes about a minute, once for each version of tierkv and Python. Needs a C compiler, Python's
+    headers and `pip install tierkv[compile]`. Nothing changes but the speed: without it Python runs
+    the same sources.
+    """
+    place = compiled.place_of(compiled.ROOM)
+    if place.exists():
+        click.echo(f"compiled already: {place}")
+        return
+    check_tools()
+    build(compiled.ROOM, place)
+    click.echo(f"compiled: {place}")
+
+
+def check_tools() -> None:
+    """Raises ConfigError, with what to do, if something to compile with is missing."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    for name in ("mypyc", "setuptools"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"{name} is not installed; please run: pip install tierkv[compile]")
+    if shutil.which(compiler) is None:
+        raise ConfigError(f"there is no C compiler {compiler}; please install gcc, or set CC")
+    if not headers.exists():
+        raise ConfigError(f"{headers} is missing; please install Python's headers (python3-dev)")
+
+
+def build(room: Path, place: Path) -> None:
+    """Compile the modules of `room` into `place`, which comes to be whole or not at all. Older
+    forms beside it go. Raises ConfigError."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="new-", dir=place.parent) as name:
+            folder = Path(name)
+            sources = shutil.ignore_patterns("__pycache__", "static")
+            shutil.copytree(room.parent, folder / "tierkv", ignore=sources)
+            _translate(folder, room.name)
+            if not place.exists():  # else somebody else was as far before
+                (folder / "built").rename(place)
+    except OSError as error:
+        raise ConfigError(f"nothing can be compiled into {place.parent}: {error}") from error
+    for other in place.parent.iterdir():
+        if other != place and not other.name.startswith("new-"):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _translate(folder: Path, room: str) -> None:
+    modules = [
+        f"tierkv/{room}/{source.name}"
+        for source in sorted((folder / "tierkv" / room).glob("[!_]*.py"))
+        if source.stem not in compiled.LEFT_OUT
+    ]
+    command = [sys.executable, "-c", _SCRIPT, "built", *modules]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_MOST_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"it did not compile within {_MOST_S:.0f} s") from None
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+        raise ConfigError(f"it does not compile:\n{last}")
