@@ -1,4 +1,4 @@
-"""The cache room's compiled form: made of the sources that are here, and otherwise not used."""
+"""The compiled form: made of the sources that are here, and otherwise not used."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ def has_compiler() -> bool:
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="there is no compiler here")
 
 
+_MODULES = {"cache": ("adding", "counting")}
+
+
 @pytest.fixture
 def room(tmp_path: Path) -> Path:
     """The cache room of a package tierkv that has little else."""
@@ -36,7 +39,7 @@ def room(tmp_path: Path) -> Path:
     room = package / "cache"
     room.mkdir(parents=True)
     for name in ("__init__.py", "compiled.py", "cache/__init__.py"):
-        shutil.copy(compiled.ROOM.parent / name, package / name)
+        shutil.copy(compiled.ROOT / name, package / name)
     (room / "counting.py").write_text("def count() -> int:\n    return 1\n")
     text = "def add(left: int, right: int) -> int:\n    return left + right\n"
     (room / "adding.py").write_text("from tierkv.cache.counting import count\n\n" + text)
@@ -60,9 +63,9 @@ def test_a_form_is_used_for_the_sources_it_was_made_of_and_for_no_others(
     monkeypatch.setenv("TIERKV_COMPILED", str(forms))
     old = forms / "of older sources"
     old.mkdir(parents=True)
-    place = compiled.place_of(room)
+    place = compiled.place_of(room.parent)
     assert place.parent == forms
-    cli_compile.build(room, place)
+    cli_compile.build(room.parent, place, _MODULES)
     assert [path.name for path in forms.iterdir()] == [place.name]  # the older one is gone
 
     assert run(_WHICH, room, forms).startswith(str(place / "tierkv" / "cache" / "adding"))
@@ -71,19 +74,19 @@ def test_a_form_is_used_for_the_sources_it_was_made_of_and_for_no_others(
 
     (room / "adding.py").write_text("def add(left: int, right: int) -> int:\n    return 40\n")
     assert run(_WHICH, room, forms).split() == [str(room / "adding.py"), "40"]
-    cli_compile.build(room, compiled.place_of(room))
+    cli_compile.build(room.parent, compiled.place_of(room.parent), _MODULES)
     assert run(_WHICH, room, forms).endswith(" 40\n")
     assert str(forms) in run(_WHICH, room, forms)
 
 
 def test_every_byte_and_every_name_of_a_source_tells_forms_apart(room: Path) -> None:
-    places = {compiled.place_of(room)}
+    places = {compiled.place_of(room.parent)}
     (room / "adding.py").write_text("x = 1\n")
-    places.add(compiled.place_of(room))
+    places.add(compiled.place_of(room.parent))
     (room / "adding.py").rename(room / "adding2.py")
-    places.add(compiled.place_of(room))
+    places.add(compiled.place_of(room.parent))
     (room / "empty.py").touch()
-    places.add(compiled.place_of(room))
+    places.add(compiled.place_of(room.parent))
     assert len(places) == 4
 
 
@@ -92,14 +95,14 @@ def test_what_does_not_compile_says_so_and_leaves_nothing(room: Path, tmp_path: 
     (room / "adding.py").write_text("def add(left: int) -> str:\n    return left\n")
     place = tmp_path / "forms" / "new"
     with pytest.raises(ConfigError, match="Incompatible return value"):
-        cli_compile.build(room, place)
+        cli_compile.build(room.parent, place, _MODULES)
     assert list(place.parent.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_to_is_named(room: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="nothing can be compiled into"):
-        cli_compile.build(room, tmp_path / "file" / "form")
+        cli_compile.build(room.parent, tmp_path / "file" / "form")
 
 
 @needs_compiler
@@ -123,7 +126,7 @@ def test_a_form_that_is_there_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERKV_COMPILED", str(tmp_path))
-    compiled.place_of(compiled.ROOM).mkdir()
+    compiled.place_of().mkdir()
     monkeypatch.setattr(cli_compile, "build", None)
     result = CliRunner().invoke(main, ["compile"])
     assert (result.exit_code, result.output.split(":")[0]) == (0, "compiled already")

@@ -143,6 +143,44 @@ async def test_a_connection_is_asked_for_a_second_long_value_before_the_first_ha
         assert buffer == content_of(item.name, LONG)
 
 
+@dataclass
+class SentAtLanding:
+    """What had been sent on all connections each time a part of a value came."""
+
+    stats: WireStats
+    seen: list[int] = field(default_factory=list)
+
+    def update(self, _: memoryview, /) -> None:
+        self.seen.append(self.stats.sent_bytes)
+
+
+async def test_what_follows_short_values_that_came_together_is_asked_for_in_one_go() -> None:
+    """One by one it cost the client and the server a call of the system each."""
+    together, num_bytes = 6, 2 << 10
+    landings = [landing(f"t:f:{index:02}:0", num_bytes) for index in range(80)]
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        sent = SentAtLanding(store.stats)
+        items = [replace(item, digest=lambda: sent) for item, _ in landings]
+        getting = group.create_task(store.get_into(items))
+        await until(lambda: len(slow.heard) >= 64)
+        in_flight = len(slow.heard)
+        await slow.next_of(in_flight)
+        answers = [b"$%d\r\n%b\r\n" % (num_bytes, content_of(i.name, num_bytes)) for i in items]
+        first = answers[:together]
+        for _ in first[1:]:
+            slow.answer(b"")
+        slow.answer(b"".join(first))  # few enough bytes to come in one piece
+        await slow.next_of(in_flight)
+        assert len(sent.seen) >= together
+        assert len(set(sent.seen)) == 1
+        for answer in answers[together:]:
+            await until(lambda: bool(slow.heard))
+            slow.answer(answer)
+        assert {outcome.status for outcome in await getting} == {GetStatus.HIT}
+    for item, [buffer] in landings:
+        assert buffer == content_of(item.name, num_bytes)
+
+
 async def test_what_ended_with_its_connection_is_in_nobodys_way() -> None:
     content = content_of(NAMES[0], LONG)
     async with (

@@ -5,21 +5,21 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tierkv.cache.node import HOST, Node, Segment, Tier
 from tierkv.cache.policies import EvictionPolicy, Lru
 from tierkv.cache.states import CopyState
 from tierkv.cache.write_policy import WritePolicy, WriteRule
 
-SOFT_PIN = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
+SOFT_PIN: Final = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
 
 # Rank, a number that no other entry has, the run. Told apart by that number, never by identity:
 # where the room is compiled, a tuple is no object until somebody wants one.
 Entry = tuple[int, int, Node]
-_FEW_ENTRIES = 64
-_READY = CopyState.READY
-_WRITE_BACK = WritePolicy.WRITE_BACK
+_FEW_ENTRIES: Final = 64
+_READY: Final = CopyState.READY
+_WRITE_BACK: Final = WritePolicy.WRITE_BACK
 
 
 class Victim(NamedTuple):

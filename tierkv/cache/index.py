@@ -7,6 +7,8 @@ digest, not remembered here.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from tierkv.cache.copies import TierCopies
@@ -19,7 +21,7 @@ from tierkv.cache.states import Change, CopyState
 
 __all__ = ["Index", "Lease", "runs_of"]
 
-_READY = CopyState.READY
+_READY: Final = CopyState.READY
 
 
 class Index(Leases):

@@ -15,13 +15,14 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from tierkv.cache.tokens import TOKEN_BYTES, Tokens, pack
 from tierkv.errors import BadRequestError
 
-DIGEST_BYTES = 32
-_NO_EXTRAS: Mapping[int, bytes] = {}
-_TAIL_TAG = b"tierkv tail v1\0".ljust(DIGEST_BYTES, b"\0")
+DIGEST_BYTES: Final = 32
+_NO_EXTRAS: Final[Mapping[int, bytes]] = {}
+_TAIL_TAG: Final = b"tierkv tail v1\0".ljust(DIGEST_BYTES, b"\0")
 
 
 @dataclass(frozen=True, slots=True, order=True)

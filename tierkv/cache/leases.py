@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from tierkv.cache.node import Node
 from tierkv.cache.states import CopyState
@@ -19,7 +20,7 @@ class Lease:
     is_released: bool = False
 
 
-_READY = CopyState.READY
+_READY: Final = CopyState.READY
 
 
 class Leases(Tree):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Segment, child_key
 from tierkv.cache.states import CopyState
 from tierkv.cache.tokens import TOKEN_BYTES, common_blocks, common_tokens
 
-_READY = CopyState.READY
+_READY: Final = CopyState.READY
 
 
 class PartialMatch(NamedTuple):

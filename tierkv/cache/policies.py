@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from tierkv.cache.node import Node
 from tierkv.cache.s3fifo import S3Fifo
 
-_AGE_BITS = 48  # of a rank, for the tick of the last use: 2.8e14 uses
+_AGE_BITS: Final = 48  # of a rank, for the tick of the last use: 2.8e14 uses
 
 
 class EvictionPolicy(Protocol):

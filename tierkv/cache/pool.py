@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from tierkv.errors import OutOfBlocksError, OwnershipError
 
 Ids = npt.NDArray[np.int32]
-_INT32, _INTP = np.dtype(np.int32), np.dtype(np.intp)
+_INT32: Final = np.dtype(np.int32)
+_INTP: Final = np.dtype(np.intp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 from tierkv.cache.node import Node
 
-_AGE_BITS = 48
+_AGE_BITS: Final = 48
 _SMALL_SHARE = 0.1  # of the tier, as in the paper
 
 

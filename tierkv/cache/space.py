@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from tierkv.errors import ConfigError
 
-DEFAULT = ""  # the space of an index with a single fingerprint
+DEFAULT: Final = ""  # the space of an index with a single fingerprint
 Quota = tuple[int | None, int | None]  # the most device and host blocks, None for any
 
 

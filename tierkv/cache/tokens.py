@@ -7,17 +7,18 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tierkv.errors import BadRequestError
 
-TOKEN_BYTES = 4
-_HAS_FAST_ARRAYS = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
-_INT32 = np.dtype("<i4")
-_least = np.minimum.reduceat  # a third less to call than `reduce`, which makes an iterator
-_WHOLE = np.zeros(1, np.intp)
+TOKEN_BYTES: Final = 4
+_HAS_FAST_ARRAYS: Final = sys.byteorder == "little" and array("I").itemsize == TOKEN_BYTES
+_INT32: Final = np.dtype("<i4")
+_least: Final = np.minimum.reduceat  # a third less to call than `reduce`, which makes an iterator
+_WHOLE: Final = np.zeros(1, np.intp)
 Tokens = Sequence[int] | npt.NDArray[np.integer] | bytes | bytearray | memoryview
 
 

@@ -10,6 +10,8 @@ is the business of `Index`.
 
 from __future__ import annotations
 
+from typing import Final
+
 from tierkv.cache.copies import TierCopies
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import HOST, TIERS, Node, Tier
@@ -21,8 +23,8 @@ from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tokens import TOKEN_BYTES
 
 # A run that others do not hold grows in place while that copies little; a long one gets a child.
-_SMALL_RUN_BLOCKS = 256
-_READY = CopyState.READY
+_SMALL_RUN_BLOCKS: Final = 256
+_READY: Final = CopyState.READY
 
 
 class Tree(Spaces):

@@ -68,9 +68,13 @@ def machine_findings() -> list[Finding]:
         findings.append(Finding("transparent huge pages", _SILENT if pages == "unknown" else pages))
     set_aside = numa.free_huge_pages() * numa.HUGE_PAGE / _GIB
     findings.append(Finding("huge pages set aside", f"{set_aside:.1f} GiB free"))
-    remedy = "" if compiled.is_used() else "tierkv compile: a third less time for each request"
+    remedy = (
+        ""
+        if compiled.is_used()
+        else "tierkv compile: finding blocks takes two thirds of its time then"
+    )
     form = "as Python runs it" if remedy else "compiled"
-    findings.append(Finding("cache room", form, Verdict.WARNING if remedy else Verdict.OK, remedy))
+    findings.append(Finding("hot parts", form, Verdict.WARNING if remedy else Verdict.OK, remedy))
     nodes = numa.numa_nodes()
     findings.append(Finding("NUMA nodes", str(nodes or _SILENT)))
     if nodes > 1:

@@ -1,0 +1,3 @@
+from tierkv.compiled import find
+
+__path__[:0] = find("storage")

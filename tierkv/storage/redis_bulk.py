@@ -160,6 +160,7 @@ class BulkLanes:
                 if request.outcome.done():  # its caller has gone meanwhile, and its buffers too
                     continue
                 wire.submit(request, since=since)
+                wire.send()
                 if self.num_connections > 1:
                     await asyncio.sleep(0)  # the other lanes take their share
                 await wire.until_room()
@@ -188,6 +189,7 @@ class BulkLanes:
         nothing to do meanwhile. What is left is for lanes that are idle."""
         while wire.has_room and (request := self._take()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
+        wire.send()
         self._wake_one()
 
     def _take(self) -> Request | None:
@@ -246,6 +248,7 @@ class BulkLanes:
             if wire.is_lost:
                 return
             wire.submit(request, since=asyncio.get_running_loop().time())
+            wire.send()
             outcome = await request.outcome
             if isinstance(outcome, Failure):
                 raise StoreUnavailableError(outcome.reason)

@@ -56,7 +56,8 @@ class TlsFiles:
 
 def _cannot_use(what: str, path: str | None, error: OSError) -> str:
     """ssl.SSLError is an OSError, with a reason in capitals in the place of a number."""
-    why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    # By name: `reason` can be None, whatever its type says, and compiled code believes types.
+    why: str | None = getattr(error, "reason" if isinstance(error, ssl.SSLError) else "strerror")
     return (
         f"the TLS {what} {path} cannot be used ({str(why or error).replace('_', ' ').lower()}): "
         "it must be a readable PEM file, a certificate with its key"

@@ -1,6 +1,6 @@
 """One connection for values: requests go out from, and replies come into, the callers' buffers.
 
-    submit -> [ pieces to send ] -> socket -> server
+    submit, send -> [ pieces to send ] -> socket -> server
     outcome <- [ in flight, in order ] <- socket <-'
        '-> the owner fills it up, before anybody hears of this one's end
 
@@ -31,6 +31,11 @@ _READ_BYTES_AT_LEAST = 128 << 10
 # of its own, it took client and server an eighth more processor time.
 _CALL_BYTES = (2 << 20) + (64 << 10)
 _MAX_IN_FLIGHT = 64
+# With no more in flight than these the server may soon have nothing to do, so that what is next is
+# sent when one ends. Where more values are to land, when all that has come is read, in one call:
+# GET of 64 KiB over one connection at 1.3 to 1.6 of the rate (loopback, Redis 7.0, 2 cores,
+# 2026-11-22). Answers to SET are short, and there each has its successor sent at once.
+_FEW_IN_FLIGHT = 2
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class Wire:
         self._in_flight_bytes = 0
         self._bulk_bytes = 0  # of them
         self._was_heard = False
+        self._has_ended_some = False  # which the owner has not been told
         self._is_writing = False
         self._is_broken = False
         self._timer: asyncio.TimerHandle | None = None
@@ -89,7 +95,7 @@ class Wire:
         stats.connections += 1
 
     def submit(self, request: Request, *, since: float) -> None:
-        """Send `request` as soon as what is before it has been sent.
+        """`send` sends `request`, as soon as what is before it has been sent.
 
         since: when it could have been sent, had there been a connection. That the connection had to
         be made counts towards the time it has, of which it keeps at least half.
@@ -116,7 +122,10 @@ class Wire:
         if not self.has_room:
             self._room.clear()
         self._to_send.extend(request.pieces)
-        if not self._is_writing:
+
+    def send(self) -> None:
+        """Send what was submitted, in as few calls as it takes."""
+        if not (self._is_writing or self.is_lost):
             self._write()
 
     @property
@@ -159,6 +168,11 @@ class Wire:
         self._read_turn()
 
     def _read_turn(self) -> None:
+        self._read_some()
+        if self._has_ended_some:
+            self._fill()
+
+    def _read_some(self) -> None:
         left = _READ_TURN_BYTES
         while not self.is_lost and left > 0:
             try:
@@ -192,7 +206,13 @@ class Wire:
             return
         while replies and not self.is_lost:
             replies = self._answer(replies)
-        # Not before all have been given: to submit may be to read, see `_write`.
+        # Not before all have been given: to send may be to read, see `_write`.
+        self._has_ended_some = True
+        if len(self._in_flight) <= _FEW_IN_FLIGHT or self._in_flight[0].request.into is None:
+            self._fill()
+
+    def _fill(self) -> None:
+        self._has_ended_some = False
         if self.is_ready:
             self._owner.fill(self)
         if self.has_room:
