@@ -52,7 +52,7 @@ async def test_ends_repeats_and_leases_are_counted() -> None:
             lines = (await on.client.get("/metrics")).body.decode().splitlines()
             return float(next(line for line in lines if line.startswith(name)).split()[-1])
 
-        body = {"tokens": [1, 2, 3], "request_id": "r", "ttl_s": 1}
+        body = {"tokens": [1, 2, 3], "request_id": "r", "ttl_s": 2}
         for _ in range(3):
             assert (await on.client.post("/v1/requests", body)).status == 200
         assert await count('tierkv_repeated_requests_total{kind="request"}') == 2

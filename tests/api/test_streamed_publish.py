@@ -76,7 +76,7 @@ async def test_blocks_go_out_with_each_commit_and_the_claimer_gets_the_whole_pro
 async def test_who_waits_is_told_when_the_prompt_will_not_come(end: str) -> None:
     store = MemoryStore(MemorySettings(), SystemClock())
     async with here(store=store) as on, here(store=store) as other:
-        await admit(on, ttl_s=1 if end == "expire" else 60)
+        await admit(on, ttl_s=2 if end == "expire" else 60)
         await stream(on)
         await on.client.post("/v1/requests/r/commit", {"num_tokens": 32})
         async with asyncio.TaskGroup() as group:

@@ -136,7 +136,7 @@ async def test_a_tenants_ticket_is_there_for_that_tenant_alone_on_any_node(
             assert (await at_prefill[0].post("/v1/prefill", body)).status == 200
             claim = {"tokens": prompt, "ticket_id": ticket, "max_tokens": 4}
             for caller in at_decode[1:3]:
-                refused = await caller.post("/v1/decode", claim | {"deadline_s": 0.05})
+                refused = await caller.post("/v1/decode", claim | {"deadline_s": 1.0})
                 assert (refused.status, refused.body["reason"]) == (502, "not_yet")
                 computed = await caller.post(
                     "/v1/decode", claim | {"policy": "recompute", "deadline_s": 0.05}
@@ -220,7 +220,7 @@ async def test_a_stream_asked_for_again_has_the_same_tokens_and_the_same_end(
 
 async def test_work_that_failed_is_done_again(cast: Cast) -> None:
     async with node(cast, memory()) as (_, (one, *_)):
-        claim = {"prompt": "hello", "ticket_id": "t", "request_id": "d", "deadline_s": 0.05}
+        claim = {"prompt": "hello", "ticket_id": "t", "request_id": "d", "deadline_s": 1.0}
         assert (await one.post("/v1/decode", claim)).body["reason"] == "not_yet"
         await one.post("/v1/prefill", {"prompt": "hello", "ticket_id": "t"})
-        assert (await one.post("/v1/decode", claim)).status == 200
+        assert (await one.post("/v1/decode", claim | {"deadline_s": 20})).status == 200

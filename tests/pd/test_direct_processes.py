@@ -284,7 +284,9 @@ async def test_hand_offs_leave_no_connection_and_no_thread(url: str, way: str) -
             ticket = await handoff.tickets.read("t9")
             assert ticket is not None
             assert ticket.direct is not None
-            assert await asyncio.to_thread(connections_to, ticket.direct.port) == 0
+            async with asyncio.timeout(20):
+                while await asyncio.to_thread(connections_to, ticket.direct.port):
+                    pass  # the system closes them in its own time
             # A few: pools start theirs when they first need them. One each time would be ten.
             assert threading.active_count() <= threads + 5
 

@@ -102,7 +102,7 @@ async def test_a_publish_nobody_waits_for_that_fails_is_the_claimers_to_hear() -
         assert on.node.service.stats().handoff.failed_publishes == 1
         on.store.fail_next(0)
         with pytest.raises(HandoffError) as refused:
-            await other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=0.2)
+            await other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=1.0)
         assert refused.value.reason == "not_yet"
         await on.settle()
         await other.settle()

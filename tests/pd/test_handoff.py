@@ -36,7 +36,7 @@ SHORT = HandoffSettings(
     publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, direct=DirectPath.OFF
 )
 # For claims of what is not there: others must not fail because a machine stood still.
-SOON_S = 0.2
+SOON_S = 1.0
 
 
 def tokens(count: int, base: int = 0) -> list[int]:

@@ -152,7 +152,7 @@ async def test_bytes_that_the_producer_let_go_of_while_they_were_read_are_not_us
     held_reads: Reads,
 ) -> None:
     """It thinks the claimer dead, evicts, and writes other bytes into the same blocks."""
-    async with pair({"direct_lease_s": 0.2}) as (prefill, decode):
+    async with pair({"direct_lease_s": 1.0}) as (prefill, decode):
         claiming = asyncio.create_task(claim(decode))
         await until(lambda: held_reads.num_begun == 1, "a read")
         assert leases(prefill) == 1

@@ -149,6 +149,7 @@ async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admit
             assert here.latch.count(Direction.LOAD) == 0
             here.service.end(busy)
             claimed, _ = await claiming
+            await finish(claimed.gate.all_layers(20.0))
             assert here.latch.count(Direction.LOAD) == 1
             here.service.end(claimed)
             await here.settle()

@@ -17,10 +17,17 @@ from tierkv.clock import SystemClock
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import StoreSettings, open_resilient_store
 from tierkv.storage.protocol import Store
+from tierkv.storage.redis import RedisSettings
+from tierkv.storage.resilient import ResilienceSettings
 
 PROMPT = text(100)
 NEW = 4
 PRODUCER = "a-producer-that-lives"
+# The store is to be missed soon, and not because a machine stood still.
+UNHURRIED = StoreSettings(
+    redis=RedisSettings(timeout_s=1.0, connect_timeout_s=1.0),
+    resilience=ResilienceSettings(timeout_s=1.1, failures_to_open=2),
+)
 LONGER_S = 2.5  # a look each second, and half of one: when a producer is lost that only died
 
 
@@ -51,7 +58,7 @@ async def waiting(server: RedisServer, *, lease_s: float) -> AsyncIterator[Waiti
     )
 
     def store() -> Store:
-        return open_resilient_store(server.url, StoreSettings(), SystemClock())
+        return open_resilient_store(server.url, UNHURRIED, SystemClock())
 
     async with (
         exact_node(store(), handoff=settings) as prefill,

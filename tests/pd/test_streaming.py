@@ -217,7 +217,7 @@ async def test_a_producer_that_only_takes_long_is_not_yet() -> None:
             await here.compute(8)
             await here.stored(2)
             with pytest.raises(HandoffError, match="still at it") as error:
-                await claim(decode, tokens(21), deadline_s=0.3)
+                await claim(decode, tokens(21), deadline_s=1.0)
             assert error.value.reason == "not_yet"
             await here.compute(21)
             here.finish()

@@ -201,6 +201,8 @@ async def test_writers_at_once_lose_at_most_entries() -> None:
         async with asyncio.TaskGroup() as group:
             for number, prompt in enumerate(prompts):
                 group.create_task(run_on((first, second)[number % 2], prompt))
+        await first.settle()
+        await second.settle()
         hits = 0
         async with world(store=first.the_store, device_blocks=64, host_blocks=64) as third:
             for prompt in prompts:

@@ -395,7 +395,7 @@ async def test_a_stopped_publish_tells_who_waits_and_leaves_no_ticket(*, is_held
         on.latch.release()
         await on.settle()
         with pytest.raises(HandoffError) as refused:
-            await engine.decode(on.node.job(PROMPT, NEW), "ticket", deadline_s=0.01)
+            await engine.decode(on.node.job(PROMPT, NEW), "ticket", deadline_s=1.0)
         assert refused.value.reason == "not_yet"
 
 

@@ -246,7 +246,7 @@ async def test_copies_in_the_background_are_bounded() -> None:
             here.compute(request, tokens(8, base))
             await finish(here.service.commit(request, pack(tokens(8, base))))
             here.service.end(request)
-        await here.latch.until_held()
+        await until(lambda: on_host(here) >= 4, "what may be under way")
         await turns(50)
         assert on_host(here) == 4  # two groups of two blocks, the rest waits its turn
         here.latch.release()

@@ -26,6 +26,7 @@ from tierkv.storage.maintenance import values_under
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store, Usage
+from tierkv.storage.redis import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 from tierkv.storage.routed import RoutedStore
 from tierkv.storage.switch import SwitchStore
@@ -78,7 +79,7 @@ async def test_a_near_store_that_fails_is_a_slower_far_one() -> None:
 async def test_a_first_store_that_hangs_leaves_the_second_one_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=0.4))
+    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=1.0))
     url = f"{kind}:{(tmp_path / 'first').as_uri()}|{(tmp_path / 'second').as_uri()}"
     store = open_resilient_store(url, settings, SystemClock())
     async with store.running():
@@ -323,7 +324,10 @@ async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() 
 async def test_a_frozen_first_mirror_is_left_alone_and_the_second_answers() -> None:
     with redis_server() as first, redis_server() as second:
         url = f"mirrored:{first.url}|{second.url}"
-        settings = StoreSettings(resilience=ResilienceSettings(probe_interval_s=0.05))
+        settings = StoreSettings(
+            redis=RedisSettings(timeout_s=1.0, connect_timeout_s=1.0),
+            resilience=ResilienceSettings(timeout_s=1.1, probe_interval_s=0.05),
+        )
         store = open_resilient_store(url, settings, SystemClock())
         async with store.running():
             assert await put_one(store, "t:f:1:0", b"value") is PutStatus.STORED
@@ -334,7 +338,7 @@ async def test_a_frozen_first_mirror_is_left_alone_and_the_second_answers() -> N
                 started = time.monotonic()
                 for _ in range(20):
                     assert await get_one(store, "t:f:1:0", 5) == (GetStatus.HIT, b"value")
-                assert time.monotonic() - started < 2.5, "each waits out the frozen store's 250 ms"
+                assert time.monotonic() - started < 5, "each waits out the frozen store's 1 s"
             finally:
                 first.resume()
 

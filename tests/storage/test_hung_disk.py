@@ -70,7 +70,7 @@ async def node(
 ) -> AsyncIterator[World]:
     """A service that stores every block at once, unless told otherwise, in files behind a breaker,
     as a node's are."""
-    chosen = ResilienceSettings(**({"timeout_s": 0.4} | resilience))  # type: ignore[arg-type]
+    chosen = ResilienceSettings(**({"timeout_s": 1.0} | resilience))  # type: ignore[arg-type]
     files = FileStore(root, FileSettings(), SystemClock())
     latch = CopyLatch()
     service = Service(
@@ -82,7 +82,7 @@ async def node(
             host_blocks=32,
             host_write=host_write,
             storage_write=storage_write,
-            fetch_deadline_s=0.8,
+            fetch_deadline_s=2.5,
         ),
         handoff or HandoffSettings(),
         ResilientStore(files, chosen, SystemClock()),
@@ -100,7 +100,7 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
         assert here.service.stats().host.free == 32
         disk = HungReads(tmp_path / "fifo", monkeypatch)
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(10):
                 request = await here.admit(TOKENS)
             assert request.cached_tokens == 0
             assert disk.num_hung > 0
@@ -109,7 +109,7 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
             assert here.service.verify() == []
             await here.prefill(request, TOKENS)
             here.service.end(request)
-            async with asyncio.timeout(5):  # nor does it wait for others' reads of these blocks
+            async with asyncio.timeout(10):  # nor does it wait for others' reads of these blocks
                 again = await here.admit([*TOKENS, 1, 2, 3])
             here.service.end(again)
             assert len(here.service.tiers.lent_slots(Tier.HOST)) >= 5
@@ -125,7 +125,7 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
 async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with node(tmp_path / "store", probe_interval_s=0.1) as here:
+    async with node(tmp_path / "store", timeout_s=0.4, probe_interval_s=0.1) as here:
         prompts = [[number * 100 + token for token in TOKENS] for number in range(6)]
         for prompt in prompts:
             await here.run(prompt)
@@ -138,10 +138,10 @@ async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
 
         try:
             for prompt in prompts:
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(10):
                     request = await here.admit(prompt)
                 here.service.end(request)
-            assert circuit() != BreakerState.CLOSED.value
+            await until(lambda: circuit() != BreakerState.CLOSED.value, "an open breaker")
             assert disk.num_hung <= FileSettings().num_threads
         finally:
             disk.release()
@@ -200,7 +200,7 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
     """on_host: its blocks are written from the host tier's slots, not from staging slots."""
-    settings = HandoffSettings(publish_deadline_s=1.0, direct=DirectPath.OFF)
+    settings = HandoffSettings(publish_deadline_s=2.0, direct=DirectPath.OFF)
     rule = WritePolicy.WRITE_THROUGH if on_host else WritePolicy.NONE
     async with node(
         tmp_path / "store", handoff=settings, host_write=rule, storage_write=WritePolicy.NONE
@@ -238,7 +238,7 @@ async def test_a_publish_ends_at_its_deadline_and_the_slots_stay_lent_until_the_
 async def test_a_ticket_whose_write_hangs_holds_nobody_beyond_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = HandoffSettings(publish_deadline_s=1.0, direct=DirectPath.OFF)
+    settings = HandoffSettings(publish_deadline_s=2.0, direct=DirectPath.OFF)
     async with node(tmp_path / "store", handoff=settings) as here:
         await here.run(TOKENS)
         request = await here.admit(TOKENS)
@@ -284,7 +284,7 @@ async def test_reads_and_the_sweep_do_not_wait_for_the_lock_of_a_frozen_writer(
         await put_one(store, "t:f:short:0", b"short", ttl_s=5.0)
         clock.now += 3_600  # expired, and long enough unused to be marked
         with all_locked(tmp_path):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(10):
                 assert await get_one(store, "t:f:kept:0", 4) == (GetStatus.HIT, b"kept")
                 assert (await get_one(store, "t:f:short:0", 5))[0] is GetStatus.MISS
                 assert await store.exists(["t:f:kept:0"]) == 1

@@ -165,6 +165,7 @@ async def test_without_inotify_files_are_polled_and_it_is_said_once(
     monkeypatch.setattr(notify_file, "_TRY_AGAIN_S", 0.001)
     async with opened(tmp_path.as_uri()) as [(_, notifier)]:
         with notifier.listen(TOPIC) as listener:
+            await until(lambda: "polled" in caplog.text, "a word of it")
             assert await listener.next(0.1) is None
             assert not listener.is_live
     assert len([r for r in caplog.records if "polled" in r.getMessage()]) == 1

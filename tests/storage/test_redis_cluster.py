@@ -249,7 +249,7 @@ async def test_a_master_that_dies_costs_answers_only_until_its_replica_takes_ove
 
 async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
     with sentinel_group() as group:
-        store = cluster_store(group.url, RedisSettings(connect_timeout_s=2.0))
+        store = cluster_store(group.url, RedisSettings(timeout_s=5.0, connect_timeout_s=2.0))
         async with store.running():
             assert await put_one(store, "t:f:a:0", b"before") is PutStatus.STORED
             await store.put([PutItem(f"t:l:{index}:0", (b"x",)) for index in range(3_000)])
@@ -260,7 +260,9 @@ async def test_sentinels_lead_to_the_master_that_takes_over() -> None:
             async with asyncio.timeout(30):
                 while await put_one(store, "t:f:b:0", b"after") is not PutStatus.STORED:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
-            assert await asyncio.to_thread(group.master_port) == group.replica.port
+            await asyncio.to_thread(  # each sentinel hears of it in its own time
+                wait_until, lambda: group.master_port() == group.replica.port, "a new master"
+            )
             assert await store.get("t:f:a:0", max_bytes=10) == b"before"
             assert await store.get("t:f:b:0", max_bytes=10) == b"after"
             while page.cursor is not None:  # which was the other server's

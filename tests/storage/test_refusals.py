@@ -18,13 +18,16 @@ from tierkv.errors import TierKVError
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.redis_socket import TlsFiles
+from tierkv.storage.resilient import ResilienceSettings
 
 
 async def refusal(url: str, tls: TlsFiles | None = None, *, timeout_s: float = 10.0) -> str:
     """One line, without what only a programmer reads."""
     patient = RedisSettings(timeout_s=timeout_s, connect_timeout_s=timeout_s, tls=tls or TlsFiles())
+    guarded = ResilienceSettings(timeout_s=timeout_s)  # each of several stores
+    settings = StoreSettings(redis=patient, resilience=guarded)
     with pytest.raises(TierKVError) as caught:
-        async with open_store(url, StoreSettings(redis=patient), SystemClock()).running():
+        async with open_store(url, settings, SystemClock()).running():
             pass
     sentence = str(caught.value)
     assert "\n" not in sentence

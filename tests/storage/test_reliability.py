@@ -37,6 +37,7 @@ from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, is_n
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_url import parse_redis_url
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.storage.switch import SwitchStore
 
 CODEC = PlainCodec()
 NAMES = [f"t:f:{index:03}:0" for index in range(64)]
@@ -139,7 +140,7 @@ async def test_row_3_a_frozen_server_is_left_alone_until_it_is_back(
     store = resilient(redis_store(empty_redis.url), retries_per_operation=0.0)
     async with (writer := redis_store(empty_redis.url, PATIENT)).running():
         assert await put_one(writer, NAMES[0], b"value") is PutStatus.STORED
-    async with store.running():
+    async with SwitchStore(store).running():  # which opens it again if its first answer is late
         for _ in range(count):
             empty_redis.pause()
             try:
@@ -179,7 +180,7 @@ async def test_row_4_a_slow_server_slows_nothing_else_down(
 
     async with redis_proxy(empty_redis.port) as proxy:
         store = resilient(redis_store(proxy.url), failures_to_open=10_000)
-        async with store.running(), asyncio.TaskGroup() as group:
+        async with SwitchStore(store).running(), asyncio.TaskGroup() as group:
             names = NAMES[:8]
             await store.put([PutItem(name, (content_of(name, SIZE),)) for name in names])
             watcher = group.create_task(watch())
@@ -229,7 +230,7 @@ async def test_row_5_every_bit_flipped_on_the_server_is_found_as_the_value_lands
     item = GetItem(
         "t:f:a:0", (memoryview(header), memoryview(buffer)), partial(CODEC.digest, header)
     )
-    store = redis_store(empty_redis.url, RedisSettings(timeout_s=10.0))
+    store = redis_store(empty_redis.url, PATIENT)
     async with store.running():
         for trial in range(count):
             header_bits = 8 * CODEC.header_bytes

@@ -38,7 +38,8 @@ def memory() -> FaultyStore:
 
 
 def guarded(inner: FaultyStore, **settings: float) -> ResilientStore:
-    chosen: dict[str, Any] = {"probe_interval_s": 0.02, "retries_per_operation": 0} | settings
+    chosen: dict[str, Any] = {"probe_interval_s": 0.02, "retries_per_operation": 0}
+    chosen |= {"timeout_s": 20.0, "write_timeout_s": 20.0} | settings
     return ResilientStore(inner, ResilienceSettings(**chosen), SystemClock())
 
 
@@ -220,7 +221,7 @@ async def test_one_of_several_stores_that_is_left_alone_is_told() -> None:
     """The others do without it, so that nobody would know."""
     parts = [memory(), memory()]
     mirrored = MirroredStore([guarded(part, probe_interval_s=100.0) for part in parts])
-    store = ResilientStore(mirrored, ResilienceSettings(), SystemClock())
+    store = ResilientStore(mirrored, ResilienceSettings(timeout_s=20.0), SystemClock())
     async with tier(store) as here:
         [state] = here.service.storage_state()
         assert (state.circuit, state.part) == (BreakerState.CLOSED.value, "")
