@@ -19,7 +19,7 @@ from tierkv.storage.file import FileStore
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, StoredValue, check_prefix
 from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_socket import TlsFiles
+from tierkv.storage.redis_tls import TlsFiles
 from tierkv.storage.resilient import ResilienceSettings
 
 T = TypeVar("T")

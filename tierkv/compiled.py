@@ -9,8 +9,8 @@ with TIERKV_COMPILED=off none is used.
 
 What the compiled modules keep to for its sake: constants are Final (which are read without a
 look-up), tuples are never told apart by identity, an enum's member is never asked for its truth,
-and types are true: they are checked wherever they are stated. Values that callers copy or pickle
-stay outside.
+and types are true: they are checked wherever they are stated. Values that callers copy or pickle,
+and settings, stay outside.
 """
 
 from __future__ import annotations

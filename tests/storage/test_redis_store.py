@@ -42,7 +42,8 @@ from tierkv.errors import (
 )
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_socket import Address, TlsFiles, open_pipe
+from tierkv.storage.redis_socket import Address, open_pipe
+from tierkv.storage.redis_tls import TlsFiles
 from tierkv.storage.redis_url import parse_redis_url
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 

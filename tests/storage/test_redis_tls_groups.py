@@ -24,7 +24,7 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.notify import LOOK
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_socket import TlsFiles
+from tierkv.storage.redis_tls import TlsFiles
 from tierkv.storage.redis_url import parse_redis_url
 
 

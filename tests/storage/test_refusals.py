@@ -17,7 +17,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import TierKVError
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.redis import RedisSettings
-from tierkv.storage.redis_socket import TlsFiles
+from tierkv.storage.redis_tls import TlsFiles
 from tierkv.storage.resilient import ResilienceSettings
 
 

@@ -18,7 +18,8 @@ from redis.exceptions import InvalidResponse, ResponseError
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_bulk import Login
 from tierkv.storage.redis_lanes import Command, RedisConnection, RedisLanes, Reply
-from tierkv.storage.redis_socket import Address, TlsFiles
+from tierkv.storage.redis_socket import Address
+from tierkv.storage.redis_tls import TlsFiles
 
 
 class _BehavesWell:

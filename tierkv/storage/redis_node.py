@@ -26,7 +26,8 @@ from tierkv.storage.redis_exchange import Failure, Pace, Turn, WireStats
 from tierkv.storage.redis_lanes import Command, RedisLanes
 from tierkv.storage.redis_lanes import Reply as ControlReply
 from tierkv.storage.redis_requests import TAKES_NOTHING, question
-from tierkv.storage.redis_socket import Address, TlsFiles
+from tierkv.storage.redis_socket import Address
+from tierkv.storage.redis_tls import TlsFiles
 from tierkv.storage.resp import Refused, Reply
 
 # Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
