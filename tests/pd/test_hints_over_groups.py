@@ -21,7 +21,7 @@ from tests.world import world
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import HandoffSettings
 from tierkv.storage.factory import open_store
-from tierkv.storage.notify import LOOK, Listener, Notifier
+from tierkv.storage.notify import Listener, Notifier
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -45,12 +45,11 @@ def url(request: pytest.FixtureRequest) -> str:
     return found.url
 
 
-async def next_told(listener: Listener) -> str | None:
-    """What was told, without the words that only say to look."""
+async def _tell_until_heard(teller: Notifier, topic: str, listener: Listener) -> None:
     while True:
-        heard = await finish(listener.next(10))
-        if heard != LOOK:
-            return heard
+        await teller.tell(topic, "again")
+        if await listener.next(0.2) == "again":
+            return
 
 
 async def test_every_topic_is_heard_whichever_node_its_slot_is_on(url: str) -> None:
@@ -59,8 +58,8 @@ async def test_every_topic_is_heard_whichever_node_its_slot_is_on(url: str) -> N
         for topic in topics:
             with hearer.listen(topic) as listener:
                 await live(listener)
-                await teller.tell(topic, "whole")
-                assert await next_told(listener) == "whole"
+                # Again, as the nodes of a new cluster pass on nothing before they know each other.
+                await finish(_tell_until_heard(teller, topic, listener))
 
 
 async def test_a_claim_hears_of_its_ticket(url: str) -> None:
@@ -88,13 +87,6 @@ async def test_a_claim_hears_of_its_ticket(url: str) -> None:
         prefill.service.end(request)
         await decode.settle()
         await prefill.settle()
-
-
-async def _tell_until_heard(teller: Notifier, topic: str, listener: Listener) -> None:
-    while True:
-        await teller.tell(topic, "again")
-        if await listener.next(0.2) == "again":
-            return
 
 
 async def test_hints_come_back_after_a_failover() -> None:
