@@ -61,12 +61,14 @@ def test_a_form_is_used_for_the_sources_it_was_made_of_and_for_no_others(
 ) -> None:
     forms = tmp_path / "forms"
     monkeypatch.setenv("TIERKV_COMPILED", str(forms))
-    old = forms / "of older sources"
-    old.mkdir(parents=True)
     place = compiled.place_of(room.parent)
     assert place.parent == forms
+    old = place.with_name("0" * 64 + place.suffix)
+    not_ours = [forms / "of somebody", forms / ("0" * 64 + ".another-python")]
+    for folder in (old, *not_ours):
+        folder.mkdir(parents=True)
     cli_compile.build(room.parent, place, _MODULES)
-    assert [path.name for path in forms.iterdir()] == [place.name]  # the older one is gone
+    assert sorted(forms.iterdir()) == sorted([place, *not_ours])  # the older one is gone
 
     assert run(_WHICH, room, forms).startswith(str(place / "tierkv" / "cache" / "adding"))
     assert run(_WHICH, room, "off").split() == [str(room / "adding.py"), "3"]

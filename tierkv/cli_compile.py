@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tierkv import compiled
 from tierkv.errors import ConfigError
 
 _MOST_S = 600.0
+_FORM = re.compile(r"[0-9a-f]{64}\.[^/]+")
 _SCRIPT = """
 import sys
 from mypyc.build import mypycify
@@ -60,7 +62,7 @@ def check_tools() -> None:
 
 def build(root: Path, place: Path, modules: Mapping[str, Sequence[str]] = compiled.MODULES) -> None:
     """Compile modules of the package at `root` into `place`, which comes to be whole or not at all.
-    Older forms beside it go. Raises ConfigError."""
+    Older forms for this Python beside it go. Raises ConfigError."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="new-", dir=place.parent) as name:
@@ -73,8 +75,8 @@ def build(root: Path, place: Path, modules: Mapping[str, Sequence[str]] = compil
                 (folder / "built").rename(place)
     except OSError as error:
         raise ConfigError(f"nothing can be compiled into {place.parent}: {error}") from error
-    for other in place.parent.iterdir():
-        if other != place and not other.name.startswith("new-"):
+    for other in place.parent.iterdir():  # which may hold other things than forms
+        if other != place and _FORM.fullmatch(other.name) and other.suffix == place.suffix:
             shutil.rmtree(other, ignore_errors=True)
 
 

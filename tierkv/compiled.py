@@ -45,8 +45,9 @@ def place_of(root: Path = ROOT) -> Path:
             text = source.read_bytes()
             digest.update(f"{room} {source.name} {len(text)}\n".encode() + text)
     abi = sysconfig.get_config_var("SOABI")
-    named = os.environ.get(_VARIABLE, "").removeprefix("off")
-    forms = Path(named) if named else Path(sysconfig.get_path("platlib"), "tierkv_compiled")
+    named = os.environ.get(_VARIABLE, "off")
+    own = Path(sysconfig.get_path("platlib"), "tierkv_compiled")
+    forms = own if named in {"", "off"} else Path(named)
     return forms / f"{digest.hexdigest()}.{abi}"
 
 
