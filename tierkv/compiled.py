@@ -39,7 +39,7 @@ _VARIABLE = "TIERKV_COMPILED"
 
 def place_of(root: Path = ROOT) -> Path:
     """Where the compiled form of these sources, for this Python, is or would be."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr(MODULES).encode())
     for room in MODULES:  # all of a room, as a module may be compiled with what another one says
         for source in sorted((root / room).glob("*.py")):
             text = source.read_bytes()
