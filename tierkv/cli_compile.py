@@ -36,7 +36,8 @@ def compile() -> None:  # noqa: A001 - a command is named after its function
 
     Takes a minute or two, once for each version of tierkv and Python. Needs a C compiler, Python's
     headers and `pip install tierkv[compile]`. Nothing changes but the speed: without it Python runs
-    the same sources.
+    the same sources, as it does with TIERKV_COMPILED=off. TIERKV_COMPILED can also name another
+    folder to keep it in than that of the installed packages.
     """
     place = compiled.place_of()
     if place.exists():

@@ -47,7 +47,7 @@ def place_of(root: Path = ROOT) -> Path:
     abi = sysconfig.get_config_var("SOABI")
     named = os.environ.get(_VARIABLE, "off")
     own = Path(sysconfig.get_path("platlib"), "tierkv_compiled")
-    forms = own if named in {"", "off"} else Path(named)
+    forms = own if named in {"", "off"} else Path(named).absolute()
     return forms / f"{digest.hexdigest()}.{abi}"
 
 
