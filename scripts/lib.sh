@@ -109,13 +109,12 @@ pip_install() {
 bring_up_to_date() {
     ! is_ready "$1" || return 0
     is_sound || make_venv
-    say "Installing pinned packages into $venv (a minute or two the first time)."
+    say "Installing pinned packages into $venv (about a minute the first time)."
     echo unfinished >"$stamp"
     pip_install --require-hashes -r "$root/requirements/run.lock"
     # By now the pinned setuptools is there, which builds what has no wheel.
     [[ $1 != test ]] || pip_install --require-hashes --no-build-isolation -r "$root/requirements/test.lock"
     pip_install --no-deps --no-build-isolation --editable "$root"
-    [[ $1 != test ]] || "$venv/bin/tierkv" compile >/dev/null 2>&1 || true  # for speed alone, where there is a compiler
     wanted_stamp "$1" >"$stamp"
 }
 
