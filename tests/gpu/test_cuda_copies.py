@@ -18,7 +18,6 @@ from tierkv.gpu.units import Order, UnitSizes
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.cuda_planes import CudaPlanes, PlaneMemory
 from tierkv.gpu.pipeline import LaneSettings
 
 pytestmark = pytest.mark.gpu
@@ -283,22 +282,6 @@ def test_a_ring_that_is_wrapped_many_times_loses_nothing(cupy: ModuleType) -> No
     host.close()
     planes.close()
     device.close()
-
-
-def test_planes_are_a_rectangle_only_if_equal_and_equally_far_apart() -> None:
-    def pitch(*places: tuple[int, int], sizes: tuple[int, ...] = (64, 64, 64)) -> int | None:
-        layout = Layout(1, tuple(Plane(n, "key", "uint8", size) for n, size in enumerate(sizes)))
-        return CudaPlanes(layout, 8, [], [PlaneMemory(*place) for place in places]).pitch
-
-    assert pitch((5000, 64), (6000, 64), (7000, 64)) == 1000
-    assert pitch((5000, 192), (5064, 192), (5128, 192)) == 64, "planes may lie within each other"
-    assert pitch((5000, 64), sizes=(64,)) == 64
-    assert pitch((5000, 64), (6000, 64), (7001, 64)) is None
-    assert pitch((7000, 64), (6000, 64), (5000, 64)) is None
-    assert pitch((5000, 64), (6000, 64), (7000, 65)) is None
-    assert pitch((5000, 64), (5063, 64), (5126, 64)) is None
-    assert pitch((0, 64), (1 << 31, 64), (2 << 31, 64)) is None, "no copy engine goes so far"
-    assert pitch((5000, 64), (6000, 64), (7000, 64), sizes=(64, 64, 32)) is None
 
 
 @pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)

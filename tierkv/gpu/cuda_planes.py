@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,25 +20,18 @@ from tierkv.gpu.cuda_memory import (
     opened_ipc,
 )
 from tierkv.gpu.driver import load_driver
+from tierkv.gpu.plane_memory import PlaneMemory, rectangles_of
 from tierkv.gpu.shared import SharedPlane
 
 _PLANE_ALIGNMENT = 512
-_MOST_PITCH = 1 << 31  # of a copy engine's rectangles
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneMemory:
-    """Where a plane lies on its GPU: block b at address + b * stride, in bytes."""
-
-    address: int
-    stride: int
 
 
 class CudaPlanes:
     """See Planes. arrays: CuPy, uint8 [num_blocks, block_bytes], in the owner's memory.
 
     memory: where each plane lies, in the layout's order.
+    rectangles: what a block is to a copy engine; () if that takes too many.
     """
 
     def __init__(
@@ -53,21 +45,9 @@ class CudaPlanes:
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory = tuple(memory)
+        self.rectangles = rectangles_of(layout, memory)
         self._arrays: tuple[npt.NDArray[np.uint8], ...] | None = tuple(arrays)
         self._on_close = on_close
-
-    @property
-    def pitch(self) -> int | None:
-        """How far each plane is behind the one before, in bytes: a block is a rectangle then, a row
-        per plane. None where planes differ in more than that."""
-        memory, width = self.memory, self.layout.planes[0].block_bytes
-        pitch = memory[1].address - memory[0].address if len(memory) > 1 else width
-        is_rectangle = width <= pitch < _MOST_PITCH and all(
-            place == PlaneMemory(memory[0].address + number * pitch, memory[0].stride)
-            and plane.block_bytes == width
-            for number, (place, plane) in enumerate(zip(memory, self.layout.planes, strict=True))
-        )
-        return pitch if is_rectangle else None
 
     @property
     def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:

@@ -41,7 +41,8 @@ _BATCH_PIECES = 128
 # How many units move their blocks as they come: to sort those of a copy, and to find neighbours
 # among them, takes longer than the first unit moves.
 _UNSORTED_UNITS = 2
-_STRAIGHT_BLOCKS = 16  # at most, of what a copy begins with: each is a call
+_STRAIGHT_CALLS = 24  # at most, of what a copy begins with: one for each rectangle
+_NARROW_SHARE = 16  # of a block, in rows that the copy engine moves slowly: scales beside fp8
 _LEAST_STAGING = 1 << 20
 
 
@@ -93,7 +94,6 @@ class Pipeline:
             piece = max(sizes.piece, sizes.offload_piece)
             sizes = replace(sizes, piece=piece, last=sizes.most, last_share=1, share=4)
         self._planner = UnitPlanner(planes.layout, order, sizes)
-        self._straight_row = sizes.straight_row
         self._copies, self._copies_next = (new_stream(gpu, is_urgent=False) for _ in range(2))
         self._turn_bytes = settings.turn_bytes
         self._since_turn = 0
@@ -107,7 +107,10 @@ class Pipeline:
         # Where the pieces of a unit are, on either side, and their bytes.
         self._host_column, self._staging_column, self._sizes = (Column(MAX_BLOCKS) for _ in "hst")
         self._planes = planes
-        self._pitch = planes.pitch
+        self._rectangles = planes.rectangles
+        narrow = [one for one in planes.rectangles if one.row_bytes < sizes.straight_row]
+        narrow_bytes = sum(one.rows * one.row_bytes for one in narrow)
+        self._has_wide_rows = narrow_bytes <= self._block_bytes // _NARROW_SHARE
         self._last_end: CudaEvent | None = None  # of units
         self._row_bytes = 0
         self._rows: Addresses = np.empty(0, np.uint64)  # where rows of so many bytes begin
@@ -175,12 +178,12 @@ class Pipeline:
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
         """Submit a copy of a few blocks without staging, by the copy engine alone, to which a block
         is a rectangle of planes; the event of its end. That is a kernel and two waits less, but for
-        many blocks slower than units. None where it cannot be: the planes are no rectangle, sums
+        many blocks slower than units. None where it cannot be: the planes are no rectangles, sums
         are taken, or units are under way, which it might overtake."""
         return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
 
     def _may_go_straight(self) -> bool:
-        if self._pitch is None or self.sums is not None:
+        if not self._rectangles or self.sums is not None:
             return False
         return self._last_end is None or self._last_end.is_done
 
@@ -190,29 +193,29 @@ class Pipeline:
         and the wait for it, 0.15 ms."""
         return (
             unit.num_bytes == self._block_bytes
-            and unit.num_blocks <= _STRAIGHT_BLOCKS
-            and self._planes.layout.planes[0].block_bytes >= self._straight_row
+            and unit.num_blocks * len(self._rectangles) <= _STRAIGHT_CALLS
+            and self._has_wide_rows
             and self._may_go_straight()
         )
 
     def _move_straight(self, copy: BlockCopy, count: int) -> CudaEvent:
         """Submit the first `count` blocks of the copy as rectangles; the event of their end."""
-        assert self._pitch is not None, "asked before"
-        first, width = self._planes.memory[0], self._planes.layout.planes[0].block_bytes
         for event in copy.after:
             self._copies.wait(event, 0.0)
         slots, blocks = copy.slot_ids[:count].tolist(), copy.block_ids[:count].tolist()
+        is_load = self._direction is Direction.LOAD
         for slot, block in zip(slots, blocks, strict=True):
-            host = (self._host.address + slot * self._block_bytes, width)
-            device = (first.address + block * first.stride, self._pitch)
-            is_load = self._direction is Direction.LOAD
-            copy_rectangle(
-                target=device if is_load else host,
-                source=host if is_load else device,
-                row_bytes=width,
-                rows=len(self._planes.memory),
-                stream=self._copies,
-            )
+            slot_address = self._host.address + slot * self._block_bytes
+            for one in self._rectangles:
+                host = (slot_address + one.block_byte, one.slot_pitch)
+                device = (one.memory.address + block * one.memory.stride, one.pitch)
+                copy_rectangle(
+                    target=device if is_load else host,
+                    source=host if is_load else device,
+                    row_bytes=one.row_bytes,
+                    rows=one.rows,
+                    stream=self._copies,
+                )
         return self._copies.record_bound()
 
     def let_end(self) -> None:

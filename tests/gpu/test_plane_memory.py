@@ -1,0 +1,95 @@
+"""Which planes are rectangles to a copy engine: of one size, equally far apart on both sides."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierkv.cache.layout import Layout, Plane, attention_layout, layered
+from tierkv.gpu.plane_memory import PlaneMemory, Rectangle, rectangles_of
+
+
+def keys(*sizes: int) -> Layout:
+    return Layout(1, tuple(Plane(n, "key", "uint8", size) for n, size in enumerate(sizes)))
+
+
+def of_keys(*places: tuple[int, int], sizes: tuple[int, ...] = (64, 64, 64)) -> list[Rectangle]:
+    return list(rectangles_of(keys(*sizes), [PlaneMemory(*place) for place in places]))
+
+
+def side_by_side(layout: Layout, num_blocks: int) -> list[PlaneMemory]:
+    """As tierkv's own planes lie."""
+    memory, at = [], 0x1000
+    for plane in layout.planes:
+        memory.append(PlaneMemory(at, plane.block_bytes))
+        at += num_blocks * plane.block_bytes
+    return memory
+
+
+def test_planes_of_one_size_equally_far_apart_are_one_rectangle() -> None:
+    memory = PlaneMemory(5000, 64)
+    apart = of_keys((5000, 64), (6000, 64), (7000, 64))
+    assert apart == [Rectangle(memory, 1000, 0, 64, row_bytes=64, rows=3)]
+    (within,) = of_keys((5000, 192), (5064, 192), (5128, 192))
+    assert within.pitch == 64, "planes may lie within each other"
+    (alone,) = of_keys((5000, 64), sizes=(64,))
+    assert (alone.pitch, alone.slot_pitch, alone.rows) == (64, 64, 1)
+
+
+def test_planes_that_lie_otherwise_are_none() -> None:
+    assert not of_keys((5000, 64), (6000, 64), (7001, 64))
+    assert not of_keys((7000, 64), (6000, 64), (5000, 64))
+    assert not of_keys((5000, 64), (5063, 64), (5126, 64))
+    assert not of_keys((0, 64), (1 << 31, 64), (2 << 31, 64)), "no copy engine goes so far"
+    five = tuple((1000 * n, 64 + n) for n in range(5))
+    assert not of_keys(*five, sizes=(64, 65, 66, 67, 68)), "five calls a block are too many"
+
+
+def test_planes_of_several_sizes_are_a_rectangle_each() -> None:
+    found = of_keys((5000, 64), (6000, 64), (7000, 65))
+    assert [(one.memory.address, one.rows) for one in found] == [(5000, 2), (7000, 1)], "strides"
+    found = of_keys((5000, 64), (6000, 64), (7000, 32), sizes=(64, 64, 32))
+    parts = [(one.block_byte, one.row_bytes, one.rows) for one in found]
+    assert parts == [(0, 64, 2), (128, 32, 1)]
+
+
+def test_keys_and_values_in_memory_of_their_own_are_a_rectangle_each() -> None:
+    layout = attention_layout(
+        num_layers=3, num_kv_heads=1, head_dim=8, dtype="bfloat16", item_bytes=2, block_size=4
+    )
+    size = layout.planes[0].block_bytes
+    memory = [
+        PlaneMemory((0x10000 if plane.role == "key" else 0x90000) + 4096 * plane.layer, size)
+        for plane in layout.planes
+    ]
+    found = rectangles_of(layout, memory)
+    assert [(one.memory.address, one.block_byte, one.slot_pitch, one.rows) for one in found] == [
+        (0x10000, 0, 2 * size, 3),
+        (0x90000, size, 2 * size, 3),
+    ]
+
+
+def test_rectangles_hold_every_byte_of_a_block_once() -> None:
+    """A block moved by them row by row is the block moved plane by plane."""
+    layouts = (
+        layered(4, [("key", "float8", 8), ("value", "float8", 8), ("scale", "float32", 2)], 5),
+        layered(4, [("latent", "bfloat16", 9)], 7),
+        keys(97, 1, 15, 17),
+        keys(32, 32, 32, 32),
+    )
+    for layout in layouts:
+        memory, block = side_by_side(layout, 6), 4
+        there = np.random.default_rng(3).integers(0, 256, 1 << 14, np.uint8)
+        slot = np.zeros(layout.block_bytes, np.uint8)
+        times = np.zeros(layout.block_bytes, np.uint8)
+        for one in rectangles_of(layout, memory):
+            for row in range(one.rows):
+                source = one.memory.address + block * one.memory.stride + row * one.pitch
+                target = one.block_byte + row * one.slot_pitch
+                slot[target : target + one.row_bytes] = there[source : source + one.row_bytes]
+                times[target : target + one.row_bytes] += 1
+        assert (times == 1).all()
+        planes = [
+            there[one.address + block * one.stride :][: plane.block_bytes]
+            for one, plane in zip(memory, layout.planes, strict=True)
+        ]
+        assert np.array_equal(slot, np.concatenate(planes))
