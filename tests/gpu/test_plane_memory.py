@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from tierkv.cache.layout import Layout, Plane, attention_layout, layered
@@ -16,12 +18,12 @@ def of_keys(*places: tuple[int, int], sizes: tuple[int, ...] = (64, 64, 64)) -> 
     return list(rectangles_of(keys(*sizes), [PlaneMemory(*place) for place in places]))
 
 
-def side_by_side(layout: Layout, num_blocks: int) -> list[PlaneMemory]:
-    """As tierkv's own planes lie."""
+def side_by_side(layout: Layout, num_blocks: int, *, gap: int = 0) -> list[PlaneMemory]:
+    """As tierkv's own planes lie, if there is no gap between a plane's blocks."""
     memory, at = [], 0x1000
     for plane in layout.planes:
-        memory.append(PlaneMemory(at, plane.block_bytes))
-        at += num_blocks * plane.block_bytes
+        memory.append(PlaneMemory(at, plane.block_bytes + gap))
+        at += num_blocks * (plane.block_bytes + gap)
     return memory
 
 
@@ -42,6 +44,14 @@ def test_planes_that_lie_otherwise_are_none() -> None:
     assert not of_keys((0, 64), (1 << 31, 64), (2 << 31, 64)), "no copy engine goes so far"
     five = tuple((1000 * n, 64 + n) for n in range(5))
     assert not of_keys(*five, sizes=(64, 65, 66, 67, 68)), "five calls a block are too many"
+
+
+def test_planes_that_lie_unequally_far_apart_in_a_slot_are_none() -> None:
+    """A last layer without values, say."""
+    planes = [Plane(0, "key", "u", 64), Plane(0, "value", "u", 32), Plane(1, "key", "u", 64)]
+    layout = Layout(1, (*planes, Plane(2, "key", "u", 64)))
+    places = [(5000, 64), (9000, 32), (6000, 64), (7000, 64)]
+    assert not rectangles_of(layout, [PlaneMemory(*place) for place in places])
 
 
 def test_planes_of_several_sizes_are_a_rectangle_each() -> None:
@@ -76,14 +86,14 @@ def test_rectangles_hold_every_byte_of_a_block_once() -> None:
         keys(97, 1, 15, 17),
         keys(32, 32, 32, 32),
     )
-    for layout in layouts:
-        memory, block = side_by_side(layout, 6), 4
+    for layout, gap in product(layouts, (0, 24)):
+        memory, block = side_by_side(layout, 6, gap=gap), 4
         there = np.random.default_rng(3).integers(0, 256, 1 << 14, np.uint8)
         slot = np.zeros(layout.block_bytes, np.uint8)
         times = np.zeros(layout.block_bytes, np.uint8)
         for one in rectangles_of(layout, memory):
             for row in range(one.rows):
-                source = one.memory.address + block * one.memory.stride + row * one.pitch
+                source = one.memory.of_block(block) + row * one.pitch
                 target = one.block_byte + row * one.slot_pitch
                 slot[target : target + one.row_bytes] = there[source : source + one.row_bytes]
                 times[target : target + one.row_bytes] += 1

@@ -208,7 +208,7 @@ class Pipeline:
             slot_address = self._host.address + slot * self._block_bytes
             for one in self._rectangles:
                 host = (slot_address + one.block_byte, one.slot_pitch)
-                device = (one.memory.address + block * one.memory.stride, one.pitch)
+                device = (one.memory.of_block(block), one.pitch)
                 copy_rectangle(
                     target=device if is_load else host,
                     source=host if is_load else device,

@@ -22,6 +22,10 @@ class PlaneMemory:
     address: int
     stride: int
 
+    def of_block(self, block: int) -> int:
+        """The address of the block's part."""
+        return self.address + block * self.stride
+
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
