@@ -52,7 +52,7 @@ from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileSettings
 from tierkv.storage.mooncake import MooncakeSettings
-from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
+from tierkv.storage.protocol import Buffer, GetItem, GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.threads import WorkerThreads
 
@@ -274,17 +274,23 @@ class Tierkv:
 
     async def _set(self, part: Sequence[int]) -> None:
         def encode() -> list[PutItem]:
-            return [
-                PutItem(
-                    f"v:{i}:a",
-                    CODEC.encode(self.slots[i], IDENTITY),
-                    keep_existing=not self.replaces,
-                )
-                for i in part
-            ]
+            return [self._value(i, CODEC.encode(self.slots[i], IDENTITY)) for i in part]
 
-        outcomes = await self.store.put(await self.checkers.run(encode))
+        headers = [CODEC.header_later(self.slots[i], IDENTITY) for i in part]
+        late = [
+            self._value(i, (header.content, self.slots[i]), header)
+            for i, header in zip(part, headers, strict=True)
+            if header is not None
+        ]
+        items = late if len(late) == len(part) else await self.checkers.run(encode)
+        outcomes = await self.store.put(items)
         assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}, outcomes
+
+    def _value(
+        self, index: int, parts: tuple[Buffer, ...], complete: Callable[[], None] | None = None
+    ) -> PutItem:
+        is_kept = not self.replaces
+        return PutItem(f"v:{index}:a", parts, keep_existing=is_kept, complete=complete)
 
     async def _spread(self, job: Job, one: Callable[[Sequence[int]], Awaitable[None]]) -> float:
         size = max(1, PART_BYTES // job.num_bytes)

@@ -195,6 +195,29 @@ async def test_parts_are_written_and_read_in_order_wherever_the_cuts_are(store: 
     assert b"".join(buffers) == content
 
 
+async def test_a_value_is_made_complete_before_it_is_written(store: Store) -> None:
+    """By every store, however many copies of it there will be."""
+
+    def incomplete(name: str, num_bytes: int, **how: bool) -> tuple[PutItem, bytes]:
+        header, payload = bytearray(16), content_of(name, num_bytes)
+
+        def complete() -> None:
+            header[:] = content_of(f"head of {name}", 16)
+
+        item = PutItem(f"t:f:{name}:0", (header, payload), complete=complete, **how)
+        return item, content_of(f"head of {name}", 16) + payload
+
+    whats = [incomplete(f"{at}-{size}", size) for at in range(4) for size in (0, 4113, 300_000)]
+    whats += [
+        incomplete("new", 900, only_new=True),
+        incomplete("replaced", 900, keep_existing=False),
+    ]
+    put = await store.put([item for item, _ in whats])
+    assert {outcome.status for outcome in put} == {PutStatus.STORED}
+    for item, content in whats:
+        assert await get_one(store, item.name, len(content)) == (GetStatus.HIT, content)
+
+
 async def test_of_many_names_it_is_told_for_each_whether_it_has_a_value(store: Store) -> None:
     names = [f"t:f:{index:04}:0" for index in range(1_100)]
     there = {names[at] for at in (0, 1, 7, 500, 1_023, 1_024, 1_099)}

@@ -145,3 +145,24 @@ def test_the_documents_test_vector_is_what_is_written() -> None:
         num_tokens=3,
     )
     assert value == header + payload
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, (256 << 10) - 1, (8 << 20) + 1])
+def test_headers_of_short_and_of_very_long_values_are_made_at_once(num_bytes: int) -> None:
+    """There is nothing to gain, or the loop would stand still for too long."""
+    assert PlainCodec().header_later(bytes(num_bytes), ValueIdentity(LAYOUT, KEY, 16)) is None
+
+
+@pytest.mark.parametrize("num_bytes", [256 << 10, (256 << 10) + 13, 8 << 20])
+def test_a_header_that_is_made_later_is_the_same_and_made_once(num_bytes: int) -> None:
+    payload, identity = bytearray(num_bytes), ValueIdentity(LAYOUT, KEY, 16)
+    later = PlainCodec().header_later(payload, identity)
+    assert later is not None
+    assert not any(later.content)
+    payload[-1] = 7
+    later()
+    assert later.content == PlainCodec().encode(payload, identity)[0]
+    payload[-1] = 8  # it is somebody else's when the value has been sent
+    later()
+    payload[-1] = 7
+    assert later.content == PlainCodec().encode(payload, identity)[0]

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from tests.latch import CopyLatch
+from tests.latch import CopyLatch, until
 from tests.layouts import LAYOUTS
 from tests.storage.values import put_one
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
-from tierkv.cache.layout import Layout
+from tierkv.cache.layout import Layout, layered
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.codec import HEADER_BYTES
+from tierkv.storage.codec import HEADER_BYTES, Codec
+from tierkv.storage.codec_keyed import SignedCodec
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetStatus, PutStatus
+from tierkv.storage.protocol import GetStatus, PutItem, PutOutcome, PutStatus
 from tierkv.transfer.storage_io import StorageIO
 
 NUM_SLOTS = 12
@@ -44,15 +46,21 @@ class Ground:
 
 @asynccontextmanager
 async def ground(
-    layout: Layout = LAYOUTS["fp8"], num_tokens: int = 11, capacity_bytes: int | None = None
+    layout: Layout = LAYOUTS["fp8"],
+    num_tokens: int = 11,
+    capacity_bytes: int | None = None,
+    *,
+    num_slots: int = NUM_SLOTS,
+    codec: Codec | None = None,
 ) -> AsyncIterator[Ground]:
     """A host whose slots 0, 1, 2... hold random blocks of a prompt of `num_tokens`."""
     who = Fingerprint("model", layout)
     store = FaultyStore(MemoryStore(MemorySettings(capacity_bytes), SystemClock()))
-    host = CpuDevice(CopyLatch()).allocate_host(layout, NUM_SLOTS)
+    host = CpuDevice(CopyLatch()).allocate_host(layout, num_slots)
     host.array[:] = np.random.default_rng(3).integers(1, 256, host.array.shape, np.uint8)
     names = Names("tierkv", who.short)
-    io = StorageIO(store, names, layout, host, deadline_s=20.0, block_ttl_s=None)
+    codecs = None if codec is None else lambda _: codec
+    io = StorageIO(store, names, layout, host, deadline_s=20.0, block_ttl_s=None, codecs=codecs)
     prompt = Prompt.of(range(num_tokens), layout.block_size)
     async with store.running(), io.running():
         yield Ground(io, store, host, names, layout, stored_keys(who.root(), prompt))
@@ -80,6 +88,69 @@ async def test_blocks_and_tails_come_back_byte_for_byte(name: str, num_tokens: i
             here.layout.paste_tail(payload, expected, key.num_tokens)
             assert np.array_equal(here.host.array[target], expected)
         assert here.io.stats.fetched_blocks == here.io.stats.flushed_blocks == n
+
+
+# Blocks between 256 KiB and 8 MiB, whose checksums are made by who sends them.
+LONG = layered(16, [("key", "bfloat16", 8192), ("value", "bfloat16", 8192)], num_layers=2)
+
+
+async def test_a_long_block_has_no_checksum_before_it_is_sent_and_the_right_one_then() -> None:
+    async with ground(LONG, 16 * 3 + 5) as here:
+        held = asyncio.Event()
+        put = here.store.put
+
+        async def put_later(items: Sequence[PutItem]) -> list[PutOutcome]:
+            given.extend(items)
+            await held.wait()
+            return await put(items)
+
+        given: list[PutItem] = []
+        here.store.put = put_later  # type: ignore[method-assign]
+        flushing = asyncio.create_task(here.io.flush(here.keys[:3], ids(0, 1, 2)))
+        await until(lambda: len(given) == 3)
+        assert all(not any(item.given[0]) for item in given)
+        held.set()
+        assert {outcome.status for outcome in await flushing} == {PutStatus.STORED}
+        assert all(any(item.given[0]) for item in given)
+        before = here.host.array[:3].copy()
+        got = await here.io.fetch(here.keys[:3], ids(9, 10, 11))
+        assert {outcome.status for outcome in got} == {GetStatus.HIT}
+        assert np.array_equal(here.host.array[9:12], before)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 65])
+async def test_long_blocks_and_tails_come_back_byte_for_byte_and_damage_is_found(
+    num_blocks: int,
+) -> None:
+    async with ground(LONG, 16 * num_blocks + 5, num_slots=2 * num_blocks + 2) as here:
+        n = len(here.keys)
+        put = await here.io.flush(here.keys, ids(*range(n)))
+        assert {outcome.status for outcome in put} == {PutStatus.STORED}
+        back = ids(*range(n, 2 * n))
+        got = await here.io.fetch(here.keys, back)
+        assert {outcome.status for outcome in got} == {GetStatus.HIT}
+        assert np.array_equal(here.host.array[n : n + num_blocks], here.host.array[:num_blocks])
+        here.store.flip_next_get(8 * (HEADER_BYTES + 100_000))
+        [first, *_] = await here.io.fetch(here.keys[:1], back[:1])
+        assert first.status is GetStatus.DAMAGED
+
+
+async def test_values_that_are_signed_are_signed_before_the_store_has_them() -> None:
+    """Their signature takes too long for who sends them."""
+    async with ground(LONG, 16, codec=SignedCodec(bytes(32))) as here:
+        given: list[PutItem] = []
+        put = here.store.put
+
+        async def put_noted(items: Sequence[PutItem]) -> list[PutOutcome]:
+            given.extend(items)
+            assert all(item.complete is None for item in items)
+            return await put(items)
+
+        here.store.put = put_noted  # type: ignore[method-assign]
+        await here.io.flush(here.keys, ids(0))
+        assert given
+        [got] = await here.io.fetch(here.keys, ids(5))
+        assert got.status is GetStatus.HIT
 
 
 async def test_a_tail_is_stored_cut_to_its_tokens_under_its_own_name() -> None:

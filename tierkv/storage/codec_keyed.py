@@ -142,6 +142,9 @@ class _KeyedCodec(ABC):
     flags: ClassVar[int]
     header_bytes: int
 
+    def header_later(self, payload: Buffer, identity: ValueIdentity) -> None:  # noqa: B027
+        """None: it takes too long for the loop."""
+
     def digest(self, header: Buffer) -> None:  # noqa: ARG002 - the protocol's
         """None: 256 KiB would take BLAKE3 90 us of the loop, and the cipher takes whole values."""
         return

@@ -163,7 +163,7 @@ class FaultyStore(StoreAround):
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         return await self._inner.put(
             [
-                replace(item, parts=(b"".join(item.parts)[: self._cuts.pop(0)],))
+                replace(item, parts=(b"".join(item.parts)[: self._cuts.pop(0)],), complete=None)
                 if self._cuts
                 else item
                 for item in items

@@ -116,7 +116,7 @@ class MooncakeStore:
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if self._values is None:
             return [PutOutcome(PutStatus.FAILED, f"{self.url} is closed")] * len(items)
-        batches = _cut(items, [len(item.parts) for item in items], self._settings.max_pieces)
+        batches = _cut(items, [len(item.given) for item in items], self._settings.max_pieces)
         parts = await self._writers.run_each(self._values.put, [*batches])
         return [outcome for part in parts for outcome in part]
 

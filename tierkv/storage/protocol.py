@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -133,7 +133,21 @@ class GetOutcome:
     digest: Digest | None = None
 
 
-@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Of a PutItem: complete for whoever asks. `given` are the same, complete or not."""
+
+    def __get__(self, item: PutItem | None, _: object = None) -> tuple[Buffer, ...]:
+        if item is None:
+            raise AttributeError("it has no default")
+        if item.complete is not None:
+            item.complete()
+        return item.given
+
+    def __set__(self, item: PutItem, parts: tuple[Buffer, ...]) -> None:
+        object.__setattr__(item, "given", parts)
+
+
+@dataclass(frozen=True)  # no slots: dataclasses keep no descriptor beside them
 class PutItem:
     """A value given as consecutive `parts`, kept for `ttl_s` seconds (None: as long as it may).
 
@@ -141,27 +155,32 @@ class PutItem:
         False replaces it atomically (tickets).
     only_new: of values that differ, the first one stays, and who comes later is told EXISTED.
     worth: of writes that wait for a store too slow for them, the one worth least is dropped first.
+    complete: makes the parts complete, by their checksum say. Called before anybody has them, maybe
+        again, and by several threads. Who sends them right after that has the bytes in its
+        processor's cache.
     A value of no bytes at all is a value. Raises BadRequestError if the name is bad, or ttl_s is
     not above 0 and at most ten years.
     """
 
     name: str
-    parts: tuple[Buffer, ...]
+    parts: _Parts = _Parts()
     ttl_s: float | None = None
     keep_existing: bool = True
     worth: float = 0.0
     only_new: bool = False
+    complete: Callable[[], None] | None = None
+    given: tuple[Buffer, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        for part in self.parts:
+        for part in self.given:
             assert memoryview(part).c_contiguous, "a value is made of plain memory"
         if self.ttl_s is not None:
             check_ttl(self.ttl_s)
 
     @property
     def num_bytes(self) -> int:
-        return sum(memoryview(part).nbytes for part in self.parts)
+        return sum(memoryview(part).nbytes for part in self.given)
 
     @property
     def leaves_existing(self) -> bool:

@@ -190,6 +190,8 @@ class BulkLanes:
         while wire.has_room and (request := self._take()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
         wire.send()
+        if self._waiting and not self._waiting[0].outcome.done():
+            self._waiting[0].make_ready()  # while the server has something to do
         self._wake_one()
 
     def _take(self) -> Request | None:

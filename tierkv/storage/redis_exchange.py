@@ -4,7 +4,7 @@ of it in one turn of the loop."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierkv.storage.protocol import Digest
@@ -56,12 +56,19 @@ class Request:
     num_retries: int = 0
     is_login: bool = False
     is_once: bool = False
+    complete: Callable[[], None] | None = None
 
     @property
     def bulk_bytes(self) -> int:
         """Of a value that it moves. How long the answer to a question may be tells nothing."""
         is_question = self.into is None and len(self.pieces) == 1
         return 0 if is_question else self.num_bytes
+
+    def make_ready(self) -> None:
+        """What is sent is complete now, see PutItem."""
+        if self.complete is not None:
+            self.complete()
+            self.complete = None
 
     def settle(self, outcome: Outcome) -> None:
         if not self.outcome.done():
@@ -90,11 +97,13 @@ class Traffic:
 
     max_on_one: of which so many may be on a connection when one more request is begun there.
     least_on_one: requests that may be there however long they are.
+    num_connections: open ones.
     """
 
     def __init__(self, max_on_one: int, least_on_one: int) -> None:
         self.max_on_one = max_on_one
         self.least_on_one = least_on_one
+        self.num_connections = 0
         self._num_bytes = 0
 
     @property

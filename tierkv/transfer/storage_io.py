@@ -263,7 +263,9 @@ class StorageIO:
             dropped. None: somebody waits for them.
         """
         values = [_WAITED_FOR] * len(keys) if worth is None else worth
-        items = await self._checkers.run(lambda: self._values.encode(keys, slot_ids, values))
+        items = self._values.encode_later(keys, slot_ids, values)
+        if items is None:
+            items = await self._checkers.run(lambda: self._values.encode(keys, slot_ids, values))
         outcomes = await self.store.put(items)
         if self._toucher is not None:
             answered = zip(items, outcomes, strict=True)

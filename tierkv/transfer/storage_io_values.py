@@ -115,22 +115,49 @@ class Values:
                     part.layout.paste_tail(payload, part.host.array[slot], key.num_tokens)
         return blocks
 
+    def encode_later(
+        self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
+    ) -> list[PutItem] | None:
+        """What `encode` returns, without a look at their bytes; None if it takes one."""
+        items = []
+        for key, slot, value in zip(keys[:_MAX_AT_ONCE], slot_ids, worth, strict=False):
+            for part in self._slices.parts:
+                item = self._later(key, part, int(slot), value)
+                if item is None:
+                    return None
+                items.append(item)
+        return items if len(keys) <= _MAX_AT_ONCE else None
+
     def encode(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem]:
         """The values of each block, rank after rank. Blocks the thread."""
         return [
-            self._item(key, part, int(slot), value)
+            self._later(key, part, int(slot), value) or self._item(key, part, int(slot), value)
             for key, slot, value in zip(keys, slot_ids, worth, strict=True)
             for part in self._slices.parts
         ]
+
+    def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
+        """The value of a block whose header is made by who sends it."""
+        payload = part.host.array[slot].data
+        header = None
+        if not key.is_tail:
+            identity = self._slices.identity(key, part.shard)
+            header = self._codec(key).header_later(payload, identity)
+        if header is None:
+            return None
+        name, given = self._name(key, part), (header.content, payload)
+        return PutItem(name, given, ttl_s=self._ttl_s, worth=worth, complete=header)
 
     def _item(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem:
         payload = part.layout.cut_tail(part.host.array[slot], key.num_tokens)
         identity = self._slices.identity(key, part.shard)
         value = self._codec(key).encode(np.ascontiguousarray(payload).data, identity)
-        name = self._slices.names_of(key, part.shard.size)[part.shard.rank]
-        return PutItem(name, value, ttl_s=self._ttl_s, worth=worth)
+        return PutItem(self._name(key, part), value, ttl_s=self._ttl_s, worth=worth)
+
+    def _name(self, key: StoredKey, part: Slice) -> str:
+        return self._slices.names_of(key, part.shard.size)[part.shard.rank]
 
 
 def _worst_get(outcomes: Sequence[GetOutcome]) -> GetOutcome:

@@ -1,0 +1,213 @@
+"""Long values on their way to a Redis server: one on each of several connections, three on one that
+is the only one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tests.latch import finish, turns, until
+from tests.storage.test_redis_traffic import slow_server
+from tests.storage.values import content_of
+from tierkv.storage.protocol import PutItem, PutStatus
+from tierkv.storage.redis_bulk import WRITE_BYTES
+from tierkv.storage.redis_exchange import Failure, Pace, Request, Traffic, Turn, WireStats
+from tierkv.storage.redis_requests import put_request
+from tierkv.storage.redis_socket import PlainPipe
+from tierkv.storage.redis_wire import Wire
+
+LONG = 512 << 10
+NAMES = [f"t:f:{index:02}:0" for index in range(5)]
+
+
+def puts(names: Sequence[str] = NAMES) -> list[PutItem]:
+    return [PutItem(name, (content_of(name, LONG),)) for name in names]
+
+
+async def test_a_long_value_is_sent_when_the_one_before_it_on_its_connection_is_answered() -> None:
+    """Else it lies in the server's buffer beside the one before, which then has to be copied."""
+    async with slow_server(connections=2) as (slow, store), asyncio.TaskGroup() as group:
+        slow.is_empty = True
+        while store.stats.connections < 3:
+            await store.put([PutItem(name, (b"short",)) for name in NAMES])
+        slow.is_empty = False
+        putting = group.create_task(store.put(puts()))
+        for count in (2, 2, 2, 2, 1):
+            await slow.next_of(count)
+            assert len({writer for _, writer in slow.heard}) == count
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+
+
+async def test_three_long_values_are_on_their_way_over_the_only_connection() -> None:
+    """With one the server has nothing to do from its answer until the next one comes."""
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        putting = group.create_task(store.put(puts()))
+        for name, count in zip(NAMES, (3, 3, 3, 2, 1), strict=True):
+            verb, key, value, _ = await slow.next_of(count)
+            assert (verb, key, value) == (b"SET", name.encode(), content_of(name, LONG))
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+
+
+async def test_a_value_is_made_complete_when_it_is_sent_and_the_next_one_meanwhile() -> None:
+    """So its bytes are in the processor's cache when the kernel copies them, and to make the next
+    one's checksum takes no time in which the server could work."""
+    names = [f"t:f:{index:02}:0" for index in range(8)]
+    completed: list[str] = []
+    items = []
+    for name in names:
+        header = bytearray(16)
+
+        def complete(name: str = name, header: bytearray = header) -> None:
+            header[:] = content_of(f"{name} head", 16)
+            completed.append(name)
+
+        items.append(PutItem(name, (header, content_of(name, LONG)), complete=complete))
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        putting = group.create_task(store.put(items))
+        for index, name in enumerate(names):
+            on_their_way = min(3, len(names) - index)
+            _, key, value, _ = await slow.next_of(on_their_way)
+            expected = content_of(f"{name} head", 16) + content_of(name, LONG)
+            assert (key, value) == (name.encode(), expected)
+            ahead = 1 if index else 0  # none before the first answer
+            assert len(completed) == min(index + on_their_way + ahead, len(names))
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+    assert completed == names, "once each, in order"
+
+
+async def test_all_that_the_only_connection_carried_is_sent_again_when_it_is_lost() -> None:
+    async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        putting = group.create_task(store.put(puts()))
+        await slow.next_of(3)
+        for _, writer in slow.heard:
+            writer.transport.abort()
+        await until(lambda: len(slow.heard) == 6)
+        del slow.heard[:3]
+        slow.begun -= 3
+        for name, count in zip(NAMES, (3, 3, 3, 2, 1), strict=True):
+            _, key, value, _ = await slow.next_of(count)
+            assert (key, value) == (name.encode(), content_of(name, LONG))
+            slow.answer(b"+OK\r\n")
+        assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
+
+
+async def test_a_cancel_is_raised_when_none_of_three_values_is_on_its_way_any_more() -> None:
+    """Their buffers are the caller's then."""
+    async with slow_server(connections=1) as (slow, store):
+        putting = asyncio.create_task(store.put(puts()))
+        for count in (3, 2, 1):
+            await slow.next_of(count)
+            putting.cancel()
+            await turns(5)
+            assert not putting.done()
+            slow.answer(b"+OK\r\n")
+        await finish(asyncio.wait([putting]))
+        assert putting.cancelled()
+        assert not slow.heard, "what had not been sent is not begun"
+
+
+@dataclass
+class NoOwner:
+    taken_back: list[Request] = field(default_factory=list)
+
+    def fill(self, wire: Wire) -> None: ...
+
+    def take_back(self, requests: Sequence[Request], failure: Failure) -> None:
+        self.taken_back += requests
+
+
+@asynccontextmanager
+async def wires(*, count: int) -> AsyncIterator[tuple[list[Wire], list[socket.socket]]]:
+    """Connections for writing to one server, which is the other ends."""
+    traffic, stats, turn = Traffic(WRITE_BYTES, 1), WireStats(), Turn()
+    ours, theirs = [], []
+    for _ in range(count):
+        one, other = socket.socketpair()
+        one.setblocking(False)
+        theirs.append(other)
+        pace, pipe = Pace(30.0, 200e6), PlainPipe(one)
+        ours.append(Wire(pipe, pace, stats, turn=turn, traffic=traffic, owner=NoOwner()))
+    try:
+        yield ours, theirs
+    finally:
+        for wire, other in zip(ours, theirs, strict=True):
+            wire.close(Failure("is closed"))
+            other.close()
+
+
+def submit(wire: Wire, count: int) -> None:
+    for item in puts(NAMES[:count]):
+        wire.submit(put_request(item), since=asyncio.get_running_loop().time())
+
+
+async def test_a_connection_that_another_one_joins_waits_for_its_own_answers() -> None:
+    """And does not ask again and again whether there is room."""
+    async with wires(count=2) as ([wire, other], [server, _]):
+        other.close(Failure("is closed"))
+        submit(wire, 2)
+        assert wire.has_room
+        submit(wire, 1)
+        assert not wire.has_room
+        waiting = asyncio.create_task(wire.until_room())
+        await turns(5)
+        assert not waiting.done()
+        server.send(b"+OK\r\n")
+        await finish(waiting)
+        assert wire.has_room
+    async with wires(count=2) as ([wire, other], [server, _]):
+        submit(wire, 2)
+        assert not wire.has_room, "the other one is there"
+        waiting = asyncio.create_task(wire.until_room())
+        await turns(5)
+        assert not waiting.done()
+        other.close(Failure("is closed"))  # the only one again, of which its own answer tells it
+        server.send(b"+OK\r\n")
+        await finish(waiting)
+
+
+async def test_who_waits_for_room_hears_that_the_connection_is_lost() -> None:
+    async with wires(count=1) as ([wire], _):
+        submit(wire, 3)
+        waiting = asyncio.create_task(wire.until_room())
+        await turns(5)
+        assert not waiting.done()
+        wire.close(Failure("is closed"))
+        await finish(waiting)
+        assert wire.is_lost
+
+
+async def test_a_room_that_a_new_connection_takes_is_not_told_of_again_and_again() -> None:
+    """What was room when somebody was told of it may be none when they look."""
+    traffic, turn = Traffic(WRITE_BYTES, 1), Turn()
+    ends = [socket.socketpair() for _ in range(2)]
+    made: list[Wire] = []
+
+    def wire_on(one: socket.socket) -> Wire:
+        one.setblocking(False)
+        pipe = PlainPipe(one)
+        pace = Pace(30.0, 200e6)
+        made.append(Wire(pipe, pace, WireStats(), turn=turn, traffic=traffic, owner=NoOwner()))
+        return made[-1]
+
+    try:
+        first = wire_on(ends[0][0])
+        submit(first, 1)
+        assert first.has_room
+        await finish(first.until_room())
+        wire_on(ends[1][0])
+        assert not first.has_room
+        waiting = asyncio.create_task(first.until_room())
+        await turns(5)
+        assert not waiting.done()
+        waiting.cancel()
+    finally:
+        for wire in made:
+            wire.close(Failure("is closed"))
+        for _, other in ends:
+            other.close()
