@@ -276,7 +276,8 @@ class Tierkv:
         def encode() -> list[PutItem]:
             return [self._value(i, CODEC.encode(self.slots[i], IDENTITY)) for i in part]
 
-        headers = [CODEC.header_later(self.slots[i], IDENTITY) for i in part]
+        is_late = self.store.capabilities.sends_from_loop
+        headers = [CODEC.header_later(self.slots[i], IDENTITY) if is_late else None for i in part]
         late = [
             self._value(i, (header.content, self.slots[i]), header)
             for i, header in zip(part, headers, strict=True)

@@ -68,6 +68,7 @@ async def test_a_value_is_made_complete_when_it_is_sent_and_the_next_one_meanwhi
 
         items.append(PutItem(name, (header, content_of(name, LONG)), complete=complete))
     async with slow_server(connections=1) as (slow, store), asyncio.TaskGroup() as group:
+        assert store.capabilities.sends_from_loop
         putting = group.create_task(store.put(items))
         for index, name in enumerate(names):
             on_their_way = min(3, len(names) - index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,20 +20,30 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.codec import HEADER_BYTES, Codec
+from tierkv.storage.codec import HEADER_BYTES, Codec, PlainCodec
 from tierkv.storage.codec_keyed import SignedCodec
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetStatus, PutItem, PutOutcome, PutStatus
+from tierkv.storage.protocol import Capabilities, GetStatus, PutItem, PutOutcome, PutStatus
 from tierkv.transfer.storage_io import StorageIO
 
 NUM_SLOTS = 12
 
 
+class Sending(FaultyStore):
+    """Says so, as Redis does."""
+
+    sends_from_loop = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, sends_from_loop=self.sends_from_loop)
+
+
 @dataclass
 class Ground:
     io: StorageIO
-    store: FaultyStore
+    store: Sending
     host: HostSlots
     names: Names
     layout: Layout
@@ -52,16 +62,18 @@ async def ground(
     *,
     num_slots: int = NUM_SLOTS,
     codec: Codec | None = None,
+    sends_from_loop: bool = False,
 ) -> AsyncIterator[Ground]:
     """A host whose slots 0, 1, 2... hold random blocks of a prompt of `num_tokens`."""
     who = Fingerprint("model", layout)
-    store = FaultyStore(MemoryStore(MemorySettings(capacity_bytes), SystemClock()))
+    store = Sending(MemoryStore(MemorySettings(capacity_bytes), SystemClock()))
     host = CpuDevice(CopyLatch()).allocate_host(layout, num_slots)
     host.array[:] = np.random.default_rng(3).integers(1, 256, host.array.shape, np.uint8)
     names = Names("tierkv", who.short)
     codecs = None if codec is None else lambda _: codec
     io = StorageIO(store, names, layout, host, deadline_s=20.0, block_ttl_s=None, codecs=codecs)
     prompt = Prompt.of(range(num_tokens), layout.block_size)
+    store.sends_from_loop = sends_from_loop
     async with store.running(), io.running():
         yield Ground(io, store, host, names, layout, stored_keys(who.root(), prompt))
 
@@ -95,7 +107,7 @@ LONG = layered(16, [("key", "bfloat16", 8192), ("value", "bfloat16", 8192)], num
 
 
 async def test_a_long_block_has_no_checksum_before_it_is_sent_and_the_right_one_then() -> None:
-    async with ground(LONG, 16 * 3 + 5) as here:
+    async with ground(LONG, 16 * 3 + 5, sends_from_loop=True) as here:
         held = asyncio.Event()
         put = here.store.put
 
@@ -118,11 +130,13 @@ async def test_a_long_block_has_no_checksum_before_it_is_sent_and_the_right_one_
         assert np.array_equal(here.host.array[9:12], before)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("num_blocks", [1, 3, 65])
 async def test_long_blocks_and_tails_come_back_byte_for_byte_and_damage_is_found(
-    num_blocks: int,
+    num_blocks: int, is_late: bool
 ) -> None:
-    async with ground(LONG, 16 * num_blocks + 5, num_slots=2 * num_blocks + 2) as here:
+    tokens, slots = 16 * num_blocks + 5, 2 * num_blocks + 2
+    async with ground(LONG, tokens, num_slots=slots, sends_from_loop=is_late) as here:
         n = len(here.keys)
         put = await here.io.flush(here.keys, ids(*range(n)))
         assert {outcome.status for outcome in put} == {PutStatus.STORED}
@@ -135,9 +149,14 @@ async def test_long_blocks_and_tails_come_back_byte_for_byte_and_damage_is_found
         assert first.status is GetStatus.DAMAGED
 
 
-async def test_values_that_are_signed_are_signed_before_the_store_has_them() -> None:
-    """Their signature takes too long for who sends them."""
-    async with ground(LONG, 16, codec=SignedCodec(bytes(32))) as here:
+@pytest.mark.parametrize(
+    ("codec", "sends_from_loop"), [(SignedCodec(bytes(32)), True), (PlainCodec(), False)]
+)
+async def test_values_are_complete_before_a_store_has_them_that_gains_nothing(
+    codec: Codec, sends_from_loop: bool
+) -> None:
+    """A signature takes too long for the loop, and threads that send have others beside them."""
+    async with ground(LONG, 16, codec=codec, sends_from_loop=sends_from_loop) as here:
         given: list[PutItem] = []
         put = here.store.put
 

@@ -224,12 +224,16 @@ class Capabilities:
     """is_shared: other processes see the same values. is_durable: values outlive the process.
     has_ttl: values go when their time is over; without, when the store wants their room.
     has_listing: `list` and `usage` work; without, they raise StoreUnavailableError.
+    sends_from_loop: so that it pays to complete values there (PutItem.complete), one by one. Where
+        threads send them, others complete the next ones meanwhile: with Mooncake and 16 cores put
+        came to 0.67 of its client's when the same threads did both.
     """
 
     is_shared: bool
     is_durable: bool
     has_ttl: bool = True
     has_listing: bool = True
+    sends_from_loop: bool = False
 
 
 class Store(Protocol):

@@ -95,7 +95,7 @@ class RedisStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(is_shared=True, is_durable=True)
+        return Capabilities(is_shared=True, is_durable=True, sends_from_loop=True)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -263,9 +263,12 @@ class StorageIO:
             dropped. None: somebody waits for them.
         """
         values = [_WAITED_FOR] * len(keys) if worth is None else worth
-        items = self._values.encode_later(keys, slot_ids, values)
+        is_late = self.store.capabilities.sends_from_loop
+        items = self._values.encode_later(keys, slot_ids, values) if is_late else None
         if items is None:
-            items = await self._checkers.run(lambda: self._values.encode(keys, slot_ids, values))
+            items = await self._checkers.run(
+                lambda: self._values.encode(keys, slot_ids, values, is_late=is_late)
+            )
         outcomes = await self.store.put(items)
         if self._toucher is not None:
             answered = zip(items, outcomes, strict=True)

@@ -118,7 +118,7 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """What `encode` returns, without a look at their bytes; None if it takes one."""
+        """What `encode` with `is_late` returns; None if that takes a look at their bytes."""
         items = []
         for key, slot, value in zip(keys[:_MAX_AT_ONCE], slot_ids, worth, strict=False):
             for part in self._slices.parts:
@@ -129,11 +129,13 @@ class Values:
         return items if len(keys) <= _MAX_AT_ONCE else None
 
     def encode(
-        self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
+        self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float], *, is_late: bool
     ) -> list[PutItem]:
-        """The values of each block, rank after rank. Blocks the thread."""
+        """The values of each block, rank after rank. Blocks the thread. is_late: with as little of
+        that as can be."""
         return [
-            self._later(key, part, int(slot), value) or self._item(key, part, int(slot), value)
+            (self._later(key, part, int(slot), value) if is_late else None)
+            or self._item(key, part, int(slot), value)
             for key, slot, value in zip(keys, slot_ids, worth, strict=True)
             for part in self._slices.parts
         ]
