@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,11 +21,24 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.codec import HEADER_BYTES, Codec, PlainCodec
+from tierkv.storage.codec import (
+    HEADER_BYTES,
+    Codec,
+    LateHeader,
+    PlainCodec,
+    ValueIdentity,
+)
 from tierkv.storage.codec_keyed import SignedCodec
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import Capabilities, GetStatus, PutItem, PutOutcome, PutStatus
+from tierkv.storage.protocol import (
+    Buffer,
+    Capabilities,
+    GetStatus,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+)
 from tierkv.transfer.storage_io import StorageIO
 
 NUM_SLOTS = 12
@@ -170,6 +184,33 @@ async def test_values_are_complete_before_a_store_has_them_that_gains_nothing(
         assert given
         [got] = await here.io.fetch(here.keys, ids(5))
         assert got.status is GetStatus.HIT
+
+
+class Noting:
+    """A plain codec that notes which thread prepares a value."""
+
+    header_bytes = HEADER_BYTES
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        plain = PlainCodec()
+        self.encode, self.decode, self.digest = plain.encode, plain.decode, plain.digest
+
+    def header_later(self, payload: Buffer, identity: ValueIdentity) -> LateHeader | None:
+        self.threads.add(threading.get_ident())
+        return PlainCodec().header_later(payload, identity)
+
+
+@pytest.mark.parametrize(("num_blocks", "is_on_loop"), [(64, True), (65, False)])
+async def test_the_loop_prepares_no_more_values_at_a_time_than_it_has_time_for(
+    num_blocks: int, is_on_loop: bool
+) -> None:
+    codec = Noting()
+    async with ground(
+        LONG, 16 * num_blocks, num_slots=num_blocks, codec=codec, sends_from_loop=True
+    ) as here:
+        await here.io.flush(here.keys, ids(*range(num_blocks)))
+        assert (codec.threads == {threading.get_ident()}) is is_on_loop
 
 
 async def test_a_tail_is_stored_cut_to_its_tokens_under_its_own_name() -> None:

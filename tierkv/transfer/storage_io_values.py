@@ -118,15 +118,18 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """What `encode` with `is_late` returns; None if that takes a look at their bytes."""
+        """What `encode` with `is_late` returns; None if that takes a look at their bytes, or they
+        are too many for the loop."""
+        if len(keys) > _MAX_AT_ONCE:
+            return None
         items = []
-        for key, slot, value in zip(keys[:_MAX_AT_ONCE], slot_ids, worth, strict=False):
+        for key, slot, value in zip(keys, slot_ids, worth, strict=True):
             for part in self._slices.parts:
                 item = self._later(key, part, int(slot), value)
                 if item is None:
                     return None
                 items.append(item)
-        return items if len(keys) <= _MAX_AT_ONCE else None
+        return items
 
     def encode(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float], *, is_late: bool
