@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -38,7 +39,15 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
 from tierkv.storage.mooncake_client import Client, Config
 from tierkv.storage.mooncake_memory import KnownMemory
-from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
+from tierkv.storage.protocol import (
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    Store,
+)
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 
@@ -170,6 +179,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
             return made[-1]
 
     monkeypatch.setattr(mooncake_values, "_load_package", lambda: Package)
+    # As over RDMA, where the client reads, too.
+    monkeypatch.setattr(mooncake_values, "open_engine", lambda _: None)
     return made
 
 
@@ -311,19 +322,44 @@ def test_opening_a_store_whose_master_is_frozen_ends_within_seconds() -> None:
         assert time.monotonic() - started < 20
 
 
-def test_what_a_frozen_provider_sends_later_lands_in_no_buffer_of_a_read_that_ended() -> None:
+def put(values: mooncake_values.MooncakeValues, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
+    """As the store does it."""
+    asked = [*zip(items, values.states([item.name for item in items]), strict=True)]
+    return [one for batch in values.batches_to_put(asked) for one in values.put(batch)]
+
+
+def get(values: mooncake_values.MooncakeValues, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
+    asked = [*zip(items, values.states([item.name for item in items]), strict=True)]
+    return [one for batch in values.batches_to_get(asked) for one in values.get(batch)]
+
+
+@pytest.mark.parametrize("reader", ["engine", "engine that has met it", "client"])
+def test_what_a_frozen_provider_sends_later_lands_in_no_buffer_of_a_read_that_ended(
+    reader: str,
+) -> None:
     """Its client alone gives up after 60 s and goes on receiving."""
     names = [f"t:f:{index:02}:0" for index in range(24)]  # more than there are connections
     with mooncake_server("64 MB") as server:
         address = "127.0.0.1", server.master_port
         values = mooncake_values.MooncakeValues(address, server.url, MooncakeSettings())
         items = [PutItem(name, (b"head", content_of(name, 512 << 10))) for name in names]
-        assert {one.status for one in values.put(items)} == {PutStatus.STORED}
+        assert {one.status for one in put(values, items)} == {PutStatus.STORED}
+        if reader == "client":
+            values._engine = None  # noqa: SLF001 - as over RDMA
+        elif reader == "engine that has met it":
+            assert {one.status for one in get(values, [landing(names[0], 4, 512 << 10)[0]])} == {
+                GetStatus.HIT
+            }
         server.provider.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, server.provider.pid, os.WSTOPPED | os.WNOWAIT)
         landings = [landing(name, 4, 512 << 10) for name in names]
-        gets = values.get([item for item, _ in landings])
-        assert GetStatus.HIT not in {one.status for one in gets}
+        started, worked = time.monotonic(), time.thread_time()
+        gets = get(values, [item for item, _ in landings])
+        took, worked = time.monotonic() - started, time.thread_time() - worked
+        assert {one.status for one in gets} == {GetStatus.FAILED}
+        assert 2 <= took < 20, "two halts, and what the machine needs"
+        if reader != "client":
+            assert worked < took / 4, "a thread that waits leaves its core to others"
         before = [[bytes(buffer) for buffer in buffers] for _, buffers in landings]
         server.provider.send_signal(signal.SIGCONT)
         # What is asked for now comes behind what was being sent. The master may have given the
@@ -331,9 +367,9 @@ def test_what_a_frozen_provider_sends_later_lands_in_no_buffer_of_a_read_that_en
         give_up_at = time.monotonic() + 60
         statuses = {GetStatus.MISS}
         while statuses != {GetStatus.HIT} and time.monotonic() < give_up_at:
-            values.put(items)
+            put(values, items)
             again = [landing(name, 4, 512 << 10)[0] for name in names]
-            statuses = {one.status for one in values.get(again)}
+            statuses = {one.status for one in get(values, again)}
         assert statuses == {GetStatus.HIT}
         assert [[bytes(buffer) for buffer in buffers] for _, buffers in landings] == before
         values.close()
@@ -359,10 +395,10 @@ def test_a_batch_waits_once_for_a_master_that_is_gone() -> None:
     client = Unanswered()
     values = values_of(client)
     names = [f"t:f:{index}:0" for index in range(8)]
-    gets = values.get([landing(name, 100)[0] for name in names])
+    gets = get(values, [landing(name, 100)[0] for name in names])
     assert {one.status for one in gets} == {GetStatus.FAILED}
     assert client.num_calls == 1
-    puts = values.put([PutItem(n, (b"x",), keep_existing=i > 3) for i, n in enumerate(names)])
+    puts = put(values, [PutItem(n, (b"x",), keep_existing=i > 3) for i, n in enumerate(names)])
     assert {one.status for one in puts} == {PutStatus.FAILED}
     assert client.num_calls == 2
 
@@ -386,7 +422,9 @@ def values_of(client: Replaced | Unanswered) -> mooncake_values.MooncakeValues:
     values._client = cast("Client", client)
     values._memory = KnownMemory(values._client, (), num_users=1)
     values._url = "mooncake://master:1"
-    values._max_pieces = MooncakeSettings().max_pieces
+    values._settings = MooncakeSettings()
+    values._max_pieces = values._settings.max_pieces
+    values._engine = None
     return values
 
 

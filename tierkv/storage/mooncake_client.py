@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
@@ -51,6 +52,8 @@ class Client(Protocol):
 
     def get_size(self, key: str) -> int: ...
 
+    def batch_get_replica_desc(self, keys: list[str]) -> Mapping[str, Sequence[Replica]]: ...
+
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...  # noqa: FBT001
 
 
@@ -66,3 +69,49 @@ class Package(Protocol):
 class SoftPin(Protocol):
     @property
     def ENABLE(self) -> object: ...  # noqa: N802
+
+
+class Replica(Protocol):
+    def is_memory_replica(self) -> bool: ...
+
+    def get_memory_descriptor(self) -> MemoryDescriptor: ...
+
+
+class MemoryDescriptor(Protocol):
+    @property
+    def buffer_descriptor(self) -> BufferDescriptor: ...
+
+
+class BufferDescriptor(Protocol):
+    @property
+    def transport_endpoint(self) -> str: ...
+
+    @property
+    def buffer_address(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class Engine(Protocol):
+    """`mooncake.engine.TransferEngine`."""
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int: ...
+
+    def batch_transfer_async_read(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+    ) -> int: ...
+
+    def send_probe(self, peer_server_name: str) -> int: ...
+
+    def transfer_check_status(self, batch_id: int) -> int: ...
+
+
+class EnginePackage(Protocol):
+    def TransferEngine(self) -> Engine: ...  # noqa: N802

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+import time
+from collections.abc import Mapping, Sequence
+from threading import Semaphore
+from typing import TypeAlias, TypeVar, cast
 
-from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.buffers import copy_into, flat
 from tierkv.storage.mooncake_client import Client, Config, Package
+from tierkv.storage.mooncake_engine import EngineReads, Place, open_engine, place_of
 from tierkv.storage.mooncake_memory import KnownMemory, pointer
+from tierkv.storage.mooncake_settings import MooncakeSettings, environment
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -24,69 +26,22 @@ from tierkv.storage.protocol import (
 )
 from tierkv.storage.unreachable import why_unreachable
 
-# Pieces of all calls together, and of them times the halt below in seconds. A call ends after 60 s,
-# whatever its pieces may still do. Of a provider that was frozen, with halts of 2 s, 16 pieces kept
-# it for 2 s, 64 for 11, 128 for 19; 192 for 60, and when the provider went on 47 of them landed in
-# buffers that the caller had back (16 connections, loopback, package 0.3.13, 2026-11-22).
-_MAX_PIECES = 128
-_MAX_PIECES_AND_HALTS = 256
-_LEAST_PIECES = 2  # of one call: a header and a payload
 _MOST_READS = 10  # of a small value that is being replaced
-# Without a byte, on a connection to a provider. A call ends after 60 s whatever may still come, and
-# what a frozen provider sent later went into buffers that were somebody else's by then.
-_LONGEST_HALT_S = 10.0
 _NO_SPACE = -200
 _NOT_FOUND = -704
 # Of the master, for which the client has waited: 4 s if there is none, its deadline if it hangs.
 _NO_ANSWER = frozenset({-900, -901})
+_ABSENT = frozenset({0, _NOT_FOUND})
+# Values in one call: 8 of 2 MiB came at 1.25 GB/s and went at 2.40, single ones at 0.73 and 0.90.
+_BATCH = 8
+_READ_AT_ONCE = 64  # by the engine, which has fewer on their way
+# After a question where a value is, its memory is not given to another one for the master's
+# `default_kv_lease_ttl`, 5 s if nobody has changed it.
+_LEASE_S = 1.0
 
-
-@dataclass(frozen=True, slots=True)
-class MooncakeSettings:
-    """local_host: the address that providers reach this node at.
-    num_threads: reads at a time, and as many writes. Each waits by looking again and again: on a
-        machine of two cores one thread was 1.2 times as fast as two. 1 to 32, to 6 with long
-        timeouts: see max_pieces.
-    local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
-    replicas: copies of each value. connect_timeout_s: for the master, to be reached and to answer,
-        and for a provider to move a byte (whole seconds, 10 at most); the package takes it from
-        the environment, once (MC_RPC_TIMEOUT_MS, 30 s without; MC_TCP_PROGRESS_TIMEOUT_SEC).
-    protocol: tcp or rdma; rdma_devices: for the latter, by commas.
-    """
-
-    local_host: str = "127.0.0.1"
-    num_threads: int = 2
-    local_buffer_bytes: int = 64 << 20
-    replicas: int = 1
-    connect_timeout_s: float = 2.0
-    protocol: str = "tcp"
-    rdma_devices: str = ""
-
-    def __post_init__(self) -> None:
-        if self.num_threads < 1:
-            raise ConfigError(f"a Mooncake store has at least one thread, not {self.num_threads}")
-        if not (math.isfinite(self.connect_timeout_s) and self.connect_timeout_s > 0):
-            raise ConfigError(f"connect_timeout_s must be above 0, not {self.connect_timeout_s}")
-        if self.replicas < 1:
-            raise ConfigError(f"a value has at least one replica, not {self.replicas}")
-        if self.protocol not in {"tcp", "rdma"}:
-            raise ConfigError(f"Mooncake's protocol is tcp or rdma, not {self.protocol!r}")
-        if self.max_pieces < _LEAST_PIECES:
-            raise ConfigError(
-                f"{self.num_threads} threads that each wait {self.halt_s} s for a frozen provider "
-                "outlast Mooncake's calls: set fewer num_threads, or a shorter connect_timeout_s"
-            )
-
-    @property
-    def halt_s(self) -> int:
-        """How long a provider may move no byte."""
-        return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
-
-    @property
-    def max_pieces(self) -> int:
-        """Of the values of one call: see _MAX_PIECES. Reads and writes have as many threads."""
-        in_flight = min(_MAX_PIECES, _MAX_PIECES_AND_HALTS // self.halt_s)
-        return in_flight // (2 * self.num_threads)
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+Asked: TypeAlias = Sequence[tuple[Item, int]]  # what the master has said of each one's name
 
 
 class MooncakeValues:
@@ -100,11 +55,12 @@ class MooncakeValues:
         pools: Sequence[memoryview] = (),
     ) -> None:
         """address: of the master. pools: where most values lie. Raises StoreUnavailableError."""
-        for variable, value in _environment(settings).items():
+        for variable, value in environment(settings).items():
             os.environ.setdefault(variable, value)
         self._url = url
         self._settings = settings
         self._max_pieces = settings.max_pieces
+        self._client_reads = Semaphore(settings.num_threads)  # which max_pieces counts on
         self._package = _load_package()
         try:  # their client goes on trying for minutes
             socket.create_connection(address, settings.connect_timeout_s).close()
@@ -123,6 +79,7 @@ class MooncakeValues:
         )
         if status:
             raise StoreUnavailableError(f"{url} cannot be reached ({status})")
+        self._engine = _open_reads(settings)
         self._memory = KnownMemory(self._client, pools, num_users=2 * settings.num_threads)
         try:
             self._memory.register()
@@ -131,6 +88,7 @@ class MooncakeValues:
             raise
 
     def close(self) -> None:
+        self._engine = None
         self._memory.unregister()
         self._client.close()
 
@@ -140,13 +98,15 @@ class MooncakeValues:
 
     def present(self, names: Sequence[str]) -> list[bool]:
         """Raises StoreUnavailableError."""
-        if not names:
-            return []
-        statuses = self._client.batch_is_exist(list(names))
+        statuses = self.states(names)
         for status in statuses:
             if status < 0 and status != _NOT_FOUND:
                 raise StoreUnavailableError(f"{self._url} does not answer ({status})")
         return [status == 1 for status in statuses]
+
+    def states(self, names: Sequence[str]) -> Sequence[int]:
+        """What the master says of each: 1 if it is there, 0 if not, or why it does not say."""
+        return self._client.batch_is_exist(list(names)) if names else []
 
     def delete(self, names: Sequence[str]) -> int:
         """How many there were. Raises StoreUnavailableError."""
@@ -159,7 +119,85 @@ class MooncakeValues:
                 raise StoreUnavailableError(f"{self._url} did not remove a value ({status})")
         return statuses.count(0)
 
-    def get(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
+    def batches_to_get(self, asked: Asked[GetItem]) -> list[Asked[GetItem]]:
+        """For one `get` each."""
+        if self._engine is not None:
+            return [asked[at : at + _READ_AT_ONCE] for at in range(0, len(asked), _READ_AT_ONCE)]
+        return self._batches(asked, [len(item.into) for item, _ in asked])
+
+    def batches_to_put(self, asked: Asked[PutItem]) -> list[Asked[PutItem]]:
+        """For one `put` each."""
+        return self._batches(asked, [len(item.given) for item, _ in asked])
+
+    def _batches(self, values: Sequence[Value], num_pieces: Sequence[int]) -> list[Sequence[Value]]:
+        """For one call of the client each; a value of more pieces than that may have goes as one
+        piece."""
+        batches: list[Sequence[Value]] = []
+        first = count = 0
+        for at, pieces in enumerate(num_pieces):
+            more = pieces if pieces <= self._max_pieces else 1
+            if at > first and (at - first == _BATCH or count + more > self._max_pieces):
+                batches.append(values[first:at])
+                first, count = at, 0
+            count += more
+        return [*batches, values[first:]] if values else []
+
+    def get(self, asked: Asked[GetItem]) -> Sequence[GetOutcome]:
+        """asked: each value, and what the master has said of its name."""
+        outcomes = {
+            at: GetOutcome(GetStatus.MISS)
+            if state in _ABSENT
+            else GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {state}")
+            for at, (item, state) in enumerate(asked)
+            if state != 1
+        }
+        started = time.monotonic()
+        if self._engine is not None:
+            wanted = {at: item for at, (item, _) in enumerate(asked) if at not in outcomes}
+            outcomes |= self._get_by_engine(self._engine, wanted)
+        left = [at for at in range(len(asked)) if at not in outcomes]
+        items = [asked[at][0] for at in left]
+        for batch in self._batches([*zip(left, items, strict=True)], [len(i.into) for i in items]):
+            if time.monotonic() - started < self._settings.halt_s:
+                with self._client_reads:
+                    got = self._get_by_client([item for _, item in batch])
+            else:
+                why = "its provider does not answer"
+                got = [GetOutcome(GetStatus.FAILED, f"{item.name}: {why}") for _, item in batch]
+            outcomes |= {at: outcome for (at, _), outcome in zip(batch, got, strict=True)}
+        return [outcomes[at] for at in range(len(asked))]
+
+    def _get_by_engine(
+        self, engine: EngineReads, wanted: Mapping[int, GetItem]
+    ) -> dict[int, GetOutcome]:
+        """What became of those that it could read, or of which is known why not."""
+        started = time.monotonic()
+        places = self._places([item.name for item in wanted.values()])
+        outcomes = {
+            at: _wrong_size(item, place.num_bytes)
+            for at, item in wanted.items()
+            if (place := places.get(item.name)) and place.num_bytes != item.num_bytes
+        }
+        readable = {
+            at: item for at, item in wanted.items() if item.name in places and at not in outcomes
+        }
+        got = engine.read([(places[item.name], item) for item in readable.values()])
+        if time.monotonic() - started > _LEASE_S:
+            # The master may have given the memory to another value.
+            now = self._places([item.name for item in readable.values()])
+            places = {name: place for name, place in places.items() if now.get(name) == place}
+        for (at, item), outcome in zip(readable.items(), got, strict=True):
+            if outcome is not None:
+                outcomes[at] = outcome if item.name in places else GetOutcome(GetStatus.MISS)
+        return outcomes
+
+    def _places(self, names: Sequence[str]) -> dict[str, Place]:
+        """Of those that are in the memory of a provider, which is theirs for the next seconds."""
+        found = self._client.batch_get_replica_desc(list(names)) if names else {}
+        places = {name: place_of(replicas) for name, replicas in found.items()}
+        return {name: place for name, place in places.items() if place is not None}
+
+    def _get_by_client(self, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
         wanted = [flat(item.into) for item in items]
         landings = [
             # One as large as they are, where they are too many.
@@ -192,9 +230,7 @@ class MooncakeValues:
             if num_bytes == _NOT_FOUND:
                 return GetOutcome(GetStatus.MISS)
             if num_bytes >= 0 and num_bytes != item.num_bytes:
-                return GetOutcome(
-                    GetStatus.DAMAGED, f"{item.name} has {num_bytes} bytes, not {item.num_bytes}"
-                )
+                return _wrong_size(item, num_bytes)
         return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {status}")
 
     def get_small(self, name: str, max_bytes: int) -> bytes | None:
@@ -218,17 +254,18 @@ class MooncakeValues:
             content, before = self._client.get(name), content
         raise StoreUnavailableError(f"{self._url} has another {name} each time it is asked")
 
-    def put(self, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
+    def put(self, asked: Asked[PutItem]) -> Sequence[PutOutcome]:
+        """asked: each value, and what the master has said of its name."""
+        items = [item for item, _ in asked]
         outcomes: list[PutOutcome | None] = [None] * len(items)
-        there = self._client.batch_is_exist([item.name for item in items])
         fresh: list[int] = []
-        for index, item in enumerate(items):
+        for index, (item, state) in enumerate(asked):
             if not item.num_bytes:
                 reason = f"{item.name}: Mooncake keeps no values of no bytes"
                 outcomes[index] = PutOutcome(PutStatus.FAILED, reason)
-            elif there[index] in _NO_ANSWER:
-                outcomes[index] = _put_outcome(item, there[index])
-            elif item.leaves_existing and there[index] == 1:
+            elif state in _NO_ANSWER:
+                outcomes[index] = _put_outcome(item, state)
+            elif item.leaves_existing and state == 1:
                 outcomes[index] = PutOutcome(PutStatus.EXISTED)
             elif item.only_new:
                 outcomes[index] = self._put_new(item)
@@ -275,24 +312,10 @@ class MooncakeValues:
         return config
 
 
-def _environment(settings: MooncakeSettings) -> dict[str, str]:
-    """What the package reads there when a client is made. What the user has set stays."""
-    limit_s = settings.connect_timeout_s
-    halt_s = str(settings.halt_s)
-    return {
-        "GLOG_minloglevel": "2",  # it logs each miss otherwise
-        "MC_RPC_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
-        "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
-        # Each waits for the master once more: 42 s for a frozen one, with the package's own 20.
-        "MC_STORE_CLIENT_SETUP_RETRIES": "2",
-        "MC_TCP_STATUS_TIMEOUT_SEC": halt_s,
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": halt_s,
-        # Connections to a provider, of which each has one piece on its way: a header keeps one from
-        # payloads for a round trip. Of the client with its own 4, put and get came at 0.78 and 0.80
-        # with 4, 0.80 and 0.90 with 8, 0.90 to 0.98 and 0.89 to 0.90 with 16, the most it takes
-        # (8 values of 2 MiB, loopback, 2 cores, package 0.3.13, 2026-11-22).
-        "MC_TCP_LANES_PER_PEER": "16",
-    }
+def _open_reads(settings: MooncakeSettings) -> EngineReads | None:
+    """None: over RDMA the client reads, into memory that it was told of."""
+    engine = open_engine(settings.local_host) if settings.protocol == "tcp" else None
+    return EngineReads(engine, halt_s=settings.halt_s) if engine is not None else None
 
 
 def _load_package() -> Package:
@@ -304,6 +327,10 @@ def _load_package() -> Package:
             f"Mooncake's package cannot be loaded ({error}): install tierkv[mooncake] and, on "
             "Debian, libibverbs1"
         ) from error
+
+
+def _wrong_size(item: GetItem, num_bytes: int) -> GetOutcome:
+    return GetOutcome(GetStatus.DAMAGED, f"{item.name} has {num_bytes} bytes, not {item.num_bytes}")
 
 
 def _put_outcome(item: PutItem, status: int) -> PutOutcome:

@@ -1,0 +1,94 @@
+"""How Mooncake is used, and what its package reads of that in the environment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tierkv.errors import ConfigError
+
+# Pieces of all calls together, and of them times the halt below in seconds. A call ends after 60 s,
+# whatever its pieces may still do. Of a provider that was frozen, with halts of 2 s, 16 pieces kept
+# it for 2 s, 64 for 11, 128 for 19; 192 for 60, and when the provider went on 47 of them landed in
+# buffers that the caller had back (16 connections, loopback, package 0.3.13, 2026-11-22).
+_MAX_PIECES = 128
+_MAX_PIECES_AND_HALTS = 256
+_LEAST_PIECES = 2  # of one call: a header and a payload
+# Without a byte, on a connection to a provider. A call ends after 60 s whatever may still come, and
+# what a frozen provider sent later went into buffers that were somebody else's by then.
+_LONGEST_HALT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    """local_host: the address that providers reach this node at.
+    num_threads: writes at a time, and over RDMA as many reads, over TCP twice as many. Each write
+        waits by looking again and again: on a machine of two cores one thread was 1.2 times as fast
+        as two. 1 to 32, to 6 with long timeouts: see max_pieces.
+    local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
+    replicas: copies of each value. connect_timeout_s: for the master, to be reached and to answer,
+        and for a provider to move a byte (whole seconds, 10 at most); the package takes it from
+        the environment, once (MC_RPC_TIMEOUT_MS, 30 s without; MC_TCP_PROGRESS_TIMEOUT_SEC).
+    protocol: tcp or rdma; rdma_devices: for the latter, by commas.
+    """
+
+    local_host: str = "127.0.0.1"
+    num_threads: int = 2
+    local_buffer_bytes: int = 64 << 20
+    replicas: int = 1
+    connect_timeout_s: float = 2.0
+    protocol: str = "tcp"
+    rdma_devices: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_threads < 1:
+            raise ConfigError(f"a Mooncake store has at least one thread, not {self.num_threads}")
+        if not (math.isfinite(self.connect_timeout_s) and self.connect_timeout_s > 0):
+            raise ConfigError(f"connect_timeout_s must be above 0, not {self.connect_timeout_s}")
+        if self.replicas < 1:
+            raise ConfigError(f"a value has at least one replica, not {self.replicas}")
+        if self.protocol not in {"tcp", "rdma"}:
+            raise ConfigError(f"Mooncake's protocol is tcp or rdma, not {self.protocol!r}")
+        if self.max_pieces < _LEAST_PIECES:
+            raise ConfigError(
+                f"{self.num_threads} threads that each wait {self.halt_s} s for a frozen provider "
+                "outlast Mooncake's calls: set fewer num_threads, or a shorter connect_timeout_s"
+            )
+
+    @property
+    def halt_s(self) -> int:
+        """How long a provider may move no byte."""
+        return math.ceil(min(self.connect_timeout_s, _LONGEST_HALT_S))
+
+    @property
+    def num_readers(self) -> int:
+        """Over TCP they wait without a core: with 2 instead of 1 values came 1.05 to 1.15 times as
+        fast, with 4 no faster (2 cores, 2026-11-23)."""
+        return self.num_threads * 2 if self.protocol == "tcp" else self.num_threads
+
+    @property
+    def max_pieces(self) -> int:
+        """Of the values of one call of the client: see _MAX_PIECES. It has `num_threads` at a time
+        that read, and as many that write."""
+        in_flight = min(_MAX_PIECES, _MAX_PIECES_AND_HALTS // self.halt_s)
+        return in_flight // (2 * self.num_threads)
+
+
+def environment(settings: MooncakeSettings) -> dict[str, str]:
+    """What the package reads there when a client is made. What the user has set stays."""
+    limit_s = settings.connect_timeout_s
+    halt_s = str(settings.halt_s)
+    return {
+        "GLOG_minloglevel": "2",  # it logs each miss otherwise
+        "MC_RPC_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(math.ceil(limit_s * 1000)),
+        # Each waits for the master once more: 42 s for a frozen one, with the package's own 20.
+        "MC_STORE_CLIENT_SETUP_RETRIES": "2",
+        "MC_TCP_STATUS_TIMEOUT_SEC": halt_s,
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": halt_s,
+        # Connections to a provider, of which each has one piece on its way: a header keeps one from
+        # payloads for a round trip. Of the client with its own 4, put and get came at 0.78 and 0.80
+        # with 4, 0.80 and 0.90 with 8, 0.90 to 0.98 and 0.89 to 0.90 with 16, the most it takes
+        # (8 values of 2 MiB, loopback, 2 cores, package 0.3.13, 2026-11-22).
+        "MC_TCP_LANES_PER_PEER": "16",
+    }
