@@ -51,7 +51,6 @@ from tierkv.clock import SystemClock
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileSettings
-from tierkv.storage.mooncake import MooncakeSettings
 from tierkv.storage.protocol import Buffer, GetItem, GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.threads import WorkerThreads
@@ -590,14 +589,15 @@ async def touch_all_memory(ours: Tierkv, job: Job) -> None:
 
 
 async def measure_mooncake(scale: Scale) -> list[Row]:
-    """One thread on either side, as both wait by looking again and again: with two of them, what
-    carries the bytes of its client and of the provider has none of two cores to itself. Many short
-    rounds in turns; of them the middle half counts, and each round's ratio for itself."""
+    """tierkv as it is set by default; its client in one thread, as it waits by looking again and
+    again: with two of them, what carries the bytes has none of two cores to itself. Many short
+    rounds in turns; of them the middle half counts, and each round's ratio for itself. 64 values, a
+    prompt of some thousand tokens."""
     rates: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
-    job = Job(2 << 20, 32, 1)
+    job = Job(2 << 20, 64, 1)
     slots = slots_for(job)
-    settings = StoreSettings(mooncake=MooncakeSettings(num_threads=1))
+    settings = StoreSettings()
     with mooncake_server("512 MB") as server:
         # Made before the store, which gives the package settings of its own by the environment.
         direct = await asyncio.to_thread(DirectMooncake, server.master_port, job, slots)

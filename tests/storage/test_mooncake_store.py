@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import signal
 import sys
@@ -37,7 +38,7 @@ from tierkv.storage import mooncake_values
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
-from tierkv.storage.mooncake_client import Client, Config
+from tierkv.storage.mooncake_client import Client
 from tierkv.storage.mooncake_memory import KnownMemory
 from tierkv.storage.protocol import (
     GetItem,
@@ -143,11 +144,15 @@ class Watched:
         self._note(pointers, sizes)
         return self._client.batch_get_into_multi_buffers(keys, pointers, sizes)
 
-    def batch_put_from_multi_buffers(
-        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]], config: Config
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        keys: list[str],
+        pointers: list[list[int]],
+        sizes: list[list[int]],
+        offsets: list[list[int]],
     ) -> list[int]:
         self._note(pointers, sizes)
-        return self._client.batch_put_from_multi_buffers(keys, pointers, sizes, config)
+        return self._client.batch_put_from_multi_buffer_ranges(keys, pointers, sizes, offsets)
 
     def _note(self, pointers: list[list[int]], sizes: list[list[int]]) -> None:
         self.num_pieces.append(sum(map(len, pointers)))
@@ -277,11 +282,14 @@ async def test_a_call_has_no_more_pieces_than_a_frozen_provider_may_hold_it_for(
         assert {one.status for one in gets} == {GetStatus.HIT}
         assert into == values
     [client] = watched
-    assert max(client.num_pieces) <= settings.max_pieces
-    per_value = count if count <= settings.max_pieces else 1
-    assert sum(client.num_pieces) == 2 * len(names) * per_value
+    put, got = (count if count <= most else 1 for most in (8, settings.max_pieces))
+    num_puts = math.ceil(len(names) / min(4, 8 // put))
+    assert max(client.num_pieces[:num_puts]) <= 8, "a frozen provider is waited for at each"
+    assert max(client.num_pieces[num_puts:]) <= settings.max_pieces
+    assert sum(client.num_pieces[:num_puts]) == len(names) * put
+    assert sum(client.num_pieces[num_puts:]) == len(names) * got
     if count == 2:
-        assert len(client.num_pieces) == 2 * 3, "blocks go eight at a time, as before"
+        assert len(client.num_pieces) == 5 + 3, "blocks go four at a time and come eight"
 
 
 async def test_memory_that_cannot_be_registered_is_reported(
@@ -423,7 +431,7 @@ def values_of(client: Replaced | Unanswered) -> mooncake_values.MooncakeValues:
     values._memory = KnownMemory(values._client, (), num_users=1)
     values._url = "mooncake://master:1"
     values._settings = MooncakeSettings()
-    values._max_pieces = values._settings.max_pieces
+    values._max_pieces = values._put_pieces = values._settings.max_pieces
     values._engine = None
     return values
 

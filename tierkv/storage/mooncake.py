@@ -42,7 +42,7 @@ ACCEPTED = "mooncake://master-host:port"
 class MooncakeStore:
     """`Store` on a Mooncake cluster. Values that are replaced (tickets) are softly pinned.
 
-    Of several who put one name at the same time more than one can be told STORED.
+    Of several who put one name at the same time one is told STORED, the others EXISTED at once.
     """
 
     def __init__(self, url: str, settings: MooncakeSettings) -> None:
@@ -54,7 +54,7 @@ class MooncakeStore:
         # answered while the values before it are on their way: it takes 0.4 ms, 8 of 2 MiB take 9.
         self._askers = WorkerThreads(self.url, settings.num_threads)
         self._readers = WorkerThreads(self.url, settings.num_readers)
-        self._writers = WorkerThreads(self.url, settings.num_threads)
+        self._writers = WorkerThreads(self.url, settings.num_writers)
         self._values: MooncakeValues | None = None
         self._pools: Sequence[memoryview] = ()
 

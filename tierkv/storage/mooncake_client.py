@@ -37,13 +37,21 @@ class Client(Protocol):
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
     ) -> list[int]: ...
 
-    def batch_put_from_multi_buffers(
+    def batch_put_session_start(
+        self, keys: list[str], sizes: list[int], config: Config
+    ) -> list[int]: ...
+
+    def batch_put_from_multi_buffer_ranges(
         self,
         keys: list[str],
         all_buffer_ptrs: list[list[int]],
         all_sizes: list[list[int]],
-        config: Config,
+        all_dst_offsets: list[list[int]],
     ) -> list[int]: ...
+
+    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
+
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
 
     def put(self, key: str, value: bytes, config: Config) -> int: ...
     def upsert(self, key: str, value: bytes, config: Config) -> int: ...

@@ -15,6 +15,7 @@ from tierkv.storage.buffers import copy_into, flat
 from tierkv.storage.mooncake_client import Client, Config, Package
 from tierkv.storage.mooncake_engine import EngineReads, Place, open_engine, place_of
 from tierkv.storage.mooncake_memory import KnownMemory, pointer
+from tierkv.storage.mooncake_puts import EXISTS, TOO_LATE, Puts
 from tierkv.storage.mooncake_settings import MooncakeSettings, environment
 from tierkv.storage.protocol import (
     GetItem,
@@ -32,8 +33,12 @@ _NOT_FOUND = -704
 # Of the master, for which the client has waited: 4 s if there is none, its deadline if it hangs.
 _NO_ANSWER = frozenset({-900, -901})
 _ABSENT = frozenset({0, _NOT_FOUND})
-# Values in one call: 8 of 2 MiB came at 1.25 GB/s and went at 2.40, single ones at 0.73 and 0.90.
-_BATCH = 8
+# Values in one call of the client: 8 of 2 MiB came at 1.25 GB/s, single ones at 0.73.
+_GET_AT_ONCE = 8
+# It sends a call's pieces one after the other, and waits for a frozen provider at each: 16 s with
+# halts of 2 s. Two such calls at a time went as fast as two of 8 values, four of 2 values slower.
+_PUT_AT_ONCE = 4
+_PUT_PIECES = 8
 _READ_AT_ONCE = 64  # by the engine, which has fewer on their way
 # After a question where a value is, its memory is not given to another one for the master's
 # `default_kv_lease_ttl`, 5 s if nobody has changed it.
@@ -60,6 +65,7 @@ class MooncakeValues:
         self._url = url
         self._settings = settings
         self._max_pieces = settings.max_pieces
+        self._put_pieces = min(_PUT_PIECES, self._max_pieces)
         self._client_reads = Semaphore(settings.num_threads)  # which max_pieces counts on
         self._package = _load_package()
         try:  # their client goes on trying for minutes
@@ -80,7 +86,10 @@ class MooncakeValues:
         if status:
             raise StoreUnavailableError(f"{url} cannot be reached ({status})")
         self._engine = _open_reads(settings)
-        self._memory = KnownMemory(self._client, pools, num_users=2 * settings.num_threads)
+        self._memory = KnownMemory(
+            self._client, pools, num_users=settings.num_threads + settings.num_writers
+        )
+        self._puts = Puts(self._client, self._memory, num_sending=settings.num_threads)
         try:
             self._memory.register()
         except StoreUnavailableError:
@@ -123,24 +132,13 @@ class MooncakeValues:
         """For one `get` each."""
         if self._engine is not None:
             return [asked[at : at + _READ_AT_ONCE] for at in range(0, len(asked), _READ_AT_ONCE)]
-        return self._batches(asked, [len(item.into) for item, _ in asked])
+        num_pieces = [len(item.into) for item, _ in asked]
+        return _batches(asked, num_pieces, _GET_AT_ONCE, self._max_pieces)
 
     def batches_to_put(self, asked: Asked[PutItem]) -> list[Asked[PutItem]]:
         """For one `put` each."""
-        return self._batches(asked, [len(item.given) for item, _ in asked])
-
-    def _batches(self, values: Sequence[Value], num_pieces: Sequence[int]) -> list[Sequence[Value]]:
-        """For one call of the client each; a value of more pieces than that may have goes as one
-        piece."""
-        batches: list[Sequence[Value]] = []
-        first = count = 0
-        for at, pieces in enumerate(num_pieces):
-            more = pieces if pieces <= self._max_pieces else 1
-            if at > first and (at - first == _BATCH or count + more > self._max_pieces):
-                batches.append(values[first:at])
-                first, count = at, 0
-            count += more
-        return [*batches, values[first:]] if values else []
+        num_pieces = [len(item.given) for item, _ in asked]
+        return _batches(asked, num_pieces, _PUT_AT_ONCE, self._put_pieces)
 
     def get(self, asked: Asked[GetItem]) -> Sequence[GetOutcome]:
         """asked: each value, and what the master has said of its name."""
@@ -156,8 +154,9 @@ class MooncakeValues:
             wanted = {at: item for at, (item, _) in enumerate(asked) if at not in outcomes}
             outcomes |= self._get_by_engine(self._engine, wanted)
         left = [at for at in range(len(asked)) if at not in outcomes]
-        items = [asked[at][0] for at in left]
-        for batch in self._batches([*zip(left, items, strict=True)], [len(i.into) for i in items]):
+        items = [(at, asked[at][0]) for at in left]
+        num_pieces = [len(item.into) for _, item in items]
+        for batch in _batches(items, num_pieces, _GET_AT_ONCE, self._max_pieces):
             if time.monotonic() - started < self._settings.halt_s:
                 with self._client_reads:
                     got = self._get_by_client([item for _, item in batch])
@@ -279,19 +278,13 @@ class MooncakeValues:
         if fresh:
             views = [
                 parts
-                if len(parts := flat(items[index].parts)) <= self._max_pieces
+                if len(parts := flat(items[index].parts)) <= self._put_pieces
                 else [memoryview(b"".join(parts))]
                 for index in fresh
             ]
-            with self._memory.known(views) as (known, scattered):
-                for view, copy in scattered:
-                    copy[:] = view
-                statuses = self._client.batch_put_from_multi_buffers(
-                    [items[index].name for index in fresh],
-                    [[pointer(view) for view in some] for some in known],
-                    [[len(view) for view in some] for some in known],
-                    self._config(is_pinned=False),
-                )
+            statuses = self._puts.put(
+                [items[index].name for index in fresh], views, self._config(is_pinned=False)
+            )
             for index, status in zip(fresh, statuses, strict=True):
                 outcomes[index] = _put_outcome(items[index], status)
         return [outcome for outcome in outcomes if outcome is not None]
@@ -310,6 +303,22 @@ class MooncakeValues:
         if is_pinned:
             config.soft_pin_action = self._package.SoftPinAction.ENABLE
         return config
+
+
+def _batches(
+    values: Sequence[Value], num_pieces: Sequence[int], at_once: int, max_pieces: int
+) -> list[Sequence[Value]]:
+    """For one call of the client each; a value of more pieces than that may have goes as one
+    piece."""
+    batches: list[Sequence[Value]] = []
+    first = count = 0
+    for at, pieces in enumerate(num_pieces):
+        more = pieces if pieces <= max_pieces else 1
+        if at > first and (at - first == at_once or count + more > max_pieces):
+            batches.append(values[first:at])
+            first, count = at, 0
+        count += more
+    return [*batches, values[first:]] if values else []
 
 
 def _open_reads(settings: MooncakeSettings) -> EngineReads | None:
@@ -336,5 +345,9 @@ def _wrong_size(item: GetItem, num_bytes: int) -> GetOutcome:
 def _put_outcome(item: PutItem, status: int) -> PutOutcome:
     if status == 0:
         return PutOutcome(PutStatus.STORED)
+    if status == EXISTS:
+        return PutOutcome(PutStatus.EXISTED)
+    if status == TOO_LATE:
+        return PutOutcome(PutStatus.FAILED, f"{item.name}: others took too long to be sent")
     kind = PutStatus.FULL if status == _NO_SPACE else PutStatus.FAILED
     return PutOutcome(kind, f"{item.name}: Mooncake answers {status}")
