@@ -184,11 +184,16 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
             return made[-1]
 
     monkeypatch.setattr(mooncake_values, "_load_package", lambda: Package)
-    # As over RDMA, where the client reads, too.
-    monkeypatch.setattr(mooncake_values, "open_engine", lambda _: None)
     return made
 
 
+@pytest.fixture
+def as_over_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a client that uses TCP all the same."""
+    monkeypatch.setattr(MooncakeSettings, "is_rdma", property(lambda _: True))
+
+
+@pytest.mark.usefixtures("as_over_rdma")
 @pytest.mark.parametrize("form", ["itself", "resilient", "attached"])
 async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was_told_of(
     empty_mooncake: MooncakeServer, watched: list[Watched], form: str
@@ -228,6 +233,7 @@ async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was
         await until(lambda: not client.registered, "the memory is its own again")
 
 
+@pytest.mark.usefixtures("as_over_rdma")
 async def test_blocks_in_host_memory_that_came_into_use_later_go_and_come_without_a_copy(
     empty_mooncake: MooncakeServer, watched: list[Watched]
 ) -> None:
@@ -262,6 +268,7 @@ async def test_blocks_in_host_memory_that_came_into_use_later_go_and_come_withou
         assert sum(at >= start + 2 * block_bytes for at in payloads) >= 2 * 10, "in the new slots"
 
 
+@pytest.mark.usefixtures("as_over_rdma")
 @pytest.mark.parametrize("count", [2, 7, 30, 70])
 async def test_a_call_has_no_more_pieces_than_a_frozen_provider_may_hold_it_for(
     empty_mooncake: MooncakeServer, watched: list[Watched], count: int
@@ -292,6 +299,7 @@ async def test_a_call_has_no_more_pieces_than_a_frozen_provider_may_hold_it_for(
         assert len(client.num_pieces) == 5 + 3, "blocks go four at a time and come eight"
 
 
+@pytest.mark.usefixtures("as_over_rdma")
 async def test_memory_that_cannot_be_registered_is_reported(
     empty_mooncake: MooncakeServer, watched: list[Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +310,18 @@ async def test_memory_that_cannot_be_registered_is_reported(
         async with store.running():
             pass
     assert watched[0].registered == {}
+
+
+async def test_over_tcp_nobody_is_told_of_host_memory(
+    empty_mooncake: MooncakeServer, watched: list[Watched]
+) -> None:
+    """Who reaches the client's port could read and write it."""
+    store = MooncakeStore(empty_mooncake.url, MooncakeSettings())
+    store.use_memory([memoryview(bytearray(4096))])
+    async with store.running():
+        assert await put_one(store, "t:tcp:0", b"x" * 100) is PutStatus.STORED
+        assert await get_one(store, "t:tcp:0", 100) == (GetStatus.HIT, b"x" * 100)
+        assert watched[0].registered == {}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -59,8 +59,8 @@ class MooncakeStore:
         self._pools: Sequence[memoryview] = ()
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
-        """Told to the network card when the store is opened. Over RDMA values in other memory
-        fail; over TCP they do not."""
+        """Told to the network card when the store is opened; over RDMA values in other memory
+        fail. Over TCP nobody is told."""
         self._pools = tuple(pools)
 
     @property

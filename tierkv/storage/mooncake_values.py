@@ -87,7 +87,9 @@ class MooncakeValues:
             raise StoreUnavailableError(f"{url} cannot be reached ({status})")
         self._engine = _open_reads(settings)
         self._memory = KnownMemory(
-            self._client, pools, num_users=settings.num_threads + settings.num_writers
+            self._client,
+            pools if settings.is_rdma else (),
+            num_users=settings.num_threads + settings.num_writers,
         )
         self._puts = Puts(self._client, self._memory, num_sending=settings.num_threads)
         try:
@@ -323,7 +325,7 @@ def _batches(
 
 def _open_reads(settings: MooncakeSettings) -> EngineReads | None:
     """None: over RDMA the client reads, into memory that it was told of."""
-    engine = open_engine(settings.local_host) if settings.protocol == "tcp" else None
+    engine = None if settings.is_rdma else open_engine(settings.local_host)
     return EngineReads(engine, halt_s=settings.halt_s) if engine is not None else None
 
 
