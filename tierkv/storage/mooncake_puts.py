@@ -3,8 +3,8 @@
 The client's own `batch_put` does the same in one call, in which it asks without a pause whether the
 bytes have gone, and gives up after 60 s, whatever may still read the buffers. Here bytes are on
 their way while the next batch's room is reserved and the last one becomes visible (0.4 ms of 9 for
-8 values of 2 MiB), and who sends them sleeps until none is any more: with two batches at a time
-1.06 to 1.08 times its rate for 0.7 times the processor time, checksums included (loopback, 2 cores,
+8 values of 2 MiB), and who sends them sleeps until none is any more: 1.07 to 1.10 times the rate of
+those calls with the same checksums, for three quarters of the processor time (loopback, 2 cores,
 package 0.3.13, 2026-11-23).
 """
 
