@@ -299,3 +299,46 @@ def test_of_a_provider_that_was_frozen_while_values_came_none_is_seen_and_all_ca
             content_of(name, 512 << 10) for name in names
         ]
         values.close()
+
+
+def test_a_value_whose_master_froze_while_it_became_visible_is_there_when_it_goes_on() -> None:
+    """Real: whether it had heard of the end nobody knows until it is asked again."""
+    names = ["t:f:whole:0", "t:f:other:0"]
+    items = [PutItem(name, (b"head", content_of(name, 50_000))) for name in names]
+    with mooncake_server("64 MB") as server:
+        values = MooncakeValues(
+            ("127.0.0.1", server.master_port), server.url, MooncakeSettings(connect_timeout_s=1.0)
+        )
+        client = values._client
+
+        class FreezesItsMaster:
+            """Once, when the bytes have arrived."""
+
+            def __init__(self) -> None:
+                self.is_due = True
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(client, name)
+
+            def batch_put_from_multi_buffer_ranges(self, *given: list[object]) -> list[int]:
+                sent: list[int] = client.batch_put_from_multi_buffer_ranges(*given)  # type: ignore[arg-type]
+                if self.is_due:
+                    server.master.send_signal(signal.SIGSTOP)
+                    os.waitid(os.P_PID, server.master.pid, os.WSTOPPED | os.WNOWAIT)
+                self.is_due = False
+                return sent
+
+        values._puts._client = cast("Client", FreezesItsMaster())
+        assert stored(values, items[:1]) == {PutStatus.FAILED}
+        server.master.send_signal(signal.SIGCONT)
+        give_up_at = time.monotonic() + 60
+        while stored(values, items[1:]) - {PutStatus.STORED, PutStatus.EXISTED}:
+            assert time.monotonic() < give_up_at
+        while values._puts._stuck:
+            assert time.monotonic() < give_up_at
+            stored(values, items[1:])
+        assert stored(values, items[:1]) <= {PutStatus.STORED, PutStatus.EXISTED}
+        item, [_, payload] = landing(names[0], 4, 50_000)
+        assert [one.status for one in values.get([(item, 1)])] == [GetStatus.HIT]
+        assert bytes(payload) == content_of(names[0], 50_000)
+        values.close()
