@@ -21,8 +21,8 @@ from tierkv.storage.mooncake_memory import KnownMemory, Pieces, pointer
 
 EXISTS = -705
 TOO_LATE = -1  # to send it: others took so long
-# After its put_start_discard_timeout_sec, 30 s, the master lets others put a name that was begun; and
-# of two batches that waited 16 s for a frozen provider the next two need not learn the same.
+# After put_start_discard_timeout_sec, 30 s, the master lets others put a name that was begun; and
+# what two batches have learnt of a frozen provider in 16 s the next two need not learn.
 _RESERVED_S = 10.0
 _TRY_EVERY_S = 1.0
 
