@@ -39,6 +39,7 @@ class Slow:
 
     memory: Mapping[str, bytes]
     num_looks: int = 3
+    frozen_s: float = _HALT_S
     dead: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
     refused: frozenset[str] = frozenset()
@@ -72,7 +73,7 @@ class Slow:
 
     def transfer_check_status(self, serial: int) -> int:
         endpoint, into, address, length, looks, since = self._coming[serial]
-        if endpoint in self.frozen and time.monotonic() - since < _HALT_S:
+        if endpoint in self.frozen and time.monotonic() - since < self.frozen_s:
             return 0
         if endpoint in self.frozen | self.dead:
             del self._coming[serial]
@@ -202,6 +203,36 @@ def test_a_value_of_which_one_piece_is_lost_is_not_asked_for_any_further() -> No
     engine = Slow({}, refused=frozenset({"bad:1"}))
     EngineReads(engine, halt_s=_HALT_S).read(wanted("bad:1", NAMES[:3], 100))
     assert [address for _, address, _ in engine.asked] == [0, 100, 200]
+
+
+def test_nor_is_one_of_which_a_piece_failed_on_its_way() -> None:
+    engine = Slow({}, dead=frozenset({"bad:1"}))
+    five = [
+        (Place("bad:1", at * 100, 100), landing(name, *[20] * 5)[0])
+        for at, name in enumerate(NAMES)
+    ]
+    assert set(EngineReads(engine, halt_s=_HALT_S).read(five)) == {None}
+    assert len(engine.asked) < 5 * 40, "the rest of those that the first window cut"
+
+
+def test_a_piece_that_takes_long_hides_no_others() -> None:
+    """Of 40 values the last ones are asked for while the first one still hangs."""
+
+    class Noting(Slow):
+        asked_before_it_failed = 0
+
+        def transfer_check_status(self, serial: int) -> int:
+            status = super().transfer_check_status(serial)
+            if status == -1 and not self.asked_before_it_failed:
+                self.asked_before_it_failed = len(self.asked)
+            return status
+
+    engine = Noting({"good:1": MEMORY, "bad:1": MEMORY}, frozen_s=3.0, frozen=frozenset({"bad:1"}))
+    outcomes = EngineReads(engine, halt_s=_HALT_S).read(
+        wanted("bad:1", NAMES[:1], 100) + wanted("good:1", NAMES, 100)
+    )
+    assert [one and one.status for one in outcomes] == [None, *[GetStatus.HIT] * 40]
+    assert engine.asked_before_it_failed == 2 * 41
 
 
 def test_digests_are_made_while_other_values_come() -> None:

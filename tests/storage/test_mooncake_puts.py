@@ -39,6 +39,7 @@ class Sessions:
 
     there: dict[str, bytes] = field(default_factory=dict)
     torn: set[str] = field(default_factory=set)
+    torn_status: int = _TORN
     is_gone: bool = False
     on_send: Callable[[], None] = lambda: None
     calls: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -74,7 +75,7 @@ class Sessions:
         for key, some, lengths, places in zip(keys, pointers, sizes, offsets, strict=True):
             for pointer, length, place in zip(some, lengths, places, strict=True):
                 self.sessions[key][place : place + length] = ctypes.string_at(pointer, length)
-            statuses.append(_TORN if key in self.torn else sum(lengths))
+            statuses.append(self.torn_status if key in self.torn else sum(lengths))
         return statuses
 
     def batch_put_session_end(self, keys: list[str]) -> list[int]:
@@ -118,10 +119,12 @@ def test_a_value_is_there_with_all_its_pieces_in_order_and_not_before_they_have_
     assert [what for what, _ in client.calls] == ["start", "send", "end"]
 
 
-def test_one_that_is_torn_is_taken_back_and_costs_the_others_nothing() -> None:
-    client = Sessions(torn={"b"})
+@pytest.mark.parametrize("status", [_TORN, 49])
+def test_one_that_is_torn_is_taken_back_and_costs_the_others_nothing(status: int) -> None:
+    """Or of which fewer bytes went than it has."""
+    client = Sessions(torn={"b"}, torn_status=status)
     puts = puts_of(client)
-    assert put(puts, "a", "b", "c") == [0, _TORN, 0]
+    assert put(puts, "a", "b", "c") == [0, status, 0]
     assert set(client.there) == {"a", "c"}
     assert client.sessions == {}
     client.torn.clear()
@@ -284,7 +287,7 @@ def test_of_a_provider_that_was_frozen_while_values_came_none_is_seen_and_all_ca
         started, worked = time.monotonic(), time.thread_time()
         assert stored(values, items) == {PutStatus.FAILED}
         took, worked = time.monotonic() - started, time.thread_time() - worked
-        assert took < 30
+        assert took < 45
         assert worked < took / 2, "who waits leaves its core to others"
         assert values.states(names) == [0] * 4
         server.provider.send_signal(signal.SIGCONT)
