@@ -281,7 +281,9 @@ def test_of_a_provider_that_was_frozen_while_values_came_none_is_seen_and_all_ca
         values = MooncakeValues(
             ("127.0.0.1", server.master_port), server.url, MooncakeSettings(connect_timeout_s=2.0)
         )
-        assert stored(values, [PutItem("t:f:first:0", (b"x" * 100,))]) == {PutStatus.STORED}
+        first = [PutItem("t:f:first:0", (b"x" * 100,))]
+        assert stored(values, first) == {PutStatus.STORED}
+        assert stored(values, first) == {PutStatus.EXISTED}, "whatever was heard of it before"
         server.provider.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, server.provider.pid, os.WSTOPPED | os.WNOWAIT)
         started, worked = time.monotonic(), time.thread_time()
