@@ -131,6 +131,7 @@ class BulkLanes:
             refusal = f"{self.url} has {len(self._waiting)} requests waiting for it"
         else:
             self._waiting.extend(requests)
+            self._begin_at_once()
             self._wake_one()
             return
         for request in requests:
@@ -193,6 +194,21 @@ class BulkLanes:
         if self._waiting and not self._waiting[0].outcome.done():
             self._waiting[0].make_ready()  # while the server has something to do
         self._wake_one()
+
+    def _begin_at_once(self) -> None:
+        """Give connections that are open what they may carry, one request each in turn. To wake
+        their lanes takes a turn of the loop, in which the server would have nothing to do."""
+        wires = [wire for wire in self._wires if wire.is_ready]
+        while wires and self._dialer.turn.left > 0:
+            wires = [wire for wire in wires if wire.has_room and self._begin_one(wire)]
+
+    def _begin_one(self, wire: Wire) -> bool:
+        request = self._take()
+        if request is None:
+            return False
+        wire.submit(request, since=asyncio.get_running_loop().time())
+        wire.send()
+        return True
 
     def _take(self) -> Request | None:
         """The oldest request that somebody waits for, if it may be begun now."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tierkv.storage.redis_exchange import Failure, Pace, Request, Traffic, Turn, WireStats
+from tierkv.storage.redis_exchange import MOST_BYTES, Failure, Pace, Request, Traffic, Turn, WireStats
 from tierkv.storage.redis_socket import Pipe
 from tierkv.storage.resp import NotRedisError, Refused, Replies, Reply
 from tierkv.storage.unreachable import why_unreachable
@@ -44,13 +44,14 @@ _FEW_IN_FLIGHT = 2
 # it makes of what it receives together. SET of 512 KiB at 1.3 of the rate into an empty server, at
 # 1.4 with two and 1.6 with three where values are replaced (loopback, Redis 7.0, 2 cores,
 # 2026-11-23). Of several connections another one has the next.
-_WRITTEN_ON_THE_ONLY = 3
+_WRITTEN_ON_THE_ONLY = 2
 
 
 @dataclass(slots=True)
 class _InFlight:
     request: Request
     due: float
+    num_bytes: int  # that count as on their way
     replies: list[Reply] = field(default_factory=list)
 
 
@@ -118,7 +119,7 @@ class Wire:
         self._in_flight_bytes += request.num_bytes
         allowed_s = self._pace.deadline_s(self._in_flight_bytes)
         due = max(since + allowed_s, self._loop.time() + allowed_s / 2)
-        self._in_flight.append(_InFlight(request, due))
+        self._in_flight.append(_InFlight(request, due, request.bulk_bytes))
         self._bulk_bytes += request.bulk_bytes
         self._traffic.began(request.bulk_bytes)
         for _ in range(request.num_replies - 1):
@@ -170,8 +171,8 @@ class Wire:
             self._timer.cancel()
         self._to_send.clear()
         requests = [waiting.request for waiting in self._in_flight]
+        self._traffic.ended(sum(waiting.num_bytes for waiting in self._in_flight))
         self._in_flight.clear()
-        self._traffic.ended(self._bulk_bytes)
         self._traffic.num_connections -= 1
         self._room.set()
         self._owner.take_back(requests, failure)
@@ -251,7 +252,7 @@ class Wire:
         self._in_flight.popleft()
         self._in_flight_bytes -= waiting.request.num_bytes
         self._bulk_bytes -= waiting.request.bulk_bytes
-        self._traffic.ended(waiting.request.bulk_bytes)
+        self._traffic.ended(waiting.num_bytes)
         waiting.request.settle(waiting.replies)
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
@@ -274,12 +275,26 @@ class Wire:
             self._stats.sent_bytes += num_bytes
             self._turn.spend(num_bytes)
             self._drop_sent(num_bytes)
+            if not self._to_send:
+                self._all_is_sent()
         if bool(self._to_send) is not self._is_writing:
             self._is_writing = not self._is_writing
             if self._is_writing:
                 self._loop.add_writer(self._pipe.fd, self._write)
             else:
                 self._loop.remove_writer(self._pipe.fd)
+
+    def _all_is_sent(self) -> None:
+        """Of a long value the server has taken most by now. Had the next one to wait for its answer,
+        the server would wait, too."""
+        over = 0
+        for waiting in self._in_flight:
+            if waiting.request.into is None and waiting.num_bytes > MOST_BYTES:
+                over += waiting.num_bytes - MOST_BYTES
+                waiting.num_bytes = MOST_BYTES
+        if over:
+            self._traffic.ended(over)
+            self._owner.fill(self)
 
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
         pieces = []
