@@ -196,19 +196,13 @@ class BulkLanes:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Give connections that are open what they may carry, one request each in turn. To wake
-        their lanes takes a turn of the loop, in which the server would have nothing to do."""
-        wires = [wire for wire in self._wires if wire.is_ready]
-        while wires and self._dialer.turn.left > 0:
-            wires = [wire for wire in wires if wire.has_room and self._begin_one(wire)]
-
-    def _begin_one(self, wire: Wire) -> bool:
-        request = self._take()
-        if request is None:
-            return False
-        wire.submit(request, since=asyncio.get_running_loop().time())
-        wire.send()
-        return True
+        """Give connections that are open a request each, if they may carry one: until their lanes
+        are awake, a turn of the loop later, the server would have nothing to do."""
+        for wire in list(self._wires):
+            may_carry = wire.is_ready and wire.has_room and self._dialer.turn.left > 0
+            if may_carry and (request := self._take()) is not None:
+                wire.submit(request, since=asyncio.get_running_loop().time())
+                wire.send()
 
     def _take(self) -> Request | None:
         """The oldest request that somebody waits for, if it may be begun now."""
