@@ -196,13 +196,18 @@ class BulkLanes:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Give connections that are open a request each, if they may carry one: until their lanes
-        are awake, a turn of the loop later, the server would have nothing to do."""
+        """Give connections that are open a request each, if they may carry one, or those that one
+        is to carry: until their lanes are awake, a turn of the loop later, the server would have
+        nothing to do."""
         for wire in list(self._wires):
-            may_carry = wire.is_ready and wire.has_room and self._dialer.turn.left > 0
-            if may_carry and (request := self._take()) is not None:
+            is_done = False
+            while not is_done and wire.is_ready and wire.has_room and self._dialer.turn.left > 0:
+                request = self._take()
+                if request is None:
+                    return
                 wire.submit(request, since=asyncio.get_running_loop().time())
                 wire.send()
+                is_done = not (self._traffic.is_at_home and request.is_long_write)
 
     def _take(self) -> Request | None:
         """The oldest request that somebody waits for, if it may be begun now."""

@@ -62,6 +62,10 @@ class Pipe(Protocol):
     def fd(self) -> int: ...
 
     @property
+    def is_at_home(self) -> bool:
+        """Whether the peer is known to be on this machine."""
+
+    @property
     def has_more(self) -> bool:
         """Whether bytes can be read although the socket is not readable."""
 
@@ -83,7 +87,7 @@ class PlainPipe:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
-        self._may_be_held_back = _is_at_home(sock)
+        self.is_at_home = self._may_be_held_back = _is_at_home(sock)
 
     def read(self, into: Sequence[memoryview]) -> int:
         if len(into) == 1:
@@ -113,6 +117,7 @@ class TlsPipe:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket = sock
         self.fd = sock.fileno()
+        self.is_at_home = False  # encrypting takes longer than what this is asked for
         self._begun: memoryview | None = None
 
     @property

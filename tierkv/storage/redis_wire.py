@@ -17,7 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tierkv.storage.redis_exchange import MOST_BYTES, Failure, Pace, Request, Traffic, Turn, WireStats
+from tierkv.storage.redis_exchange import (
+    LONG_AT_HOME,
+    LONG_BYTES,
+    MOST_BYTES,
+    Failure,
+    Pace,
+    Request,
+    Traffic,
+    Turn,
+    WireStats,
+)
 from tierkv.storage.redis_socket import Pipe
 from tierkv.storage.resp import NotRedisError, Refused, Replies, Reply
 from tierkv.storage.unreachable import why_unreachable
@@ -30,8 +40,6 @@ _READ_BYTES_AT_LEAST = 128 << 10
 # Most bytes sent in one call: a value of 2 MiB goes at once. In pieces of 512 KiB, each in a turn
 # of its own, it took client and server an eighth more processor time.
 _CALL_BYTES = (2 << 20) + (64 << 10)
-# What is longer waits for a call of its own, behind another one and more than a turn has left.
-_LONG_BYTES = 256 << 10
 _HEADS_BYTES = 64 << 10
 _MAX_IN_FLIGHT = 64
 # With no more in flight than these the server may soon have nothing to do, so that what is next is
@@ -39,12 +47,6 @@ _MAX_IN_FLIGHT = 64
 # GET of 64 KiB over one connection at 1.3 to 1.6 of the rate (loopback, Redis 7.0, 2 cores,
 # 2026-11-22). Answers to SET are short, and there each has its successor sent at once.
 _FEW_IN_FLIGHT = 2
-# So many long values may be written on a connection that is the only one: with one at a time the
-# server has nothing to do from its answer until the next comes, which costs more than the copy that
-# it makes of what it receives together. SET of 512 KiB at 1.3 of the rate into an empty server, at
-# 1.4 with two and 1.6 with three where values are replaced (loopback, Redis 7.0, 2 cores,
-# 2026-11-23). Of several connections another one has the next.
-_WRITTEN_ON_THE_ONLY = 2
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class Wire:
         self._loop.add_reader(pipe.fd, self._read)
         stats.connections += 1
         traffic.num_connections += 1
+        traffic.is_at_home = pipe.is_at_home
 
     def submit(self, request: Request, *, since: float) -> None:
         """`send` sends `request`, as soon as what is before it has been sent.
@@ -121,7 +124,7 @@ class Wire:
         due = max(since + allowed_s, self._loop.time() + allowed_s / 2)
         self._in_flight.append(_InFlight(request, due, request.bulk_bytes))
         self._bulk_bytes += request.bulk_bytes
-        self._traffic.began(request.bulk_bytes)
+        self._traffic.began(request)
         for _ in range(request.num_replies - 1):
             self._replies.expect()
         if request.into is None and not request.num_bytes:
@@ -148,9 +151,10 @@ class Wire:
         num_in_flight = len(self._in_flight)
         is_free = self._bulk_bytes <= self._traffic.max_on_one
         is_free |= num_in_flight < self._traffic.least_on_one
-        if not is_free and self._traffic.num_connections == 1:
+        if not is_free and (self._traffic.is_at_home or self._traffic.num_connections == 1):
+            # Of several to another machine another one has the next.
             writes = self._in_flight[0].request.into is None
-            is_free = writes and num_in_flight < _WRITTEN_ON_THE_ONLY
+            is_free = writes and num_in_flight < LONG_AT_HOME
         return is_free and num_in_flight < _MAX_IN_FLIGHT
 
     async def until_room(self) -> None:
@@ -171,7 +175,8 @@ class Wire:
             self._timer.cancel()
         self._to_send.clear()
         requests = [waiting.request for waiting in self._in_flight]
-        self._traffic.ended(sum(waiting.num_bytes for waiting in self._in_flight))
+        for waiting in self._in_flight:
+            self._traffic.ended(waiting.request, waiting.num_bytes)
         self._in_flight.clear()
         self._traffic.num_connections -= 1
         self._room.set()
@@ -252,7 +257,7 @@ class Wire:
         self._in_flight.popleft()
         self._in_flight_bytes -= waiting.request.num_bytes
         self._bulk_bytes -= waiting.request.bulk_bytes
-        self._traffic.ended(waiting.num_bytes)
+        self._traffic.ended(waiting.request, waiting.num_bytes)
         waiting.request.settle(waiting.replies)
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
@@ -285,22 +290,23 @@ class Wire:
                 self._loop.remove_writer(self._pipe.fd)
 
     def _all_is_sent(self) -> None:
-        """Of a long value the server has taken most by now. Had the next one to wait for its answer,
-        the server would wait, too."""
+        """Of a very long value the server has taken most by now. Had the next one to wait for its
+        answer, the server would wait, too."""
         over = 0
         for waiting in self._in_flight:
             if waiting.request.into is None and waiting.num_bytes > MOST_BYTES:
                 over += waiting.num_bytes - MOST_BYTES
                 waiting.num_bytes = MOST_BYTES
         if over:
-            self._traffic.ended(over)
+            self._traffic.shrank(over)
             self._owner.fill(self)
 
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
+        """A long one waits for a call of its own, behind another and more than a turn has left."""
         pieces = []
         num_bytes = 0
         for piece in self._to_send:
-            is_second = num_bytes > _LONG_BYTES and len(piece) > _LONG_BYTES
+            is_second = num_bytes > LONG_BYTES and len(piece) > LONG_BYTES
             if is_second and num_bytes + len(piece) > self._turn.left + _HEADS_BYTES:
                 break
             pieces.append(piece[: max_bytes - num_bytes])
