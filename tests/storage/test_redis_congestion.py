@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from tests.storage.values import content_of
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import PutItem, PutStatus
 from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_socket import Address, PlainPipe, open_pipe
+from tierkv.storage.redis_socket import Address, PlainPipe, TlsPipe, open_pipe
 from tierkv.storage.redis_url import parse_redis_url
 
 __all__ = ["empty_redis", "module_redis"]
@@ -74,13 +75,16 @@ def test_only_long_values_to_a_server_here_are_sent_as_fast_as_it_takes_them() -
         for _ in range(2):
             send(pipe, LONG, theirs)
         assert ours.asked == [AT_HOME], "once"
+        assert pipe.is_at_home, "still"
 
 
 def test_to_another_machine_all_is_sent_as_the_system_has_it() -> None:
     with connected() as (ours, theirs):
         ours.peer = ("192.0.2.1", 6379)
-        send(PlainPipe(ours), LONG, theirs)
+        pipe = PlainPipe(ours)
+        send(pipe, LONG, theirs)
         assert ours.asked == []
+        assert not pipe.is_at_home
 
 
 def test_where_that_is_refused_values_are_sent_all_the_same() -> None:
@@ -95,16 +99,31 @@ def test_where_that_is_refused_values_are_sent_all_the_same() -> None:
 def test_a_server_that_has_gone_already_is_nobodys_error_yet() -> None:
     with connected() as (ours, theirs):
         ours.peer = None
-        send(PlainPipe(ours), LONG, theirs)
+        pipe = PlainPipe(ours)
+        send(pipe, LONG, theirs)
         assert ours.asked == []
+        assert not pipe.is_at_home
 
 
 def test_a_unix_socket_is_asked_for_nothing() -> None:
     ours, theirs = socket.socketpair()
     with theirs, Asked(socket.AF_UNIX, fileno=ours.detach()) as asked:
         asked.setblocking(False)
-        send(PlainPipe(asked), LONG, theirs)
+        pipe = PlainPipe(asked)
+        send(pipe, LONG, theirs)
         assert asked.asked == []
+        assert not pipe.is_at_home
+
+
+def test_a_connection_over_tls_is_never_one_at_home() -> None:
+    """Encrypting takes longer than what that is asked for."""
+    with connected() as (ours, _):
+        assert PlainPipe(ours).is_at_home
+        wrapped = ssl.create_default_context().wrap_socket(
+            ours, server_hostname="tierkv.invalid", do_handshake_on_connect=False
+        )
+        with wrapped:
+            assert not TlsPipe(wrapped).is_at_home
 
 
 async def test_a_real_connection_is_not_held_back_after_its_first_long_value(

@@ -467,7 +467,10 @@ async def test_more_callers_than_can_wait_are_turned_away(empty_redis: RedisServ
         finally:
             empty_redis.resume()
         sentences = [question.result() for question in questions]
-        assert sum("16384 requests waiting" in sentence for sentence in sentences) >= 600
+        # 16384 wait, and 64 are on their way if there was a connection.
+        assert (
+            sum("16384 requests waiting" in sentence for sentence in sentences) >= 17_000 - 16_448
+        )
         assert sum("did not answer" in sentence for sentence in sentences) >= 16_384
         await store.ping()
 

@@ -22,6 +22,8 @@ LONG = 3 << 19
 SHORT = 16 << 10
 NAMES = [f"t:f:{index:02}:0" for index in range(4)]
 LONG_ENOUGH_TO_COME_S = 0.1
+# To the second one we are at 127.0.0.1, so that its server counts as one on another machine.
+HOME, AWAY = "127.0.0.1", "127.0.0.2"
 
 
 @dataclass
@@ -71,13 +73,13 @@ class SlowServer:
 
 @asynccontextmanager
 async def slow_server(
-    *, connections: int, drops: int = 0
+    *, connections: int, drops: int = 0, host: str = HOME
 ) -> AsyncIterator[tuple[SlowServer, RedisStore]]:
     slow = SlowServer(drops)
-    async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(slow.serve, host, 0) as server:
         slow.port = server.sockets[0].getsockname()[1]
         settings = RedisSettings(connections, connections, timeout_s=30.0, connect_timeout_s=5.0)
-        url = parse_redis_url(f"redis://127.0.0.1:{slow.port}")
+        url = parse_redis_url(f"redis://{host}:{slow.port}")
         store = RedisStore(url, settings, SystemClock())
         async with store.running(), asyncio.timeout(60):
             yield slow, store
@@ -196,9 +198,9 @@ async def test_the_next_value_is_sent_before_anybody_hears_of_the_one_before() -
             for request in requests:
                 request.outcome.add_done_callback(lambda _: sent.append(stats.sent_bytes))
             lanes.begin(requests)
-            for index, count in enumerate((3, 3, 2, 1)):
+            for index, count in enumerate((2, 2, 2, 1)):
                 await slow.next_of(count)
                 before = stats.sent_bytes
                 slow.answer(b"+OK\r\n")
                 await until(lambda index=index: len(sent) > index)  # type: ignore[misc]
-                assert (sent[-1] > before) is (index == 0), "then all have been begun"
+                assert (sent[-1] > before) is (index < 2), "then all have been begun"

@@ -1,0 +1,251 @@
+"""A batch for a Redis server begins at once on the connections that are open, not a turn of the
+loop later."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from tests.latch import finish, until
+from tests.storage.test_redis_traffic import AWAY, HOME, SlowServer
+from tests.storage.values import content_of, landing
+from tierkv.storage.protocol import PutItem
+from tierkv.storage.redis_bulk import (
+    WRITE_BYTES,
+    BulkLanes,
+    Dialer,
+    FixedAddress,
+    Login,
+    finished,
+)
+from tierkv.storage.redis_exchange import Pace, Request, Turn, WireStats
+from tierkv.storage.redis_requests import get_whole_request, put_request, question
+from tierkv.storage.redis_socket import Address
+
+LONG, SHORT = 512 << 10, 16 << 10
+NAMES = [f"t:f:{index:02}:0" for index in range(4)]
+
+
+@dataclass
+class Lanes:
+    """Connections to a slow server, and what has been sent over them."""
+
+    slow: SlowServer
+    lanes: BulkLanes
+    stats: WireStats
+    turn: Turn
+
+    async def open(self) -> None:
+        """All of them."""
+        self.slow.is_empty = True
+        many = 2 * self.lanes.num_connections
+        while self.stats.connections < self.lanes.num_connections:
+            await self.lanes.ask([question("PING") for _ in range(many)])
+        self.slow.is_empty = False
+
+    def begin(self, requests: Sequence[Request]) -> int:
+        """Bytes that were sent before it returned."""
+        before = self.stats.sent_bytes
+        self.lanes.begin(requests)
+        return self.stats.sent_bytes - before
+
+    async def answer_all(self, count: int, reply: bytes) -> None:
+        for _ in range(count):
+            await until(lambda: bool(self.slow.heard))
+            self.slow.answer(reply)
+
+
+@asynccontextmanager
+async def lanes_to(
+    host: str, connections: int, *, writes: bool, password: str | None = None
+) -> AsyncIterator[Lanes]:
+    slow, stats, turn = SlowServer(), WireStats(), Turn()
+    async with await asyncio.start_server(slow.serve, host, 0) as server:
+        where = FixedAddress(Address(host, server.sockets[0].getsockname()[1]))
+        dialer = Dialer(where, Login(password=password), None, 5.0, Pace(30.0, 1e6), stats, turn)
+        if writes:
+            dialer = replace(dialer, max_on_one=WRITE_BYTES, least_on_one=1)
+        lanes = BulkLanes(dialer, num_connections=connections, max_waiting=99, url="redis://slow")
+        async with lanes.running(), asyncio.timeout(60):
+            yield Lanes(slow, lanes, stats, turn)
+
+
+def put(name: str, num_bytes: int) -> Request:
+    return put_request(PutItem(name, (content_of(name, num_bytes),)))
+
+
+def get(name: str, num_bytes: int) -> Request:
+    return get_whole_request(landing(name, num_bytes)[0])
+
+
+def num_bytes_of(requests: Sequence[Request]) -> int:
+    return sum(len(piece) for request in requests for piece in request.pieces)
+
+
+@pytest.mark.parametrize("host", [HOME, AWAY])
+async def test_a_value_is_on_its_way_before_begin_returns(host: str) -> None:
+    async with lanes_to(host, 1, writes=True) as to:
+        await to.open()
+        request = put(NAMES[0], SHORT)
+        assert to.begin([request]) == num_bytes_of([request])
+        words = await to.slow.next_of(1)
+        assert words[1:3] == [NAMES[0].encode(), content_of(NAMES[0], SHORT)]
+        to.slow.answer(b"+OK\r\n")
+        assert await finish(request.outcome) == [b"OK"]
+
+
+@pytest.mark.parametrize("host", [HOME, AWAY])
+async def test_each_open_connection_is_asked_for_a_value_before_begin_returns(host: str) -> None:
+    async with lanes_to(host, len(NAMES), writes=False) as to:
+        await to.open()
+        requests = [get(name, SHORT) for name in NAMES]
+        assert to.begin(requests) == num_bytes_of(requests)
+        await to.slow.next_of(len(NAMES))
+        assert len({writer for _, writer in to.slow.heard}) == len(NAMES)
+        await to.answer_all(len(NAMES), b"$-1\r\n")
+        assert [await finish(request.outcome) for request in requests] == [[None]] * len(NAMES)
+
+
+@pytest.mark.parametrize("host", [HOME, AWAY])
+async def test_of_a_batch_a_connection_is_asked_for_one_value_and_then_the_next_connection(
+    host: str,
+) -> None:
+    """The oldest first, and what is left is for the first that has time."""
+    async with lanes_to(host, 2, writes=False) as to:
+        await to.open()
+        requests = [get(name, SHORT) for name in NAMES]
+        assert to.begin(requests) == num_bytes_of(requests[:2])
+        await to.slow.next_of(len(NAMES))
+        carried_by = {words[1].decode(): writer for words, writer in to.slow.heard}
+        assert carried_by[NAMES[0]] is not carried_by[NAMES[1]]
+        await to.answer_all(len(NAMES), b"$-1\r\n")
+        await finish(finished(requests))
+
+
+async def test_of_long_values_for_another_machine_each_connection_gets_one() -> None:
+    async with lanes_to(AWAY, 2, writes=True) as to:
+        await to.open()
+        requests = [put(name, LONG) for name in NAMES]
+        to.begin(requests)
+        await to.slow.next_of(2)
+        assert len({writer for _, writer in to.slow.heard}) == 2
+        await to.answer_all(len(NAMES), b"+OK\r\n")
+        await finish(finished(requests))
+
+
+async def test_both_long_values_for_a_server_here_are_begun_before_begin_returns() -> None:
+    begun: list[int] = []
+
+    def put_and_tell(index: int) -> Request:
+        request = put(NAMES[index], LONG)
+        request.complete = lambda: begun.append(index)
+        return request
+
+    async with lanes_to(HOME, 2, writes=True) as to:
+        await to.open()
+        requests = [put_and_tell(index) for index in range(3)]
+        to.begin(requests)
+        assert begun == [0, 1]
+        await to.slow.next_of(2)
+        assert len({writer for _, writer in to.slow.heard}) == 1
+        await to.answer_all(3, b"+OK\r\n")
+        await finish(finished(requests))
+
+
+async def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
+    async with lanes_to(HOME, 2, writes=False) as to:
+        await to.open()
+        gone, wanted = get(NAMES[0], SHORT), get(NAMES[1], SHORT)
+        gone.abandon()
+        assert to.begin([gone, wanted]) == num_bytes_of([wanted])
+        assert (await to.slow.next_of(1))[1] == NAMES[1].encode()
+        to.slow.answer(b"$-1\r\n")
+        assert await finish(wanted.outcome) == [None]
+
+
+async def test_what_was_sent_in_this_turn_of_the_loop_is_enough_for_it() -> None:
+    async with lanes_to(HOME, 2, writes=True) as to:
+        await to.open()
+        to.turn.spend(to.turn.left)
+        request = put(NAMES[0], SHORT)
+        assert to.begin([request]) == 0
+        await to.slow.next_of(1)
+        to.slow.answer(b"+OK\r\n")
+        assert await finish(request.outcome) == [b"OK"]
+
+
+async def test_a_connection_that_is_not_logged_in_is_asked_for_nothing() -> None:
+    async with lanes_to(HOME, 1, writes=False, password="secret") as to:
+        first, second = get(NAMES[0], SHORT), get(NAMES[1], SHORT)
+        assert to.begin([first]) == 0, "there is none"
+        await to.slow.next_of(1)
+        assert to.begin([second]) == 0
+        assert (await to.slow.next_of(1))[0] == b"AUTH"
+        to.slow.answer(b"+OK\r\n")
+        await to.slow.next_of(2)
+        await to.answer_all(2, b"$-1\r\n")
+        await finish(finished([first, second]))
+
+
+@dataclass
+class Resetting:
+    """Answers PING, and resets all connections at once when told to, as a firewall does."""
+
+    connections: list[socket.socket] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def accept(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            self.connections.append(connection)
+            self.tasks.append(asyncio.create_task(self._serve(connection)))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while said := await loop.sock_recv(connection, 65_536):
+            await loop.sock_sendall(connection, b"+PONG\r\n" * said.count(b"PING"))
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.tasks.clear()
+
+    def reset(self) -> None:
+        for connection in self.connections:
+            linger = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            connection.close()
+        self.connections.clear()
+
+
+@pytest.mark.parametrize("connections", [1, 2, 3])
+async def test_what_is_begun_on_connections_that_are_all_reset_goes_over_new_ones(
+    connections: int,
+) -> None:
+    """And the loop has heard of none of them yet."""
+    server = Resetting()
+    with socket.create_server((HOME, 0)) as listener:
+        listener.setblocking(False)
+        accepting = asyncio.create_task(server.accept(listener))
+        where, stats = FixedAddress(Address(HOME, listener.getsockname()[1])), WireStats()
+        dialer = Dialer(where, Login(), None, 5.0, Pace(30.0, 1e6), stats)
+        lanes = BulkLanes(dialer, num_connections=connections, max_waiting=999, url="redis://x")
+        async with asyncio.timeout(60), lanes.running():
+            while stats.connections < connections:
+                await lanes.ask([question("PING") for _ in range(2 * connections)])
+            await server.stop()
+            requests = [question("PING") for _ in range(2 * connections)]
+            server.reset()
+            lanes.begin(requests)
+            assert await finished(requests) == [[b"PONG"]] * len(requests)
+        accepting.cancel()
+        await asyncio.wait([accepting])
+        await server.stop()
+        server.reset()
