@@ -128,6 +128,22 @@ async def test_of_a_batch_a_connection_is_asked_for_one_value_and_then_the_next_
         await finish(finished(requests))
 
 
+@pytest.mark.parametrize("num_bytes", [SHORT, 2 << 20])
+@pytest.mark.parametrize("host", [HOME, AWAY])
+async def test_callers_that_come_one_by_one_are_served_by_idle_connections(
+    host: str, num_bytes: int
+) -> None:
+    async with lanes_to(host, 2, writes=False) as to:
+        await to.open()
+        requests = [get(name, num_bytes) for name in NAMES[:2]]
+        for count, request in enumerate(requests, 1):
+            to.lanes.begin([request])
+            await to.slow.next_of(count)
+        assert len({writer for _, writer in to.slow.heard}) == 2
+        await to.answer_all(2, b"$-1\r\n")
+        await finish(finished(requests))
+
+
 async def test_of_long_values_for_another_machine_each_connection_gets_one() -> None:
     async with lanes_to(AWAY, 2, writes=True) as to:
         await to.open()
@@ -225,7 +241,7 @@ class Resetting:
         self.connections.clear()
 
 
-@pytest.mark.parametrize("connections", [1, 2, 3])
+@pytest.mark.parametrize("connections", [1, 2, 4, 8])
 async def test_what_is_begun_on_connections_that_are_all_reset_goes_over_new_ones(
     connections: int,
 ) -> None:

@@ -196,18 +196,24 @@ class BulkLanes:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Give connections that are open a request each, if they may carry one, or those that one
-        is to carry: until their lanes are awake, a turn of the loop later, the server would have
-        nothing to do."""
+        """Give connections that are open what they may carry now: until their lanes are awake, a
+        turn of the loop later, the server would have nothing to do."""
         for wire in list(self._wires):
-            is_done = False
-            while not is_done and wire.is_ready and wire.has_room and self._dialer.turn.left > 0:
+            while self._may_begin(wire):
                 request = self._take()
                 if request is None:
                     return
                 wire.submit(request, since=asyncio.get_running_loop().time())
                 wire.send()
-                is_done = not (self._traffic.is_at_home and request.is_long_write)
+                if wire.is_lost:  # others may be, too, and a request is not tried on all of them
+                    return
+
+    def _may_begin(self, wire: Wire) -> bool:
+        """One request on each that is idle, but on one as many long values as there is room for."""
+        if not (self._waiting and wire.is_ready and wire.has_room and self._dialer.turn.left > 0):
+            return False
+        is_long = self._traffic.is_at_home and self._waiting[0].is_long_write
+        return is_long or wire.is_idle
 
     def _take(self) -> Request | None:
         """The oldest request that somebody waits for, if it may be begun now."""

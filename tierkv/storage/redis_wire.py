@@ -144,6 +144,10 @@ class Wire:
             self._write()
 
     @property
+    def is_idle(self) -> bool:
+        return not self._in_flight
+
+    @property
     def has_room(self) -> bool:
         """Whether another request may be submitted."""
         if self.is_lost or self._is_broken:
