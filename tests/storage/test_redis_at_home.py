@@ -14,7 +14,7 @@ import pytest
 from tests.latch import until
 from tests.storage.test_redis_only_connection import open_all
 from tests.storage.test_redis_traffic import AWAY, HOME, slow_server
-from tests.storage.values import content_of
+from tests.storage.values import content_of, landing
 from tierkv.storage.protocol import PutItem, PutStatus
 from tierkv.storage.redis_bulk import WRITE_BYTES
 from tierkv.storage.redis_exchange import (
@@ -27,7 +27,7 @@ from tierkv.storage.redis_exchange import (
     Turn,
     WireStats,
 )
-from tierkv.storage.redis_requests import put_request
+from tierkv.storage.redis_requests import get_whole_request, put_request
 from tierkv.storage.redis_socket import PlainPipe
 from tierkv.storage.redis_wire import Wire
 
@@ -235,6 +235,23 @@ async def test_all_of_a_very_long_value_counts_until_it_is_sent_then_as_much_as_
         assert owner.fills == 1
         theirs.send(b"+OK\r\n")
         assert await request.outcome == [b"OK"]
+        assert is_empty(traffic)
+
+
+async def test_a_very_long_value_that_is_read_counts_until_it_has_come() -> None:
+    async with asyncio.timeout(60), wire_to(HOME) as (wire, traffic, owner, theirs):
+        item, [buffer] = landing(NAMES[0], VERY_LONG)
+        request = get_whole_request(item)
+        wire.submit(request, since=asyncio.get_running_loop().time())
+        wire.send()
+        await receive(theirs, num_sent_bytes(request))
+        assert (owner.fills, traffic.has_room) == (0, False)
+        content = content_of(NAMES[0], VERY_LONG)
+        await asyncio.get_running_loop().sock_sendall(
+            theirs, b"$%d\r\n%b\r\n" % (VERY_LONG, content)
+        )
+        await request.outcome
+        assert buffer == content
         assert is_empty(traffic)
 
 

@@ -189,8 +189,10 @@ async def test_what_was_sent_in_this_turn_of_the_loop_is_enough_for_it() -> None
     async with lanes_to(HOME, 2, writes=True) as to:
         await to.open()
         to.turn.spend(to.turn.left)
-        request = put(NAMES[0], SHORT)
+        request, completed = put(NAMES[0], SHORT), []
+        request.complete = lambda: completed.append(True)
         assert to.begin([request]) == 0
+        assert not completed, "and may still be kept back"
         await to.slow.next_of(1)
         to.slow.answer(b"+OK\r\n")
         assert await finish(request.outcome) == [b"OK"]
