@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench import Row, row, show
 from tests.redis_server import RedisServer, redis_server
+from tierkv.api.garbage import short_collections
 from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import Names, Prompt, StoredKey
 from tierkv.cache.layout import layered
@@ -240,7 +241,7 @@ async def node(
         mover = Mover(own, own.allocate_planes(layout, blocks), host)
         names = Names("tierkv", "path")
         path = StorageIO(store, names, layout, host, deadline_s=60, block_ttl_s=600)
-        async with service.running(), path.running(), mover.running():
+        async with service.running(), path.running(), mover.running(), short_collections():
             yield BulkNode(service, path, mover)
         return
     config = ModelConfig(max_positions=num_tokens + 64)

@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.gated_reads import GatedReads
-from tests.latch import finish, until
+from tests.latch import finish, turns, until
 from tests.world import World, world
 from tierkv.cache.node import Tier
 from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
+from tierkv.pd import ahead
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.staging import GROUP_BLOCKS, NUM_GROUPS
 from tierkv.sched.request import Request
@@ -108,7 +109,10 @@ async def test_a_publish_that_is_cancelled_stops_all_of_its_groups() -> None:
         await finish(here.service.publish(request, "t", [1]))
 
 
-async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way() -> None:
+async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "LEAST_BYTES", 1)
     store = memory()
     async with computed(store) as (there, request):
         await finish(there.service.publish(request, "t", [1]))
@@ -132,7 +136,42 @@ async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way() ->
             assert here.service.verify() == []
 
 
-async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admitted() -> None:
+@pytest.mark.parametrize("groups", [2, 3, 4])
+async def test_what_has_been_fetched_is_loaded_when_it_is_worth_a_load(
+    monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    store = memory()
+    async with computed(store) as (there, request):
+        await finish(there.service.publish(request, "t", [1]))
+        gated = GatedReads(store)
+        async with node(gated) as here, asyncio.TaskGroup() as group:
+            worth = groups * GROUP_BLOCKS * here.layout.block_bytes
+            monkeypatch.setattr(ahead, "LEAST_BYTES", worth)
+            claiming = group.create_task(
+                here.service.claim("c", "t", here.prompt(PROMPT), max_new_tokens=0)
+            )
+            for at in range(3):
+                await gated.until_asked(at + 1)
+                gated.gates[at].set_result(GetStatus.HIT)
+                await gated.until_asked(min(at + 3, 4))  # then all of this one has been taken in
+                await turns(20)
+            await until(lambda: here.latch.count(Direction.LOAD) == (groups < 4))
+            gated.gates[3].set_result(GetStatus.HIT)
+            claimed, _ = await claiming
+            await finish(claimed.gate.all_layers(20.0))
+            here.check_kv(claimed, PROMPT, len(PROMPT))
+            loaded = [len(copy) for copy in here.latch.seen]
+            assert sum(loaded) == BLOCKS, "each block once"
+            first = groups * GROUP_BLOCKS
+            assert loaded == ([first, BLOCKS - first] if groups < 4 else [BLOCKS])
+            here.service.end(claimed)
+            await here.settle()
+
+
+async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "LEAST_BYTES", 1)
     store = memory()
     async with computed(store) as (there, request):
         await finish(there.service.publish(request, "t", [1]))

@@ -290,7 +290,7 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
         elif what == "at_work":
             undo = put(service.tiers, "_at_work", Counter({"": 1}))
         elif what == "loading":
-            undo = put(service.scheduler.loads, "_by_slot", {7: None})
+            undo = put(service.scheduler.loads, "_number_of", np.array([0, 7]))
         else:
             undo = put(service.fetcher, "_in_flight", {b"x": asyncio.Future()})
         found = service.verify()

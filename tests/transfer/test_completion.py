@@ -210,3 +210,29 @@ async def test_an_earlier_event_of_a_line_does_not_wait_for_a_later_one_that_cam
             for event in events.values():
                 event.finish()
         assert poller.num_in_flight == 0
+
+
+class EventOfALine(ManualEvent):
+    line = "a stream"
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.position = position
+
+
+async def test_of_a_line_only_the_first_is_looked_at_whenever_it_came() -> None:
+    poller = EventPoller()
+    async with poller.running():
+        events = [EventOfALine(position) for position in (2, 1, 3)]
+        futures = [poller.done(event) for event in events]
+        second, first, third = events
+        await until(lambda: first.num_looks > 5)
+        assert [second.num_looks, third.num_looks] == [1, 1], "when they were given"
+        first.finish()
+        await finish(futures[1])
+        await until(lambda: second.num_looks > 5)
+        assert not futures[0].done()
+        second.finish()
+        third.finish()
+        await finish(futures[0])
+        await finish(futures[2])

@@ -253,5 +253,7 @@ class Index(Leases):
 
 def runs_of(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:
     """Where `mask` is true, as (start, stop)."""
+    if mask.all():  # the common case, in a tenth of the time
+        return [(0, len(mask))] if len(mask) else []
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

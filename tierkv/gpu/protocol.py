@@ -39,8 +39,7 @@ class Event(Protocol):
         `timeout_s`, and what `is_done` raises."""
 
 
-@runtime_checkable
-class Ordered(Protocol):
+class Ordered(Event, Protocol):
     """An event that says where it stands: events of one line are done in the order of their
     positions, so that of many only the first of each line need be looked at."""
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from enum import Enum
 
 from tierkv.cache.fingerprint import differences
+from tierkv.cache.keys import StoredKey
 from tierkv.cache.node import Tier
-from tierkv.errors import HandoffError, StoreUnavailableError
+from tierkv.errors import HandoffError, StoreUnavailableError, TransferError
 from tierkv.pd.ahead import Ahead, LoadsAhead
 from tierkv.pd.direct.claimer import Claimer
 from tierkv.pd.direct.direct import Direct
@@ -90,7 +91,7 @@ class Claims:
             self._stats.claims_without_ticket += 1
         else:
             self._stats.claimed_prompts += 1
-            self._scheduler.tiers.start(self._acknowledge(ticket), "tierkv-acknowledge")
+            self._scheduler.tiers.start(self._acknowledge(request, ticket), "tierkv-acknowledge")
         return request, ticket
 
     async def _claim(
@@ -107,7 +108,7 @@ class Claims:
             return await self._scheduler.admit(alone), None
         with self._direct.claimer(lambda: self._has_room(spec.num_blocks)) as near:
             try:
-                ticket = await self._wait(spec, ticket_id, deadline_s, near)
+                ticket, keys = await self._wait(spec, ticket_id, deadline_s, near)
                 _check_sampling(ticket, sampling)
             except HandoffError as error:
                 if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
@@ -115,7 +116,7 @@ class Claims:
                 log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
                 return await self._without_ticket(spec, error, near.came), None
             near.learn(ticket.direct)
-            return await self._get(spec, policy, give_up_at, near), ticket
+            return await self._get(spec, keys, policy, give_up_at, near), ticket
 
     def _has_room(self, num_blocks: int) -> bool:
         """Whether the device could take so many blocks now, and nobody is before them."""
@@ -124,8 +125,9 @@ class Claims:
 
     async def _wait(
         self, spec: RequestSpec, ticket_id: str, deadline_s: float, near: Claimer
-    ) -> Ticket:
-        """The ticket; blocks that are whole before it is are on their way meanwhile."""
+    ) -> tuple[Ticket, Sequence[StoredKey]]:
+        """The ticket, and the prompt's keys, which are its; blocks that are whole before it is are
+        on their way meanwhile."""
         ahead = Ahead(
             spec,
             self._scheduler,
@@ -143,10 +145,15 @@ class Claims:
             on_open=lambda opened: near.learn(opened.direct),
         )
         async with background({"tierkv-claim-ahead": ahead.run()}):
-            return await watch.ticket(deadline_s=deadline_s)
+            return await watch.ticket(deadline_s=deadline_s), watch.keys
 
     async def _get(
-        self, spec: RequestSpec, policy: ClaimPolicy, give_up_at: float, near: Claimer
+        self,
+        spec: RequestSpec,
+        keys: Sequence[StoredKey],
+        policy: ClaimPolicy,
+        give_up_at: float,
+        near: Claimer,
     ) -> Request:
         """The request, with every token or with what `policy` says. A store that fails is asked
         again until the claim's time is over: its ticket said that all is there."""
@@ -154,7 +161,7 @@ class Claims:
         loop = asyncio.get_running_loop()
         while True:
             await near.ask(prompt)
-            fetched = await self._fetch_and_load(spec)
+            fetched = await self._fetch_and_load(spec, keys)
             fetched.earlier = tuple(near.came)
             near.came.append(fetched.tokens)  # this may not be the last attempt
             problem = fetched.first_problem
@@ -174,14 +181,17 @@ class Claims:
             if problem is not None or not attempts_left:
                 raise _incomplete(request, fetched)
 
-    async def _fetch_and_load(self, spec: RequestSpec) -> Fetched:
+    async def _fetch_and_load(self, spec: RequestSpec, keys: Sequence[StoredKey]) -> Fetched:
         """What storage has of the prompt; what came first is on its way to the device by then."""
         loads = LoadsAhead(spec, self._scheduler, self._has_room)
         fetched: Fetched | None = None
         try:
             async with background({"tierkv-load-ahead": loads.run()}):
                 fetched = await self._fetcher.fetch(
-                    spec.prompt, deadline_s=self._fetch_deadline_s, on_arrival=loads.arrived
+                    spec.prompt,
+                    deadline_s=self._fetch_deadline_s,
+                    on_arrival=loads.arrived,
+                    promised=keys,
                 )
         except BaseException:  # a cancel while the loads ahead end, too
             if fetched is not None:
@@ -198,7 +208,10 @@ class Claims:
             fetched.earlier = tuple(came)
         return await self._scheduler.admit(replace(spec, needs_logits=True), fetched)
 
-    async def _acknowledge(self, ticket: Ticket) -> None:
+    async def _acknowledge(self, request: Request, ticket: Ticket) -> None:
+        for load in request.loads:  # an engine waits for these, for this nobody does
+            with suppress(TransferError):
+                await load.done()
         with suppress(StoreUnavailableError):  # then the ticket goes when its time is over
             await self._tickets.acknowledge(ticket)
 

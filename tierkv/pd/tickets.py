@@ -185,13 +185,13 @@ class Tickets:
         claimed = await self.read_acknowledgement(ticket.ticket_id)
         return claimed is not None and claimed.created_at == ticket.created_at
 
-    def check(self, ticket: Ticket | OpenTicket, prompt: Prompt) -> None:
-        """Raise HandoffError unless the ticket is for exactly this prompt, of a node whose KV can
-        be used here, and its time is not over."""
-        problem = self.problem_of(ticket, prompt.space)
+    def check(self, ticket: Ticket | OpenTicket, space: str, keys: Sequence[StoredKey]) -> None:
+        """Raise HandoffError unless the ticket is for exactly the prompt of this space that has
+        these keys, of a node whose KV can be used here, and its time is not over."""
+        problem = self.problem_of(ticket, space)
         if problem is not None:
             raise problem
-        if tuple(key.digest for key in self.keys_of(prompt)) != ticket.digests:
+        if tuple([key.digest for key in keys]) != ticket.digests:
             raise HandoffError(
                 ClaimProblem.OTHER_PROMPT.value,
                 f"the ticket is for another prompt, of {ticket.num_tokens} tokens",

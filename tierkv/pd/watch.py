@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ticket import ClaimProblem, OpenTicket, Ticket
@@ -24,6 +24,7 @@ class Watch:
     on_progress: called when blocks of the prompt may be in storage: the first so many, or None
         where their number is not known.
     on_open: called with each open ticket whose prompt is being computed.
+    keys: the prompt's, once its ticket is there.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Watch:
         self._prompt = prompt
         self._on_progress = on_progress
         self._on_open = on_open
+        self.keys: Sequence[StoredKey] = ()
         self._open: OpenTicket | None = None
         self._ready_blocks = 0
         self._over: HandoffError | None = None  # why no ticket will come, and since when
@@ -60,6 +62,7 @@ class Watch:
             f"the store did not say within {deadline_s:g} s whether there is a ticket"
         )
         with self._tickets.notifier.listen(self._tickets.names.ticket(self._ticket_id)) as listener:
+            hashing = loop.call_soon(self._hashed)  # while the store answers
             while True:
                 try:
                     async with asyncio.timeout_at(max(deadline, loop.time() + _LONGEST_LOOK_S)):
@@ -67,6 +70,8 @@ class Watch:
                     problem = None
                     if found is not None:
                         return found
+                    hashing.cancel()
+                    self.keys = ()  # as large as the prompt: not for all who wait
                 except StoreUnavailableError as error:
                     problem = error
                     # Leases ran out meanwhile, and producers that live have yet to say so.
@@ -87,6 +92,11 @@ class Watch:
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(problem)) from problem
         raise await self._not_there(deadline_s)
 
+    def _hashed(self) -> Sequence[StoredKey]:
+        if not self.keys:
+            self.keys = self._tickets.keys_of(self._prompt)
+        return self.keys
+
     async def _hear(self, next_hint: Callable[[float], object], timeout_s: float) -> None:
         """Return when it is worth looking again."""
         loop = asyncio.get_running_loop()
@@ -104,7 +114,7 @@ class Watch:
         ticket = await self._tickets.read(self._ticket_id)
         if ticket is not None:
             try:
-                self._tickets.check(ticket, self._prompt)
+                self._tickets.check(ticket, self._prompt.space, self._hashed())
             except HandoffError as error:
                 is_over = self._tickets.has_expired(ticket) or await self._tickets.is_claimed(
                     ticket
@@ -118,7 +128,7 @@ class Watch:
         if found is None:
             self._open = None
             return None
-        self._tickets.check(found, self._prompt)
+        self._tickets.check(found, self._prompt.space, self._hashed())
         is_new = self._open is None or self._open.incarnation != found.incarnation
         self._open = found
         if found.failure:

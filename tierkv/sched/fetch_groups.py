@@ -33,7 +33,7 @@ class Source(Protocol):
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]: ...
 
 
-_NO_ROOM = GetOutcome(GetStatus.MISS, "the host tier has no room")
+NO_ROOM = GetOutcome(GetStatus.MISS, "the host tier has no room")
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +87,8 @@ class FetchGroups:
         progress: Progress,
         keys: Sequence[StoredKey],
         on_arrival: Callable[[], None],
-    ) -> bool:
-        """Fetch `keys`, which follow what `progress` has, in order; whether all of them arrived.
+    ) -> None:
+        """Fetch `keys`, which follow what `progress` has, in order.
 
         Two groups are on their way at a time, so that the store does not wait while one is taken
         in. on_arrival: called with each that was. What is missing is `progress.first_problem`.
@@ -101,8 +101,8 @@ class FetchGroups:
                 slots = await self.take(min(GROUP_BLOCKS, len(keys) - at), space)
                 if slots is None:
                     if await _arrived(before):
-                        progress.first_problem = _NO_ROOM
-                    return False
+                        progress.first_problem = NO_ROOM
+                    return
                 group = _Group(keys[at : at + len(slots)], slots, space)
                 self._tiers.lend(Tier.HOST, slots)
                 coming = tasks.create_task(
@@ -112,10 +112,9 @@ class FetchGroups:
                 # Not at the end of the task: one that is cancelled at once never begins.
                 coming.add_done_callback(partial(self._end, group))
                 if not await _arrived(before):
-                    return False
+                    return
                 before = coming
                 at += len(slots)
-        return await _arrived(before)
 
     async def _fetch(
         self,
@@ -178,5 +177,6 @@ async def _arrived(group: asyncio.Task[bool] | None) -> bool:
     """Whether all of a group is in the index, once that is known; of none before the first: yes."""
     if group is None:
         return True
-    await asyncio.wait([group])
+    if not group.done():
+        await asyncio.wait([group])
     return not group.cancelled() and group.exception() is None and group.result()

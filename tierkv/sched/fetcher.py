@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tierkv.cache.history import Fate
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import StoreUnavailableError
 from tierkv.sched.estimate import Estimator, FetchPolicy
-from tierkv.sched.fetch_groups import FetchGroups, Source
+from tierkv.sched.fetch_groups import NO_ROOM, FetchGroups, Source
 from tierkv.sched.fetch_worth import FetchWorth
 from tierkv.sched.fetched import Fetched, Progress
 from tierkv.sched.patience import Patience
@@ -39,6 +39,7 @@ class Fetcher:
     ) -> None:
         self._tiers = tiers
         self._index: Index = tiers.index
+        self._storage = storage
         self._source: Source = source or storage
         self._groups = FetchGroups(tiers, self._source)
         self.num_held = 0  # results that have not been released yet
@@ -69,6 +70,7 @@ class Fetcher:
         deadline_s: float,
         policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,
         on_arrival: Callable[[int], None] = lambda _: None,
+        promised: Sequence[StoredKey] = (),
     ) -> Fetched:
         """Bring what storage has of `prompt` beyond the local match, in order, without a gap.
 
@@ -77,11 +79,13 @@ class Fetcher:
         (WAIT_COMPLETE: over without an arrival), or earlier, where it is not worth the wait; also
         if the store is not done with the host slots by then, which stay taken until it is.
         on_arrival: called with how many of the prompt's first blocks are on the host, while more
-        are fetched. Cancelling it leaves nothing held.
+        are fetched. promised: all keys of the prompt, where a ticket says that they are stored: it
+        is not asked whether they are. Cancelling it leaves nothing held.
         """
         outcome: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
         self._tiers.start(
-            self._run(prompt, deadline_s, policy, outcome, on_arrival), name="tierkv-fetch"
+            self._run(prompt, promised, deadline_s, policy, outcome, on_arrival),
+            name="tierkv-fetch",
         )
         try:
             return await asyncio.shield(outcome)
@@ -94,9 +98,10 @@ class Fetcher:
         self.num_held -= 1
         self._tiers.capacity_changed()
 
-    async def _run(
+    async def _run(  # noqa: PLR0917 - what was asked for, and where the answer goes
         self,
         prompt: Prompt,
+        promised: Sequence[StoredKey],
         deadline_s: float,
         policy: FetchPolicy,
         outcome: asyncio.Future[Fetched],
@@ -113,7 +118,7 @@ class Fetcher:
                     scope, deadline_s, policy, lambda: self._go_on(prompt, progress, outcome)
                 )
                 with patience.watching():
-                    await self._fetch(prompt, progress, patience, on_arrival)
+                    await self._fetch(prompt, promised, progress, patience, on_arrival)
         except TimeoutError:
             if not progress.is_whole:
                 progress.ends(Fate.LATE, "storage took too long")
@@ -164,11 +169,12 @@ class Fetcher:
     async def _fetch(
         self,
         prompt: Prompt,
+        promised: Sequence[StoredKey],
         progress: Progress,
         patience: Patience,
         on_arrival: Callable[[int], None],
     ) -> None:
-        keys = await self._wait_for_others(prompt, progress, patience)
+        keys = await self._wait_for_others(prompt, promised, progress, patience)
         if not keys:
             return
         missing = sum(key.num_tokens for key in keys)
@@ -176,25 +182,19 @@ class Fetcher:
         if not question.fetches:
             self._worth.refuse(progress, question)
             return
-        loop = asyncio.get_running_loop()
-        for key in keys:
-            self._in_flight[key.digest] = loop.create_future()
-            progress.claimed.append(key.digest)
+        self._claim([key.digest for key in keys], progress)
         patience.until(question.give_up_s)
         self._begin_to_wait(progress, patience)
-        asked = self._source.count_present(keys)
-        present = await self._worth.answer(asked, missing, question.give_up_s)
+        if promised and not self._storage.slices.peer_sizes:  # else of which size is a question
+            present = len(keys)
+        else:
+            asked = self._source.count_present(keys)
+            present = await self._worth.answer(asked, missing, question.give_up_s)
         if present < len(keys):
             progress.first_problem = GetOutcome(GetStatus.MISS, "not in storage")
-        tokens = sum(key.num_tokens for key in keys[:present])
-        if present:  # else the time for the answer is that for a shared tail, too
-            decision = self._estimator.decide(tokens, patience.policy)
-            if not decision.fetches:
-                self._worth.refuse(progress, decision)
-                return
-            self._worth.expect(progress, tokens)
-            is_bound = patience.policy is not FetchPolicy.DEADLINE
-            patience.until(decision.give_up_s if is_bound else None)
+        # Where nothing is present the time for the answer is that for a shared tail, too.
+        if present and not self._is_worth_it(keys[:present], progress, patience):
+            return
 
         def arrived() -> None:
             patience.arrived()
@@ -202,9 +202,26 @@ class Fetcher:
             if progress.fate is None:  # else the request has gone on without it
                 on_arrival(progress.lease.num_blocks)
 
-        progress.is_whole = await self._groups.fetch(prompt, progress, keys[:present], arrived)
-        if progress.is_whole and present < len(keys):
+        await self._groups.fetch(prompt, progress, keys[:present], arrived)
+        if progress.first_problem is None:
+            progress.is_whole = True
+        elif _is_gap(progress.first_problem):
+            progress.is_whole = True
             await self._fetch_shared_tail(prompt, progress)
+
+    def _is_worth_it(
+        self, keys: Sequence[StoredKey], progress: Progress, patience: Patience
+    ) -> bool:
+        """Whether to fetch `keys`, and then until when."""
+        tokens = sum(key.num_tokens for key in keys)
+        decision = self._estimator.decide(tokens, patience.policy)
+        if not decision.fetches:
+            self._worth.refuse(progress, decision)
+            return False
+        self._worth.expect(progress, tokens)
+        is_bound = patience.policy is not FetchPolicy.DEADLINE
+        patience.until(decision.give_up_s if is_bound else None)
+        return True
 
     async def _fetch_shared_tail(self, prompt: Prompt, progress: Progress) -> None:
         """Bring a tail that another prompt left where this one goes on, if storage has one."""
@@ -218,8 +235,7 @@ class Fetcher:
             if partial is not None:
                 progress.tail = self._index.hold(partial.node, partial.block + 1)
             return
-        self._in_flight[digest] = asyncio.get_running_loop().create_future()
-        progress.claimed.append(digest)
+        self._claim([digest], progress)
         space = self._index.root_of(prompt).space
         slots = await self._groups.take(1, space)
         if slots is None:
@@ -232,12 +248,16 @@ class Fetcher:
             progress.num_tokens += found.num_shared
 
     async def _wait_for_others(
-        self, prompt: Prompt, progress: Progress, patience: Patience
-    ) -> list[StoredKey]:
+        self,
+        prompt: Prompt,
+        promised: Sequence[StoredKey],
+        progress: Progress,
+        patience: Patience,
+    ) -> Sequence[StoredKey]:
         """The keys beyond the local match, once none of them is being fetched by another call."""
         while True:
             match = self._index.match(prompt)
-            keys = self._tiers.prompt_keys(prompt)[match.num_blocks :]
+            keys = (promised or self._tiers.prompt_keys(prompt))[match.num_blocks :]
             if match.num_blocks > progress.lease.num_blocks:
                 longer = self._index.hold(match.node, match.num_blocks)
                 self._index.release(progress.lease)
@@ -265,10 +285,21 @@ class Fetcher:
         if could_compute and self._estimator.prefill.is_known and progress.waits_since is None:
             progress.waits_since = patience.now()
 
+    def _claim(self, digests: Sequence[bytes], progress: Progress) -> None:
+        """Who wants these waits for this fetch, until `_finish_claims`."""
+        loop = asyncio.get_running_loop()
+        self._in_flight |= {digest: loop.create_future() for digest in digests}
+        progress.claimed += digests
+
     def _finish_claims(self, progress: Progress) -> None:
         for digest in progress.claimed:
             self._in_flight.pop(digest).set_result(None)
         progress.claimed.clear()
+
+
+def _is_gap(problem: GetOutcome) -> bool:
+    """Whether storage does not have the next block."""
+    return problem.status is GetStatus.MISS and problem is not NO_ROOM
 
 
 def _let_go(outcome: asyncio.Future[Fetched]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.cache.index import Lease
 from tierkv.cache.node import Tier
@@ -23,6 +24,7 @@ class Load:
 
     above: loads of blocks higher on the path. They settle first, and if one fails this one does,
         since a block is on the device only with its whole path. below: the other direction.
+    number: not 0, and no other one's.
     num_users: requests whose block tables name the slots.
     settled: resolved, whatever the result, once the index knows it.
     """
@@ -32,6 +34,7 @@ class Load:
     stop: int
     slots: Ids
     movement: Movement
+    number: int
     above: tuple[Load, ...]
     settled: asyncio.Future[None]
     below: list[Load] = field(default_factory=list)
@@ -45,17 +48,19 @@ class Loads:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._index = tiers.index
-        self._by_slot: dict[int, Load] = {}
+        self._by_number: dict[int, Load] = {}
+        self._last_number = 0
+        self._number_of = np.zeros(0, np.int64)  # by device slot, 0 where none writes it
 
     def findings(self) -> list[str]:
         """What is wrong, in words, when nothing is on its way."""
-        num_slots = len(self._by_slot)
+        num_slots = np.count_nonzero(self._number_of)
         return [f"nothing runs, but {num_slots} blocks are listed as loading"] if num_slots else []
 
     def of(self, slots: Ids) -> list[Load]:
         """The loads that write `slots`, each once, in the order of `slots`."""
-        found = (self._by_slot.get(slot) for slot in slots.tolist())
-        return list(dict.fromkeys(load for load in found if load is not None))
+        numbers = self._numbers()[slots]
+        return [self._by_number[one] for one in dict.fromkeys(numbers[numbers != 0].tolist())]
 
     def start(
         self,
@@ -78,18 +83,21 @@ class Loads:
         above = tuple(self.of(index.slots(Tier.DEVICE, path.node, 0, first)))
         lease = index.hold_as_is(path.node)
         index.change(Tier.DEVICE, path.node, first, stop, Change.RESERVE, slots=slots)
+        self._last_number += 1
         load = Load(
             lease=lease,
             first=first,
             stop=stop,
             slots=slots,
             movement=self._tiers.mover.load(host, device),
+            number=self._last_number,
             above=above,
             settled=asyncio.get_running_loop().create_future(),
         )
         for upper in above:
             upper.below.append(load)
-        self._by_slot |= dict.fromkeys(slots.tolist(), load)
+        self._by_number[load.number] = load
+        self._numbers()[slots] = load.number
         self._tiers.num_loads += 1
         self._tiers.start(self._follow(load), "tierkv-load", space=path.node.space.name)
         return load
@@ -134,8 +142,15 @@ class Loads:
         self._forget(load)
 
     def _forget(self, load: Load) -> None:
-        for slot in load.slots.tolist():
-            del self._by_slot[slot]
+        self._number_of[load.slots] = 0
+        del self._by_number[load.number]
+
+    def _numbers(self) -> npt.NDArray[np.int64]:
+        """The device may have grown."""
+        more = self._tiers.pools[Tier.DEVICE].capacity - len(self._number_of)
+        if more > 0:
+            self._number_of = np.concatenate([self._number_of, np.zeros(more, np.int64)])
+        return self._number_of
 
     def _give_if_unused(self, load: Load) -> None:
         """A failed load's slots are free once its copy has ended and no table names them."""

@@ -112,6 +112,8 @@ class Offers:
 
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
         """As StorageIO.fetch. Damage at a producer is no damage of what is stored."""
+        if not self._of:
+            return await self._storage.fetch(keys, slot_ids)
         reads = [
             _Read(at, key, int(slot), offer)
             for at, (key, slot) in enumerate(zip(keys, slot_ids, strict=True))

@@ -1,0 +1,239 @@
+"""A ticket says that its prompt's blocks are stored: they are not asked for, and may be gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.latch import finish, turns, until
+from tests.world import World, world
+from tierkv.cache.keys import Prompt, StoredKey
+from tierkv.cache.node import Tier
+from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.staging import GROUP_BLOCKS
+from tierkv.pd.watch import Watch
+from tierkv.sched.request import Request
+from tierkv.storage.around import StoreAround
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import Capabilities, Store
+
+T = TypeVar("T")
+SETTINGS = HandoffSettings(
+    publish_deadline_s=20,
+    claim_deadline_s=20,
+    lookup_deadline_s=20,
+    direct=DirectPath.OFF,
+    streams=False,
+)
+PROMPT = [token % 50 for token in range(4 * (GROUP_BLOCKS + 8) + 2)]  # two groups, and a tail
+NUM_BLOCKS = len(PROMPT) // 4
+ALL_KEYS = NUM_BLOCKS + 1
+
+
+class Counted(StoreAround):
+    """num_asked: names that somebody asked whether they are there."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        self.inner = inner
+        self.num_asked = 0
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self.inner.running():
+            yield
+
+    async def exists(self, names: Sequence[str]) -> int:
+        self.num_asked += len(names)
+        return await super().exists(names)
+
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        return await ask(self.inner)
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[World, World, Counted]]:
+    """A prefill and a decode node, and the store as the decode node sees it."""
+    inner = MemoryStore(MemorySettings(), SystemClock())
+    counted = Counted(inner)
+    room: dict[str, Any] = {"device_blocks": 3 * NUM_BLOCKS, "host_blocks": 3 * NUM_BLOCKS}
+    async with (
+        world(store=inner, handoff=SETTINGS, **room) as prefill,
+        world(store=counted, handoff=SETTINGS, **room) as decode,
+    ):
+        yield prefill, decode, counted
+        for node in (prefill, decode):
+            await node.settle()
+        assert not len(decode.service.tiers.lent_slots(Tier.HOST))
+
+
+async def publish(node: World, prompt: list[int], ticket_id: str) -> None:
+    request = await node.admit(prompt)
+    await node.prefill(request, prompt)
+    await finish(node.service.publish(request, ticket_id, [1]))
+    node.service.end(request)
+    await node.settle()
+
+
+async def claim(
+    node: World, prompt: list[int], policy: ClaimPolicy = ClaimPolicy.WHOLE, name: str = "claim"
+) -> Request:
+    request, _ = await finish(
+        node.service.claim(name, "t", node.prompt(prompt), max_new_tokens=0, policy=policy)
+    )
+    await finish(request.gate.all_layers(20.0))
+    node.check_kv(request, prompt, request.cached_tokens)
+    return request
+
+
+async def test_it_is_not_asked_whether_what_a_ticket_names_is_stored() -> None:
+    async with pair() as (prefill, decode, store):
+        await publish(prefill, PROMPT, "t")
+        request = await claim(decode, PROMPT)
+        assert request.cached_tokens == len(PROMPT)
+        assert store.num_asked == 0
+        decode.service.end(request)
+
+
+async def test_what_nobody_promised_is_asked_for() -> None:
+    async with pair() as (prefill, decode, store):
+        await publish(prefill, PROMPT, "t")
+        assert (await decode.run(PROMPT)).storage_tokens == len(PROMPT) - 1
+        assert store.num_asked == ALL_KEYS
+
+
+async def test_where_other_sizes_may_have_stored_it_the_size_is_asked_for() -> None:
+    async with pair() as (prefill, decode, store):
+        await publish(prefill, PROMPT, "t")
+        storage = decode.service.tiers.storage
+        assert storage is not None
+        storage.slices.peer_sizes = (2,)
+        request = await claim(decode, PROMPT)
+        assert request.cached_tokens == len(PROMPT)
+        assert store.num_asked == ALL_KEYS
+        decode.service.end(request)
+
+
+@pytest.mark.parametrize("gone", [0, 1, GROUP_BLOCKS - 1, GROUP_BLOCKS, NUM_BLOCKS - 1, NUM_BLOCKS])
+async def test_a_block_that_went_although_it_was_promised_is_a_gap(gone: int) -> None:
+    async with pair() as (prefill, decode, _):
+        await publish(prefill, PROMPT, "t")
+        await decode.the_store.delete([prefill.names(PROMPT)[gone]])
+        with pytest.raises(HandoffError) as error:
+            await claim(decode, PROMPT)
+        assert error.value.reason == "incomplete"
+        assert f"only {4 * gone} of {len(PROMPT)}" in str(error.value)
+        await decode.settle()
+        request = await claim(decode, PROMPT, ClaimPolicy.RECOMPUTE)
+        assert request.cached_tokens == 4 * gone
+        decode.service.end(request)
+
+
+@pytest.mark.parametrize("gone", [1, GROUP_BLOCKS + 3])
+async def test_behind_the_gap_comes_what_another_prompts_tail_has_of_it(gone: int) -> None:
+    async with pair() as (prefill, decode, _):
+        await publish(prefill, PROMPT, "t")
+        await publish(prefill, PROMPT[: 4 * gone + 3], "shorter")
+        await decode.the_store.delete([prefill.names(PROMPT)[gone]])
+        request = await claim(decode, PROMPT, ClaimPolicy.RECOMPUTE)
+        assert request.cached_tokens == 4 * gone + 3
+        decode.service.end(request)
+
+
+async def test_a_host_without_room_is_no_gap_in_storage() -> None:
+    inner = MemoryStore(MemorySettings(), SystemClock())
+    async with (
+        world(store=inner, handoff=SETTINGS, device_blocks=64) as prefill,
+        world(store=inner, handoff=SETTINGS, device_blocks=64, host_blocks=4) as decode,
+    ):
+        await publish(prefill, list(range(38)), "t")
+        await publish(prefill, list(range(19)), "shorter")  # shares what does not fit
+        with pytest.raises(HandoffError) as error:
+            await claim(decode, list(range(38)))
+        assert str(error.value).endswith("the host tier has no room")
+        await decode.settle()
+
+
+async def test_the_blocks_of_a_claimed_prompt_are_hashed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair() as (prefill, decode, _):
+        await publish(prefill, PROMPT, "t")
+        tiers, hashed = decode.service.tiers, 0
+        hashes = tiers.prompt_keys
+
+        def counted(prompt: Prompt) -> list[StoredKey]:
+            nonlocal hashed
+            hashed += 1
+            return hashes(prompt)
+
+        monkeypatch.setattr(tiers, "prompt_keys", counted)
+        request = await claim(decode, PROMPT)
+        assert hashed == 1
+        decode.service.end(request)
+
+
+async def test_who_waits_for_a_ticket_does_not_keep_its_keys() -> None:
+    async with pair() as (_, decode, _store):
+        handoff = decode.service.handoff
+        assert handoff is not None
+        watch = Watch(
+            handoff.tickets,
+            handoff.lease,
+            "nobody's",
+            decode.prompt(PROMPT),
+            on_progress=lambda _: None,
+            on_open=lambda _: None,
+        )
+        waiting = asyncio.create_task(watch.ticket(deadline_s=20.0))
+        await turns(20)
+        assert not waiting.done()
+        assert not watch.keys
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+async def test_a_claim_is_acknowledged_when_its_blocks_are_on_the_device() -> None:
+    async with pair() as (prefill, decode, _):
+        await publish(prefill, PROMPT, "t")
+        handoff = decode.service.handoff
+        assert handoff is not None
+        decode.latch.hold(Direction.LOAD)
+        request, _ = await finish(
+            decode.service.claim("claim", "t", decode.prompt(PROMPT), max_new_tokens=0)
+        )
+        await turns(20)
+        assert await handoff.tickets.read_acknowledgement("t") is None
+        decode.latch.release()
+        await until(lambda: decode.service.tiers.num_tasks == 0, "the acknowledgement")
+        assert await handoff.tickets.read_acknowledgement("t") is not None
+        decode.service.end(request)
+
+
+async def test_a_claim_whose_load_fails_is_acknowledged_all_the_same() -> None:
+    async with pair() as (prefill, decode, _):
+        await publish(prefill, PROMPT, "t")
+        handoff = decode.service.handoff
+        assert handoff is not None
+        decode.latch.fail_next(Direction.LOAD)
+        request, _ = await finish(
+            decode.service.claim("claim", "t", decode.prompt(PROMPT), max_new_tokens=0)
+        )
+        await until(lambda: decode.service.tiers.num_tasks == 0, "the acknowledgement")
+        assert await handoff.tickets.read_acknowledgement("t") is not None
+        decode.service.end(request)
