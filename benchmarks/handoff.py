@@ -452,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows += after_prefill(redis.url, "redis", options.tokens, rounds)
             redis.execute("FLUSHALL")
         if options.part in {"all", "storage"}:
-            rows += beyond_storage(redis, options.tokens, 3 * rounds, options.device)
+            rows += beyond_storage(redis, options.tokens, 5 * rounds, options.device)
             redis.execute("FLUSHALL")
         if options.part in {"all", "direct"}:
             rows += by_way(redis.url, options, rounds)

@@ -76,7 +76,7 @@ class Scale:
 
 
 QUICK = Scale((512 << 10, 2 << 20), (1, 2), 7, 32 << 20)
-FULL = Scale((64 << 10, 512 << 10, 2 << 20, 8 << 20), (1, 2, 4, 8), 9, WORK_BYTES)
+FULL = Scale((64 << 10, 512 << 10, 2 << 20, 8 << 20), (1, 2, 4, 8), 21, WORK_BYTES)
 
 
 @dataclass

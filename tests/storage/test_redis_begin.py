@@ -6,16 +6,24 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from tests.latch import finish, until
+from tests.redis_server import (
+    RedisServer,
+    empty_redis,  # noqa: F401 - a fixture
+    module_redis,  # noqa: F401 - a fixture
+)
 from tests.storage.test_redis_traffic import AWAY, HOME, SlowServer
 from tests.storage.values import content_of, landing
-from tierkv.storage.protocol import PutItem
+from tierkv.clock import SystemClock
+from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
+from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_bulk import (
     WRITE_BYTES,
     BulkLanes,
@@ -27,6 +35,7 @@ from tierkv.storage.redis_bulk import (
 from tierkv.storage.redis_exchange import Pace, Request, Turn, WireStats
 from tierkv.storage.redis_requests import get_whole_request, put_request, question
 from tierkv.storage.redis_socket import Address
+from tierkv.storage.redis_url import parse_redis_url
 
 LONG, SHORT = 512 << 10, 16 << 10
 NAMES = [f"t:f:{index:02}:0" for index in range(4)]
@@ -267,3 +276,56 @@ async def test_what_is_begun_on_connections_that_are_all_reset_goes_over_new_one
         await asyncio.wait([accepting])
         await server.stop()
         server.reset()
+
+
+class FirstStep:
+    """Runs `work`; is_a_turn: all that it waited for at first was the next turn of the loop."""
+
+    def __init__(self, work: Coroutine[Any, Any, list[PutOutcome]]) -> None:
+        self._work = work
+        self.is_a_turn: bool | None = None
+
+    async def run(self) -> list[PutOutcome]:
+        return await self
+
+    def __await__(self) -> Generator[Any, Any, list[PutOutcome]]:
+        steps, sent = self._work.__await__(), None
+        try:
+            while True:
+                waits_for = steps.send(sent)
+                if self.is_a_turn is None:
+                    self.is_a_turn = waits_for is None
+                sent = yield waits_for
+        except StopIteration as end:
+            outcomes: list[PutOutcome] = end.value
+            return outcomes
+
+
+async def test_many_writes_let_what_others_are_answered_go_first(
+    empty_redis: RedisServer,  # noqa: F811
+) -> None:
+    url, settings = parse_redis_url(empty_redis.url), RedisSettings(timeout_s=20.0)
+    store = RedisStore(url, settings, SystemClock())
+
+    def items(kind: str, count: int) -> list[PutItem]:
+        return [PutItem(f"t:{kind}:{at}:0", (memoryview(b"x" * 100),)) for at in range(count)]
+
+    async def lets_others_go_first(count: int, other: asyncio.Future[Any] | None = None) -> bool:
+        writing = FirstStep(store.put(items("ours", count)))
+        running = asyncio.create_task(writing.run())
+        await asyncio.sleep(0)
+        assert other is None or not other.done()
+        outcomes = await finish(running)
+        assert {one.status for one in outcomes} <= {PutStatus.STORED, PutStatus.EXISTED}
+        return bool(writing.is_a_turn)
+
+    async with store.running():
+        assert not await lets_others_go_first(20), "there are no others"
+        for count, ends in ((9, "well"), (9, "cancelled"), (8, "well")):
+            other = asyncio.create_task(store.put(items("other", 2000)))
+            await asyncio.sleep(0)
+            assert await lets_others_go_first(count, other) is (count > 8)  # a few take no time
+            if ends == "cancelled":
+                other.cancel()
+            await asyncio.wait([other])
+            assert not await lets_others_go_first(20), "they have ended"

@@ -65,6 +65,9 @@ from tierkv.storage.redis_url import RedisUrl, Setup
 from tierkv.storage.resp import OtherLength, Refused, Reply
 
 _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
+# To take the answers of so many writes, and to make the next, keeps the loop for as long as the
+# server has work.
+_MANY_WRITES = 8
 
 
 __all__ = ["RedisSettings", "RedisStore"]
@@ -84,6 +87,7 @@ class RedisStore:
         self._clock = clock
         self._router: Router | None = None
         self._access: Access | None = None
+        self._num_puts = 0  # under way
         self.stats = WireStats()
 
     def notifier(self) -> Notifier:
@@ -161,10 +165,17 @@ class RedisStore:
         )
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        replies = await self._carry_out(
-            [Call(item.name, lambda item=item: put_request(item)) for item in items],  # type: ignore[misc]
-            Lane.WRITE,
-        )
+        if self._num_puts and len(items) > _MANY_WRITES:
+            # Who comes back with the next batch has kept the loop already. What the server has
+            # answered to others meanwhile goes first: between two batches of 32 values of 512 KiB
+            # it had nothing to do for 0.1 to 0.5 ms (Redis 7.0, 2 cores, 2026-11-23).
+            await asyncio.sleep(0)
+        self._num_puts += 1
+        try:
+            calls = [Call(item.name, partial(put_request, item)) for item in items]
+            replies = await self._carry_out(calls, Lane.WRITE)
+        finally:
+            self._num_puts -= 1
         return [put_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
 
     async def delete(self, names: Sequence[str]) -> int:
