@@ -88,10 +88,7 @@ class LoadsAhead:
     """
 
     def __init__(
-        self,
-        spec: RequestSpec,
-        scheduler: Scheduler,
-        has_room: Callable[[int], bool],
+        self, spec: RequestSpec, scheduler: Scheduler, has_room: Callable[[int], bool]
     ) -> None:
         self._spec = spec
         self._scheduler = scheduler
