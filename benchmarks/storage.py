@@ -54,6 +54,7 @@ from tierkv.storage.file import FileSettings
 from tierkv.storage.protocol import Buffer, GetItem, GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.threads import WorkerThreads
+from tierkv.transfer.storage_io_ahead import made_ahead
 
 IDENTITY = ValueIdentity(bytes(32), bytes(32), 16)
 CODEC = PlainCodec()
@@ -289,7 +290,8 @@ class Tierkv:
             if header is not None
         ]
         items = late if len(late) == len(part) else await self.checkers.run(encode)
-        outcomes = await self.store.put(items)
+        async with made_ahead(self.checkers, items):
+            outcomes = await self.store.put(items)
         assert {outcome.status for outcome in outcomes} == {PutStatus.STORED}, outcomes
 
     def _value(

@@ -25,6 +25,7 @@ from tierkv.storage.protocol import (
     check_names,
 )
 from tierkv.storage.threads import WorkerThreads
+from tierkv.transfer.storage_io_ahead import made_ahead
 from tierkv.transfer.storage_io_slices import Slices
 from tierkv.transfer.storage_io_touch import Toucher
 from tierkv.transfer.storage_io_values import Read, Values
@@ -269,7 +270,8 @@ class StorageIO:
             items = await self._checkers.run(
                 lambda: self._values.encode(keys, slot_ids, values, is_late=is_late)
             )
-        outcomes = await self.store.put(items)
+        async with made_ahead(self._checkers, items):
+            outcomes = await self.store.put(items)
         if self._toucher is not None:
             answered = zip(items, outcomes, strict=True)
             self._toucher.wrote(i.name for i, o in answered if o.status is PutStatus.STORED)

@@ -1,0 +1,149 @@
+"""Checksums are made in threads while other values are sent, and nothing is read afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.latch import PATIENCE_S, finish, turns, until
+from tests.transfer.test_storage_io import ground, ids
+from tierkv.cache.layout import layered
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.threads import WorkerThreads
+from tierkv.transfer import storage_io_ahead
+from tierkv.transfer.storage_io_ahead import made_ahead
+
+HERE = threading.get_ident()
+NUM_THREADS = 2
+
+
+class Values:
+    """Each is made once a test lets it; `made` says by whom."""
+
+    def __init__(self, count: int) -> None:
+        self.may_go = threading.Event()
+        self.begun: list[int] = []
+        self.made: dict[int, int] = {}
+        self.items = [
+            PutItem(f"t:f:{at}:0", (memoryview(b"x"),), complete=self._maker(at))
+            for at in range(count)
+        ]
+
+    def _maker(self, at: int) -> Callable[[], None]:
+        def make() -> None:
+            self.begun.append(at)
+            assert self.may_go.wait(PATIENCE_S)
+            self.made[at] = threading.get_ident()
+
+        return make
+
+
+@pytest.fixture
+async def threads(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerThreads]:
+    monkeypatch.setattr(storage_io_ahead, "makes_ahead", True)
+    threads = WorkerThreads("test", NUM_THREADS)
+    async with threads.running():
+        yield threads
+
+
+async def test_threads_make_them_in_order_while_the_body_goes_on(threads: WorkerThreads) -> None:
+    values = Values(10)
+    values.may_go.set()
+    async with made_ahead(threads, values.items):
+        await until(lambda: len(values.made) == 10)
+    assert sorted(values.begun[:NUM_THREADS]) == [0, 1]
+    assert HERE not in values.made.values()
+
+
+async def test_when_the_body_ends_no_other_is_begun_and_those_in_hand_end(
+    threads: WorkerThreads,
+) -> None:
+    values = Values(10)
+    go_on = asyncio.Event()
+
+    async def send() -> None:
+        async with made_ahead(threads, values.items):
+            await go_on.wait()
+
+    sending = asyncio.create_task(send())
+    await until(lambda: len(values.begun) == NUM_THREADS)
+    go_on.set()
+    await turns(20)
+    assert not sending.done(), "a value is being read"
+    values.may_go.set()
+    await finish(sending)
+    assert len(values.made) == len(values.begun) == NUM_THREADS
+
+
+async def test_a_cancel_waits_for_those_in_hand_and_begins_no_other(
+    threads: WorkerThreads,
+) -> None:
+    values = Values(10)
+
+    async def send() -> None:
+        async with made_ahead(threads, values.items):
+            await asyncio.Event().wait()
+
+    sending = asyncio.create_task(send())
+    await until(lambda: len(values.begun) == NUM_THREADS)
+    sending.cancel()
+    await turns(20)
+    assert not sending.done()
+    values.may_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await finish(sending)
+    assert len(values.made) == len(values.begun) == NUM_THREADS
+
+
+async def test_what_the_body_raises_comes_out_as_it_is(threads: WorkerThreads) -> None:
+    values = Values(10)
+    values.may_go.set()
+    with pytest.raises(OSError, match="full"):
+        async with made_ahead(threads, values.items):
+            raise OSError("full")
+
+
+async def test_a_few_are_left_to_who_sends_them(threads: WorkerThreads) -> None:
+    values = Values(3)
+    async with made_ahead(threads, values.items):
+        await turns(20)
+    assert not values.begun
+
+
+async def test_where_cores_are_few_none_is_made_ahead(
+    threads: WorkerThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_io_ahead, "makes_ahead", False)
+    values = Values(10)
+    async with made_ahead(threads, values.items):
+        await turns(20)
+    assert not values.begun
+
+
+async def test_threads_that_are_closed_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_io_ahead, "makes_ahead", True)
+    values = Values(10)
+    async with made_ahead(WorkerThreads("closed", NUM_THREADS), values.items):
+        await turns(20)
+    assert not values.begun
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+async def test_what_is_stored_is_the_same_byte_for_byte(
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
+) -> None:
+    monkeypatch.setattr(storage_io_ahead, "makes_ahead", ahead)
+    layout = layered(4, [("latent", "bfloat16", 32 << 10)], 4)  # 512 KiB a block
+    async with ground(layout, 4 * 6, sends_from_loop=True) as here:
+        assert layout.block_bytes == 512 << 10
+        for _ in range(20):
+            put = await here.io.flush(here.keys, ids(*range(6)))
+            assert {one.status for one in put} == {PutStatus.STORED}
+            got = await here.io.fetch(here.keys, ids(*range(6, 12)))
+            assert {one.status for one in got} == {GetStatus.HIT}
+            assert (here.host.array[:6] == here.host.array[6:12]).all()
+            await here.store.delete([here.names.name(key) for key in here.keys])
