@@ -11,6 +11,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.world import World, world
+from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
@@ -21,6 +22,7 @@ from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.staging import GROUP_BLOCKS
 from tierkv.pd.watch import Watch
 from tierkv.sched.request import Request
+from tierkv.sched.shared_tail import SharedTails
 from tierkv.storage.around import StoreAround
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Capabilities, Store
@@ -155,17 +157,23 @@ async def test_behind_the_gap_comes_what_another_prompts_tail_has_of_it(gone: in
         decode.service.end(request)
 
 
-async def test_a_host_without_room_is_no_gap_in_storage() -> None:
+async def test_a_host_without_room_is_no_gap_in_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = MemoryStore(MemorySettings(), SystemClock())
     async with (
         world(store=inner, handoff=SETTINGS, device_blocks=64) as prefill,
         world(store=inner, handoff=SETTINGS, device_blocks=64, host_blocks=4) as decode,
     ):
         await publish(prefill, list(range(38)), "t")
-        await publish(prefill, list(range(19)), "shorter")  # shares what does not fit
+        looked_for: list[Lease] = []
+
+        async def find(_: SharedTails, prompt: Prompt, at: Lease, *, missing: object) -> None:
+            looked_for.append(at)
+
+        monkeypatch.setattr(SharedTails, "find", find)
         with pytest.raises(HandoffError) as error:
             await claim(decode, list(range(38)))
         assert str(error.value).endswith("the host tier has no room")
+        assert not looked_for, "nobody needs to know who else stored a tail there"
         await decode.settle()
 
 
