@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
 from tests.transfer.test_storage_io import ground, ids
 from tierkv.cache.layout import layered
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.protocol import GetStatus, PutItem, PutOutcome, PutStatus
 from tierkv.storage.threads import WorkerThreads
 from tierkv.transfer import storage_io_ahead
 from tierkv.transfer.storage_io_ahead import made_ahead
@@ -147,3 +147,21 @@ async def test_what_is_stored_is_the_same_byte_for_byte(
             assert {one.status for one in got} == {GetStatus.HIT}
             assert (here.host.array[:6] == here.host.array[6:12]).all()
             await here.store.delete([here.names.name(key) for key in here.keys])
+
+
+async def test_a_store_finds_headers_made_before_it_asks_for_them(
+    threads: WorkerThreads,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = layered(4, [("latent", "bfloat16", 32 << 10)], 4)
+    async with ground(layout, 4 * 6, sends_from_loop=True) as here:
+        put = here.store.put
+
+        async def late(items: Sequence[PutItem]) -> list[PutOutcome]:
+            assert all(item.complete is not None for item in items)
+            await until(lambda: all(any(bytes(item.given[0])) for item in items), "six headers")
+            return await put(items)
+
+        monkeypatch.setattr(here.store, "put", late)
+        outcomes = await here.io.flush(here.keys, ids(*range(6)))
+        assert {one.status for one in outcomes} == {PutStatus.STORED}
