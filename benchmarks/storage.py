@@ -283,12 +283,13 @@ class Tierkv:
             return [self._value(i, CODEC.encode(self.slots[i], IDENTITY)) for i in part]
 
         is_late = self.store.capabilities.sends_from_loop
-        headers = [CODEC.header_later(self.slots[i], IDENTITY) if is_late else None for i in part]
-        late = [
-            self._value(i, (header.content, self.slots[i]), header)
-            for i, header in zip(part, headers, strict=True)
-            if header is not None
-        ]
+        late: list[PutItem] = []
+        for i in part if is_late else ():
+            if i % 8 == 0:
+                await asyncio.sleep(0)
+            header = CODEC.header_later(self.slots[i], IDENTITY)
+            if header is not None:
+                late.append(self._value(i, (header.content, self.slots[i]), header))
         items = late if len(late) == len(part) else await self.checkers.run(encode)
         async with made_ahead(self.checkers, items):
             outcomes = await self.store.put(items)

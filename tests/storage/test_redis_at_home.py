@@ -16,7 +16,7 @@ from tests.storage.test_redis_only_connection import open_all
 from tests.storage.test_redis_traffic import AWAY, HOME, slow_server
 from tests.storage.values import content_of, landing
 from tierkv.storage.protocol import PutItem, PutStatus
-from tierkv.storage.redis_bulk import WRITE_BYTES
+from tierkv.storage.redis_bulk import WRITE_BYTES, finished
 from tierkv.storage.redis_exchange import (
     LONG_BYTES,
     MOST_BYTES,
@@ -231,10 +231,10 @@ async def test_all_of_a_very_long_value_counts_until_it_is_sent_then_as_much_as_
         traffic.began(little)
         assert not traffic.has_room, "MOST_BYTES count"
         traffic.ended(little, 1)
-        assert not request.outcome.done()
+        assert request.outcome is None
         assert owner.fills == 1
         theirs.send(b"+OK\r\n")
-        assert await request.outcome == [b"OK"]
+        assert await finished([request]) == [[b"OK"]]
         assert is_empty(traffic)
 
 
@@ -250,7 +250,7 @@ async def test_a_very_long_value_that_is_read_counts_until_it_has_come() -> None
         await asyncio.get_running_loop().sock_sendall(
             theirs, b"$%d\r\n%b\r\n" % (VERY_LONG, content)
         )
-        await request.outcome
+        await finished([request])
         assert buffer == content
         assert is_empty(traffic)
 
@@ -262,8 +262,23 @@ async def test_a_value_that_is_not_so_long_counts_to_the_end() -> None:
         await receive(theirs, num_sent_bytes(first) + num_sent_bytes(second))
         assert (owner.fills, traffic.has_room) == (0, False)
         theirs.send(b"+OK\r\n" * 2)
-        await asyncio.wait([first.outcome, second.outcome])
+        await finished([first, second])
         assert is_empty(traffic)
+
+
+async def test_what_waits_for_the_next_turn_of_the_loop_is_sent_as_that_begins() -> None:
+    """Others that have their turn then take it, one after the other, and the server has nothing to
+    do meanwhile."""
+    async with asyncio.timeout(60), wire_to(HOME) as (wire, _, _, theirs):
+        turn, stats, sent = wire._turn, wire._stats, []  # noqa: SLF001
+        turn.spend(turn.left)
+        request = await begin(wire, num_bytes=1)
+        assert stats.sent_bytes == 0
+        asyncio.get_running_loop().call_soon(lambda: sent.append(stats.sent_bytes))
+        await receive(theirs, num_sent_bytes(request))
+        assert sent == [num_sent_bytes(request)]
+        theirs.send(b"+OK\r\n")
+        assert await finished([request]) == [[b"OK"]]
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
@@ -282,7 +297,7 @@ async def test_nothing_counts_of_what_has_ended_however_it_did(
         assert not is_empty(traffic)
         if how == "answered":
             theirs.send(b"+OK\r\n" * len(requests))
-            await asyncio.wait([request.outcome for request in requests])
+            await finished(requests)
         elif how == "lost":
             theirs.shutdown(socket.SHUT_RDWR)
             await until(lambda: wire.is_lost)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,7 +32,7 @@ from tierkv.storage.redis_bulk import (
     Login,
     finished,
 )
-from tierkv.storage.redis_exchange import Pace, Request, Turn, WireStats
+from tierkv.storage.redis_exchange import Failure, Pace, Request, Turn, WireStats
 from tierkv.storage.redis_requests import get_whole_request, put_request, question
 from tierkv.storage.redis_socket import Address
 from tierkv.storage.redis_url import parse_redis_url
@@ -106,7 +106,7 @@ async def test_a_value_is_on_its_way_before_begin_returns(host: str) -> None:
         words = await to.slow.next_of(1)
         assert words[1:3] == [NAMES[0].encode(), content_of(NAMES[0], SHORT)]
         to.slow.answer(b"+OK\r\n")
-        assert await finish(request.outcome) == [b"OK"]
+        assert await finish(finished([request])) == [[b"OK"]]
 
 
 @pytest.mark.parametrize("host", [HOME, AWAY])
@@ -118,7 +118,7 @@ async def test_each_open_connection_is_asked_for_a_value_before_begin_returns(ho
         await to.slow.next_of(len(NAMES))
         assert len({writer for _, writer in to.slow.heard}) == len(NAMES)
         await to.answer_all(len(NAMES), b"$-1\r\n")
-        assert [await finish(request.outcome) for request in requests] == [[None]] * len(NAMES)
+        assert await finish(finished(requests)) == [[None]] * len(NAMES)
 
 
 @pytest.mark.parametrize("host", [HOME, AWAY])
@@ -183,6 +183,37 @@ async def test_both_long_values_for_a_server_here_are_begun_before_begin_returns
         await finish(finished(requests))
 
 
+async def test_the_first_values_of_a_batch_are_sent_before_the_others_are_made() -> None:
+    async with lanes_to(HOME, 1, writes=True) as to:
+        await to.open()
+        sent_before = to.stats.sent_bytes
+        sent: list[int] = []
+
+        def made() -> Iterator[Request]:
+            for name in NAMES * 8:
+                sent.append(to.stats.sent_bytes - sent_before)
+                yield put(name, LONG)
+
+        requests = to.lanes.begin(made())
+        assert len(requests) == len(sent) == 8 * len(NAMES)
+        assert sent[0] == 0
+        assert sent[8] > LONG
+        await to.answer_all(len(requests), b"+OK\r\n")
+        assert await finish(finished(requests)) == [[b"OK"]] * len(requests)
+
+
+async def test_a_batch_that_is_refused_is_refused_as_a_whole() -> None:
+    async with lanes_to(HOME, 1, writes=True) as to:
+        await to.open()
+        waiting = to.lanes.begin(put(NAMES[0], SHORT) for _ in range(200))
+        refused = to.lanes.begin(put(name, SHORT) for name in NAMES * 2)
+        for outcome in await finish(finished(refused)):
+            assert isinstance(outcome, Failure)
+            assert "requests waiting" in outcome.reason
+        await to.answer_all(len(waiting), b"+OK\r\n")
+        assert await finish(finished(waiting)) == [[b"OK"]] * len(waiting)
+
+
 async def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
     async with lanes_to(HOME, 2, writes=False) as to:
         await to.open()
@@ -191,7 +222,7 @@ async def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
         assert to.begin([gone, wanted]) == num_bytes_of([wanted])
         assert (await to.slow.next_of(1))[1] == NAMES[1].encode()
         to.slow.answer(b"$-1\r\n")
-        assert await finish(wanted.outcome) == [None]
+        assert await finish(finished([wanted])) == [[None]]
 
 
 async def test_what_was_sent_in_this_turn_of_the_loop_is_enough_for_it() -> None:
@@ -204,7 +235,7 @@ async def test_what_was_sent_in_this_turn_of_the_loop_is_enough_for_it() -> None
         assert not completed, "and may still be kept back"
         await to.slow.next_of(1)
         to.slow.answer(b"+OK\r\n")
-        assert await finish(request.outcome) == [b"OK"]
+        assert await finish(finished([request])) == [[b"OK"]]
 
 
 async def test_a_connection_that_is_not_logged_in_is_asked_for_nothing() -> None:

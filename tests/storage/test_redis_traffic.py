@@ -13,7 +13,7 @@ from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_bulk import WRITE_BYTES, BulkLanes, Dialer, FixedAddress, Login
-from tierkv.storage.redis_exchange import Pace, WireStats
+from tierkv.storage.redis_exchange import Batch, Pace, WireStats
 from tierkv.storage.redis_requests import put_request
 from tierkv.storage.redis_socket import Address
 from tierkv.storage.redis_url import parse_redis_url
@@ -196,7 +196,8 @@ async def test_the_next_value_is_sent_before_anybody_hears_of_the_one_before() -
         async with lanes.running(), asyncio.timeout(60):
             requests = [put_request(PutItem(name, (bytes(LONG),))) for name in NAMES]
             for request in requests:
-                request.outcome.add_done_callback(lambda _: sent.append(stats.sent_bytes))
+                request.batch = Batch(1)
+                request.batch.ended.add_done_callback(lambda _: sent.append(stats.sent_bytes))
             lanes.begin(requests)
             for index, count in enumerate((2, 2, 2, 1)):
                 await slow.next_of(count)

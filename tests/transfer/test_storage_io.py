@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -39,6 +39,7 @@ from tierkv.storage.protocol import (
     PutOutcome,
     PutStatus,
 )
+from tierkv.tasks import background
 from tierkv.transfer.storage_io import StorageIO
 
 NUM_SLOTS = 12
@@ -187,30 +188,42 @@ async def test_values_are_complete_before_a_store_has_them_that_gains_nothing(
 
 
 class Noting:
-    """A plain codec that notes which thread prepares a value."""
+    """A plain codec that notes in which turn of the loop a value is prepared."""
 
     header_bytes = HEADER_BYTES
 
     def __init__(self) -> None:
-        self.threads: set[int] = set()
+        self.turn = 0
+        self.prepared_in: list[int] = []
         plain = PlainCodec()
         self.encode, self.decode, self.digest = plain.encode, plain.decode, plain.digest
 
     def header_later(self, payload: Buffer, identity: ValueIdentity) -> LateHeader | None:
-        self.threads.add(threading.get_ident())
+        self.prepared_in.append(self.turn)
         return PlainCodec().header_later(payload, identity)
 
+    async def take_turns(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
 
-@pytest.mark.parametrize(("num_blocks", "is_on_loop"), [(64, True), (65, False)])
+
+@pytest.mark.parametrize("num_blocks", [8, 9, 100])
 async def test_the_loop_prepares_no_more_values_at_a_time_than_it_has_time_for(
-    num_blocks: int, is_on_loop: bool
+    num_blocks: int,
 ) -> None:
+    """What a connection sends next would wait for all of them."""
     codec = Noting()
-    async with ground(
-        LONG, 16 * num_blocks, num_slots=num_blocks, codec=codec, sends_from_loop=True
-    ) as here:
+    async with (
+        ground(
+            LONG, 16 * num_blocks, num_slots=num_blocks, codec=codec, sends_from_loop=True
+        ) as here,
+        background({"turns": codec.take_turns()}),
+    ):
         await here.io.flush(here.keys, ids(*range(num_blocks)))
-        assert (codec.threads == {threading.get_ident()}) is is_on_loop
+    in_each = Counter(codec.prepared_in).values()
+    assert max(in_each) == 8
+    assert len(in_each) == -(-num_blocks // 8)
 
 
 async def test_a_tail_is_stored_cut_to_its_tokens_under_its_own_name() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from ssl import SSLContext
-from typing import Protocol, cast
+from typing import Protocol
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_exchange import (
+    Batch,
     Failure,
     Outcome,
     Pace,
@@ -40,6 +41,7 @@ _READ_AT_LEAST = 2
 # long value as it was received if nothing is received with it, and copies it otherwise: behind
 # another SET on the same connection it cost the server an eighth more.
 WRITE_BYTES = 256 << 10
+_BEGUN_FIRST = 4  # of a batch, before the others are made
 # How long a lane that gets no connection leaves the requests to those that have one.
 _WITHOUT_S = 0.5
 
@@ -120,22 +122,29 @@ class BulkLanes:
 
     async def ask(self, requests: Sequence[Request]) -> list[Outcome]:
         """The outcome of each. A cancel is raised when no buffer of theirs is in use any more."""
-        self.begin(requests)
-        return await finished(requests)
+        return await finished(self.begin(requests))
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Have `requests` carried out; their outcomes tell the rest."""
+    def begin(self, requests: Iterable[Request]) -> list[Request]:
+        """Have `requests` carried out; their outcomes tell the rest. The server has the first ones
+        to work on while others are made."""
+        refusal = None
         if not self.is_open:
             refusal = f"{self.url} is closed"
         elif len(self._waiting) >= self._max_waiting:
             refusal = f"{self.url} has {len(self._waiting)} requests waiting for it"
-        else:
-            self._waiting.extend(requests)
+        begun: list[Request] = []
+        for request in requests:
+            begun.append(request)
+            if refusal is not None:
+                request.settle(Failure(refusal))
+                continue
+            self._waiting.append(request)
+            if len(begun) == _BEGUN_FIRST:
+                self._begin_at_once()
+        if refusal is None:
             self._begin_at_once()
             self._wake_one()
-            return
-        for request in requests:
-            request.settle(Failure(refusal))
+        return begun
 
     async def serve(self) -> None:
         wire: Wire | None = None
@@ -158,7 +167,7 @@ class BulkLanes:
                     except asyncio.CancelledError:
                         request.settle(Failure(f"{self.url} is closed"))
                         raise
-                if request.outcome.done():  # its caller has gone meanwhile, and its buffers too
+                if request.outcome is not None:  # its caller has gone meanwhile, its buffers too
                     continue
                 wire.submit(request, since=since)
                 wire.send()
@@ -191,7 +200,7 @@ class BulkLanes:
         while wire.has_room and (request := self._take()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
         wire.send()
-        if self._waiting and not self._waiting[0].outcome.done():
+        if self._waiting and self._waiting[0].outcome is None:
             self._waiting[0].make_ready()  # while the server has something to do
         self._wake_one()
 
@@ -219,7 +228,7 @@ class BulkLanes:
         """The oldest request that somebody waits for, if it may be begun now."""
         while self._waiting and self._traffic.has_room:
             request = self._waiting.popleft()
-            if not request.outcome.done():
+            if request.outcome is None:
                 return request
         return None
 
@@ -270,9 +279,12 @@ class BulkLanes:
             request.is_login = True
             if wire.is_lost:
                 return
+            request.batch = Batch(1)
             wire.submit(request, since=asyncio.get_running_loop().time())
             wire.send()
-            outcome = await request.outcome
+            await request.batch.ended
+            outcome = request.outcome
+            assert outcome is not None, "it has ended"
             if isinstance(outcome, Failure):
                 raise StoreUnavailableError(outcome.reason)
             if isinstance(outcome[0], Refused):
@@ -324,6 +336,10 @@ async def finished(requests: Sequence[Request]) -> list[Outcome]:
         for request in requests:
             request.abandon()
 
-    futures = cast("set[asyncio.Future[None]]", {request.outcome for request in requests})
-    await outlast(futures, on_cancel=abandon)
-    return [request.outcome.result() for request in requests]
+    open_ones = [request for request in requests if request.outcome is None]
+    if open_ones:
+        batch = Batch(len(open_ones))
+        for request in open_ones:
+            request.batch = batch
+        await outlast({batch.ended}, on_cancel=abandon)
+    return [request.outcome for request in requests if request.outcome is not None]

@@ -43,20 +43,38 @@ class Failure:
 Outcome = list[Reply] | Failure
 
 
+class Batch:
+    """Requests that one caller waits for, who is woken when all have ended: a future for each would
+    take as long as all the rest that is done for it."""
+
+    __slots__ = ("_num_open", "ended")
+
+    def __init__(self, num_open: int) -> None:
+        self._num_open = num_open
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def one_ended(self) -> None:
+        self._num_open -= 1
+        if not (self._num_open or self.ended.done()):
+            self.ended.set_result(None)
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A command in pieces, and where its value lands.
 
     num_bytes: of the value it carries or asks for. num_replies: of several commands in `pieces`;
     only the last one's value lands in `into`, and is given to `digest`. outcome: all replies, set
-    once, when the buffers are the caller's again. is_login: of use on its own connection only.
-    is_once: not sent again where it may have been carried out. may_retry: sent again at all.
+    once, when the buffers are the caller's again. batch: of whoever waits for that. is_login: of
+    use on its own connection only. is_once: not sent again where it may have been carried out.
+    may_retry: sent again at all.
     """
 
     pieces: Sequence[memoryview]
     into: tuple[memoryview, ...] | None
     num_bytes: int
-    outcome: asyncio.Future[Outcome]
+    outcome: Outcome | None = None
+    batch: Batch | None = None
     num_replies: int = 1
     digest: Digest | None = None
     was_sent: bool = False
@@ -83,8 +101,10 @@ class Request:
             self.complete = None
 
     def settle(self, outcome: Outcome) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
+        if self.outcome is None:
+            self.outcome = outcome
+            if self.batch is not None:
+                self.batch.one_ended()
 
     def abandon(self) -> None:
         """Nobody waits any more: do not begin it. What has begun goes on to its end, once."""
@@ -154,11 +174,20 @@ class Turn:
 
     def __init__(self) -> None:
         self.left = _TURN_BYTES
+        self._waiting: list[Callable[[], None]] = []
 
     def spend(self, num_bytes: int) -> None:
         if self.left == _TURN_BYTES:
             asyncio.get_running_loop().call_soon(self._begin)
         self.left -= num_bytes
 
+    def when_next(self, go_on: Callable[[], None]) -> None:
+        """Nothing is left: call `go_on` as the next one begins. What else has to be done by then
+        may take the loop as long as it takes the server to run out of work."""
+        self._waiting.append(go_on)
+
     def _begin(self) -> None:
         self.left = _TURN_BYTES
+        waiting, self._waiting = self._waiting, []
+        for go_on in waiting:
+            go_on()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 from tierkv.storage.buffers import cut_buffers
 from tierkv.storage.protocol import (
@@ -41,10 +41,14 @@ TAKES_NOTHING = re.compile(
 )
 
 
+_STORED: Final = PutOutcome(PutStatus.STORED)
+_EXISTED: Final = PutOutcome(PutStatus.EXISTED)
+
+
 def new_request(
     pieces: Sequence[memoryview], into: tuple[memoryview, ...] | None, num_bytes: int
 ) -> Request:
-    return Request(pieces, into, num_bytes, asyncio.get_running_loop().create_future())
+    return Request(pieces, into, num_bytes)
 
 
 def question(*command: Argument, num_bytes: int = 0) -> Request:
@@ -164,9 +168,9 @@ def _no_hit(  # noqa: PLR0911 - a table
 def put_outcome(item: PutItem, reply: Reply | Failure) -> PutOutcome:
     match reply:
         case None:
-            return PutOutcome(PutStatus.EXISTED)
+            return _EXISTED
         case b"OK":
-            return PutOutcome(PutStatus.STORED)
+            return _STORED
         case Refused(message):
             status = PutStatus.FULL if TAKES_NOTHING.match(message) else PutStatus.FAILED
             return PutOutcome(status, f"{item.name}: {message}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.redis_bulk import finished
 from tierkv.storage.redis_exchange import Failure, Request
 from tierkv.storage.redis_node import NAMES_PER_COMMAND, Lane, RedisNode, cut, expect, understood
 from tierkv.storage.redis_requests import pipeline, question_each
@@ -63,7 +64,8 @@ class OneNode:
         await self._node.ask("PING")
 
     async def carry_out(self, calls: Sequence[Call], lane: Lane) -> list[Reply | Failure]:
-        outcomes = await self._node.lanes[lane].ask([call.make() for call in calls])
+        lanes = self._node.lanes[lane]
+        outcomes = await finished(lanes.begin(call.make() for call in calls))
         return [outcome if isinstance(outcome, Failure) else outcome[-1] for outcome in outcomes]
 
     async def count_leading(self, names: Sequence[str]) -> int:

@@ -94,7 +94,8 @@ class Wire:
         self._bulk_bytes = 0  # of them
         self._was_heard = False
         self._has_ended_some = False  # which the owner has not been told
-        self._is_writing = False
+        self._is_writing = False  # as soon as the socket takes more
+        self._waits_for_turn = False
         self._is_broken = False
         self._timer: asyncio.TimerHandle | None = None
         self._room = asyncio.Event()
@@ -269,11 +270,17 @@ class Wire:
             self.close(Failure("is a replica now"))
         return replies[wanted:]
 
+    def _send_on(self) -> None:
+        self._waits_for_turn = False
+        self.send()
+
     def _write(self) -> None:
+        is_full = False
         while self._to_send and self._turn.left > 0:
             try:
                 num_bytes = self._pipe.write(self._next_pieces(_CALL_BYTES))
             except BlockingIOError:
+                is_full = True
                 break
             except OSError as error:
                 self._is_broken = True
@@ -286,12 +293,17 @@ class Wire:
             self._drop_sent(num_bytes)
             if not self._to_send:
                 self._all_is_sent()
-        if bool(self._to_send) is not self._is_writing:
-            self._is_writing = not self._is_writing
-            if self._is_writing:
+        if self.is_lost:
+            return
+        if is_full is not self._is_writing:
+            self._is_writing = is_full
+            if is_full:
                 self._loop.add_writer(self._pipe.fd, self._write)
             else:
                 self._loop.remove_writer(self._pipe.fd)
+        if self._to_send and not (is_full or self._waits_for_turn):
+            self._waits_for_turn = True
+            self._turn.when_next(self._send_on)
 
     def _all_is_sent(self) -> None:
         """Of a very long value the server has taken most by now. Had the next one to wait for its

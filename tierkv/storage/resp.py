@@ -106,7 +106,7 @@ def pack_each(verb: str, names: Sequence[str], *more: int) -> bytes:
 def pack_set(name: str, parts: Sequence[Buffer], options: Sequence[Argument]) -> list[memoryview]:
     """SET in pieces to be sent one after another; those of the value are `parts` themselves."""
     views = flat(parts)
-    num_bytes = sum(len(view) for view in views)
+    num_bytes = sum(map(len, views))
     key = name.encode()
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
         3 + len(options),
@@ -114,7 +114,7 @@ def pack_set(name: str, parts: Sequence[Buffer], options: Sequence[Argument]) ->
         key,
         num_bytes,
     )
-    tail = b"\r\n" + pack(*options).partition(b"\r\n")[2]
+    tail = b"\r\n" + pack(*options).partition(b"\r\n")[2] if options else b"\r\n"
     return [memoryview(head), *views, memoryview(tail)]
 
 

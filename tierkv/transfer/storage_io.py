@@ -19,6 +19,7 @@ from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     GetOutcome,
     GetStatus,
+    PutItem,
     PutOutcome,
     PutStatus,
     Store,
@@ -33,6 +34,9 @@ from tierkv.transfer.tails import TailLists
 
 _MAX_FOUND = 65_536
 _MAX_COPIES = 4  # of one value that are read, as long as they are damaged
+# Values of which 32 take 0.2 to 0.4 ms, in which a server that writes 512 KiB runs out of work: SET
+# over one and four connections at 1.02 of the rate (Redis 7.0, 2 cores, 2026-11-23).
+_MADE_AT_ONCE = 8
 _WAITED_FOR = 1e9  # the worth of a block that somebody waits for
 # A block is new if one of its slices is.
 _WORST_FIRST = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED, PutStatus.EXISTED)
@@ -265,7 +269,7 @@ class StorageIO:
         """
         values = [_WAITED_FOR] * len(keys) if worth is None else worth
         is_late = self.store.capabilities.sends_from_loop
-        items = self._values.encode_later(keys, slot_ids, values) if is_late else None
+        items = await self._encoded_later(keys, slot_ids, values) if is_late else None
         if items is None:
             items = await self._checkers.run(
                 lambda: self._values.encode(keys, slot_ids, values, is_late=is_late)
@@ -294,6 +298,22 @@ class StorageIO:
             pairs = zip(keys, blocks, strict=True)
             await self.tails.note([key for key, block in pairs if block.status in stored])
         return blocks
+
+    async def _encoded_later(
+        self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
+    ) -> list[PutItem] | None:
+        """As `Values.encode_later`, with turns for others: what is sent meanwhile would wait for
+        all of them."""
+        items: list[PutItem] = []
+        for at in range(0, len(keys), _MADE_AT_ONCE):
+            if at:
+                await asyncio.sleep(0)
+            part = slice(at, at + _MADE_AT_ONCE)
+            some = self._values.encode_later(keys[part], slot_ids[part], worth[part])
+            if some is None:
+                return None
+            items += some
+        return items
 
     def _codec(self, key: StoredKey) -> Codec:
         return self._codecs(key.space or self.names.fingerprint)

@@ -118,10 +118,7 @@ class Values:
     def encode_later(
         self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
     ) -> list[PutItem] | None:
-        """What `encode` with `is_late` returns; None if that takes a look at their bytes, or they
-        are too many for the loop."""
-        if len(keys) > _MAX_AT_ONCE:
-            return None
+        """What `encode` with `is_late` returns; None if that takes a look at their bytes."""
         items = []
         for key, slot, value in zip(keys, slot_ids, worth, strict=True):
             for part in self._slices.parts:
