@@ -30,8 +30,8 @@ MODULES = {
         *("s3fifo", "space", "spaces", "states", "tokens", "tree", "write_policy"),
     ),
     "storage": (
-        *("buffers", "codec", "redis_bulk", "redis_exchange", "redis_requests", "redis_socket"),
-        *("redis_wire", "resp"),
+        *("buffers", "codec", "redis_bulk", "redis_exchange", "redis_ranges", "redis_requests"),
+        *("redis_socket", "redis_wire", "resp"),
     ),
 }
 _VARIABLE = "TIERKV_COMPILED"

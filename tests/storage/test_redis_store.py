@@ -716,6 +716,8 @@ async def test_a_long_value_is_read_in_ranges_into_scattered_buffers(store: Redi
     views = [memoryview(landed)[a:b] for a, b in itertools.pairwise(cuts)]
     [outcome] = await store.get_into([GetItem("t:f:long:0", tuple(views), Taken)])
     assert (outcome.status, bytes(landed)) == (GetStatus.HIT, content)
+    assert isinstance(outcome.digest, Taken)
+    assert outcome.digest.content == content
     assert await store.get("t:f:long:0", max_bytes=LONG_BYTES) == content
 
 

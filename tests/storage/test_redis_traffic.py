@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from tests.latch import until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
@@ -101,23 +103,35 @@ async def test_short_values_and_questions_do_not_wait_for_the_answers_before() -
         assert [await one for one in asking] == [b"x"] * len(NAMES)
 
 
-async def test_few_long_values_come_at_a_time_over_how_many_connections_ever() -> None:
-    """Those behind would only lie in the server's memory meanwhile."""
-    landings = [landing(name, LONG) for name in NAMES]
+@pytest.mark.parametrize(
+    ("host", "num_bytes", "counts"),
+    [
+        (HOME, LONG, (2, 2, 2, 1)),
+        (HOME, 3 << 18, (2, 2, 2, 1)),
+        (HOME, 1 << 18, (4, 3, 2, 1)),
+        (AWAY, LONG, (3, 3, 2, 1)),
+        (AWAY, 3 << 18, (4, 3, 2, 1)),
+    ],
+)
+async def test_few_long_values_come_at_a_time_over_how_many_connections_ever(
+    host: str, num_bytes: int, counts: tuple[int, ...]
+) -> None:
+    """Those behind would only lie in the server's memory meanwhile, or, here, in no cache."""
+    landings = [landing(name, num_bytes) for name in NAMES]
     items = [item for item, _ in landings]
-    async with slow_server(connections=4) as (slow, store), asyncio.TaskGroup() as group:
+    async with slow_server(connections=4, host=host) as (slow, store), asyncio.TaskGroup() as group:
         slow.is_empty = True
         while store.stats.connections < 1 + len(NAMES):  # what waits for one goes when it is there
             await store.get_into([landing(name, 1)[0] for name in NAMES])
         slow.is_empty = False
         getting = group.create_task(store.get_into(items))
-        for count in (3, 3, 2, 1):
+        for count in counts:
             [verb, key] = await slow.next_of(count)
             assert verb == b"GET"
-            slow.answer(b"$%d\r\n%b\r\n" % (LONG, content_of(key.decode(), LONG)))
+            slow.answer(b"$%d\r\n%b\r\n" % (num_bytes, content_of(key.decode(), num_bytes)))
         assert {outcome.status for outcome in await getting} == {GetStatus.HIT}
     for item, [buffer] in landings:
-        assert buffer == content_of(item.name, LONG)
+        assert buffer == content_of(item.name, num_bytes)
 
 
 async def test_a_connection_is_asked_for_a_second_long_value_before_the_first_has_come() -> None:

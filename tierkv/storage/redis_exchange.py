@@ -28,6 +28,7 @@ MOST_BYTES = 3 << 20
 # at 1.01 and 1.08 (loopback, Redis 7.0, 2 cores, 2026-11-23; on 16 cores 1.06 and 1.02).
 LONG_BYTES = 256 << 10
 LONG_AT_HOME = 2
+_LEAST_VALUES = 2  # on their way: the next is there when one ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +130,30 @@ class Traffic:
 
     max_on_one: of their bytes so many may be on a connection when one more request is begun there.
     least_on_one: requests that may be there however long they are.
-    num_connections: open ones. is_at_home: they end on this machine.
+    num_connections: open ones. is_at_home: they end on this machine. most_at_home: of their bytes
+    so many, over all connections, if they do, and two values however long they are.
     """
 
-    def __init__(self, max_on_one: int, least_on_one: int) -> None:
+    def __init__(self, max_on_one: int, least_on_one: int, most_at_home: int = MOST_BYTES) -> None:
         self.max_on_one = max_on_one
         self.least_on_one = least_on_one
+        self._most_at_home = most_at_home
         self.num_connections = 0
         self.is_at_home = False
         self._num_bytes = 0
+        self._num_values = 0
         self._num_long_writes = 0
 
     @property
     def has_room(self) -> bool:
         if self.is_at_home and self._num_long_writes >= LONG_AT_HOME:
             return False
-        return self._num_bytes <= MOST_BYTES
+        may_be_full = self.is_at_home and self._num_values >= _LEAST_VALUES
+        return self._num_bytes <= (self._most_at_home if may_be_full else MOST_BYTES)
 
     def began(self, request: Request) -> None:
         self._num_bytes += request.bulk_bytes
+        self._num_values += request.bulk_bytes > 0
         self._num_long_writes += request.is_long_write
 
     def shrank(self, num_bytes: int) -> None:
@@ -157,6 +163,7 @@ class Traffic:
     def ended(self, request: Request, num_bytes: int) -> None:
         """num_bytes: that counted to the end."""
         self._num_bytes -= num_bytes
+        self._num_values -= request.bulk_bytes > 0
         self._num_long_writes -= request.is_long_write
 
 

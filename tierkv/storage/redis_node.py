@@ -22,7 +22,7 @@ from tierkv.errors import (
 from tierkv.storage.protocol import StoredValue, is_name
 from tierkv.storage.redis_bulk import WRITE_BYTES, BulkLanes, Dialer, Locator, Login
 from tierkv.storage.redis_connection import connection_factory
-from tierkv.storage.redis_exchange import Failure, Pace, Turn, WireStats
+from tierkv.storage.redis_exchange import MOST_BYTES, Failure, Pace, Turn, WireStats
 from tierkv.storage.redis_lanes import Command, RedisLanes
 from tierkv.storage.redis_lanes import Reply as ControlReply
 from tierkv.storage.redis_requests import TAKES_NOTHING, question
@@ -115,7 +115,13 @@ class RedisNode:
             access.stats,
         )  # fmt: skip
         # What asks is never held up by what writes.
-        writing = replace(dialer, turn=access.turn, max_on_one=WRITE_BYTES, least_on_one=1)
+        writing = replace(
+            dialer,
+            turn=access.turn,
+            max_on_one=WRITE_BYTES,
+            least_on_one=1,
+            most_at_home=MOST_BYTES,
+        )
         numbers = {
             Lane.READ: settings.num_connections,
             Lane.WRITE: settings.write_connections,

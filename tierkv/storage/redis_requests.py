@@ -19,6 +19,7 @@ from tierkv.storage.protocol import (
     PutStatus,
 )
 from tierkv.storage.redis_exchange import Failure, Request
+from tierkv.storage.redis_ranges import LONGEST_WHOLE, RangeDigest, RangesDigest, range_sizes
 from tierkv.storage.resp import (
     Argument,
     Landed,
@@ -30,10 +31,6 @@ from tierkv.storage.resp import (
     pack_set,
 )
 
-# What is longer is read in ranges of about _RANGE_BYTES: a server delivers 8 MiB in one piece at
-# half the speed (1.1 and 2.3 GB/s, loopback, Redis 7.0, 2 cores, 2026-11-21).
-_RANGE_BYTES = 2 << 20
-_LONGEST_WHOLE = 3 << 20
 # Of servers that take no values now and give them all the same: full, cannot save, too few
 # replicas, a replica; from us, who may only read; of this size (proto-max-bulk-len).
 TAKES_NOTHING = re.compile(
@@ -73,19 +70,22 @@ def question_each(verb: str, names: Sequence[str], *more: int) -> Request:
 def get_requests(item: GetItem) -> list[Callable[[], Request]]:
     """What makes GET of the value, or of its ranges, see `is_in_ranges`.
 
-    The last range ends one byte after the value, so that a longer one shows. Ranges land in any
-    order, so that no digest is made of them.
+    The last range ends one byte after the value, so that a longer one shows.
     """
     if not is_in_ranges(item):
         return [partial(get_whole_request, item)]
     num_bytes = item.num_bytes
     makers: list[Callable[[], Request]] = []
-    sizes = _range_sizes(num_bytes)
+    sizes = range_sizes(num_bytes)
+    ranges = cut_buffers(item.into, sizes)
+    digest = None if item.digest is None else item.digest()
+    whole = None if digest is None else RangesDigest(digest, ranges)
     start = 0
-    for size, views in zip(sizes, cut_buffers(item.into, sizes), strict=True):
+    for index, (size, views) in enumerate(zip(sizes, ranges, strict=True)):
         end = start + size
         last = end - 1 if end < num_bytes else end
-        makers.append(partial(_get, ("GETRANGE", item.name, start, last), views))
+        part = None if whole is None else partial(whole.part, index)
+        makers.append(partial(_get, ("GETRANGE", item.name, start, last), views, part))
         start = end
     return makers
 
@@ -93,7 +93,7 @@ def get_requests(item: GetItem) -> list[Callable[[], Request]]:
 def is_in_ranges(item: GetItem) -> bool:
     """Whether it is long, and whoever asks for it makes a digest: of a value that is replaced
     between two ranges this tells. Others see only values as they were written."""
-    return item.digest is not None and item.num_bytes > _LONGEST_WHOLE
+    return item.digest is not None and item.num_bytes > LONGEST_WHOLE
 
 
 def get_whole_request(item: GetItem) -> Request:
@@ -111,12 +111,6 @@ def _get(
     if digest is not None:
         request.digest = digest()
     return request
-
-
-def _range_sizes(num_bytes: int) -> list[int]:
-    num_ranges = -(-num_bytes // _RANGE_BYTES)
-    least, longer = divmod(num_bytes, num_ranges)
-    return [least + (index < longer) for index in range(num_ranges)]
 
 
 def put_request(item: PutItem) -> Request:
@@ -138,8 +132,11 @@ def get_outcome(item: GetItem, replies: Sequence[Reply | Failure]) -> GetOutcome
     for reply in replies:
         if not isinstance(reply, Landed):
             return _no_hit(item, reply, num_ranges=len(replies))
-    whole = replies[0] if len(replies) == 1 else None
-    return GetOutcome(GetStatus.HIT, digest=whole.digest if isinstance(whole, Landed) else None)
+    last = replies[-1]
+    digest = last.digest if isinstance(last, Landed) else None
+    if isinstance(digest, RangeDigest):
+        digest = digest.whole.digest if digest.whole.is_complete else None
+    return GetOutcome(GetStatus.HIT, digest=digest)
 
 
 def _no_hit(  # noqa: PLR0911 - a table
