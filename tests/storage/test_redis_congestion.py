@@ -18,7 +18,7 @@ from tierkv.storage.redis_url import parse_redis_url
 
 __all__ = ["empty_redis", "module_redis"]
 
-SHORT, LONG = 512 << 10, 2 << 20
+SHORT, LONG = 192 << 10, 512 << 10
 AT_HOME = (socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
