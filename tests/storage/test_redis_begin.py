@@ -214,6 +214,30 @@ async def test_a_batch_that_is_refused_is_refused_as_a_whole() -> None:
         assert await finish(finished(waiting)) == [[b"OK"]] * len(waiting)
 
 
+async def test_of_a_batch_whose_caller_goes_only_what_was_sent_goes_on() -> None:
+    async with lanes_to(HOME, 1, writes=True) as to:
+        await to.open()
+        requests = to.lanes.begin(put(name, LONG) for name in NAMES)
+        waiting = asyncio.create_task(finished(requests))
+        await to.slow.next_of(2)
+        waiting.cancel()
+        await to.slow.next_of(2)
+        assert not waiting.done(), "their buffers are in use"
+        await to.answer_all(2, b"+OK\r\n")
+        with pytest.raises(asyncio.CancelledError):
+            await finish(waiting)
+        assert [request.outcome for request in requests[:2]] == [[b"OK"]] * 2
+        assert all(isinstance(request.outcome, Failure) for request in requests[2:])
+
+
+async def test_what_waits_for_a_login_ends_when_the_store_is_left() -> None:
+    async with lanes_to(HOME, 1, writes=False, password="secret") as to:
+        requests = to.lanes.begin([get(NAMES[0], SHORT)])
+        assert (await to.slow.next_of(1))[0] == b"AUTH"
+    [outcome] = await finish(finished(requests))
+    assert isinstance(outcome, Failure)
+
+
 async def test_what_nobody_waits_for_any_more_is_not_begun() -> None:
     async with lanes_to(HOME, 2, writes=False) as to:
         await to.open()

@@ -9,7 +9,10 @@ import pytest
 
 from tests.storage.values import Taken, content_of
 from tierkv.storage.buffers import cut_buffers
+from tierkv.storage.protocol import GetItem, GetStatus
 from tierkv.storage.redis_ranges import LONGEST_WHOLE, RangesDigest, range_sizes
+from tierkv.storage.redis_requests import get_outcome, get_requests
+from tierkv.storage.resp import Landed, Reply
 
 NUM_BYTES = 1000
 NAME = "t:f:a:0"
@@ -54,13 +57,35 @@ def test_there_is_no_digest_of_a_value_of_which_a_range_was_begun_twice() -> Non
     content, whole, [first, second] = landing([300, 700])
     first[0][:] = content[:300]
     whole.part(0).update(first[0])
-    half, rest = second[0][:400], second[0][400:]
-    half[:] = content[300:700]
-    whole.part(1).update(half)
+    second[0][:] = content[300:]
+    whole.part(1).update(second[0][:400])
     again = whole.part(1)
-    for piece in (half, rest):
-        again.update(piece)
+    again.update(second[0][:300])  # as many bytes as there are, but not these
+    again.update(second[0][300:])
     assert not whole.is_complete
+
+
+@pytest.mark.parametrize("is_all", [True, False])
+def test_a_value_has_the_digest_that_took_all_of_it_or_none(*, is_all: bool) -> None:
+    num_bytes = 2 << 20
+    buffer = memoryview(bytearray(num_bytes))
+    item = GetItem(NAME, (buffer,), Taken)
+    requests = [make() for make in get_requests(item)]
+    assert len(requests) > 1
+    landed: list[Reply] = []
+    for request in requests:
+        [view] = request.into or ()
+        assert request.digest is not None
+        if is_all or request is not requests[0]:
+            request.digest.update(view)
+        landed.append(Landed(request.digest))
+    outcome = get_outcome(item, landed)
+    assert outcome.status is GetStatus.HIT
+    if is_all:
+        assert isinstance(outcome.digest, Taken)
+        assert outcome.digest.content == bytes(num_bytes)
+    else:
+        assert outcome.digest is None
 
 
 def test_a_range_that_had_not_begun_may_be_asked_for_again() -> None:
