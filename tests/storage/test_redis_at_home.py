@@ -83,11 +83,12 @@ async def test_another_connection_carries_short_values_beside_a_long_one() -> No
 
 
 async def test_values_that_are_not_long_are_sent_as_many_as_there_is_room_for() -> None:
-    async with slow_server(connections=4) as (slow, store), asyncio.TaskGroup() as group:
-        await open_all(slow, store, connections=4)
-        putting = group.create_task(store.put(puts(LONG_BYTES)))
-        await slow.next_of(len(NAMES))
-        for _ in NAMES:
+    names = [f"t:f:{index:02}:0" for index in range(8)]
+    async with slow_server(connections=5) as (slow, store), asyncio.TaskGroup() as group:
+        await open_all(slow, store, connections=5)
+        putting = group.create_task(store.put(puts(LONG_BYTES, names)))
+        await slow.next_of(len(names))
+        for _ in names:
             slow.answer(b"+OK\r\n")
         assert {outcome.status for outcome in await putting} == {PutStatus.STORED}
 
