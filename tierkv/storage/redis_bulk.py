@@ -348,4 +348,8 @@ async def finished(requests: Sequence[Request]) -> list[Outcome]:
         for request in open_ones:
             request.batch = batch
         await outlast({batch.ended}, on_cancel=abandon)
-    return [request.outcome for request in requests if request.outcome is not None]
+    outcomes: list[Outcome] = []
+    for request in requests:
+        assert request.outcome is not None, "all have ended"
+        outcomes.append(request.outcome)
+    return outcomes
