@@ -284,8 +284,8 @@ class Tierkv:
 
         is_late = self.store.capabilities.sends_from_loop
         late: list[PutItem] = []
-        for i in part if is_late else ():
-            if i % 8 == 0:
+        for at, i in enumerate(part if is_late else ()):
+            if at and at % 8 == 0:
                 await asyncio.sleep(0)
             header = CODEC.header_later(self.slots[i], IDENTITY)
             if header is not None:

@@ -21,7 +21,6 @@ from tierkv.storage.redis_exchange import (
     Turn,
     WireStats,
 )
-from tierkv.storage.redis_requests import new_request
 from tierkv.storage.redis_serving import serving
 from tierkv.storage.redis_socket import Address, open_pipe
 from tierkv.storage.redis_wire import Wire
@@ -281,7 +280,7 @@ class BulkLanes:
 
     async def _log_in(self, wire: Wire) -> None:
         for command in self._dialer.login.commands():
-            request = new_request([memoryview(pack(*command))], None, 0)
+            request = Request([memoryview(pack(*command))], None, 0)
             request.is_login = True
             if wire.is_lost:
                 return

@@ -42,20 +42,14 @@ _STORED: Final = PutOutcome(PutStatus.STORED)
 _EXISTED: Final = PutOutcome(PutStatus.EXISTED)
 
 
-def new_request(
-    pieces: Sequence[memoryview], into: tuple[memoryview, ...] | None, num_bytes: int
-) -> Request:
-    return Request(pieces, into, num_bytes)
-
-
 def question(*command: Argument, num_bytes: int = 0) -> Request:
     """A command whose reply is small, or at most `num_bytes`."""
-    return new_request([memoryview(pack(*command))], None, num_bytes)
+    return Request([memoryview(pack(*command))], None, num_bytes)
 
 
 def pipeline(commands: bytes, num_replies: int) -> Request:
     """Several packed commands in one request, each with a small reply."""
-    request = new_request([memoryview(commands)], None, 0)
+    request = Request([memoryview(commands)], None, 0)
     request.num_replies = num_replies
     return request
 
@@ -107,7 +101,7 @@ def _get(
     digest: Callable[[], Digest | None] | None = None,
 ) -> Request:
     num_bytes = sum(view.nbytes for view in into)
-    request = new_request([memoryview(pack(*command))], into, num_bytes)
+    request = Request([memoryview(pack(*command))], into, num_bytes)
     if digest is not None:
         request.digest = digest()
     return request
@@ -119,7 +113,7 @@ def put_request(item: PutItem) -> Request:
         options += ["PX", math.ceil(item.ttl_s * 1000)]
     if item.leaves_existing:
         options.append("NX")
-    request = new_request(pack_set(item.name, item.given, options), None, item.num_bytes)
+    request = Request(pack_set(item.name, item.given, options), None, item.num_bytes)
     request.complete = item.complete
     # Had the first try been carried out, and its answer lost, a second would be told EXISTED.
     request.may_retry = not item.only_new
