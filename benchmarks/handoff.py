@@ -24,6 +24,7 @@ import asyncio
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -360,9 +361,9 @@ def beyond_storage(redis: RedisServer, num_tokens: int, rounds: int, device: str
     with children(redis.url, num_tokens, "bulk", "bulk", device=device) as nodes:
         for number in range(rounds + 1):  # the first warms up
             work = {"id": f"bulk{number}", "seed": number, "num_tokens": num_tokens}
-            ways = list(steps)
-            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                # Each writes into the same state; fresh memory is slower than what was freed.
+            # In no fixed order, and each writes into the same state: what one leaves in caches and
+            # in the kernel's lists is the next one's, and fresh memory slower than what was freed.
+            for way in random.sample(list(steps), len(steps)):
                 redis.execute("FLUSHALL", "SYNC")
                 both = {}
                 for do, at in steps[way]:

@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import mmap
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -369,7 +370,8 @@ async def redis_job(server: RedisServer, program: Path | None, job: Job, rounds:
             ("tierkv", lambda: ours.set(job), lambda: ours.get(job)),
         ]
         for round_number in range(rounds + 1):
-            for who, set_values, get_values in contenders:
+            # In no fixed order: what one leaves in the kernel's lists of pages is the next one's.
+            for who, set_values, get_values in random.sample(contenders, len(contenders)):
                 # Each writes into the same state: into memory that the kernel has yet to give to
                 # the server, which is most of what that takes; then over what it has written, as
                 # into a server that is full.
@@ -381,7 +383,6 @@ async def redis_job(server: RedisServer, program: Path | None, job: Job, rounds:
                         note(f"{verb} {who}", rate)
             if raw is not None:
                 note("get raw socket", await raw("get"))
-            contenders.append(contenders.pop(0))
         ours.lag = Lag()
         for _ in range(rounds):
             await ours.set(job)
