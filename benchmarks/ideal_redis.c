@@ -1,12 +1,11 @@
 /* The least that reading and writing values over Redis can cost: one thread, poll, a window of
  * requests in flight, nothing checked but the length of replies.
  *
- *   ideal_redis PORT BYTES COUNT CONNECTIONS WINDOW SLOTS   values k:0 .. k:COUNT-1
- *   ideal_redis raw BYTES COUNT 1 WINDOW SLOTS              a fork of its own as the server
+ *   ideal_redis PORT BYTES COUNT CONNECTIONS WINDOW   values k:0 .. k:COUNT-1
+ *   ideal_redis raw BYTES COUNT 1 WINDOW              a fork of its own as the server
  *
  * Each line "get" or "set" on its input has it move all values, over the same connections each time.
- * Value i lands in, or comes from, slot i % SLOTS. With SLOTS = COUNT each has a slot of its own, as
- * in a cache's host tier; with 1 all use the same bytes, which then stay in the processor's cache.
+ * Each lands in, or comes from, a slot of its own, as in a cache's host tier.
  *
  * Answers each with seconds, and seconds of this process on a processor. */
 #include <arpa/inet.h>
@@ -25,7 +24,7 @@
 
 #define MOST_IN_FLIGHT 64
 
-static long value_bytes, count, next_key, done, num_slots;
+static long value_bytes, count, next_key, done;
 static int window, is_set, usual, is_the_only;
 static char *slots, trailer[2];
 
@@ -40,7 +39,7 @@ struct connection {
     int first;
 };
 
-static char *slot_of(long key) { return slots + key % num_slots * value_bytes; }
+static char *slot_of(long key) { return slots + key * value_bytes; }
 
 static double now(void) {
     struct timespec t;
@@ -173,18 +172,17 @@ static int raw_server(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 7) return 1;
+    if (argc != 6) return 1;
     int connections = atoi(argv[4]);
     value_bytes = atol(argv[2]);
     is_the_only = connections == 1;
     count = atol(argv[3]);
     window = atoi(argv[5]);
-    num_slots = atol(argv[6]);
     if (window > MOST_IN_FLIGHT) return 1;
     int port = strcmp(argv[1], "raw") ? atoi(argv[1]) : raw_server();
     usual = snprintf(NULL, 0, "$%ld\r\n", value_bytes);
-    slots = malloc(num_slots * value_bytes);
-    memset(slots, 'v', num_slots * value_bytes);
+    slots = malloc(count * value_bytes);
+    memset(slots, 'v', count * value_bytes);
     struct connection *all = calloc(connections, sizeof *all);
     struct pollfd *polls = calloc(connections, sizeof *polls);
     for (int i = 0; i < connections; i++) {

@@ -153,10 +153,9 @@ class Ideal:
 
 
 @contextmanager
-def ideal(program: Path, server: int | str, job: Job, num_slots: int) -> Iterator[Ideal]:
-    """server: its port, or "raw". num_slots: 1 has all values in the same bytes, which stay in the
-    processor's cache; as many as there are values is what reading into a host tier costs."""
-    command = [program, server, job.num_bytes, job.count, job.connections, 3, num_slots]
+def ideal(program: Path, server: int | str, job: Job, window: int) -> Iterator[Ideal]:
+    """server: its port, or "raw". window: values on their way on each connection."""
+    command = [program, server, job.num_bytes, job.count, job.connections, window]
     with subprocess.Popen(
         list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -177,19 +176,19 @@ def redis_benchmark(verb: str, port: int, job: Job) -> float:
 
 @contextmanager
 def limits(program: Path | None, port: int, job: Job) -> Iterator[tuple[Move, Move, Move | None]]:
-    """What the server can do: each value in a slot of its own, all in one; and, over one
-    connection, what a socket can."""
+    """What the server can do with three values on their way on each connection, and with one; and,
+    over one connection, what a socket can."""
     with ExitStack() as stack:
         if program is None:
             limit = partial(asyncio.to_thread, partial(redis_benchmark, port=port, job=job))
             yield limit, limit, None
             return
-        own_slots = stack.enter_context(ideal(program, port, job, job.count))
-        one_slot = stack.enter_context(ideal(program, port, job, 1))
+        three = stack.enter_context(ideal(program, port, job, 3))
+        one = stack.enter_context(ideal(program, port, job, 1))
         raw = None
         if job.connections == 1:
-            raw = stack.enter_context(ideal(program, "raw", job, job.count)).move
-        yield own_slots.move, one_slot.move, raw
+            raw = stack.enter_context(ideal(program, "raw", job, 3)).move
+        yield three.move, one.move, raw
 
 
 @dataclass
@@ -361,10 +360,10 @@ async def redis_job(server: RedisServer, program: Path | None, job: Job, rounds:
         tierkv_at(server.url, job, slots, patient(job.connections)) as ours,
     ):
         theirs, bare = RedisPy(client, slots, checks=True), RedisPy(client, slots, checks=False)
-        limit, one_slot, raw = programs.enter_context(limits(program, server.port, job))
+        limit, one_each, raw = programs.enter_context(limits(program, server.port, job))
         contenders: list[Contender] = [
             ("limit", lambda: limit("set"), lambda: limit("get")),
-            ("limit, one slot", lambda: one_slot("set"), lambda: one_slot("get")),
+            ("limit, one each", lambda: one_each("set"), lambda: one_each("get")),
             ("redis-py", lambda: theirs.set(job), lambda: theirs.get(job)),
             ("redis-py, no checksums", lambda: bare.set(job), lambda: bare.get(job)),
             ("tierkv", lambda: ours.set(job), lambda: ours.get(job)),
@@ -399,17 +398,17 @@ def _redis_rows(figures: dict[str, list[float]], job: Job) -> list[Row]:
     rows = []
     for verb in VERBS:
         limit = row(f"{_label(job)} {verb} limit", figures[f"{verb} limit"], "GB/s")
-        hot, theirs, bare = (
+        one_each, theirs, bare = (
             row(f"{_label(job)} {verb} {who}", figures[f"{verb} {who}"], "GB/s")
-            for who in ("limit, one slot", "redis-py", "redis-py, no checksums")
+            for who in ("limit, one each", "redis-py", "redis-py, no checksums")
         )
         ours = figures[f"{verb} tierkv"]
-        rows += [limit, hot, theirs, bare]
+        rows += [limit, one_each, theirs, bare]
         if raw := figures.get(f"{verb} raw socket"):
             rows.append(row(f"{_label(job)} raw socket", raw, "GB/s"))
         rows.append(row(f"{_label(job)} {verb} tierkv", ours, "GB/s"))
         # Within a round: between two the machine itself moves by more than clients differ.
-        others = ("limit", "redis-py", "redis-py, no checksums")
+        others = ("limit", "limit, one each", "redis-py", "redis-py, no checksums")
         best_other = max(others, key=lambda who: median(figures[f"{verb} {who}"]))
         named = [(who, who) for who in others]
         for what, who in [*named, (f"the best other ({best_other})", best_other)]:

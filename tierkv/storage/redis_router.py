@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_bulk import finished
@@ -19,8 +18,7 @@ from tierkv.storage.resp import Reply, pack_all
 _PARTS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A command about one name. make: a new request for it, each time it has to be sent."""
 
     name: str
