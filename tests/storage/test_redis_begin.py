@@ -262,18 +262,6 @@ async def test_what_was_sent_in_this_turn_of_the_loop_is_enough_for_it() -> None
         assert await finish(finished([request])) == [[b"OK"]]
 
 
-async def test_what_is_short_takes_nothing_from_a_turn_of_the_loop() -> None:
-    turn = Turn()
-    whole = turn.left
-    for _ in range(1_000):
-        turn.spend(len(b"".join(get("a:1", 1 << 20).pieces)))
-    assert turn.left == whole
-    turn.spend(whole)
-    assert turn.left == 0
-    await asyncio.sleep(0)
-    assert turn.left == whole
-
-
 async def test_a_connection_that_is_not_logged_in_is_asked_for_nothing() -> None:
     async with lanes_to(HOME, 1, writes=False, password="secret") as to:
         first, second = get(NAMES[0], SHORT), get(NAMES[1], SHORT)

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from msgspec import Struct
-
 from tierkv.errors import BadRequestError
 
 Buffer = bytes | bytearray | memoryview
@@ -119,11 +117,11 @@ class GetItem:
 
     @property
     def num_bytes(self) -> int:
-        return sum([view.nbytes for view in self.into])
+        return sum(view.nbytes for view in self.into)
 
 
-# No dataclass: there is one for each value of a batch, and a struct is made in a fifth of the time.
-class GetOutcome(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class GetOutcome:
     """reason: one sentence for the log; empty for HIT and MISS.
 
     digest: of a HIT, one of the item's that has been given all bytes that are in `into` now. None:

@@ -14,7 +14,6 @@ from tierkv.storage.resp import Reply
 # store: a MiB takes 0.3 ms. SET of 512 KiB over 8 connections kept the loop for 5.2 ms at times
 # (p99) without.
 _TURN_BYTES = 1 << 20
-_UNCOUNTED_BYTES = 4 << 10  # in one call: it takes longer to count them than to send them
 # So much of values may be on its way when one more is begun, over all connections of one kind to a
 # server: what is behind costs it memory that is in no cache by the time it is sent or received. GET
 # of 2 MiB took it 0.5 ms with one at a time, 0.6 with two and 1.5 with two on each of 8 connections
@@ -185,8 +184,6 @@ class Turn:
         self._waiting: list[Callable[[], None]] = []
 
     def spend(self, num_bytes: int) -> None:
-        if num_bytes < _UNCOUNTED_BYTES:
-            return
         if self.left == _TURN_BYTES:
             asyncio.get_running_loop().call_soon(self._begin)
         self.left -= num_bytes

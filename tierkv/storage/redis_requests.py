@@ -100,7 +100,7 @@ def _get(
     into: tuple[memoryview, ...],
     digest: Callable[[], Digest | None] | None = None,
 ) -> Request:
-    num_bytes = sum([view.nbytes for view in into])
+    num_bytes = sum(view.nbytes for view in into)
     request = Request([memoryview(pack(*command))], into, num_bytes)
     if digest is not None:
         request.digest = digest()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis_bulk import finished
@@ -18,7 +19,8 @@ from tierkv.storage.resp import Reply, pack_all
 _PARTS = 10
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Call:
     """A command about one name. make: a new request for it, each time it has to be sent."""
 
     name: str
