@@ -14,15 +14,6 @@ RUN if [ -n "$EXTRAS" ]; then \
       grep -oE '^[A-Za-z0-9._-]+==[^ ;]+' requirements/run.lock > /tmp/held && \
       /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check -c /tmp/held ".[$EXTRAS]"; \
     fi
-# COMPILE=1: the hot parts in C, see tierkv/compiled.py. Compiler and mypy stay behind in this stage.
-ARG COMPILE=
-COPY requirements/test.lock requirements/test.lock
-RUN if [ -n "$COMPILE" ]; then \
-      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev && \
-      /opt/tierkv/bin/pip install --no-cache-dir --disable-pip-version-check --target /tmp/compile \
-        $(grep -oE '^(mypy|setuptools)==[^ ;]+' requirements/test.lock) && \
-      PYTHONPATH=/tmp/compile /opt/tierkv/bin/tierkv compile; \
-    fi
 
 FROM docker.io/library/python:3.12-slim-bookworm
 COPY --from=build /opt/tierkv /opt/tierkv

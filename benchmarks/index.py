@@ -6,7 +6,6 @@ blocks by digest pays at the least. Each figure is printed beside its target. Ro
 same figures as ratios to the call with the CPU's SHA instructions switched off (see index_sha256).
 What reading the clock takes is subtracted, and the benchmark's own objects are kept from Python's
 collector of cycles, as a node's are when it starts; the index's are not.
-The index is the compiled one if `tierkv compile` made one, as `./scripts/test` does.
 Rows *service* are what an engine calls, admit, commit and end, on the event loop (see
 index_service).
 
@@ -25,7 +24,6 @@ import argparse
 import gc
 import os
 import statistics
-import sys
 import time
 import tracemalloc
 from collections.abc import Sequence
@@ -38,7 +36,6 @@ from benchmarks.bench import Row, row, show
 from benchmarks.index_service import run_service
 from benchmarks.index_sha256 import seconds_per_digest, without_instructions
 from benchmarks.workload import Pieces, synthetic_requests, trace_requests
-from tierkv import compiled
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
@@ -328,8 +325,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--policies", action="store_true", help="hit ratios of eviction policies")
     args = parser.parse_args(argv)
-    if not compiled.is_used():
-        print("Not compiled: `tierkv compile` takes a third off these figures.", file=sys.stderr)
     limit = 1500 if args.quick else 100_000
     if args.policies:
         if not args.trace:

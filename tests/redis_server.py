@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import shutil
 import signal
@@ -115,7 +116,9 @@ def empty_redis(module_redis: RedisServer) -> RedisServer:
 
 # Below the ports that the system gives to connections: one of those could be there before the
 # server is, or while it is down to be restarted.
-_FIRST_PORT, _PORTS = 12_000, 20_000
+# Each worker of a run in parallel has a range of its own.
+_PORTS = 1_000
+_FIRST_PORT = 12_000 + _PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20)
 _next_port = itertools.count(secrets.randbelow(_PORTS))  # not `random`, which every test seeds anew
 
 

@@ -29,7 +29,6 @@ class _Commands(click.Group):
     """Expected errors become a sentence; what is heavy to import is imported when it is called."""
 
     later: ClassVar = {
-        "compile": ("tierkv.cli_compile", "Compile the hot parts, for speed."),
         "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
         "doctor": ("tierkv.gpu.doctor", "Tell what this machine's GPUs and memory allow."),
         "generate": ("tierkv.cli_node", "Generate text that follows a prompt."),

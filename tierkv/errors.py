@@ -97,3 +97,11 @@ class InvariantError(TierKVError):
     def __init__(self, findings: tuple[str, ...]) -> None:
         super().__init__("; ".join(findings))
         self.findings = findings
+
+
+def how_to_install(extra: str) -> str:
+    """The command that adds `extra` of pyproject.toml, for error sentences.
+
+    It works from a checkout: the package index has another project under the name tierkv.
+    """
+    return f"pip install -e '.[{extra}]' in the checkout of tierkv"

@@ -120,4 +120,4 @@ def test_without_cupy_a_doctor_ends_with_an_error_and_the_remedy(
     found = CliRunner().invoke(main, ["doctor"], env=dict(os.environ, LC_ALL="C"))
     assert found.exit_code == 1
     assert "CuPy" in found.stdout
-    assert "pip install 'tierkv[cuda13]'" in found.stdout
+    assert "pip install -e '.[cuda12]'" in found.stdout

@@ -26,5 +26,5 @@ def test_cuda_without_cupy_is_refused_with_the_remedy(monkeypatch: pytest.Monkey
     for module in [name for name in sys.modules if name.startswith("tierkv.gpu.cuda")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=r"pip install 'tierkv\[cuda13\]'.*tierkv doctor"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[cuda12\]'.*tierkv doctor"):
         open_device("cuda")

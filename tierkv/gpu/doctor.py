@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierkv import compiled
 from tierkv.cache.layout import Layout, Plane
-from tierkv.errors import ConfigError, DeviceFailedError, TransferError
+from tierkv.errors import (
+    ConfigError,
+    DeviceFailedError,
+    TransferError,
+    how_to_install,
+)
 from tierkv.gpu import numa
 from tierkv.gpu.driver import load_driver
 
@@ -68,13 +72,6 @@ def machine_findings() -> list[Finding]:
         findings.append(Finding("transparent huge pages", _SILENT if pages == "unknown" else pages))
     set_aside = numa.free_huge_pages() * numa.HUGE_PAGE / _GIB
     findings.append(Finding("huge pages set aside", f"{set_aside:.1f} GiB free"))
-    remedy = (
-        ""
-        if compiled.is_used()
-        else "tierkv compile: finding blocks takes two thirds of its time then"
-    )
-    form = "as Python runs it" if remedy else "compiled"
-    findings.append(Finding("hot parts", form, Verdict.WARNING if remedy else Verdict.OK, remedy))
     nodes = numa.numa_nodes()
     findings.append(Finding("NUMA nodes", str(nodes or _SILENT)))
     if nodes > 1:
@@ -94,7 +91,7 @@ def gpu_findings() -> list[Finding]:
     try:
         from tierkv.gpu.cuda import Gpu, num_gpus, versions  # noqa: PLC0415 - may be missing
     except ImportError as error:
-        remedy = "pip install 'tierkv[cuda13]' (or cuda12, as the driver allows), or use cpu"
+        remedy = f"{how_to_install('cuda12')} (or cuda13, as the driver allows), or use cpu"
         return [Finding("CuPy", f"not usable: {error}", Verdict.BAD, remedy)]
     try:
         load_driver()
@@ -106,7 +103,7 @@ def gpu_findings() -> list[Finding]:
     except ConfigError as error:
         remedy = (
             "look at CUDA_VISIBLE_DEVICES and at what nvidia-smi says; "
-            "a driver older than CuPy's CUDA: update it, or install tierkv[cuda12]"
+            "a driver older than CuPy's CUDA: update it, or install the extra cuda12"
         )
         return [Finding("CUDA", str(error), Verdict.BAD, remedy)]
     driver, runtime = versions()
@@ -117,7 +114,7 @@ def gpu_findings() -> list[Finding]:
             f"driver {driver // 1000}.{driver % 1000 // 10}, "
             f"runtime {runtime // 1000}.{runtime % 1000 // 10}",
             Verdict.OK if fits else Verdict.BAD,
-            "" if fits else "update the driver, or install tierkv[cuda12]",
+            "" if fits else "update the driver, or install the extra cuda12",
         ),
         _batch_finding(),
     ]

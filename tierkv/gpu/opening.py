@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, how_to_install
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device
 
@@ -29,7 +29,7 @@ def _open_cuda(index: int) -> Device:
     except ImportError as error:
         raise ConfigError(
             f"the device cuda needs CuPy, which cannot be imported ({error}): "
-            f"pip install 'tierkv[cuda13]', or cuda12 for an older driver. {_CUDA_REMEDY}"
+            f"{how_to_install('cuda12')}, or cuda13 for a newer driver. {_CUDA_REMEDY}"
         ) from error
     try:
         return CudaDevice(index)

@@ -1,3 +1,0 @@
-from tierkv.compiled import find
-
-__path__[:0] = find("storage")

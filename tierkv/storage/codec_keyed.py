@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, how_to_install
 from tierkv.storage.codec import (
     CHECKSUM_BYTES,
     FIELDS_BYTES,
@@ -129,7 +129,7 @@ def import_aes_gcm() -> tuple[type[AESGCM], type[Exception]]:
 
 
 def _missing(package: str) -> ConfigError:
-    return ConfigError(f"the package {package} is not installed: install tierkv[untrusted]")
+    return ConfigError(f"the package {package} is not installed: {how_to_install('untrusted')}")
 
 
 def _derive(key: bytes, purpose: bytes) -> bytes:

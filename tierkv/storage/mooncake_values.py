@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from threading import Semaphore
 from typing import TypeAlias, TypeVar, cast
 
-from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.errors import StoreCorruptError, StoreUnavailableError, how_to_install
 from tierkv.storage.buffers import copy_into, flat
 from tierkv.storage.mooncake_client import Client, Config, Package
 from tierkv.storage.mooncake_engine import EngineReads, Place, open_engine, place_of
@@ -335,7 +335,7 @@ def _load_package() -> Package:
         return cast("Package", importlib.import_module("mooncake.store"))
     except ImportError as error:
         raise StoreUnavailableError(
-            f"Mooncake's package cannot be loaded ({error}): install tierkv[mooncake] and, on "
+            f"Mooncake's package cannot be loaded ({error}): {how_to_install('mooncake')} and, on "
             "Debian, libibverbs1"
         ) from error
 

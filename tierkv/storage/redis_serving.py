@@ -1,5 +1,5 @@
 """The life of a server's connections: a task owns each, from when they are opened to when they are
-closed. A module of its own: mypyc, which may have compiled the others, has no async generators."""
+closed."""
 
 from __future__ import annotations
 
