@@ -91,7 +91,7 @@ class Bench:
     streams: dict[Direction, CudaStream]
     num_blocks: int
     copies: dict[Direction, list[BlockCopy]] = field(default_factory=dict)
-    lanes: dict[tuple[Direction, Order, bool], CudaLane] = field(default_factory=dict)
+    lanes: dict[tuple[Direction, Order], CudaLane] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.copies = {d: [self.make_copy(d, seed) for seed in range(5)] for d in Direction}
@@ -117,13 +117,13 @@ class Bench:
         blocks = rng.permutation(self.num_blocks).astype(np.int32) + np.int32(first)
         return BlockCopy(direction, slots, blocks)
 
-    def lane(self, direction: Direction, order: Order, *, takes_sums: bool = False) -> CudaLane:
+    def lane(self, direction: Direction, order: Order) -> CudaLane:
         """Open from the first call to `close_lanes`: a node has two of them, and streams share
         queues of the GPU where there are many."""
-        key = (direction, order, takes_sums)
+        key = (direction, order)
         if key not in self.lanes:
             self.lanes[key] = self.device.open_ordered_lane(
-                direction, self.planes, self.host, order, takes_sums=takes_sums
+                direction, self.planes, self.host, order
             )
         return self.lanes[key]
 
@@ -133,11 +133,6 @@ class Bench:
 
     def tierkv(self, direction: Direction, order: Order, seed: int) -> Event:
         return self.lane(direction, order).submit(self.copy(direction, seed))[-1]
-
-    def summed(self, direction: Direction, order: Order, seed: int) -> Event:
-        """The same with the checksum of each block."""
-        lane = self.lane(direction, order, takes_sums=True)
-        return lane.submit(self.copy(direction, seed))[-1]
 
     def limit(self, direction: Direction, num_bytes: int | None = None) -> Event:
         """One contiguous copy between pinned memory and device memory."""

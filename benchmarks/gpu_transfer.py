@@ -61,29 +61,6 @@ def large(device: CudaDevice, total_bytes: int, reps: int) -> list[Row]:
     return rows
 
 
-def sums(device: CudaDevice, total_bytes: int, reps: int) -> list[Row]:
-    """What it costs to take the checksum of each block as well."""
-    rows = []
-    name = "GQA 64 x 128 KiB"
-    with bench(device, LAYOUTS[name], total_bytes) as b:
-        for direction, order in ((Direction.LOAD, Order.LAYERS), (Direction.OFFLOAD, Order.BLOCKS)):
-            samples = in_turn(_with_sums(b, direction, order), reps)
-            rows += table(f"sums, {name}, {direction.value}", samples, "GB/s", "limit")
-            b.close_lanes()
-    return rows
-
-
-def _with_sums(b: Bench, direction: Direction, order: Order) -> dict[str, Callable[[int], float]]:
-    return _measured(
-        b,
-        {
-            "limit": lambda _: b.limit(direction),
-            "tierkv": lambda rep: b.tierkv(direction, order, rep),
-            "tierkv with sums": lambda rep: b.summed(direction, order, rep),
-        },
-    )
-
-
 def _lanes(b: Bench, direction: Direction) -> dict[str, Callable[[int], float]]:
     return _measured(
         b,
@@ -165,7 +142,7 @@ def pinning(device: CudaDevice, num_bytes: int) -> list[Row]:
     return [*rows, row("pinning, first slots usable", [first * 1e3], "ms")]
 
 
-SECTIONS = ("alone", "large", "sums", "beside", "latency", "engine", "pinning")
+SECTIONS = ("alone", "large", "beside", "latency", "engine", "pinning")
 
 
 def main() -> None:
@@ -183,7 +160,6 @@ def main() -> None:
     sections: dict[str, Callable[[], list[Row]]] = {
         "alone": lambda: alone(device, total, reps),
         "large": lambda: large(device, 8 * GIB, reps),
-        "sums": lambda: sums(device, total, reps),
         "beside": lambda: beside(device, total, reps, quick=chosen.quick),
         "latency": lambda: latency(device, total, reps),
         "engine": lambda: engine_copies(device, total, reps),

@@ -24,10 +24,7 @@ from tierkv.gpu.protocol import (
     HostSlots,
     Lane,
     Planes,
-    Summing,
-    SummingLane,
 )
-from tierkv.gpu.sums import block_sums
 
 NUM_BLOCKS, NUM_SLOTS = 9, 11
 WAIT_S = 20.0
@@ -51,12 +48,6 @@ class Ground:
 
     def lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         lane = self.device.open_lane(direction, planes, host)
-        self.lanes.append(lane)
-        return lane
-
-    def summing_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> SummingLane:
-        assert isinstance(self.device, Summing)
-        lane = self.device.open_summing_lane(direction, planes, host)
         self.lanes.append(lane)
         return lane
 
@@ -187,79 +178,6 @@ def test_there_and_back_through_poisoned_memory(ground: Ground, layout: Layout) 
     wait(back.submit(BlockCopy(Direction.LOAD, every + 2, every)))
     assert np.array_equal(ground.blocks(planes), expected)
     assert (host.array[:2] == 0xDB).all()
-
-
-@pytest.mark.parametrize("pattern", BLOCK_IDS)
-@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
-@pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS)
-def test_a_summing_lane_moves_the_same_and_sums_exactly_what_it_moved(
-    ground: Ground, layout: Layout, direction: Direction, pattern: str
-) -> None:
-    planes, host = ground.open(layout)
-    block_ids = BLOCK_IDS[pattern]
-    slot_ids = np.random.default_rng(6).permutation(NUM_SLOTS).astype(np.int32)[: len(block_ids)]
-    lane = ground.summing_lane(direction, planes, host)
-    for round_ in range(2):  # the second adds nothing to the first
-        ground.fill(planes, host, seed=round_)
-        blocks, slots = ground.blocks(planes), host.array.copy()
-        copy = BlockCopy(direction, slot_ids, block_ids)
-        wait(lane.submit(copy))
-        if direction is Direction.LOAD:
-            blocks[block_ids] = slots[slot_ids]
-        else:
-            slots[slot_ids] = blocks[block_ids]
-        assert np.array_equal(ground.blocks(planes), blocks)
-        assert np.array_equal(host.array, slots)
-        expected = np.zeros(NUM_BLOCKS if direction is Direction.LOAD else NUM_SLOTS, np.uint64)
-        expected[copy.target_ids] = block_sums(layout, blocks[block_ids])
-        assert np.array_equal(lane.sums, expected)
-    host.close()
-    planes.close()
-
-
-@pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS)
-def test_a_bit_that_flips_on_the_host_is_found_and_its_block_named(
-    ground: Ground, layout: Layout
-) -> None:
-    planes, host = ground.open(layout)
-    ground.fill(planes, host, seed=8)
-    there = ground.summing_lane(Direction.OFFLOAD, planes, host)
-    back = ground.summing_lane(Direction.LOAD, planes, host)
-    blocks = np.arange(NUM_BLOCKS, dtype=np.int32)
-    slots = blocks[::-1] + np.int32(2)
-    wait(there.submit(BlockCopy(Direction.OFFLOAD, slots, blocks)))
-    wait(back.submit(BlockCopy(Direction.LOAD, slots, blocks)))
-    assert np.array_equal(back.sums[blocks], there.sums[slots])
-    rng = np.random.default_rng(9)
-    for block in blocks.tolist():
-        byte, bit = int(rng.integers(layout.block_bytes)), np.uint8(1 << int(rng.integers(8)))
-        host.array[slots[block], byte] ^= bit
-        wait(back.submit(BlockCopy(Direction.LOAD, slots, blocks)))
-        assert np.flatnonzero(back.sums[blocks] != there.sums[slots]).tolist() == [block]
-        host.array[slots[block], byte] ^= bit
-
-
-def test_sums_of_copies_that_wait_for_each_other_are_each_copys_own(ground: Ground) -> None:
-    """Of a source that goes to two places too, and behind a copy that failed."""
-    planes, host = ground.open(LAYOUTS["mtp"])
-    ground.fill(planes, host, seed=10)
-    lane = ground.summing_lane(Direction.LOAD, planes, host)
-    ground.latch.fail_next(Direction.LOAD)
-    ground.latch.hold()
-    places = {7: (0, 5), 8: (3, 1), 9: (2, 4), 10: (8, 6), 0: (7,)}
-    copies = [
-        BlockCopy(Direction.LOAD, np.full(len(targets), slot, np.int32), ids(*targets))
-        for slot, targets in places.items()
-    ]
-    events = [lane.submit(copy) for copy in copies]
-    assert not lane.sums.any()
-    ground.latch.release()
-    with pytest.raises(TransferError, match="as it was told"):
-        wait(events[0])
-    for copy, ends in list(zip(copies, events, strict=True))[1:]:
-        wait(ends)
-        expected = block_sums(planes.layout, host.array[copy.slot_ids])
-        assert np.array_equal(lane.sums[copy.block_ids], expected)
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS)

@@ -18,16 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from tierkv.gpu.sums import plane_sums
-
 NOT_READY, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED = 600, 700, 712, 713
 _STICKY = {ILLEGAL_ADDRESS, 719}
 _TILE = np.dtype([("first", "<u8"), ("stride", "<i8"), ("block_byte", "<u4"), ("size", "<u4")])
 _HEADS = {  # of a kernel's argument; block ids follow
-    "gather": (*("<u8",) * 2, *("<u4",) * 4, "<u8"),
-    "scatter": (*("<u8",) * 2, *("<u4",) * 4, "<u8"),
+    "gather": (*("<u8",) * 2, *("<u4",) * 4),
+    "scatter": (*("<u8",) * 2, *("<u4",) * 4),
     "within": ("<u8", "<u4", "<u4"),
-    "tell_sums": ("<u8", "<u8", "<u4"),
 }
 _IDS = 960
 
@@ -172,24 +169,17 @@ class Gpu:
 
     def kernel(self, name: str, argument: int) -> Steps:
         """What csrc/planes.cu does, tile by tile in any order."""
-        name, is_summed = name.removesuffix("_summed"), name.endswith("_summed")
         head = np.dtype([(str(at), kind) for at, kind in enumerate(_HEADS[name])])
         raw = ctypes.string_at(argument, head.itemsize + 4 * _IDS)
         values = np.frombuffer(raw, head, 1)[0].tolist()
         ids = np.frombuffer(raw, np.int32, _IDS, head.itemsize).tolist()
-        if name == "tell_sums":
-            sums, told, count = values
-            return self.pieces([(told + 8 * ids[at], sums + 8 * at, 8) for at in range(count)])
-        return self._tiles(name, values, ids, is_summed=is_summed)
+        return self._tiles(name, values, ids)
 
-    def _tiles(
-        self, name: str, values: tuple[int, ...], ids: list[int], *, is_summed: bool
-    ) -> Steps:
-        sums = 0
+    def _tiles(self, name: str, values: tuple[int, ...], ids: list[int]) -> Steps:
         if name == "within":
             (table, num_tiles, num_blocks), staging, row_bytes, first = values, 0, 0, 0
         else:
-            table, staging, num_tiles, num_blocks, row_bytes, first, sums = values
+            table, staging, num_tiles, num_blocks, row_bytes, first = values
         pairs = [(row, at) for row in range(num_blocks) for at in range(num_tiles)]
         self.random.shuffle(pairs)
         size = num_tiles * _TILE.itemsize
@@ -206,23 +196,7 @@ class Gpu:
                 self.move(here, staged, num_bytes)
             else:
                 self.move(staged, here, num_bytes)
-            if is_summed:
-                self._add(sums + 8 * row, here, num_bytes, block_byte)
             yield
-
-    def _add(self, sum_at: int, tile: int, num_bytes: int, block_byte: int) -> None:
-        if not self._is_reachable(sum_at, 8):
-            self._lose(ILLEGAL_ADDRESS)
-            return
-        moved = np.frombuffer(ctypes.string_at(tile, num_bytes), np.uint8)[None]
-        total = ctypes.c_uint64.from_address(sum_at)
-        total.value += int(plane_sums(moved, block_byte)[0])  # which ctypes cuts to 64 bits
-
-    def fill(self, address: int, value: int, size: int) -> Steps:
-        if not self._is_reachable(address, size):
-            return self._lose(ILLEGAL_ADDRESS)
-        ctypes.memset(address, value, size)
-        yield
 
     def pieces(self, pieces: list[tuple[int, int, int]]) -> Steps:
         for target, source, size in pieces:

@@ -54,10 +54,6 @@ def _array(shape: Any, _dtype: Any, pointer: _Pointer, strides: Any) -> Any:
     return np.asarray(_View(shape, strides, pointer))
 
 
-def _bytes_of(memory: Any, offset: int) -> Any:
-    return _array((memory.size - offset,), np.uint8, _Pointer(memory, offset), (1,))
-
-
 def install(seed: int) -> Gpu:
     """Put all of it in the place of CuPy and of the driver, for the rest of this process."""
     gpu = Gpu(random.Random(seed))
@@ -83,8 +79,6 @@ def _modules(gpu: Gpu) -> list[ModuleType]:
         driver=driver,
         memory=memory,
         Memory=_memory(gpu),
-        PinnedMemory=_memory(gpu),
-        PinnedMemoryPointer=_bytes_of,
         MemoryPointer=_Pointer,
         UnownedMemory=_Unowned,
         Event=_event(gpu, runtime),
@@ -164,12 +158,11 @@ def _module(driver: Any) -> type:
             driver.kernels.append(name)
 
     class RawModule:
-        def __init__(self, *, options: tuple[str, ...], **_: Any) -> None:
-            self._takes_sums = "-DTAKES_SUMS" in options
+        def __init__(self, **_: Any) -> None:
+            pass
 
         def get_function(self, name: str) -> Function:
-            is_summed = self._takes_sums and name in {"gather", "scatter"}
-            return Function(f"{name}_summed" if is_summed else name)
+            return Function(name)
 
     return RawModule
 
@@ -209,10 +202,6 @@ def _runtime(gpu: Gpu) -> ModuleType:
         gpu.check("memcpy")
         ctypes.memmove(target, source, size)
 
-    def fill(address: int, value: int, size: int, stream: int) -> None:
-        gpu.check("memset")
-        gpu.submit(stream, gpu.fill(address, value, size))
-
     def rectangle(
         target: int, pitch: int, source: int, width: int, row_bytes: int, rows: int, *rest: int
     ) -> None:
@@ -244,7 +233,6 @@ def _runtime(gpu: Gpu) -> ModuleType:
         eventQuery=event_query,
         memcpy=write,
         memcpyAsync=copy,
-        memsetAsync=fill,
         memcpy2DAsync=rectangle,
         streamSynchronize=gpu.wait_until_idle,
     )

@@ -11,7 +11,6 @@ import numpy as np
 from tests.gpu.stand_in import Gpu, Steps
 from tierkv.cache.layout import Layout, Plane, layered
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
-from tierkv.gpu.sums import block_sums
 from tierkv.gpu.units import Order, UnitSizes
 
 WAIT_S = 30.0
@@ -47,11 +46,8 @@ class World:
         for array in (host.array, *planes.arrays):
             array[:] = self._numbers.integers(0, 256, array.shape, np.uint8)
         self._slots, self._blocks = host.array.copy(), np.concatenate(planes.arrays, axis=1)
-        self._sums = {one: np.zeros(count, np.uint64) for one in Direction if rng.random() < 0.5}
         self._lanes = {
-            one: device.open_ordered_lane(
-                one, planes, host, rng.choice(list(Order)), takes_sums=one in self._sums
-            )
+            one: device.open_ordered_lane(one, planes, host, rng.choice(list(Order)))
             for one in Direction
         }
         self._ends: dict[Direction, Event] = {}
@@ -85,9 +81,6 @@ class World:
             self._blocks[blocks] = self._slots[slots]
         else:
             self._slots[slots] = self._blocks[blocks]
-        if direction in self._sums:
-            moved = block_sums(self._planes.layout, self._slots[slots])
-            self._sums[direction][copy.target_ids] = moved
 
     def _compute_after_copies(self) -> None:
         for event in self._ends.values():
@@ -119,8 +112,6 @@ class World:
         self._device.compute_stream.record().block_until_done(WAIT_S)
         for lane in self._lanes.values():
             lane.close()
-        for direction, sums in self._sums.items():
-            assert np.array_equal(self._lanes[direction].sums, sums)
         assert np.array_equal(self._host.array, self._slots)
         assert np.array_equal(np.concatenate(self._planes.arrays, axis=1), self._blocks)
         self._host.close()

@@ -13,7 +13,6 @@ from tests.layouts import ALL_LAYOUTS, LAYOUTS
 from tierkv.cache.layout import Layout, Plane, attention_layout, layered
 from tierkv.errors import ConfigError, DeviceFailedError, LayoutError
 from tierkv.gpu.protocol import BlockCopy, Direction
-from tierkv.gpu.sums import block_sums
 from tierkv.gpu.units import Order, UnitSizes
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -100,57 +99,22 @@ def test_exactly_the_named_blocks_arrive(
     device.close()
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("order", Order, ids=lambda order: order.value)
-@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
-@pytest.mark.parametrize("name", [*ALL_LAYOUTS, *BIG_LAYOUTS])
-def test_sums_are_of_the_bytes_that_moved_in_any_cut_into_units(
-    cupy: ModuleType, name: str, direction: Direction, order: Order, sizes: str
-) -> None:
-    """Of copies that are all on their way at once: none sees another's."""
-
-    layout = (ALL_LAYOUTS | BIG_LAYOUTS)[name]
-    device = CudaDevice(lanes=LaneSettings(staging_bytes=1 << 20, units=SIZES[sizes]))
-    num_blocks = 40
-    planes = device.allocate_planes(layout, num_blocks)
-    host = device.allocate_host(layout, num_blocks)
-    lane = device.open_ordered_lane(direction, planes, host, order, takes_sums=True)
-    rng = np.random.default_rng(len(name))
-    blocks = rng.integers(0, 256, (num_blocks, layout.block_bytes), np.uint8)
-    write_blocks(cupy, planes, blocks)
-    host.array[:] = rng.integers(0, 256, host.array.shape, np.uint8)
-    slot_ids, block_ids = (rng.permutation(num_blocks).astype(np.int32) for _ in range(2))
-    parts = np.split(np.arange(num_blocks), (1, 4, 11, 12))
-    copies = [BlockCopy(direction, slot_ids[part], block_ids[part]) for part in parts]
-    for end in [lane.submit(copy)[-1] for copy in copies]:
-        end.block_until_done(WAIT_S)
-    for copy in copies:
-        expected = block_sums(layout, host.array[copy.slot_ids])
-        assert np.array_equal(lane.sums[copy.target_ids], expected)
-    assert np.array_equal(blocks_of(cupy, planes)[block_ids], host.array[slot_ids])
-    lane.close()
-    host.close()
-    planes.close()
-    device.close()
-
-
-def test_more_blocks_are_summed_than_one_kernel_takes(cupy: ModuleType) -> None:
-
+def test_copies_of_more_blocks_than_one_kernel_takes_arrive(cupy: ModuleType) -> None:
     layout = LAYOUTS["fp8"]
     device = CudaDevice()
     planes, host = device.allocate_planes(layout, 5000), device.allocate_host(layout, 5000)
-    there = device.open_summing_lane(Direction.OFFLOAD, planes, host)
-    back = device.open_summing_lane(Direction.LOAD, planes, host)
+    there = device.open_lane(Direction.OFFLOAD, planes, host)
+    back = device.open_lane(Direction.LOAD, planes, host)
     rng = np.random.default_rng(4)
-    write_blocks(cupy, planes, rng.integers(0, 256, (5000, layout.block_bytes), np.uint8))
+    blocks = rng.integers(0, 256, (5000, layout.block_bytes), np.uint8)
+    write_blocks(cupy, planes, blocks)
     for count in (960, 961, 1920, 5000):
-        slots, blocks = (rng.permutation(5000).astype(np.int32)[:count] for _ in range(2))
-        offloaded = there.submit(BlockCopy(Direction.OFFLOAD, slots, blocks))[-1]
-        offloaded.block_until_done(WAIT_S)
-        back.submit(BlockCopy(Direction.LOAD, slots, blocks))[-1].block_until_done(WAIT_S)
-        expected = block_sums(layout, host.array[slots])
-        assert np.array_equal(there.sums[slots], expected)
-        assert np.array_equal(back.sums[blocks], expected)
+        slots, source, target = (rng.permutation(5000).astype(np.int32)[:count] for _ in range(3))
+        there.submit(BlockCopy(Direction.OFFLOAD, slots, source))[-1].block_until_done(WAIT_S)
+        assert np.array_equal(host.array[slots], blocks[source])
+        back.submit(BlockCopy(Direction.LOAD, slots, target))[-1].block_until_done(WAIT_S)
+        blocks[target] = blocks[source]
+        assert np.array_equal(blocks_of(cupy, planes), blocks)
     for lane in (there, back):
         lane.close()
     host.close()
@@ -176,12 +140,9 @@ def engine_tensors(cupy: ModuleType, layout: Layout, num_blocks: int, kind: str)
     return tensors
 
 
-@pytest.mark.parametrize("takes_sums", [False, True])
 @pytest.mark.parametrize("kind", ["interleaved", "unaligned", "transposed"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "dsa", "fp8", "gqa-128k"])
-def test_an_engines_tensors_are_adopted_in_place(
-    cupy: ModuleType, name: str, kind: str, *, takes_sums: bool
-) -> None:
+def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, kind: str) -> None:
 
     layout = (LAYOUTS | BIG_LAYOUTS)[name]
     device = CudaDevice()
@@ -189,8 +150,7 @@ def test_an_engines_tensors_are_adopted_in_place(
     planes = device.adopt_planes(layout, tensors)
     host = device.allocate_host(layout, 9)
     there, back = (
-        device.open_ordered_lane(way, planes, host, order, takes_sums=takes_sums)
-        for way, order in ((Direction.OFFLOAD, Order.BLOCKS), (Direction.LOAD, Order.LAYERS))
+        device.open_lane(way, planes, host) for way in (Direction.OFFLOAD, Direction.LOAD)
     )
     before = blocks_of(cupy, planes)
     every = np.arange(9, dtype=np.int32)
@@ -198,13 +158,9 @@ def test_an_engines_tensors_are_adopted_in_place(
         WAIT_S
     )
     assert np.array_equal(host.array[::-1], before)
-    if takes_sums:
-        assert np.array_equal(there.sums[::-1], block_sums(layout, before))
     host.array[:] = np.random.default_rng(1).integers(0, 256, host.array.shape, np.uint8)
     back.submit(BlockCopy(Direction.LOAD, every, every))[-1].block_until_done(WAIT_S)
     assert np.array_equal(blocks_of(cupy, planes), host.array)
-    if takes_sums:
-        assert np.array_equal(back.sums, block_sums(layout, host.array))
     if kind == "interleaved":
         first = cupy.asnumpy(tensors[0])
         assert np.array_equal(first, host.array[:, : layout.planes[0].block_bytes])

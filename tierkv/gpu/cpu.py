@@ -32,9 +32,7 @@ from tierkv.gpu.protocol import (
     Lane,
     Planes,
     Stream,
-    SummingLane,
 )
-from tierkv.gpu.sums import Sums, plane_sums
 
 _PAGE = 4096
 # A step of Python, and of the lock that goes with it, for each run: not for less than this.
@@ -138,8 +136,7 @@ class CpuHostSlots:
 
 
 class CpuLane:
-    """One copy thread. before_copy runs on it ahead of every copy: a latch or a fault in tests.
-    sums: where checksums go, see SummingLane."""
+    """One copy thread. before_copy runs on it ahead of every copy: a latch or a fault in tests."""
 
     def __init__(
         self,
@@ -147,20 +144,12 @@ class CpuLane:
         planes: Planes,
         host: HostSlots,
         before_copy: Callable[[BlockCopy], None] | None,
-        sums: Sums | None = None,
     ) -> None:
         self._direction = direction
         self._planes = planes
         self._host = host
         self._before_copy = before_copy
-        self._sums = sums
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
-
-    @property
-    def sums(self) -> Sums:
-        """See SummingLane."""
-        assert self._sums is not None, "opened by open_summing_lane"
-        return self._sums
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)
@@ -185,8 +174,6 @@ class CpuLane:
             if self._before_copy is not None:
                 self._before_copy(copy)
             runs = runs_of(copy)
-            if self._sums is not None:
-                self._sums[copy.target_ids] = 0
             for at, event in enumerate(events):
                 self._copy_layer(copy, runs, at)
                 event.reach()
@@ -216,8 +203,6 @@ class CpuLane:
                 plane[copy.block_ids] = slots[copy.slot_ids]
             else:
                 slots[copy.slot_ids] = plane[copy.block_ids]
-            if self._sums is not None:
-                self._sums[copy.target_ids] += plane_sums(plane[copy.block_ids], start)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -286,13 +271,6 @@ class CpuDevice:
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         return CpuLane(direction, planes, host, self._before_copy)
-
-    def open_summing_lane(
-        self, direction: Direction, planes: Planes, host: HostSlots
-    ) -> SummingLane:
-        num_targets = planes.num_blocks if direction is Direction.LOAD else host.num_slots
-        sums = np.zeros(num_targets, np.uint64)
-        return CpuLane(direction, planes, host, self._before_copy, sums)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         check_copy_within(source_ids, target_ids, planes.num_blocks)

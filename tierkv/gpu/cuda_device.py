@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import ModuleType
-
-import numpy as np
 
 from tierkv.cache.layout import Layout
 from tierkv.errors import LayoutError, TransferError
-from tierkv.gpu.cpu import done_event
+from tierkv.gpu.cpu import check_copy_within, done_event
 from tierkv.gpu.cuda import ARRAY_MODULE, Gpu
 from tierkv.gpu.cuda_lane import CudaLane
 from tierkv.gpu.cuda_planes import (
@@ -33,7 +30,6 @@ from tierkv.gpu.protocol import (
     Ids,
     Lane,
     Planes,
-    SummingLane,
 )
 from tierkv.gpu.queues import used_queues
 from tierkv.gpu.shared import SharedPlane
@@ -125,29 +121,16 @@ class CudaDevice:
         return self.open_ordered_lane(direction, planes, host, order)
 
     def open_ordered_lane(
-        self,
-        direction: Direction,
-        planes: Planes,
-        host: HostSlots,
-        order: Order,
-        *,
-        takes_sums: bool = False,
+        self, direction: Direction, planes: Planes, host: HostSlots, order: Order
     ) -> CudaLane:
         planes, host = self._ours(planes), _pinned(host)
         self._queues = self._queues or used_queues(self.gpu)
         settings, before = self._lane_settings, self._before_copy
-        settings = replace(settings, takes_sums=takes_sums or settings.takes_sums)
         return CudaLane(self.gpu, direction, planes, host, settings, order, before)
-
-    def open_summing_lane(
-        self, direction: Direction, planes: Planes, host: HostSlots
-    ) -> SummingLane:
-        order = Order.LAYERS if direction is Direction.LOAD else Order.BLOCKS
-        return self.open_ordered_lane(direction, planes, host, order, takes_sums=True)
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         ours = self._ours(planes)
-        _check_pairs(source_ids, target_ids, ours.num_blocks)
+        check_copy_within(source_ids, target_ids, ours.num_blocks)
         if not len(source_ids):
             return done_event()
         try:
@@ -180,15 +163,3 @@ def _pinned(host: HostSlots) -> PinnedSlots:
     if not isinstance(host, PinnedSlots):
         raise LayoutError("these host slots are not pinned for a GPU")
     return host
-
-
-def _check_pairs(source_ids: Ids, target_ids: Ids, num_blocks: int) -> None:
-    if source_ids.shape != target_ids.shape:
-        raise LayoutError("a copy needs as many sources as targets")
-    if set(source_ids.tolist()) & set(target_ids.tolist()):
-        raise LayoutError("a block cannot be source and target of one copy")
-    if len(np.unique(target_ids)) != len(target_ids):
-        raise LayoutError("a destination appears twice in one copy")
-    for ids in (source_ids, target_ids):
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
-            raise LayoutError(f"a block id lies outside 0..{num_blocks - 1}")

@@ -17,7 +17,6 @@ from tierkv.gpu.pending import PendingEvent
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.pipeline import LaneSettings, Pipeline
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
-from tierkv.gpu.sums import Sums
 from tierkv.gpu.units import Order, Unit
 
 _FEW_BLOCKS, _FEW_BYTES = 4, 64 << 20
@@ -69,9 +68,7 @@ class CudaLane:
         self._planes = planes
         self._host = host
         self._before_copy = before_copy
-        pipeline = Pipeline(gpu, direction, planes, host, settings, order)
-        self._pipeline: Pipeline | None = pipeline
-        self._sums = None if pipeline.sums is None else pipeline.sums.told
+        self._pipeline: Pipeline | None = Pipeline(gpu, direction, planes, host, settings, order)
         self._line = object()
         self._num_events = 0
         self._progress = threading.Condition(threading.RLock())
@@ -79,12 +76,6 @@ class CudaLane:
         self._at_once: deque[CudaEvent] = deque()  # ends of what callers' threads submitted
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
-
-    @property
-    def sums(self) -> Sums:
-        """See SummingLane."""
-        assert self._sums is not None, "opened by open_summing_lane"
-        return self._sums
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
         check_copy(copy, self._direction, self._planes.num_blocks, self._host.num_slots)

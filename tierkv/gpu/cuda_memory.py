@@ -54,11 +54,6 @@ class DeviceMemory:
         assert data.nbytes <= self.num_bytes, "fits"
         runtime.memcpy(self.address, data.ctypes.data, data.nbytes, runtime.memcpyHostToDevice)
 
-    def zero(self, num_bytes: int, stream: CudaStream) -> None:
-        """Zero the first bytes, in the stream's order. The GPU must be bound."""
-        assert num_bytes <= self.num_bytes, "fits"
-        runtime.memsetAsync(self.address, 0, num_bytes, stream.address)
-
 
 def adopted_array(gpu: Gpu, tensor: object) -> DeviceArray:
     """A CuPy array over the memory of a tensor with `__cuda_array_interface__` or `__dlpack__`.
@@ -100,16 +95,6 @@ def byte_view(
     pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, span, owner), 0)
     array: npt.NDArray[np.uint8] = cupy.ndarray(shape, cupy.uint8, pointer, (stride, 1))
     return array
-
-
-def pinned_words(gpu: Gpu, count: int) -> npt.NDArray[np.uint64]:
-    """uint64 [count], all 0, in pinned memory to which kernels may write at its own address. It is
-    freed with the array."""
-    with gpu.bound():
-        memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(max(8 * count, 8)), 0)
-    words: npt.NDArray[np.uint64] = np.frombuffer(memory, np.uint64, count)
-    words[:] = 0
-    return words
 
 
 def timed_copies(gpu: Gpu, device: int, host: int, num_bytes: int) -> dict[str, float]:

@@ -141,9 +141,9 @@ def _foreign(gpu: Gpu, address: int) -> Raw:
 
 
 @cache
-def _module(*defines: str) -> Raw:
+def _module() -> Raw:
     source = resources.files("tierkv.gpu").joinpath("csrc/planes.cu").read_text("utf-8")
-    return cupy.RawModule(code=source, options=("-std=c++17", *defines))
+    return cupy.RawModule(code=source, options=("-std=c++17",))
 
 
 class Argument:
@@ -156,17 +156,12 @@ class Argument:
 
 
 class Kernel:
-    """One kernel of csrc/planes.cu on one GPU; its only argument is a struct, passed by value.
+    """One kernel of csrc/planes.cu on one GPU; its only argument is a struct, passed by value."""
 
-    takes_sums: of the specialisation that takes checksums, where names and arguments are the same.
-    """
-
-    def __init__(self, gpu: Gpu, name: str, *, takes_sums: bool = False) -> None:
-        defines = ("-DTAKES_SUMS",) if takes_sums else ()
+    def __init__(self, gpu: Gpu, name: str) -> None:
         with gpu.bound():
-            # CuPy compiles once per kind of GPU, source and specialisation, keeps it on disk, and
-            # loads it per GPU.
-            self._function: Any = _module(*defines).get_function(name).kernel
+            # CuPy compiles once per kind of GPU and source, keeps it on disk, and loads it per GPU.
+            self._function: Any = _module().get_function(name).kernel
 
     def launch(
         self, argument: Argument, *, num_ctas: int, num_threads: int, stream: CudaStream

@@ -12,7 +12,6 @@ from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.cuda_memory import DeviceMemory
 from tierkv.gpu.cuda_planes import CudaPlanes
 from tierkv.gpu.cuda_streams import Argument, CudaStream, Kernel
-from tierkv.gpu.cuda_sums import LaneSums
 from tierkv.gpu.plane_memory import PlaneMemory
 from tierkv.gpu.protocol import Ids
 from tierkv.gpu.units import MAX_BLOCKS, Unit
@@ -31,11 +30,10 @@ _UNIT = np.dtype(
         ("num_blocks", "<u4"),
         ("row_bytes", "<u4"),
         ("first_byte", "<u4"),
-        ("sums", "<u8"),
         ("block_ids", "<i4", MAX_BLOCKS),
     ]
 )
-_UNIT_HEAD = struct.Struct("<QQIIIIQ")  # what stands before its block_ids
+_UNIT_HEAD = struct.Struct("<QQIIII")  # what stands before its block_ids
 _PAIRS = np.dtype(
     [
         ("tiles", "<u8"),
@@ -70,18 +68,11 @@ class PlaneKernels:
     """gather, scatter and within, over `planes`. For one thread at a time; the GPU must be bound.
 
     num_ctas: blocks of threads at most per launch.
-    sums: where gather and scatter add up checksums, if they shall.
     """
 
-    def __init__(
-        self, gpu: Gpu, planes: CudaPlanes, *, num_ctas: int, sums: LaneSums | None = None
-    ) -> None:
+    def __init__(self, gpu: Gpu, planes: CudaPlanes, *, num_ctas: int) -> None:
         self._num_ctas = num_ctas
-        self._sums = sums
-        self._kernels = {
-            name: Kernel(gpu, name, takes_sums=sums is not None)
-            for name in ("gather", "scatter", "within")
-        }
+        self._kernels = {name: Kernel(gpu, name) for name in ("gather", "scatter", "within")}
         table = tile_table(planes.layout, planes.memory)
         self._table = DeviceMemory(gpu, table.nbytes)
         with gpu.bound():
@@ -112,7 +103,6 @@ class PlaneKernels:
             self._table.address + first * _TILE.itemsize,
             staging,
             *(stop - first, len(block_ids), unit.row_bytes, unit.first_byte),
-            0 if self._sums is None else self._sums.address(unit.start),
         )
         self._unit_blocks[: len(block_ids)] = block_ids
         self._launch(name, self._unit, (stop - first) * len(block_ids), stream)

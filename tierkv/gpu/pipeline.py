@@ -23,7 +23,6 @@ from tierkv.gpu.cuda import Gpu
 from tierkv.gpu.cuda_memory import DeviceMemory, copy_rectangle
 from tierkv.gpu.cuda_planes import CudaPlanes
 from tierkv.gpu.cuda_streams import CudaEvent, new_stream
-from tierkv.gpu.cuda_sums import LaneSums
 from tierkv.gpu.driver import Addresses, Column, load_driver
 from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
@@ -54,13 +53,11 @@ class LaneSettings:
     turn_bytes: what goes through one of the two copy streams before it is the other's turn. The
         copy engine goes on with a stream for as long as that has work for it: 8 bytes to the host
         on another stream, whatever its priority, waited 34 ms for the end of an offload of 2 GiB.
-        At a turn they come in: 0.7 ms (32 MiB: 0.3 ms, but 2 % fewer GB/s; H200, 2026-11-21).
-    takes_sums: checksums of the blocks as well, see SummingLane. Then all blocks go by staging."""
+        At a turn they come in: 0.7 ms (32 MiB: 0.3 ms, but 2 % fewer GB/s; H200, 2026-11-21)."""
 
     staging_bytes: int = 512 << 20
     turn_bytes: int = 64 << 20
     num_ctas: int = 64
-    takes_sums: bool = False
     units: UnitSizes = field(default_factory=UnitSizes)
 
 
@@ -99,9 +96,7 @@ class Pipeline:
         self._since_turn = 0
         self._under_way: deque[CudaEvent] = deque(maxlen=4)  # ends of the last batches
         self._kernel_stream = new_stream(gpu, is_urgent=True)
-        num_targets = planes.num_blocks if direction is Direction.LOAD else host.num_slots
-        self.sums = LaneSums(gpu, num_targets) if settings.takes_sums else None
-        self._kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas, sums=self.sums)
+        self._kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas)
         self._ring: Ring[CudaEvent] = Ring(capacity)
         self._staging = DeviceMemory(gpu, capacity)
         # Where the pieces of a unit are, on either side, and their bytes.
@@ -138,15 +133,9 @@ class Pipeline:
     def _staged(
         self, copy: BlockCopy, units: Iterator[Unit]
     ) -> Iterator[tuple[Unit, CudaEvent | None]]:
-        slot_ids, block_ids = copy.slot_ids, copy.block_ids
-        if self.sums is not None:  # sorted now, so that a row is the same block's in every unit
-            by_slot = np.argsort(slot_ids)
-            slot_ids, block_ids = slot_ids[by_slot], block_ids[by_slot]
-            is_load = self._direction is Direction.LOAD
-            self.sums.begin(block_ids if is_load else slot_ids, self._kernel_stream)
-        slots = self._slots[slot_ids]
+        block_ids, slots = copy.block_ids, self._slots[copy.slot_ids]
         for number, unit in enumerate(units):
-            if number == _UNSORTED_UNITS and self.sums is None:
+            if number == _UNSORTED_UNITS:
                 rest = slice(unit.start, None)
                 by_slot = np.argsort(slots[rest])
                 slots[rest] = slots[rest][by_slot]
@@ -178,14 +167,12 @@ class Pipeline:
     def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
         """Submit a copy of a few blocks without staging, by the copy engine alone, to which a block
         is a rectangle of planes; the event of its end. That is a kernel and two waits less, but for
-        many blocks slower than units. None where it cannot be: the planes are no rectangles, sums
-        are taken, or units are under way, which it might overtake."""
+        many blocks slower than units. None where it cannot be: the planes are no rectangles, or
+        units are under way, which it might overtake."""
         return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
 
     def _may_go_straight(self) -> bool:
-        if not self._rectangles or self.sums is not None:
-            return False
-        return self._last_end is None or self._last_end.is_done
+        return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
 
     def _may_begin_straight(self, unit: Unit) -> bool:
         """Whether a copy shall begin with this unit, of whole blocks, as rectangles: to submit them
@@ -228,11 +215,9 @@ class Pipeline:
         self._under_way.clear()
 
     def _launch(self, unit: Unit, block_ids: Ids, staging: int) -> None:
-        kernels, stream = self._kernels, self._kernel_stream
-        move = kernels.scatter if self._direction is Direction.LOAD else kernels.gather
-        move(unit, block_ids, staging, stream)
-        if self.sums is not None and unit.first_byte + unit.num_bytes == self._block_bytes:
-            self.sums.whole_up_to(unit.stop, stream)
+        is_load = self._direction is Direction.LOAD
+        move = self._kernels.scatter if is_load else self._kernels.gather
+        move(unit, block_ids, staging, self._kernel_stream)
 
     def _write_pieces(
         self, unit: Unit, slots: Addresses, staging: int, *, joins: bool

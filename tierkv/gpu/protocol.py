@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -153,31 +153,6 @@ class Lane(Protocol):
 
     def close(self) -> None:
         """Wait for what is in flight, then let go of streams and staging memory."""
-
-
-class SummingLane(Lane, Protocol):
-    @property
-    def sums(self) -> npt.NDArray[np.uint64]:
-        """The checksum of each block that was moved, as in sums.py: of an offload lane uint64
-        [num_slots], by the slot that it went to, of the bytes that were read on the device; of a
-        load lane [num_blocks], by the device block, of the bytes that came over the bus and were
-        put there.
-
-        The same array all the time. What a copy adds to it is there when its last event is done,
-        until the next copy to that slot or block is submitted; of one that failed, anything is.
-        """
-
-
-@runtime_checkable
-class Summing(Protocol):
-    """A device whose lanes can say what they move, so that who compares the sum of what is loaded
-    with that of what was offloaded finds bits that flipped in host memory or on the bus. Copies
-    take no such sums unless asked: a lane of `open_lane` does nothing for this."""
-
-    def open_summing_lane(
-        self, direction: Direction, planes: Planes, host: HostSlots
-    ) -> SummingLane:
-        """See Device.open_lane."""
 
 
 class Device(Protocol):
