@@ -73,7 +73,7 @@ def test_the_bytes_are_little_endian_int32() -> None:
         {2, 1},
         {1: 2},
     ],
-    ids=repr,
+    ids=lambda bad: type(bad).__name__,
 )
 def test_what_is_no_token_is_refused(bad: object) -> None:
     with pytest.raises(BadRequestError):
