@@ -24,7 +24,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.bench import Row, row, show
-from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import attention_layout
 from tierkv.embed import Embedded, EmbedSettings
 from tierkv.gpu.cpu import CpuDevice

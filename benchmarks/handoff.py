@@ -42,8 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench import Row, row, show
 from tests.redis_server import RedisServer, redis_server
 from tierkv.api.garbage import short_collections
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Names, Prompt, StoredKey
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import layered
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock

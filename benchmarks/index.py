@@ -36,13 +36,12 @@ from benchmarks.bench import Row, row, show
 from benchmarks.index_service import run_service
 from benchmarks.index_sha256 import seconds_per_digest, without_instructions
 from benchmarks.workload import Pieces, synthetic_requests, trace_requests
+from tierkv.cache.eviction import EvictionKind, WritePolicy, WriteRule, make_policy
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.cache.policies import EvictionKind, make_policy
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.tokens import Tokens
-from tierkv.cache.write_policy import WritePolicy, WriteRule
 from tierkv.sched.planner import missing_slots, plan_eviction
 
 _DEVICE = Tier.DEVICE  # an attribute of an enum takes 0.1 us

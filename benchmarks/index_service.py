@@ -13,10 +13,9 @@ from collections.abc import Sequence
 import uvloop
 
 from benchmarks.workload import Pieces
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Prompt
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import layered
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings

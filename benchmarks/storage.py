@@ -55,7 +55,7 @@ from tierkv.storage.file import FileSettings
 from tierkv.storage.protocol import Buffer, GetItem, GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.threads import WorkerThreads
-from tierkv.transfer.storage_io_ahead import made_ahead
+from tierkv.transfer.storage_io import made_ahead
 
 IDENTITY = ValueIdentity(bytes(32), bytes(32), 16)
 CODEC = PlainCodec()

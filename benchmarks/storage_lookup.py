@@ -11,8 +11,7 @@ import numpy as np
 from benchmarks.bench import Row, row
 from tests.redis_groups import redis_cluster
 from tests.redis_server import redis_server
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Names, Prompt, stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, stored_keys
 from tierkv.cache.layout import attention_layout
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
@@ -21,8 +20,8 @@ from tierkv.storage.factory import StoreSettings, open_resilient_store, open_sto
 from tierkv.storage.protocol import PutItem, Store
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings
+from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO
-from tierkv.transfer.storage_io_slices import Slice, Slices
 
 NUM_BLOCKS = 1_000
 BLOCK = 16

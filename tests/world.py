@@ -13,8 +13,7 @@ import numpy as np
 
 from tests.latch import CopyLatch, finish, until
 from tests.layouts import LAYOUTS
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
 from tierkv.cache.layout import Layout
 from tierkv.cache.tokens import pack
 from tierkv.clock import Clock, SystemClock

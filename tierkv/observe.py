@@ -12,7 +12,7 @@ from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.stats import HandoffStats
 from tierkv.sched.decisions import Decisions
-from tierkv.sched.fetcher import Fetcher
+from tierkv.sched.fetch import Fetcher
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
 from tierkv.sched.tiers import TierStats
 from tierkv.transfer.mover import Mover

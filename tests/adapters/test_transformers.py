@@ -22,7 +22,7 @@ from tests.adapters.tiny import BLOCK, Rows, TinyEngine, alone, llama, prompt_of
 from tests.latch import CopyLatch
 from tests.redis_server import redis_server
 from tierkv.adapters.transformers import PagedCache
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import Admitted
 from tierkv.errors import LayoutError
 from tierkv.gpu.protocol import Direction

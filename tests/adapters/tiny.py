@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tierkv.adapters.transformers import PagedCache
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.embed import Admitted, Embedded
 from tierkv.gpu.cpu import CpuDevice

@@ -27,7 +27,7 @@ from tierkv.api.server import listening
 from tierkv.api.settings import AuthSection, NodeSection, TlsSection
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 

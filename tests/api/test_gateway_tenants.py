@@ -17,7 +17,7 @@ from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
 from tierkv.refmodel.text import decode
-from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 LENGTH = 100

@@ -19,7 +19,7 @@ from tierkv.api.auth_file import RoleName
 from tierkv.api.names import ticket_name
 from tierkv.client.sse import EventReader
 from tierkv.clock import SystemClock
-from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 

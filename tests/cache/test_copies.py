@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.cache.copies import NO_SLOT, TierCopies
+from tierkv.cache.copies import NO_SLOT, Change, CopyState, TierCopies, advance, is_allowed
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import Change, CopyState, advance, is_allowed
 from tierkv.errors import OwnershipError
 
 steps = st.lists(

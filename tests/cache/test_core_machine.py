@@ -15,16 +15,20 @@ import numpy as np
 import pytest
 
 from tierkv.cache import invariants
-from tierkv.cache.eviction import EvictionOrder, Victim
+from tierkv.cache.copies import Change, CopyState
+from tierkv.cache.eviction import (
+    EvictionKind,
+    EvictionOrder,
+    Victim,
+    WritePolicy,
+    WriteRule,
+    make_policy,
+)
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import MediaItem, Prompt, chain
-from tierkv.cache.node import Node, Tier
-from tierkv.cache.policies import EvictionKind, make_policy
+from tierkv.cache.node import Node, Space, Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.space import Space
-from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tokens import unpack
-from tierkv.cache.write_policy import WritePolicy, WriteRule
 from tierkv.errors import OwnershipError
 
 SIZE = 2

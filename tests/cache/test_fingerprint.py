@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layouts import LAYOUTS
-from tierkv.cache.fingerprint import Fingerprint, differences
+from tierkv.cache.keys import Fingerprint, differences
 from tierkv.errors import ConfigError
 
 OURS = Fingerprint("llama", LAYOUTS["gqa"])

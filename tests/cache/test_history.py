@@ -7,9 +7,8 @@ import pytest
 from tierkv.cache.history import Event, Fate, History
 from tierkv.cache.index import Index
 from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.node import Tier
+from tierkv.cache.node import Space, Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.space import Space
 
 SIZE = 2
 CAT, DOG = b"c" * 16, b"d" * 16

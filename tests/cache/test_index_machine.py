@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tierkv.cache import invariants
+from tierkv.cache.copies import Change, CopyState
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tokens import pack, unpack
 
 SIZE = 2

@@ -6,12 +6,11 @@ import tracemalloc
 
 import numpy as np
 
-from tierkv.cache.copies import TierCopies
+from tierkv.cache.copies import Change, CopyState, TierCopies
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.states import Change, CopyState
 from tierkv.cache.tokens import pack
 
 

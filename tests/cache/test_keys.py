@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tierkv.cache.fingerprint import Fingerprint
 from tierkv.cache.keys import (
+    Fingerprint,
     MediaItem,
     Names,
     Prompt,

@@ -7,14 +7,13 @@ import random
 import pytest
 
 from tierkv.cache import invariants
+from tierkv.cache.copies import CopyState
+from tierkv.cache.eviction import EvictionKind, Lru, WritePolicy, WriteRule, make_policy
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.cache.policies import EvictionKind, Lru, make_policy
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.states import CopyState
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy, WriteRule
 
 CAPACITY = 40
 NOBODY: dict[Tier, list[int]] = {tier: [] for tier in Tier}

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tierkv.cache import invariants
+from tierkv.cache.eviction import WritePolicy, WriteRule
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy, WriteRule
 
 # A trace of one JSON object a line with `hash_ids`; not part of the project.
 TRACE = Path(os.environ.get("TIERKV_TRACE", ""))

@@ -8,21 +8,20 @@ import numpy as np
 import pytest
 
 from tierkv.cache import invariants
-from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier
-from tierkv.cache.policies import (
+from tierkv.cache.eviction import (
     CostAware,
     EvictionKind,
     EvictionPolicy,
     Lfu,
     Lru,
+    S3Fifo,
     Slru,
     make_policy,
 )
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt
+from tierkv.cache.node import Node, Space, Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.s3fifo import S3Fifo
-from tierkv.cache.space import Space
 
 
 class Cached:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tierkv.cache.eviction import EvictionKind, make_policy
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.cache.policies import EvictionKind, make_policy
 from tierkv.cache.pool import BlockPool
 
 Simulator = Callable[[list[int], int], list[bool]]

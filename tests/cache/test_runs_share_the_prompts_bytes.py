@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierkv.cache import invariants
+from tierkv.cache.copies import TierCopies
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier, TierCopies, child_key
+from tierkv.cache.node import Node, Space, Tier, child_key
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.space import Space
 from tierkv.cache.tokens import common_blocks, common_tokens, pack
 
 SIZE = 4

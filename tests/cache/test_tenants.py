@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Names, Prompt, chain, keys_of, stored_keys
-from tierkv.cache.node import Tier
+from tierkv.cache.node import Space, Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.space import Space
 from tierkv.errors import BadRequestError, ConfigError
 
 ROOTS = {"": b"o" * 32, "a": b"a" * 32, "b": b"b" * 32}

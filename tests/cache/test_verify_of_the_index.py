@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from tierkv.cache import invariants
+from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Index
 from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Node, Space, Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.space import Space
-from tierkv.cache.states import CopyState
 
 # ruff: noqa: SLF001 - to break something is to reach where nobody may
 

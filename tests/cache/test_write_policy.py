@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierkv.cache.write_policy import WritePolicy, WriteRule
+from tierkv.cache.eviction import WritePolicy, WriteRule
 from tierkv.errors import ConfigError
 
 

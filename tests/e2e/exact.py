@@ -10,10 +10,9 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Prompt
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
@@ -22,8 +21,8 @@ from tierkv.refmodel.generation import GenerateRequest, Generation
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.sampling import Sampling, sample
 from tierkv.refmodel.text import encode
-from tierkv.sched.estimate import FetchPolicy
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.protocol import Store
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.e2e.exact import BLOCK_SIZE, Bytes, ExactNode, exact_node, text, truth
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.refmodel.sampling import Sampling
-from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
 

@@ -16,9 +16,9 @@ import pytest
 from tests.e2e.exact import BLOCK_SIZE, CONFIG, MODEL, fresh_connections, text, truth
 from tests.latch import until
 from tests.redis_server import redis_server
-from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import node, stop
 from tierkv.gpu.cpu import CpuDevice
@@ -35,7 +35,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
-from tierkv.transfer.storage_io_tier import StorageOptions
+from tierkv.transfer.tier import StorageOptions
 
 pytestmark = pytest.mark.timeout(180)
 

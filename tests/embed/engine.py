@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.latch import PATIENCE_S, CopyLatch
 from tests.world import GQA, kv_of
-from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Fingerprint
 from tierkv.clock import SystemClock
 from tierkv.embed import Admitted, Call, Embedded, EmbedSettings
 from tierkv.gpu.cpu import CpuDevice

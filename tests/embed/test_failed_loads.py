@@ -9,7 +9,7 @@ import pytest
 
 from tests.embed.engine import Engine, done, engine, until
 from tests.latch import EVERY, PATIENCE_S
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import Answer, EmbedSettings, Until
 from tierkv.errors import HandoffError, TransferError
 from tierkv.gpu.protocol import Direction

@@ -14,7 +14,7 @@ import pytest
 from tests.embed.engine import done, engine, open_engine, until
 from tests.latch import PATIENCE_S
 from tests.world import fingerprint
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import (
     Answer,
     CloseTimeoutError,
@@ -189,7 +189,7 @@ def _script(body: str, *, patience_s: float = 60.0) -> subprocess.CompletedProce
     start = """
 import os, sys, threading
 from tests.world import fingerprint
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import *
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings

@@ -10,7 +10,7 @@ import pytest
 from tests.embed.engine import done
 from tests.latch import PATIENCE_S
 from tests.world import GQA, fingerprint, kv_of
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import Embedded
 from tierkv.embed.memory import EngineCpuDevice, EnginePlanes, SharedSlots, shared_memory
 from tierkv.errors import ConfigError, LayoutError

@@ -11,7 +11,7 @@ import pytest
 
 from tests.embed.engine import Engine, done, engine
 from tests.latch import PATIENCE_S
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import AbortedError, Answer, Call
 from tierkv.errors import OwnershipError
 

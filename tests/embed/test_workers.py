@@ -22,8 +22,8 @@ from tests.embed.engine import BLOCK, done, until
 from tests.embed.planes import shard_planes
 from tests.latch import PATIENCE_S
 from tests.world import GQA, kv_of
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint
 from tierkv.clock import SystemClock
 from tierkv.embed import Admitted, Embedded
 from tierkv.embed.link import MAGIC, VERSION, Alive, Link

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.latch import CopyLatch
 from tests.world import World, kv_of
-from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import attention_layout
 from tierkv.gpu.cuda_device import CudaDevice
 from tierkv.pd.settings import HandoffSettings

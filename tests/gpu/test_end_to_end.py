@@ -13,10 +13,9 @@ import pytest
 
 from tests.e2e.exact import text
 from tests.gpu.cuda import cupy_or_skip
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Prompt
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.cuda import cupy_or_skip
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.pd.settings import HandoffSettings
 
 pytest.importorskip("cupy", reason="CuPy is not installed")

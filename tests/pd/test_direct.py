@@ -24,7 +24,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec_keyed import SealedCodec
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.transfer.storage_io_tier import StorageOptions
+from tierkv.transfer.tier import StorageOptions
 
 COUNT, BLOCKS = 42, 10  # in blocks of 4, and a tail
 TOKENS = list(range(COUNT))

@@ -20,7 +20,7 @@ from tierkv.errors import HandoffError
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.sampling import Sampling
-from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import open_store
 from tierkv.storage.protocol import Store
 

@@ -14,14 +14,14 @@ from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
 from tests.latch import turns, until
 from tests.redis_server import PATIENT, RedisServer, redis_server
 from tests.world import background_tasks
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.sampling import Sampling
-from tierkv.sched.estimate import FetchPolicy
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
 

@@ -17,8 +17,7 @@ from tests.layouts import LAYOUTS
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
 from tierkv import wire
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Names
+from tierkv.cache.keys import Fingerprint, Names
 from tierkv.cache.layout import Layout, attention_layout
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock

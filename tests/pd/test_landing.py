@@ -16,9 +16,9 @@ import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
 from tests.world import GQA, World, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction, Ids, Planes

@@ -11,8 +11,8 @@ import pytest
 from tests.gated_reads import GatedReads
 from tests.latch import finish, turns, until
 from tests.world import World, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction

@@ -21,8 +21,8 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.staging import GROUP_BLOCKS
 from tierkv.pd.watch import Watch
+from tierkv.sched.fetch_groups import SharedTails
 from tierkv.sched.request import Request
-from tierkv.sched.shared_tail import SharedTails
 from tierkv.storage.around import StoreAround
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Capabilities, Store

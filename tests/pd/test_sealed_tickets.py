@@ -22,7 +22,7 @@ from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.codec_small import SmallCodec
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
-from tierkv.transfer.storage_io_tier import StorageOptions
+from tierkv.transfer.tier import StorageOptions
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 PROMPT = tokens(9)

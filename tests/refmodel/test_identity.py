@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Fingerprint
 from tierkv.refmodel.config import ModelConfig
 
 

@@ -6,9 +6,9 @@ import asyncio
 
 from tests.latch import finish, turns
 from tests.world import fingerprint, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 
 
 def tokens(count: int, base: int = 0) -> list[int]:

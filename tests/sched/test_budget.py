@@ -6,8 +6,8 @@ import asyncio
 
 from tests.latch import finish, turns, until
 from tests.world import GQA, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.budget import ByteBudget
 

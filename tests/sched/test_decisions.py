@@ -8,9 +8,9 @@ from dataclasses import asdict
 from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled, tokens
 from tests.world import World, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.sched.computing import Wait
 
 

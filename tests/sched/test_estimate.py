@@ -10,7 +10,7 @@ import pytest
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.sched.computing import Computing
-from tierkv.sched.estimate import HEDGE, Estimator, FetchPolicy, Line
+from tierkv.sched.worth import HEDGE, Estimator, FetchPolicy, Line
 
 BYTES_PER_TOKEN = 128 * 1024
 PREFILL = 30_000.0  # tokens a second

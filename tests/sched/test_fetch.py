@@ -11,8 +11,8 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.storage.values import put_one
 from tests.world import World, fingerprint, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
 from tierkv.observe import Lookup

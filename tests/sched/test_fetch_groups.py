@@ -11,8 +11,8 @@ import pytest
 from tests.gated_reads import GatedReads
 from tests.latch import until
 from tests.world import World, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.sched.tiers import GROUP_BLOCKS
 from tierkv.storage.memory import MemorySettings, MemoryStore

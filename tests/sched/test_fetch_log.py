@@ -9,9 +9,9 @@ import pytest
 
 from tests.latch import finish
 from tests.world import world
-from tierkv.cache.write_policy import WritePolicy
-from tierkv.sched import patience
-from tierkv.sched.estimate import FetchPolicy
+from tierkv.cache.eviction import WritePolicy
+from tierkv.sched import fetch
+from tierkv.sched.worth import FetchPolicy
 
 TOKENS = list(range(40))
 
@@ -23,7 +23,7 @@ async def test_only_a_store_that_is_late_is_warned_of(
     seconds_per_token: float,
     is_told: bool,
 ) -> None:
-    monkeypatch.setattr(patience, "LEAVE_S", 20.0)  # this store leaves as soon as it is told to
+    monkeypatch.setattr(fetch, "LEAVE_S", 20.0)  # this store leaves as soon as it is told to
     caplog.set_level(logging.DEBUG, "tierkv.fetcher")
     async with world(
         with_store=True,

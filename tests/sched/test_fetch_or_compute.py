@@ -12,7 +12,7 @@ from tests.sched.test_fetch import filled, tokens
 from tests.simulated import simulate, simulated_world
 from tests.world import World, world
 from tierkv.errors import RequestAbortedError
-from tierkv.sched.estimate import FIRST_TRY_S, PROBE_EVERY, FetchPolicy
+from tierkv.sched.worth import FIRST_TRY_S, PROBE_EVERY, FetchPolicy
 
 BEST, WAIT, DEADLINE = FetchPolicy.BEST_EFFORT, FetchPolicy.WAIT_COMPLETE, FetchPolicy.DEADLINE
 

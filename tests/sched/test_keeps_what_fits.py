@@ -13,8 +13,8 @@ import pytest
 from tests.latch import finish
 from tests.simulated import simulate, simulated_world
 from tests.world import World, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.sched import tiers
 from tierkv.sched.tiers import LEAVING_PATIENCE_S
 

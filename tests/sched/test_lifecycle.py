@@ -11,8 +11,8 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.simulated import simulate, simulated_world
 from tests.world import world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
 from tierkv.sched import books, lifecycle
 

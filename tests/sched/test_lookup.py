@@ -9,8 +9,8 @@ import pytest
 
 from tests.latch import finish
 from tests.world import World, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.observe import Lookup
 from tierkv.sched.request import Matched, RequestSpec

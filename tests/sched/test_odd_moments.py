@@ -10,10 +10,10 @@ import pytest
 from tests.latch import ManualEvent, finish, turns, until
 from tests.sched.test_fetch import filled
 from tests.world import World, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import (
     DuplicateRequestError,
@@ -23,7 +23,7 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Direction
-from tierkv.sched.fetcher import Fetched
+from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestState
 from tierkv.storage.memory import MemorySettings, MemoryStore
 

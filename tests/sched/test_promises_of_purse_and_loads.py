@@ -13,15 +13,14 @@ from tests.sched.test_fetch import filled, tokens
 from tests.sched.test_loads import with_host_copies
 from tests.simulated import simulate, simulated_world
 from tests.world import World, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import lifecycle
 from tierkv.sched.computing import Computing, Wait
-from tierkv.sched.estimate import Estimator, FetchPolicy, Line
 from tierkv.sched.events import Happening
-from tierkv.sched.purse import MOST_IN_VAIN, SHARE, Purse
+from tierkv.sched.worth import MOST_IN_VAIN, SHARE, Estimator, FetchPolicy, Line, Purse
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 COMPUTE_S = 1.0

@@ -8,8 +8,8 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.world import GQA, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError, OwnershipError, RequestTooLargeError, ShuttingDownError
 
 THROUGH = WritePolicy.WRITE_THROUGH

@@ -10,7 +10,7 @@ import pytest
 
 from tests.latch import until
 from tests.world import world
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.sched import seldom
 from tierkv.sched.seldom import Seldom

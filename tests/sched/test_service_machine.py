@@ -18,12 +18,11 @@ import pytest
 from tests.latch import until
 from tests.simulated import simulate, simulated_world
 from tests.world import GQA, World
+from tierkv.cache.copies import CopyState
+from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.cache.policies import EvictionKind
-from tierkv.cache.states import CopyState
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import BadRequestError, TierKVError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import fetch_groups, lifecycle, tiers

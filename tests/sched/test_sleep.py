@@ -8,8 +8,8 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.world import world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError, OwnershipError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request

@@ -11,12 +11,12 @@ import pytest
 
 from tests.simulated import simulate, simulated_world
 from tests.world import World
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import OutOfBlocksError
 from tierkv.sched.books import STORE_PATIENCE_S
-from tierkv.sched.purse import MOST_AT_ONCE_S
+from tierkv.sched.worth import MOST_AT_ONCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
 

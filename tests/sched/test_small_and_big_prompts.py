@@ -7,8 +7,8 @@ import random
 import pytest
 
 from tests.simulated import simulate, simulated_world
-from tierkv.cache.write_policy import WritePolicy
-from tierkv.sched.estimate import Estimator, FetchPolicy, Line
+from tierkv.cache.eviction import WritePolicy
+from tierkv.sched.worth import Estimator, FetchPolicy, Line
 
 BYTES_PER_TOKEN = 128 * 1024
 PREFILL = 30_000.0  # tokens a second

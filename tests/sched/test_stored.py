@@ -8,7 +8,7 @@ import pytest
 
 from tests.latch import finish
 from tests.world import World, world
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.sched.stored import PIECE_BLOCKS, stored_beyond
 from tierkv.storage.memory import MemorySettings, MemoryStore

@@ -9,10 +9,10 @@ import pytest
 
 from tests.latch import finish, turns
 from tests.world import World, fingerprint, world
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.errors import ConfigError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.limits import Limits

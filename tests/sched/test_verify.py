@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.world import World, world
+from tierkv.cache.copies import CopyState
 from tierkv.cache.node import Node, Tier
-from tierkv.cache.states import CopyState
 from tierkv.sched.request import Request, RequestState
 
 Undo = Callable[[], None]

@@ -11,8 +11,8 @@ from tests.latch import finish
 from tests.sched.test_fetch import filled, tokens
 from tests.simulated import simulate, simulated_world
 from tests.world import World, world
-from tierkv.cache.write_policy import WritePolicy
-from tierkv.sched.purse import MOST_IN_VAIN, SHARE, Purse
+from tierkv.cache.eviction import WritePolicy
+from tierkv.sched.worth import MOST_IN_VAIN, SHARE, Purse
 
 THROUGH = WritePolicy.WRITE_THROUGH
 COMPUTE_S = 1.0  # for each of the prompts

@@ -10,10 +10,9 @@ import pytest
 from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
 from tests.world import GQA, World, fingerprint, world
+from tierkv.cache.eviction import EvictionKind, WritePolicy
 from tierkv.cache.keys import Prompt
-from tierkv.cache.policies import EvictionKind
 from tierkv.cache.tokens import pack
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import (
     BadRequestError,

@@ -18,8 +18,7 @@ import xxhash
 from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import MediaItem, Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.keys import Fingerprint, MediaItem, Names, Prompt, StoredKey, stored_keys
 from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
@@ -27,8 +26,8 @@ from tierkv.gpu.cpu import CpuHostSlots
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus, PutItem
+from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO
-from tierkv.transfer.storage_io_slices import Slice, Slices
 
 KEY = bytes(range(7, 39))
 HEADS, HEAD_BYTES, BLOCK = 4, 6, 4

@@ -17,8 +17,8 @@ from tests.e2e.exact import text, truth
 from tests.latch import CopyLatch, finish, until
 from tests.storage.values import TurnedClock, get_one, put_one
 from tests.world import BLOCK, World, fingerprint
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice

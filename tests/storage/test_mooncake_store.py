@@ -25,8 +25,8 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
 from tests.redis_server import free_port
 from tests.storage.values import content_of, get_one, landing, put_one
 from tests.world import BLOCK, World, fingerprint
+from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice

@@ -27,10 +27,9 @@ from tests.redis_server import (  # noqa: F401 - fixtures
 )
 from tests.storage.test_reliability import PATIENT, SLACK, STRICT, redis_store, trials
 from tests.world import BLOCK, GQA, World, fingerprint
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
 from tierkv.cache.layout import Layout
-from tierkv.cache.write_policy import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
 from tierkv.pd.settings import HandoffSettings

@@ -12,8 +12,8 @@ import pytest
 
 from tests.latch import CopyLatch, finish, until
 from tests.world import BLOCK, World, fingerprint
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
@@ -28,7 +28,7 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.notify import notifier_of
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
-from tierkv.transfer.storage_io_tier import StorageOptions
+from tierkv.transfer.tier import StorageOptions
 
 TOKENS = list(range(3 * BLOCK + 1))
 

@@ -20,7 +20,7 @@ from tierkv.storage.late import LateStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus, PutItem
 from tierkv.storage.switch import SwitchStore
-from tierkv.transfer.storage_io_tier import StorageOptions
+from tierkv.transfer.tier import StorageOptions
 
 
 async def test_a_store_that_is_late_when_all_starts_is_asked_again(

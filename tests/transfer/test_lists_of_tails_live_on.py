@@ -9,8 +9,7 @@ import numpy as np
 from tests.latch import CopyLatch
 from tests.layouts import LAYOUTS
 from tests.storage.values import TurnedClock
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Names, Prompt, stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, stored_keys
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.transfer.storage_io import StorageIO

@@ -13,8 +13,8 @@ from tests.transfer.test_storage_io import ground, ids
 from tierkv.cache.layout import layered
 from tierkv.storage.protocol import GetStatus, PutItem, PutOutcome, PutStatus
 from tierkv.storage.threads import WorkerThreads
-from tierkv.transfer import storage_io_ahead
-from tierkv.transfer.storage_io_ahead import made_ahead
+from tierkv.transfer import storage_io
+from tierkv.transfer.storage_io import made_ahead
 
 HERE = threading.get_ident()
 NUM_THREADS = 2
@@ -43,7 +43,7 @@ class Values:
 
 @pytest.fixture
 async def threads(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerThreads]:
-    monkeypatch.setattr(storage_io_ahead, "makes_ahead", True)
+    monkeypatch.setattr(storage_io, "makes_ahead", True)
     threads = WorkerThreads("test", NUM_THREADS)
     async with threads.running():
         yield threads
@@ -116,7 +116,7 @@ async def test_a_few_are_left_to_who_sends_them(threads: WorkerThreads) -> None:
 async def test_where_cores_are_few_none_is_made_ahead(
     threads: WorkerThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_io_ahead, "makes_ahead", False)
+    monkeypatch.setattr(storage_io, "makes_ahead", False)
     values = Values(10)
     async with made_ahead(threads, values.items):
         await turns(20)
@@ -124,7 +124,7 @@ async def test_where_cores_are_few_none_is_made_ahead(
 
 
 async def test_threads_that_are_closed_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_io_ahead, "makes_ahead", True)
+    monkeypatch.setattr(storage_io, "makes_ahead", True)
     values = Values(10)
     async with made_ahead(WorkerThreads("closed", NUM_THREADS), values.items):
         await turns(20)
@@ -136,7 +136,7 @@ async def test_what_is_stored_is_the_same_byte_for_byte(
     monkeypatch: pytest.MonkeyPatch,
     ahead: bool,
 ) -> None:
-    monkeypatch.setattr(storage_io_ahead, "makes_ahead", ahead)
+    monkeypatch.setattr(storage_io, "makes_ahead", ahead)
     layout = layered(4, [("latent", "bfloat16", 32 << 10)], 4)  # 512 KiB a block
     async with ground(layout, 4 * 6, sends_from_loop=True) as here:
         assert layout.block_bytes == 512 << 10

@@ -14,8 +14,7 @@ import pytest
 from tests.latch import CopyLatch, until
 from tests.layouts import LAYOUTS
 from tests.storage.values import put_one
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
 from tierkv.cache.layout import Layout, layered
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError

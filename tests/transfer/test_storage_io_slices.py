@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from tests.storage.values import put_one
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
 from tierkv.cache.layout import Bytes1D, Layout, attention_layout, layered
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
@@ -22,8 +21,8 @@ from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import GetStatus, PutStatus, Store
+from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO
-from tierkv.transfer.storage_io_slices import Slice, Slices
 
 BLOCK = 4
 NUM_SLOTS = 12

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.keys import Fingerprint
 from tierkv.cache.layout import Layout, Plane
 from tierkv.errors import LayoutError
 

@@ -10,7 +10,7 @@ from tierkv.api.families import counter, gauge, total
 from tierkv.observe import Stats
 from tierkv.storage.breaker import BreakerState
 from tierkv.transfer.storage_io import StorageStats
-from tierkv.transfer.storage_io_tier import StoreState
+from tierkv.transfer.tier import StoreState
 
 
 def storage(stats: Stats) -> Iterator[Metric]:

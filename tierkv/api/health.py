@@ -7,7 +7,7 @@ from enum import Enum
 
 from tierkv.api.node import Node
 from tierkv.errors import StoreUnavailableError
-from tierkv.transfer.storage_io_tier import StoreState
+from tierkv.transfer.tier import StoreState
 
 _PING_DEADLINE_S = 1.0
 

@@ -8,9 +8,9 @@ from uuid import uuid4
 
 from tierkv.api.refusals import UnknownIdError
 from tierkv.api.types_node import BlockAnswer, BlocksAnswer
+from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Index
 from tierkv.cache.node import Node, Tier
-from tierkv.cache.states import CopyState
 
 MOST_LISTINGS = 16  # the one asked longest ago is given up for another one
 

@@ -18,8 +18,7 @@ from tierkv.api.refusals import NotReadyError
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
 from tierkv.api.working import Working
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.clock import SystemClock
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu.opening import open_device
@@ -30,7 +29,7 @@ from tierkv.sched.ranked import RankedDevice
 from tierkv.service import Service
 from tierkv.storage.factory import open_resilient_store
 from tierkv.storage.protocol import Store
-from tierkv.transfer.storage_io_tier import StorageOptions
+from tierkv.transfer.tier import StorageOptions
 
 _MOST_ANSWERS = 1024  # of generations, kept for who asks again: some 5 bytes per token each
 _ANSWERS_TTL_S = 300.0

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tierkv.api.types_requests import WaitSeconds
-from tierkv.transfer.storage_io_tier import StoreState
+from tierkv.transfer.tier import StoreState
 
 _ONE_LINE = r"^[^\x00-\x1f\x7f]+$"  # what reads URLs drops line ends without a word
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

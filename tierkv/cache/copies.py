@@ -7,13 +7,58 @@ cut in a quarter of the time that small NumPy arrays take, and what is given out
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import Change, CopyState, advance, is_allowed
+from tierkv.errors import OwnershipError
+
+
+class CopyState(IntEnum):
+    """Independent per tier: a block's device copy knows nothing of its host copy.
+
+    ABSENT    no slot is assigned.
+    INCOMING  a slot is assigned and bytes are on their way; invisible to every match.
+    READY     all bytes are there.
+    """
+
+    ABSENT = 0
+    INCOMING = 1
+    READY = 2
+
+
+class Change(IntEnum):
+    RESERVE = 0  # a movement towards this tier is submitted
+    ARRIVE = 1  # its completion event is done, or its acknowledged read verified
+    FAIL = 2  # the movement failed; the slot goes back
+    PLACE = 3  # whole bytes were in a slot before the index learnt of it: computed, or fetched
+    EVICT = 4  # the copy is forgotten
+
+
+_TABLE = {
+    (CopyState.ABSENT, Change.RESERVE): CopyState.INCOMING,
+    (CopyState.ABSENT, Change.PLACE): CopyState.READY,
+    (CopyState.INCOMING, Change.ARRIVE): CopyState.READY,
+    (CopyState.INCOMING, Change.FAIL): CopyState.ABSENT,
+    (CopyState.READY, Change.EVICT): CopyState.ABSENT,
+}
+
+
+def is_allowed(current: CopyState, change: Change) -> bool:
+    return (current, change) in _TABLE
+
+
+def advance(current: CopyState, change: Change) -> CopyState:
+    """The state after `change`. Raises OwnershipError for a transition that cannot happen."""
+    try:
+        return _TABLE[current, change]
+    except KeyError:
+        message = f"a copy that is {current.name} cannot {change.name}"
+        raise OwnershipError(message) from None
+
 
 NO_SLOT: Final = -1  # the filler inside slot arrays; never leaves this room
 # A run that goes piece by piece, from its end, is copied to shorter bytes when it would keep more
@@ -25,7 +70,6 @@ _NO_SLOT_BYTES: Final = NO_SLOT.to_bytes(_SLOT_BYTES, "little", signed=True)
 _INT32: Final = np.dtype(np.int32)
 States = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
-
 _ABSENT: Final = CopyState.ABSENT
 _READY: Final = CopyState.READY
 _REFUSED: Final = 255

@@ -1,25 +1,61 @@
-"""Which unheld copies go first: leaves before their parents, and among leaves the policy says."""
+"""Which unheld copies go first: leaves before their parents, and among leaves the policy says.
+
+The write rule of a tier is here, too: what is not written early is written as it is evicted.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from enum import Enum, IntEnum
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
+from tierkv.cache.copies import CopyState
 from tierkv.cache.node import HOST, Node, Segment, Tier
-from tierkv.cache.policies import EvictionPolicy, Lru
-from tierkv.cache.states import CopyState
-from tierkv.cache.write_policy import WritePolicy, WriteRule
+from tierkv.errors import ConfigError
 
+_AGE_BITS: Final = 48  # of a rank, for the tick of the last use: 2.8e14 uses
+_SMALL_SHARE = 0.1  # of the tier, as in the paper
+_PROTECTED_SHARE = 0.8  # of a tier, as in the paper that named SLRU (Karedla et al., 1994)
 SOFT_PIN: Final = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
-
-# Rank, a number that no other entry has, the run. Told apart by that number, never by identity:
-# where the room is compiled, a tuple is no object until somebody wants one.
+# Rank, a number that no other entry has, the run.
 Entry = tuple[int, int, Node]
 _FEW_ENTRIES: Final = 64
 _READY: Final = CopyState.READY
-_WRITE_BACK: Final = WritePolicy.WRITE_BACK
+
+
+class WritePolicy(Enum):
+    NONE = "none"  # never
+    WRITE_THROUGH = "write_through"  # as soon as the block is whole
+    SELECTIVE = "write_through_selective"  # once it has been matched `after_hits` times
+    WRITE_BACK = "write_back"  # when it is evicted; its slot is reused only after the copy is done
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRule:
+    policy: WritePolicy
+    after_hits: int = 2
+
+    def __post_init__(self) -> None:
+        if self.after_hits < 1:
+            raise ConfigError(f"after_hits must be at least 1, not {self.after_hits}")
+
+    def writes_now(self, hits: int) -> bool:
+        """Whether a block that has been matched `hits` times should be copied down by now."""
+        if self.policy is WritePolicy.SELECTIVE:
+            return hits >= self.after_hits
+        return self.policy is WritePolicy.WRITE_THROUGH
+
+    @property
+    def writes_early(self) -> bool:
+        """Whether some blocks are copied down before they are evicted."""
+        return self.policy in (WritePolicy.WRITE_THROUGH, WritePolicy.SELECTIVE)
+
+    @property
+    def writes_on_eviction(self) -> bool:
+        return self.policy is WritePolicy.WRITE_BACK
 
 
 class Victim(NamedTuple):
@@ -113,7 +149,7 @@ class EvictionOrder:
     def forget(self, node: Node) -> None:
         """`node` has left the tree."""
         entry = self._newest.pop(node.uid, None)
-        if entry is not None and self._line and self._line[0][1] == entry[1]:
+        if entry is not None and self._line and self._line[0] is entry:
             self._line.popleft()  # as what is evicted was the first
         if self.memory is not None:
             self.memory.forget(node)
@@ -123,7 +159,7 @@ class EvictionOrder:
         last blocks of a leaf with no copies on the other tier, by a rule that copies nothing that
         goes. None if something else, or nothing, goes next, and by a policy with memory: for that
         a run whose children went one by one is one to be queued, in a plan it goes with them."""
-        if rule.policy is _WRITE_BACK or self.memory is not None:
+        if rule.policy is WritePolicy.WRITE_BACK or self.memory is not None:
             return None
         entry = self._top()
         if entry is None or entry[2].children:
@@ -162,7 +198,7 @@ class EvictionOrder:
                     present -= stop - start
             if present and count <= 0:
                 break  # a part of it goes: it stays the first
-            if virtual and virtual[0][1] == entry[1]:
+            if virtual and virtual[0] is entry:
                 heapq.heappop(virtual)
             else:
                 chosen.append(self._pop(entry))
@@ -194,8 +230,7 @@ class EvictionOrder:
             if heap and heap[0] < entry:
                 entry = heap[0]
             node = entry[2]
-            known = newest.get(node.uid)
-            if known is None or known[1] != entry[1]:
+            if newest.get(node.uid) is not entry:
                 self._pop(entry)
             elif not self.is_candidate(node):
                 self._pop(entry)
@@ -210,7 +245,7 @@ class EvictionOrder:
 
     def _pop(self, entry: Entry) -> Entry:
         """Take off the first entry, which is `entry`."""
-        if self._line and self._line[0][1] == entry[1]:
+        if self._line and self._line[0] is entry:
             return self._line.popleft()
         return heapq.heappop(self._heap)
 
@@ -236,3 +271,278 @@ class EvictionOrder:
         if any(before > after for before, after in pairwise(self._line)):
             wrong.append(f"{self.tier.name}: the line is not in order")
         return wrong
+
+
+class EvictionPolicy(Protocol):
+    """What it promises: ranks are integers, the lowest goes first; asking changes nothing that
+    another answer depends on. That leaves go before their parents is not its business."""
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether `queued`, `evicted` and `forget` are to be called."""
+
+    @property
+    def has_second_chances(self) -> bool:
+        """Whether `spares` is to be asked."""
+
+    def spares(self, node: Node) -> bool:
+        """Asked of the run that would go next: True if its rank has changed now, so that another
+        one may. Asked again without a match between, it says False."""
+
+    def rank(self, node: Node) -> int:
+        """Of a run nobody holds, since its last use."""
+
+    def queued(self, node: Node) -> list[Node]:
+        """`node` can go from now on. Returns the runs whose rank that has changed."""
+
+    def evicted(self, node: Node) -> None:
+        """Blocks of `node` went."""
+
+    def forget(self, node: Node) -> None:
+        """`node` is no more."""
+
+    def resized(self, capacity: int) -> list[Node]:
+        """The tier has `capacity` blocks from now on. Returns the runs whose rank that has
+        changed."""
+
+
+class _Stateless:
+    has_memory = False
+    has_second_chances = False
+
+    def spares(self, node: Node) -> bool:  # noqa: ARG002 - the protocol's
+        return False
+
+    def queued(self, node: Node) -> list[Node]:  # noqa: ARG002 - the protocol's
+        return []
+
+    def evicted(self, node: Node) -> None:
+        pass
+
+    def forget(self, node: Node) -> None:
+        pass
+
+    def resized(self, capacity: int) -> list[Node]:  # noqa: ARG002 - the protocol's
+        return []
+
+
+class Lru(_Stateless):
+    """Least recently used first."""
+
+    def rank(self, node: Node) -> int:
+        return node.last_used
+
+
+class Lfu(_Stateless):
+    """Least often matched first, the least recently used among equals."""
+
+    def rank(self, node: Node) -> int:
+        return (node.hits << _AGE_BITS) + node.last_used
+
+
+class Slru(_Stateless):
+    """Segmented LRU: what was never matched goes before what was, so that one long scan cannot
+    wash out what is shared. The protected segment is bounded; its oldest fall back.
+
+    max_protected: blocks of it.
+    """
+
+    has_memory = True
+
+    def __init__(self, max_protected: int) -> None:
+        self.max_protected = max_protected
+        self._protected: OrderedDict[int, tuple[Node, int]] = OrderedDict()
+        self._blocks = 0
+        self._demoted: dict[int, int] = {}  # uid -> hits at its demotion
+
+    def rank(self, node: Node) -> int:
+        return (int(node.uid in self._protected) << _AGE_BITS) + node.last_used
+
+    def queued(self, node: Node) -> list[Node]:
+        if node.hits <= self._demoted.get(node.uid, 0):
+            return []
+        self._remove(node.uid)
+        self._protected[node.uid] = (node, node.num_blocks)
+        self._blocks += node.num_blocks
+        return self._fall_back()
+
+    def _fall_back(self) -> list[Node]:
+        """The oldest, until the others are within their share."""
+        fallen = []
+        while self._blocks > self.max_protected and len(self._protected) > 1:
+            uid, (oldest, _) = next(iter(self._protected.items()))
+            self._remove(uid)
+            self._demoted[uid] = oldest.hits
+            fallen.append(oldest)
+        return fallen
+
+    def forget(self, node: Node) -> None:
+        self._remove(node.uid)
+        self._demoted.pop(node.uid, None)
+
+    def resized(self, capacity: int) -> list[Node]:
+        self.max_protected = _protected_of(capacity)
+        return self._fall_back()
+
+    def _remove(self, uid: int) -> None:
+        _, blocks = self._protected.pop(uid, (None, 0))
+        self._blocks -= blocks
+
+
+def _protected_of(capacity: int) -> int:
+    return int(capacity * _PROTECTED_SHARE)
+
+
+class CostAware(_Stateless):
+    """Greedy-dual: value = floor + matches x recompute cost per byte; the least valuable goes, and
+    its value becomes the floor, which is how the others age.
+
+    A block's recompute cost is linear in its tokens plus attention over all tokens before it, so
+    per byte a block deep in a prompt is dearer: 1 + position / `linear_blocks`.
+    """
+
+    has_memory = True
+    _SCALE = 1 << 20
+
+    def __init__(self, linear_blocks: int = 2048) -> None:
+        self.linear_blocks = linear_blocks
+        self._floor = 0
+        self._at: dict[int, tuple[int, int]] = {}  # uid -> last use, and the floor then
+
+    def rank(self, node: Node) -> int:
+        used, floor = self._at.get(node.uid, (-1, 0))
+        if used != node.last_used:
+            floor = self._floor
+            self._at[node.uid] = (node.last_used, floor)
+        cost = self._SCALE + self._SCALE * node.start // self.linear_blocks
+        return floor + (1 + node.hits) * cost
+
+    def evicted(self, node: Node) -> None:
+        self._floor = max(self._floor, self.rank(node))
+
+    def forget(self, node: Node) -> None:
+        self._at.pop(node.uid, None)
+
+
+class S3Fifo:
+    """An EvictionPolicy. capacity: blocks of the tier."""
+
+    has_memory = True
+    has_second_chances = True
+
+    def __init__(self, capacity: int) -> None:
+        self._max_small = self._max_ghosts = 1
+        self._places: dict[int, _Place] = {}
+        self._small: OrderedDict[int, Node] = OrderedDict()  # within their share, oldest first
+        self._small_blocks = 0
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._count = 0
+        self.resized(capacity)
+
+    def resized(self, capacity: int) -> list[Node]:
+        self._max_small = max(int(capacity * _SMALL_SHARE), 1)
+        self._max_ghosts = max(capacity, 1)
+        while len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+        return self._overflow()
+
+    def rank(self, node: Node) -> int:
+        place = self._places.get(node.uid)
+        if place is None:  # never queued: a parent whose children have just gone
+            return _Queue.MAIN << _AGE_BITS
+        return (place.queue << _AGE_BITS) + place.number
+
+    def queued(self, node: Node) -> list[Node]:
+        if node.uid in self._places:
+            return []
+        came_back = self._ghosts.pop(_ghost(node), 0) is None
+        place = self._enter(node, _Queue.MAIN if came_back or node.hits else _Queue.SMALL)
+        if place.queue is _Queue.MAIN:
+            return []
+        self._small[node.uid] = node
+        self._small_blocks += place.blocks
+        return self._overflow()
+
+    def _overflow(self) -> list[Node]:
+        """The oldest of the small queue, until the others are within its share."""
+        fallen = []
+        while self._small_blocks > self._max_small and len(self._small) > 1:
+            uid, oldest = self._small.popitem(last=False)
+            self._small_blocks -= self._places[uid].blocks
+            self._places[uid].queue = _Queue.OVERFLOW
+            fallen.append(oldest)
+        return fallen
+
+    def spares(self, node: Node) -> bool:
+        """Whether a run that would go next was matched since it was placed; then it is at the end
+        of the main queue now."""
+        place = self._places.get(node.uid)
+        if place is None or node.hits <= place.seen_hits:
+            return False
+        self._leave_small(node.uid)
+        self._enter(node, _Queue.MAIN)
+        return True
+
+    def evicted(self, node: Node) -> None:
+        place = self._places.get(node.uid)
+        if place is None or place.queue is _Queue.MAIN:
+            return
+        self._ghosts[_ghost(node)] = None
+        if len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+
+    def forget(self, node: Node) -> None:
+        self._leave_small(node.uid)
+        self._places.pop(node.uid, None)
+
+    def _enter(self, node: Node, queue: _Queue) -> _Place:
+        self._count += 1
+        place = _Place(queue, self._count, node.num_blocks, node.hits)
+        self._places[node.uid] = place
+        return place
+
+    def _leave_small(self, uid: int) -> None:
+        if self._small.pop(uid, None) is not None:
+            self._small_blocks -= self._places[uid].blocks
+
+
+class _Queue(IntEnum):
+    OVERFLOW = 0
+    MAIN = 1
+    SMALL = 2
+
+
+@dataclass(slots=True)
+class _Place:
+    queue: _Queue
+    number: int  # in the order of arrival
+    blocks: int
+    seen_hits: int
+
+
+def _ghost(node: Node) -> int:
+    """What tells a run that went when it comes back: where it starts, and its first block."""
+    return hash((node.space.name, node.start, node.key))
+
+
+class EvictionKind(Enum):
+    """What a configuration says."""
+
+    LRU = "lru"
+    LFU = "lfu"
+    SLRU = "slru"
+    S3FIFO = "s3fifo"
+    COST = "cost"
+
+
+def make_policy(kind: EvictionKind, capacity: int) -> EvictionPolicy:
+    """A policy for one tier of `capacity` blocks."""
+    if kind is EvictionKind.LRU:
+        return Lru()
+    if kind is EvictionKind.LFU:
+        return Lfu()
+    if kind is EvictionKind.SLRU:
+        return Slru(_protected_of(capacity))
+    if kind is EvictionKind.S3FIFO:
+        return S3Fifo(capacity)
+    return CostAware()

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from tierkv.cache.copies import MOST_KEPT, NO_SLOT, CopyState
 from tierkv.cache.index import Index
 from tierkv.cache.keys import DIGEST_BYTES, block_digest
-from tierkv.cache.node import MOST_KEPT, NO_SLOT, Node, Tier, child_key
+from tierkv.cache.node import Node, Tier, child_key
 from tierkv.cache.pool import BlockPool, Ids
-from tierkv.cache.states import CopyState
 from tierkv.cache.tokens import TOKEN_BYTES
 
 

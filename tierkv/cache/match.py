@@ -6,9 +6,9 @@ import bisect
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from tierkv.cache.copies import CopyState
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Node, Segment, child_key
-from tierkv.cache.states import CopyState
 from tierkv.cache.tokens import TOKEN_BYTES, common_blocks, common_tokens
 
 _READY: Final = CopyState.READY

@@ -1,30 +1,32 @@
-"""One node of the radix tree: a run of blocks, and where each of their copies is."""
+"""One node of the radix tree: a run of blocks, and where each of their copies is.
+
+Each node belongs to the space of one fingerprint: tenants and adapters never meet in one tree.
+"""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
 import numpy as np
 
-from tierkv.cache.copies import MOST_KEPT, NO_SLOT, Mask, TierCopies
+from tierkv.cache.copies import MOST_KEPT, Mask, TierCopies
 from tierkv.cache.keys import DIGEST_BYTES
 from tierkv.cache.pool import Ids
-from tierkv.cache.space import Space
 from tierkv.cache.tokens import TOKEN_BYTES
+from tierkv.errors import ConfigError
 
-__all__ = ["HOST", "MOST_KEPT", "NO_SLOT", "TIERS", "Node", "Segment", "Tier", "TierCopies"]
-
+DEFAULT: Final = ""  # the space of an index with a single fingerprint
+Quota = tuple[int | None, int | None]  # the most device and host blocks, None for any
+Segment = tuple["Node", int, int]  # blocks [i, j) of a node's run, counted from the run's start
 _NO_TOKEN: Final = b"\xff" * 4  # a negative number: what comes before extra keys can't be tokens
-
-
-def child_key(tokens: bytes, extra: bytes) -> bytes:
-    """What a run that begins with `tokens` is found by: these, behind the extra keys of its first
-    block if media overlap that. Different ones have different keys, and sorted keys have those side
-    by side that share extra keys and most leading tokens."""
-    return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens
+# Of no children, as most runs have none: never changed.
+_NOBODY: Final[dict[bytes, Node]] = {}
+_NO_ORDER: Final[list[bytes]] = []
+_BY_BLOCK: Final = b"\xff"  # at the end of a key of a whole block: no token ends so
 
 
 class Tier(IntEnum):
@@ -35,16 +37,33 @@ class Tier(IntEnum):
 
 
 TIERS: Final = tuple(Tier)  # going over these takes a tenth of what going over the enum takes
-# Compared with, as `Tier.HOST` takes 0.1 us and a compiled `if tier` is true of every enum member.
+# Compared with, as `Tier.HOST` takes 0.1 us.
 HOST: Final = Tier.HOST
 
-Segment = tuple["Node", int, int]  # blocks [i, j) of a node's run, counted from the run's start
+
+@dataclass(slots=True, eq=False)
+class Space:
+    """name: the fingerprint's short form, "" for the service's own.
+    root_digest: the parent of every first block's key.
+    used: copies per tier, incoming ones included. quota: the most there may be, None for any.
+    """
+
+    name: str
+    root_digest: bytes
+    used: list[int] = field(default_factory=lambda: [0, 0])
+    quota: Quota = (None, None)
+
+    def __post_init__(self) -> None:
+        check_quota(self.quota)
+
+    @property
+    def has_quota(self) -> bool:
+        return self.quota != (None, None)
 
 
-# Of no children, as most runs have none: never changed.
-_NOBODY: Final[dict[bytes, Node]] = {}
-_NO_ORDER: Final[list[bytes]] = []
-_BY_BLOCK: Final = b"\xff"  # at the end of a key of a whole block: no token ends so
+def check_quota(quota: Quota) -> None:
+    if any(most is not None and most < 0 for most in quota):
+        raise ConfigError("a quota is a number of blocks, at least 0")
 
 
 class Node:
@@ -330,3 +349,10 @@ class Node:
             upper._stored, self._stored = self._stored[:at].copy(), self._stored[at:].copy()
         self.parent = upper
         return upper
+
+
+def child_key(tokens: bytes, extra: bytes) -> bytes:
+    """What a run that begins with `tokens` is found by: these, behind the extra keys of its first
+    block if media overlap that. Different ones have different keys, and sorted keys have those side
+    by side that share extra keys and most leading tokens."""
+    return _NO_TOKEN + len(extra).to_bytes(4, "little") + extra + tokens if extra else tokens

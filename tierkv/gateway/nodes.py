@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
 
 from tierkv.api.settings import Role
-from tierkv.cache.fingerprint import differences
+from tierkv.cache.keys import differences
 from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.errors import TransferError
-from tierkv.sched.fetcher import Fetched, Fetcher
+from tierkv.sched.fetch import Fetched, Fetcher
 from tierkv.sched.request import RequestSpec
 from tierkv.sched.scheduler import Scheduler
 

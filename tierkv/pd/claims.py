@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 
-from tierkv.cache.fingerprint import differences
-from tierkv.cache.keys import StoredKey
+from tierkv.cache.keys import StoredKey, differences
 from tierkv.cache.node import Tier
 from tierkv.errors import HandoffError, StoreUnavailableError, TransferError
 from tierkv.pd.ahead import Ahead, LoadsAhead
@@ -21,7 +20,7 @@ from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id
 from tierkv.pd.watch import Watch
-from tierkv.sched.fetcher import Fetched, Fetcher
+from tierkv.sched.fetch import Fetched, Fetcher
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
 from tierkv.storage.protocol import GetStatus

@@ -12,11 +12,10 @@ from functools import partial
 
 import numpy as np
 
-from tierkv.cache.copies import Mask
+from tierkv.cache.copies import CopyState, Mask
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import CopyState
 from tierkv.errors import (
     DuplicateRequestError,
     HandoffError,

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from tierkv.cache.fingerprint import Fingerprint, differences
-from tierkv.cache.keys import Prompt, StoredKey
+from tierkv.cache.keys import Fingerprint, Prompt, StoredKey, differences
 from tierkv.clock import Clock
 from tierkv.errors import (
     BadRequestError,

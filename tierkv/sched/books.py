@@ -12,19 +12,19 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
+from tierkv.cache.eviction import WriteRule
 from tierkv.cache.history import History
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt, StoredKey, Tail, chain, keys_of
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.tokens import TOKEN_BYTES
-from tierkv.cache.write_policy import WriteRule
 from tierkv.errors import ShuttingDownError
 from tierkv.sched.decisions import Decisions
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.pins import Pins
-from tierkv.sched.purse import Allowance
 from tierkv.sched.seldom import Seldom
+from tierkv.sched.worth import Allowance
 from tierkv.tasks import task_group
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO

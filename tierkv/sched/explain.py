@@ -8,13 +8,12 @@ from enum import Enum
 
 import msgspec
 
-from tierkv.cache.fingerprint import Fingerprint, differences
+from tierkv.cache.copies import CopyState
 from tierkv.cache.history import Fate, History
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Fingerprint, Prompt, differences
 from tierkv.cache.match import Match, segments
 from tierkv.cache.node import Tier
-from tierkv.cache.states import CopyState
 
 
 class Miss(Enum):

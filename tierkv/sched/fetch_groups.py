@@ -1,10 +1,10 @@
-"""Brings groups of stored blocks into host slots, and into the index under their parent."""
+"""Brings groups of stored blocks, and a stored tail, into host slots and the index."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -12,17 +12,21 @@ from typing import Protocol
 import numpy as np
 
 from tierkv.cache.copies import Mask
-from tierkv.cache.index import runs_of
-from tierkv.cache.keys import Prompt, StoredKey
-from tierkv.cache.node import Tier
+from tierkv.cache.history import Fate
+from tierkv.cache.index import Lease, runs_of
+from tierkv.cache.keys import Prompt, StoredKey, Tail
+from tierkv.cache.node import Space, Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.space import Space
+from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import OutOfBlocksError
 from tierkv.sched.events import Happening
-from tierkv.sched.fetched import Progress
 from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import task_group
+from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.tails import SharedTail
+
+NO_ROOM = GetOutcome(GetStatus.MISS, "the host tier has no room")
 
 
 class Source(Protocol):
@@ -33,7 +37,37 @@ class Source(Protocol):
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]: ...
 
 
-NO_ROOM = GetOutcome(GetStatus.MISS, "the host tier has no room")
+@dataclass(slots=True)
+class Progress:
+    """How far a fetch has come. lease: of what the prompt has here by now, the tail aside.
+
+    is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
+    waits_since: on the loop's clock, if the request could compute instead and has not waited for
+        nothing yet.
+    queued_before, arrived_before: bytes that were queued, and that had come since the start, for
+    all other fetches when this one began.
+    """
+
+    lease: Lease
+    fate: Fate | None = None
+    tail: Lease | None = None
+    num_tokens: int = 0
+    first_token: int = 0
+    first_problem: GetOutcome | None = None
+    is_whole: bool = False
+    waits_since: float | None = None
+    claimed: list[bytes] = field(default_factory=list)
+    was_given_up: bool = False
+    expected_bytes: float = 0.0
+    began: float = 0.0
+    queued_before: float = 0.0
+    arrived_before: float = 0.0
+    arrived_bytes: float = 0.0
+
+    def ends(self, fate: Fate, reason: str) -> None:
+        """It goes no further, for a reason that is not the store's answer."""
+        status = GetStatus.MISS if fate is Fate.NOT_WORTH_IT else GetStatus.FAILED
+        self.first_problem, self.fate = GetOutcome(status, reason), fate
 
 
 @dataclass(slots=True, eq=False)
@@ -180,3 +214,70 @@ async def _arrived(group: asyncio.Task[bool] | None) -> bool:
     if not group.done():
         await asyncio.wait([group])
     return not group.cancelled() and group.exception() is None and group.result()
+
+
+class SharedTails:
+    """What a prompt shares beyond its last whole block, with prompts that ended in that block."""
+
+    def __init__(self, tiers: Tiers, storage: StorageIO) -> None:
+        self._tiers = tiers
+        self._storage = storage
+
+    async def find(
+        self, prompt: Prompt, at: Lease, *, missing: Collection[bytes]
+    ) -> SharedTail | None:
+        """The stored tail under `at`, which covers the prompt's first blocks, that shares most.
+
+        None if none shares more than what is cached here. One small read.
+
+        missing: digests that are known not to be in storage, whatever is listed.
+        """
+        wanted = prompt.block(at.num_blocks)
+        here = self._cached_tokens(prompt, at.num_blocks)
+        if len(wanted) <= here * TOKEN_BYTES:
+            return None
+        index = self._tiers.index
+        digests = index.digests(at.node, at.num_blocks, start=max(at.num_blocks - 1, 0))
+        parent = digests[-1] if digests else index.root_of(prompt).space.root_digest
+        found = await self._storage.tails.best(
+            parent, wanted, prompt.extra(at.num_blocks), prompt.space, missing=missing
+        )
+        return found if found and found.num_shared > here else None
+
+    def _cached_tokens(self, prompt: Prompt, block: int) -> int:
+        """How many tokens of `block` are cached here, all of what is before it being so."""
+        match = self._tiers.index.match(prompt)
+        if match.num_blocks > block:
+            return prompt.block_size
+        return match.partial.num_tokens if match.partial and match.num_blocks == block else 0
+
+    async def fetch(self, prompt: Prompt, at: Lease, found: SharedTail, slots: Ids) -> Lease | None:
+        """Bring the tail into the one host slot of `slots`, and into the index under `at`; a lease
+        of it. None, and the slot is free again, if it is gone or not what it should be."""
+        tiers, index = self._tiers, self._tiers.index
+        is_kept = False
+        tiers.lend(Tier.HOST, slots)
+        try:
+            [outcome] = await self._storage.fetch([found.key], slots)
+            if outcome.status is not GetStatus.HIT:
+                return None
+            whole = _ending_in(prompt, at.num_blocks, found.tail)
+            tail, is_kept = index.insert_tail(Tier.HOST, at, whole, int(slots[0]))
+            if is_kept:
+                tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
+            lease = index.hold(tail, tail.end)
+            index.mark_stored(tail, tail.start, tail.end)
+            return lease
+        finally:
+            tiers.unlend(Tier.HOST, slots)
+            if not is_kept:
+                tiers.give(Tier.HOST, slots)
+
+
+def _ending_in(prompt: Prompt, num_blocks: int, tail: Tail) -> Prompt:
+    """The prompt's first blocks and then `tail`."""
+    tokens = prompt.tokens[: num_blocks * prompt.block_token_bytes] + tail.tokens
+    extras = {block: extra for block, extra in prompt.extras.items() if block < num_blocks}
+    if tail.extra:
+        extras[num_blocks] = tail.extra
+    return Prompt(tokens, prompt.block_size, extras, prompt.space)

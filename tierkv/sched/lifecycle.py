@@ -10,9 +10,9 @@ from itertools import islice
 
 import numpy as np
 
+from tierkv.cache.copies import CopyState
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import CopyState
 from tierkv.errors import ConfigError, OwnershipError
 from tierkv.sched.books import Leaving
 from tierkv.sched.tiers import Tiers

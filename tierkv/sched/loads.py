@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.cache.copies import Change
 from tierkv.cache.index import Lease
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import Change
 from tierkv.errors import TransferError
 from tierkv.sched.events import Happening
 from tierkv.sched.tiers import Tiers

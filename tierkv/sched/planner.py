@@ -7,13 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from tierkv.cache.eviction import EvictionOrder, Victim
+from tierkv.cache.copies import CopyState
+from tierkv.cache.eviction import EvictionOrder, Victim, WriteRule
 from tierkv.cache.index import Index
 from tierkv.cache.match import Match
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.states import CopyState
-from tierkv.cache.write_policy import WriteRule
 from tierkv.errors import OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.request import RequestSpec
 

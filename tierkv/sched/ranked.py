@@ -34,7 +34,7 @@ from tierkv.gpu.protocol import (
     Stream,
 )
 from tierkv.sched.ranked_events import FailedEvent, Ledger, RankedEvent, RankedStream, part_of
-from tierkv.transfer.storage_io_slices import Slice
+from tierkv.transfer.slices import Slice
 
 LATE_S = 5.0
 

@@ -11,11 +11,10 @@ from typing import Unpack
 
 import numpy as np
 
+from tierkv.cache.copies import CopyState
 from tierkv.cache.index import runs_of
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Node, Space, Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.space import Space
-from tierkv.cache.states import CopyState
 from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
 from tierkv.sched.books import Parts, TierBooks
 from tierkv.sched.events import Happening

@@ -21,8 +21,7 @@ from tierkv.gpu.protocol import Event
 from tierkv.sched.admitting import Admitting
 from tierkv.sched.commits import Commits
 from tierkv.sched.computing import Computing
-from tierkv.sched.estimate import Line
-from tierkv.sched.fetcher import Fetched
+from tierkv.sched.fetch import Fetched
 from tierkv.sched.growing import Growing
 from tierkv.sched.limits import Limits, TenantLimits
 from tierkv.sched.loads import Loads
@@ -32,6 +31,7 @@ from tierkv.sched.running import Running
 from tierkv.sched.starting import SchedulerStats, Starting
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.waiting import Waiting, WaitingLine
+from tierkv.sched.worth import Line
 
 __all__ = ["Scheduler", "SchedulerStats"]
 

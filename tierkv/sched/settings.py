@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from tierkv.cache.policies import EvictionKind, EvictionPolicy, make_policy
-from tierkv.cache.space import Quota, check_quota
-from tierkv.cache.write_policy import WritePolicy
+from tierkv.cache.eviction import EvictionKind, EvictionPolicy, WritePolicy, make_policy
+from tierkv.cache.node import Quota, check_quota
 from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError
-from tierkv.sched.estimate import FetchPolicy
 from tierkv.sched.limits import Limits
 from tierkv.sched.tiers import Watermarks
+from tierkv.sched.worth import FetchPolicy
 
 
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

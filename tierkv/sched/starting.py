@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import CopyState
 from tierkv.errors import OutOfBlocksError, TransferError
 from tierkv.sched.computing import Computing
 from tierkv.sched.loads import Load, Loads

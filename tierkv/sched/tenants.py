@@ -7,10 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.node import Node, Tier
-from tierkv.cache.policies import EvictionKind
-from tierkv.cache.space import DEFAULT, Quota, Space, check_quota
+from tierkv.cache.eviction import EvictionKind
+from tierkv.cache.keys import Fingerprint
+from tierkv.cache.node import DEFAULT, Node, Quota, Space, Tier, check_quota
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError
 from tierkv.sched.lifecycle import forgetting
 from tierkv.sched.tiers import Tiers

@@ -8,11 +8,10 @@ from typing import Unpack
 
 import numpy as np
 
-from tierkv.cache.copies import Mask
+from tierkv.cache.copies import CopyState, Mask
 from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.match import segments
 from tierkv.cache.node import Node, Tier
-from tierkv.cache.states import CopyState
 from tierkv.errors import OutOfBlocksError, ShuttingDownError
 from tierkv.sched.books import Leaving, Parts, TierStats
 from tierkv.sched.budget import ByteBudget

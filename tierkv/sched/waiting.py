@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tierkv.sched.computing import Claim, Wait
-from tierkv.sched.fetcher import Fetched
+from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.turns import Turns
 

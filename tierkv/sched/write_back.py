@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tierkv.cache.copies import Change
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import StoredKey
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.states import Change
 from tierkv.errors import OutOfBlocksError, TransferError
 from tierkv.sched.events import Happening
 from tierkv.sched.planner import Step

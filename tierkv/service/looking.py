@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Prompt
+from tierkv.cache.copies import CopyState
+from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.node import Tier
-from tierkv.cache.states import CopyState
 from tierkv.errors import StoreUnavailableError
 from tierkv.observe import Lookup
 from tierkv.sched.explain import Explanation, Surroundings, explain

@@ -12,7 +12,7 @@ from tierkv.sched.ranked import RankedDevice
 from tierkv.service.memory import Memory
 from tierkv.service.parts import MadeOf, Parts
 from tierkv.transfer.mover import Mover
-from tierkv.transfer.storage_io_tier import StorageTier
+from tierkv.transfer.tier import StorageTier
 
 
 def check(made_of: MadeOf) -> RankedDevice | None:

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tierkv import observe
-from tierkv.cache.fingerprint import Fingerprint
+from tierkv.cache.eviction import WriteRule
 from tierkv.cache.index import Index
+from tierkv.cache.keys import Fingerprint
 from tierkv.cache.pool import BlockPool
-from tierkv.cache.write_policy import WriteRule
 from tierkv.clock import Clock
 from tierkv.errors import InvariantError
 from tierkv.gpu.protocol import Device, HostSlots
@@ -25,15 +25,15 @@ from tierkv.pd.staging import Staging
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.tickets import Tickets
 from tierkv.sched.arriving import Arriving
-from tierkv.sched.estimate import Estimator
-from tierkv.sched.fetcher import Fetcher
+from tierkv.sched.fetch import Fetcher
 from tierkv.sched.lifecycle import Lifecycle
 from tierkv.sched.scheduler import Scheduler
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Tenants
 from tierkv.sched.tiers import Tiers
+from tierkv.sched.worth import Estimator
 from tierkv.transfer.mover import Mover
-from tierkv.transfer.storage_io_tier import StorageTier
+from tierkv.transfer.tier import StorageTier
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from tierkv.cache.fingerprint import Fingerprint
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.clock import Clock, SystemClock
 from tierkv.gpu.protocol import Device, Planes
 from tierkv.observe import Lookup, Stats
@@ -17,7 +16,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation
-from tierkv.sched.fetched import Fetched
+from tierkv.sched.fetch import Fetched
 from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
@@ -29,7 +28,7 @@ from tierkv.service.opening import check, opened
 from tierkv.service.parts import MadeOf, Parts
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
-from tierkv.transfer.storage_io_tier import StorageOptions, StorageTier, StoreState
+from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
 
 log = logging.getLogger("tierkv.service")
 

@@ -1,22 +1,33 @@
-"""Moves blocks between Host slots and a store: fetch and flush, checked on the way in."""
+"""Moves blocks between Host slots and a store: fetch and flush, checked on the way in.
+
+`StorageIO` asks the store; `Values` says, without I/O, what is read where, whether it is right and
+what is written; `made_ahead` has threads make headers while the values before them are sent, and
+`Toucher` lets blocks that are used live on.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from tierkv.cache.keys import Names, StoredKey
-from tierkv.cache.layout import Layout
-from tierkv.errors import StoreUnavailableError
+from tierkv.cache.layout import Bytes1D, Layout
+from tierkv.cache.shards import Shard
+from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
 from tierkv.storage.codec import Codec, PlainCodec
 from tierkv.storage.copies import forget_damaged
 from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
+    GetItem,
     GetOutcome,
     GetStatus,
     PutItem,
@@ -26,20 +37,33 @@ from tierkv.storage.protocol import (
     check_names,
 )
 from tierkv.storage.threads import WorkerThreads
-from tierkv.transfer.storage_io_ahead import made_ahead
-from tierkv.transfer.storage_io_slices import Slices
-from tierkv.transfer.storage_io_touch import Toucher
-from tierkv.transfer.storage_io_values import Read, Values
+from tierkv.tasks import background
+from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.tails import TailLists
 
+log = logging.getLogger("tierkv.storage")
 _MAX_FOUND = 65_536
 _MAX_COPIES = 4  # of one value that are read, as long as they are damaged
 # Values of which 32 take 0.2 to 0.4 ms, in which a server that writes 512 KiB runs out of work: SET
 # over one and four connections at 1.02 of the rate (Redis 7.0, 2 cores, 2026-11-23).
 _MADE_AT_ONCE = 8
 _WAITED_FOR = 1e9  # the worth of a block that somebody waits for
+# A thread sums up 2 MiB in 0.07 ms, which the loop takes 0.5 to send. Where values of 512 KiB and
+# 2 MiB are replaced it came to 1.14 to 1.39 of the rate, into an empty server to 0.95 to 1.01 (16
+# cores, Redis 7.0, 2026-11-23). With two cores it would take it from the server.
+_CORES = 4
+_LEAST_VALUES = 4  # of fewer the loop has made most before a thread is awake
+makes_ahead = len(os.sched_getaffinity(0)) >= _CORES
+_MAX_AT_ONCE = 64  # of values that are looked at on the loop
+_BATCH_NAMES = 512
+_MAX_NAMES = 65_536
+_PAUSE_S = 0.2  # between batches: at most 2,560 names a second
+_DEADLINE_S = 5.0
+_WORST_GET = (GetStatus.FAILED, GetStatus.DAMAGED, GetStatus.MISS, GetStatus.HIT)
 # A block is new if one of its slices is.
-_WORST_FIRST = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED, PutStatus.EXISTED)
+_WORST_PUT = (PutStatus.FAILED, PutStatus.FULL, PutStatus.STORED, PutStatus.EXISTED)
+_NOT_ASKED = GetOutcome(GetStatus.FAILED, "not asked for yet")
+_PLAIN = PlainCodec()
 
 
 @dataclass(slots=True)
@@ -319,8 +343,226 @@ class StorageIO:
         return self._codecs(key.space or self.names.fingerprint)
 
 
-_PLAIN = PlainCodec()
+@dataclass(slots=True)
+class Read:
+    """One value on its way into a slot, or into a buffer from which slots are assembled."""
+
+    at: int  # which of the keys
+    shard: Shard
+    item: GetItem
+    header: bytearray
+    payload: Bytes1D
+    outcome: GetOutcome = _NOT_ASKED
+
+
+class Values:
+    """What blocks of one node are in storage. Safe from several threads.
+
+    codec_of: how the blocks of a key's fingerprint become values. ttl_s: how long they live.
+    """
+
+    def __init__(
+        self, slices: Slices, codec_of: Callable[[StoredKey], Codec], ttl_s: float | None
+    ) -> None:
+        self._slices = slices
+        self._codec = codec_of
+        self._ttl_s = ttl_s
+
+    def reads(
+        self, keys: Sequence[StoredKey], slot_ids: Ids, sizes: Sequence[int]
+    ) -> Sequence[Read]:
+        """Where the values of each block land. sizes: of how many ranks the node was that stored
+        each of them."""
+        return [
+            self._read(at, key, shard, int(slot))
+            for at, (key, slot, size) in enumerate(zip(keys, slot_ids, sizes, strict=True))
+            for shard in self._slices.sources(size)
+        ]
+
+    def _read(self, at: int, key: StoredKey, shard: Shard, slot: int) -> Read:
+        if shard.size == self._slices.size:
+            payload = self._slices.parts[shard.rank].payload(slot, key.num_tokens)
+        else:
+            payload = np.empty(self._slices.layout(shard).stored_bytes(key.num_tokens), np.uint8)
+        codec = self._codec(key)
+        header = bytearray(codec.header_bytes)
+        name = self._slices.names_of(key, shard.size)[shard.rank]
+        item = GetItem(name, (memoryview(header), payload.data), partial(codec.digest, header))
+        return Read(at, shard, item, header, payload)
+
+    def reads_bytes(
+        self, keys: Sequence[StoredKey], sizes: Sequence[int], reads: Sequence[Read]
+    ) -> bool:
+        """Whether `check` takes more than some 4 us for each of them: a digest that no store has
+        made, a tail or a block of another size to be put together."""
+        return (
+            any(r.outcome.status is GetStatus.HIT and r.outcome.digest is None for r in reads)
+            or any(key.is_tail for key in keys)
+            or any(size != self._slices.size for size in sizes)
+            or len(reads) > _MAX_AT_ONCE
+        )
+
+    def check(
+        self,
+        keys: Sequence[StoredKey],
+        slot_ids: Ids,
+        sizes: Sequence[int],
+        reads: Sequence[Read],
+    ) -> list[GetOutcome]:
+        """What became of each block, which is in its slot if that is HIT. Blocks the thread."""
+        of_block: list[list[Read]] = [[] for _ in keys]
+        for read in reads:
+            of_block[read.at].append(read)
+            key = keys[read.at]
+            if read.outcome.status is GetStatus.HIT:
+                identity = self._slices.identity(key, read.shard)
+                try:
+                    self._codec(key).decode(
+                        read.header, read.payload.data, identity, read.outcome.digest
+                    )
+                except StoreCorruptError as error:
+                    read.outcome = GetOutcome(GetStatus.DAMAGED, str(error))
+        blocks = []
+        for key, slot, size, parts in zip(keys, slot_ids, sizes, of_block, strict=True):
+            blocks.append(_worst_get([read.outcome for read in parts]))
+            if blocks[-1].status is not GetStatus.HIT:
+                continue
+            if size != self._slices.size:
+                payloads = {read.shard: read.payload for read in parts}
+                self._slices.assemble(int(slot), payloads, key.num_tokens)
+            if key.is_tail:
+                for part in self._slices.parts:
+                    payload = part.payload(int(slot), key.num_tokens).copy()
+                    part.layout.paste_tail(payload, part.host.array[slot], key.num_tokens)
+        return blocks
+
+    def encode_later(
+        self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float]
+    ) -> list[PutItem] | None:
+        """What `encode` with `is_late` returns; None if that takes a look at their bytes."""
+        items = []
+        for key, slot, value in zip(keys, slot_ids, worth, strict=True):
+            for part in self._slices.parts:
+                item = self._later(key, part, int(slot), value)
+                if item is None:
+                    return None
+                items.append(item)
+        return items
+
+    def encode(
+        self, keys: Sequence[StoredKey], slot_ids: Ids, worth: Sequence[float], *, is_late: bool
+    ) -> list[PutItem]:
+        """The values of each block, rank after rank. Blocks the thread. is_late: with as little of
+        that as can be."""
+        return [
+            (self._later(key, part, int(slot), value) if is_late else None)
+            or self._item(key, part, int(slot), value)
+            for key, slot, value in zip(keys, slot_ids, worth, strict=True)
+            for part in self._slices.parts
+        ]
+
+    def _later(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem | None:
+        """The value of a block whose header is made by who sends it."""
+        payload = part.host.array[slot].data
+        header = None
+        if not key.is_tail:
+            identity = self._slices.identity(key, part.shard)
+            header = self._codec(key).header_later(payload, identity)
+        if header is None:
+            return None
+        name, given = self._name(key, part), (header.content, payload)
+        return PutItem(name, given, ttl_s=self._ttl_s, worth=worth, complete=header)
+
+    def _item(self, key: StoredKey, part: Slice, slot: int, worth: float) -> PutItem:
+        payload = part.layout.cut_tail(part.host.array[slot], key.num_tokens)
+        identity = self._slices.identity(key, part.shard)
+        value = self._codec(key).encode(np.ascontiguousarray(payload).data, identity)
+        return PutItem(self._name(key, part), value, ttl_s=self._ttl_s, worth=worth)
+
+    def _name(self, key: StoredKey, part: Slice) -> str:
+        return self._slices.names_of(key, part.shard.size)[part.shard.rank]
+
+
+def _worst_get(outcomes: Sequence[GetOutcome]) -> GetOutcome:
+    return min(outcomes, key=lambda outcome: _WORST_GET.index(outcome.status))
 
 
 def _worst_put(outcomes: Sequence[PutOutcome]) -> PutOutcome:
-    return min(outcomes, key=lambda outcome: _WORST_FIRST.index(outcome.status))
+    return min(outcomes, key=lambda outcome: _WORST_PUT.index(outcome.status))
+
+
+@asynccontextmanager
+async def made_ahead(threads: WorkerThreads, items: Sequence[PutItem]) -> AsyncIterator[None]:
+    """Have threads complete `items` while the body sends them; whoever comes to one first does.
+    Afterwards no thread reads any."""
+    late = [item.complete for item in items if item.complete is not None]
+    if not makes_ahead or len(late) < _LEAST_VALUES:
+        yield
+        return
+
+    async def make() -> None:
+        with suppress(StoreUnavailableError):  # closing: then all is made as it is sent
+            await threads.run_each(lambda complete: complete(), late)
+
+    async with background({"tierkv-make-headers": make()}):
+        yield
+
+
+class Toucher:
+    """ttl_s: what a block in use gets. interval_s: how long a block that was touched, or written,
+    is not touched again."""
+
+    def __init__(self, store: Store, *, ttl_s: float, interval_s: float) -> None:
+        self._store = store
+        self._ttl_s = ttl_s
+        self._interval_s = interval_s
+        self._seen: OrderedDict[str, float] = OrderedDict()  # name -> when it was noted last
+        self._due: OrderedDict[str, None] = OrderedDict()
+        self._came = asyncio.Event()
+        self.num_touched = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leaving forgets what is still to be told: it is at most a block that ends in time."""
+        async with background({"tierkv-touch": self._keep_touching()}):
+            yield
+
+    def wrote(self, names: Iterable[str]) -> None:
+        """These have just been given their whole TTL."""
+        now = asyncio.get_running_loop().time()
+        for name in names:
+            self._see(name, now)
+
+    def used(self, names: Iterable[str]) -> None:
+        """These were found in the store. What is too much to remember is not touched."""
+        now = asyncio.get_running_loop().time()
+        for name in names:
+            if now - self._seen.get(name, -self._interval_s) < self._interval_s:
+                continue
+            if len(self._due) >= _MAX_NAMES:
+                return
+            self._see(name, now)
+            self._due[name] = None
+            self._came.set()
+
+    def _see(self, name: str, now: float) -> None:
+        self._seen[name] = now
+        self._seen.move_to_end(name)
+        while len(self._seen) > _MAX_NAMES:
+            self._seen.popitem(last=False)
+
+    async def _keep_touching(self) -> None:
+        while True:
+            while not self._due:
+                self._came.clear()
+                await self._came.wait()
+            count = min(len(self._due), _BATCH_NAMES)
+            names = [self._due.popitem(last=False)[0] for _ in range(count)]
+            try:
+                async with asyncio.timeout(_DEADLINE_S):
+                    self.num_touched += await self._store.touch(names, ttl_s=self._ttl_s)
+            except (TimeoutError, StoreUnavailableError) as error:
+                log.debug("%d stored blocks were not touched: %s", len(names), error)
+                for name in names:
+                    self._seen.pop(name, None)  # the next use tries again
+            await asyncio.sleep(_PAUSE_S)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Tier
-from tierkv.cache.states import CopyState
 from tierkv.errors import ConfigError
 from tierkv.gpu.protocol import HostSlots
 from tierkv.pd.direct.address import MAX_BLOCKS, Answer, Ask
@@ -22,7 +22,7 @@ from tierkv.pd.direct.planes import ShownPlanes
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.codec import PlainCodec
 from tierkv.storage.threads import WorkerThreads
-from tierkv.transfer.storage_io_slices import Slices
+from tierkv.transfer.slices import Slices
 
 log = logging.getLogger("tierkv.handoff")
 

@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from tierkv.cache.history import Fate
+from tierkv.cache.history import Event, Fate
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import StoreUnavailableError
-from tierkv.sched.estimate import Estimator, FetchPolicy
-from tierkv.sched.fetch_groups import NO_ROOM, FetchGroups, Source
-from tierkv.sched.fetch_worth import FetchWorth
-from tierkv.sched.fetched import Fetched, Progress
-from tierkv.sched.patience import Patience
-from tierkv.sched.shared_tail import SharedTails
+from tierkv.sched.fetch_groups import NO_ROOM, FetchGroups, Progress, SharedTails, Source
+from tierkv.sched.seldom import Seldom
 from tierkv.sched.tiers import Tiers
+from tierkv.sched.worth import Decision, Estimator, FetchPolicy
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.transfer.storage_io import StorageIO
 
-__all__ = ["Fetched", "Fetcher", "Source"]
+log = logging.getLogger("tierkv.fetcher")
+_FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
+# How long a store that was told to stop may take to leave the buffers before the request goes on
+# without it. Most leave within a turn of the loop, and then the fetch ends as any other.
+LEAVE_S = 0.05
+
+
+@dataclass(slots=True)
+class Fetched:
+    """What is on the host now because it was asked for.
+
+    tokens: the prompt's tokens that came from storage for this call. earlier: those that came for
+        the same request before it, if its owner says so.
+    first_problem: why it ended before the end of the prompt, None if it did not.
+    It stays on the host until `release`, which the owner calls once the request is admitted, or
+    earlier: then it may be evicted, and the request matches less.
+    """
+
+    tokens: range
+    first_problem: GetOutcome | None
+    _release: Callable[[], None]
+    is_released: bool = False
+    earlier: tuple[range, ...] = ()
+
+    def release(self) -> None:
+        """Let it be evicted again. More than once is as good as once."""
+        if not self.is_released:
+            self.is_released = True
+            self._release()
 
 
 class Fetcher:
@@ -295,6 +323,139 @@ class Fetcher:
         for digest in progress.claimed:
             self._in_flight.pop(digest).set_result(None)
         progress.claimed.clear()
+
+
+class FetchWorth:
+    """estimator: decides, and learns; None: every fetch is worth its time."""
+
+    def __init__(self, tiers: Tiers, estimator: Estimator | None) -> None:
+        self._tiers = tiers
+        self._ended_early = Seldom(log, "fetch ended early (x%d): %s")
+        self.estimator = estimator or Estimator(
+            bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE
+        )
+        self._arrived_bytes = 0.0  # since the start, for all fetches
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words, when nothing is on its way."""
+        queued = self.estimator.queued_bytes
+        if abs(queued) < 1:
+            return []
+        return [f"nothing runs, but {queued:.0f} bytes are counted as queued for fetches"]
+
+    def refuse(self, progress: Progress, decision: Decision) -> None:
+        self._tiers.decisions.recompute_storage += 1
+        progress.ends(Fate.NOT_WORTH_IT, decision.reason)
+
+    async def answer(self, question: Awaitable[int], tokens: int, give_up_s: float | None) -> int:
+        """The tier's answer; how long it took is remembered. tokens: what is asked about.
+        give_up_s: how long it may take; a tier that fails before that is one that was waited for
+        so long in vain."""
+        loop = asyncio.get_running_loop()
+        began, in_time = loop.time(), False
+        try:
+            found = await question
+            in_time = True
+        finally:
+            took = loop.time() - began
+            waited = took if in_time else max(took, give_up_s or 0.0)
+            self.estimator.note_answer(tokens, waited, in_time=in_time)
+        return found
+
+    def expect(self, progress: Progress, tokens: int) -> None:
+        """So many are fetched from now on: others queue behind them."""
+        self._tiers.decisions.fetch_storage += tokens > 0
+        progress.began = asyncio.get_running_loop().time()
+        progress.queued_before = self.estimator.queued_bytes
+        progress.arrived_before = self._arrived_bytes
+        progress.expected_bytes = tokens * self.estimator.bytes_per_token
+        self.estimator.queued_bytes += progress.expected_bytes
+
+    def arrived(self, progress: Progress) -> None:
+        """More of it is here, or all that will be."""
+        num_bytes = progress.num_tokens * self.estimator.bytes_per_token
+        self._arrived_bytes += num_bytes - progress.arrived_bytes
+        progress.arrived_bytes = num_bytes
+
+    def note(self, prompt: Prompt, progress: Progress) -> None:
+        """What the fetch came to: for the estimate, for `explain`, and for the log."""
+        now = asyncio.get_running_loop().time()
+        self._tiers.decisions.recompute_late += progress.fate is Fate.LATE
+        if progress.waits_since is not None:
+            self.estimator.note_wait(progress.num_tokens, now - progress.waits_since)
+        if progress.expected_bytes:
+            self.arrived(progress)
+            self.estimator.queued_bytes -= progress.expected_bytes
+            moved = progress.arrived_bytes
+            if moved >= progress.expected_bytes or progress.fate is Fate.LATE:
+                # Of what was queued before it, only what came: if nothing did, the tier is slow.
+                by_others = self._arrived_bytes - progress.arrived_before - moved
+                queued = min(progress.queued_before, by_others)
+                is_whole = moved >= progress.expected_bytes
+                self.estimator.note_fetch(moved + queued, now - progress.began, is_whole=is_whole)
+        problem = progress.first_problem
+        if problem is None:
+            return
+        fate = progress.fate or _FATES.get(problem.status)
+        if fate is not None:
+            event = Event(fate, "storage", now, problem.reason)
+            self._tiers.history.record(prompt, progress.lease.num_blocks, event)
+        if problem.status is not GetStatus.MISS:
+            if progress.was_given_up:
+                log.debug("fetch ended early: %s", problem.reason)
+            else:
+                self._ended_early.warn(problem.reason)
+
+
+class Patience:
+    """When to give up: `deadline_s` after the start, or sooner; after each arrival, if the policy
+    is to wait for all there is.
+
+    scope: what is cancelled then. on_stuck: called if LEAVE_S later it has not ended.
+    """
+
+    def __init__(
+        self,
+        scope: asyncio.Timeout,
+        deadline_s: float,
+        policy: FetchPolicy,
+        on_stuck: Callable[[], None],
+    ) -> None:
+        self.policy = policy
+        self._scope = scope
+        self._deadline_s = deadline_s
+        self._on_stuck = on_stuck
+        self._last = self.now() + deadline_s
+        self._timer = self._timer_at(self._last)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Afterwards nobody is stuck."""
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def until(self, seconds: float | None) -> None:
+        """Give up after so many seconds from now; None for the deadline."""
+        latest = self._last
+        self._reschedule(latest if seconds is None else min(latest, self.now() + seconds))
+
+    def arrived(self) -> None:
+        if self.policy is FetchPolicy.WAIT_COMPLETE:
+            self._last = self.now() + self._deadline_s
+            self._reschedule(self._last)
+
+    def _reschedule(self, when: float) -> None:
+        self._scope.reschedule(when)
+        self._timer.cancel()
+        self._timer = self._timer_at(when)
+
+    def _timer_at(self, when: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_at(when + LEAVE_S, self._on_stuck)
 
 
 def _is_gap(problem: GetOutcome) -> bool:

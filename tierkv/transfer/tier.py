@@ -23,8 +23,8 @@ from tierkv.storage.host_memory import use_memory
 from tierkv.storage.protocol import Store
 from tierkv.storage.resilient import ResilientStore
 from tierkv.storage.switch import patiently
+from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO
-from tierkv.transfer.storage_io_slices import Slice, Slices
 
 
 @dataclass(frozen=True, slots=True)
