@@ -96,8 +96,8 @@ async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> Non
         on.service.note_prefill(1000, 10.0)
         owner = await on.admit(tokens(32))
         busy = await on.admit(tokens(12, 900))
-        assert owner.claim is not None
-        lost = Wait(owner.claim, 3, 0.1)  # so that the next chance is passed by
+        assert owner.promise is not None
+        lost = Wait(owner.promise, 3, 0.1)  # so that the next chance is passed by
         on.service.scheduler.computing.note_wait(lost, 0.0, was_worth_it=False)
         waits = asyncio.ensure_future(on.admit([*tokens(12), 99]))
         await until(lambda: on.service.scheduler.num_waiting == 1)

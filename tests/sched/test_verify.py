@@ -140,12 +140,12 @@ def uncounted_private_blocks(here: World, _: Request) -> Undo:
 
 
 def claim_over(here: World, request: Request) -> Undo:
-    assert request.claim is not None
-    return put(request.claim, "is_over", True)
+    assert request.promise is not None
+    return put(request.promise, "is_over", True)
 
 
 def claim_lost(here: World, _: Request) -> Undo:
-    return put(here.service.scheduler.computing, "num_claims", 5)
+    return put(here.service.scheduler.computing, "num_promises", 5)
 
 
 def wait_without_end(here: World, _: Request) -> Undo:
@@ -156,13 +156,13 @@ def wait_without_end(here: World, _: Request) -> Undo:
 def wait_not_counted(here: World, _: Request) -> Undo:
     [waiting] = here.service.scheduler._waiting
     assert waiting.wait is not None
-    return put(waiting.wait.claim, "num_waiting", 0)
+    return put(waiting.wait.promise, "num_waiting", 0)
 
 
 def wait_counted_twice(here: World, _: Request) -> Undo:
     [waiting] = here.service.scheduler._waiting
     assert waiting.wait is not None
-    return put(waiting.wait.claim, "num_waiting", 2)
+    return put(waiting.wait.promise, "num_waiting", 2)
 
 
 def lease_of_less(here: World, request: Request) -> Undo:
@@ -217,8 +217,8 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     claim_over: "is over but still listed",
     claim_lost: "are counted",
     wait_without_end: "waits for blocks without an end",
-    wait_not_counted: "wait for a claim that counts 0",
-    wait_counted_twice: "wait for a claim that counts 2",
+    wait_not_counted: "wait for a promise that counts 0",
+    wait_counted_twice: "wait for a promise that counts 2",
     lease_of_less: "holds more or fewer blocks than its lease says",
     table_too_short: "holds blocks that its table does not name",
     unserved_fingerprint: "are not those that have blocks",

@@ -12,7 +12,7 @@ from tests.latch import until
 from tests.simulated import simulate
 from tests.world import GQA, World, world
 from tierkv.cache.keys import Prompt
-from tierkv.sched.computing import Claim, Wait
+from tierkv.sched.computing import Promise, Wait
 from tierkv.sched.request import RequestSpec
 from tierkv.sched.turns import MAX_PASSED_OVER
 from tierkv.sched.waiting import Waiting, WaitingLine
@@ -74,7 +74,7 @@ class Rule:
 @pytest.mark.parametrize("seed", range(20))
 async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) -> None:
     rng, line, rule = random.Random(seed), WaitingLine(), Rule()
-    aside: dict[Waiting, Claim] = {}
+    aside: dict[Waiting, Promise] = {}
     ways = ["join", "join", "join", "leave", "admit", "admit", "aside", "back"]
     for number in range(1500):
         what = rng.choice(ways)
@@ -97,13 +97,13 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
             rule.admitted(first, num_blocks)
         elif what == "aside" and rule.in_turn:
             chosen = rng.choice(rule.in_turn)
-            claim = Claim(chosen.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
-            line.stand_aside(chosen, Wait(claim, 5, 100.0), 0.0, lambda: None)
-            aside[chosen] = claim
+            promise = Promise(chosen.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
+            line.stand_aside(chosen, Wait(promise, 5, 100.0), 0.0, lambda: None)
+            aside[chosen] = promise
             rule.in_turn.remove(chosen)
         elif what == "back" and aside:
-            back, claim = rng.choice(list(aside.items()))
-            claim.first = 5
+            back, promise = rng.choice(list(aside.items()))
+            promise.first = 5
             assert line.whose_wait_is_over() == [back]
             line.come_back(back)
             del aside[back]
@@ -195,20 +195,20 @@ def test_however_often_it_waits_for_others_a_request_waits_as_long_as_its_first_
     async def scene() -> None:
         loop, line, waits = asyncio.get_running_loop(), WaitingLine(), one("waits")
         began, ups = loop.time(), list[float]()
-        claims: list[Claim] = []
+        promises: list[Promise] = []
         line.join(waits)
         for starts, patience_s, ends in ((0.0, 1.0, 1.0), (0.5, 0.2, 0.7), (0.6, 1.0, 1.0)):
             await asyncio.sleep(began + starts - loop.time())
             line.come_back(waits)
-            claim = Claim(waits.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
-            claims.append(claim)
-            wait = Wait(claim, 5, patience_s)
+            promise = Promise(waits.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
+            promises.append(promise)
+            wait = Wait(promise, 5, patience_s)
             line.stand_aside(waits, wait, loop.time(), lambda: ups.append(loop.time() - began))
             assert waits.timer is not None
             assert waits.timer.when() == pytest.approx(began + ends)
         await asyncio.sleep(3.0)
         assert ups == [pytest.approx(1.0)], "waits that were left have ended with that"
         line.come_back(waits)
-        assert [claim.num_waiting for claim in claims] == [0, 0, 0], "nobody waits for them"
+        assert [promise.num_waiting for promise in promises] == [0, 0, 0], "nobody waits for them"
 
     simulate(scene())

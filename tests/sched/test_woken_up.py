@@ -367,7 +367,7 @@ async def cancel_on_the_way(
         service.scheduler.abandon(mine)
     async with asyncio.timeout(5.0):
         await behind
-    assert service.scheduler.computing.num_claims == 0
+    assert service.scheduler.computing.num_promises == 0
     num_blocks = service.stats().device.capacity
     await whole(here, tokens(num_blocks * GQA.block_size, 5000), "all of the device")
     return was_reached

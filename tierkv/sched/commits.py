@@ -75,8 +75,8 @@ class Commits:
         if refused:
             request.is_private[[first + at for at in refused]] = True
         self._running.cached(request, len(slots) - len(refused))
-        if request.claim is not None:
-            self._computing.advance(request.claim, request.lease.node, request.lease.num_blocks)
+        if request.promise is not None:
+            self._computing.advance(request.promise, request.lease.node, request.lease.num_blocks)
         self._tiers.write_down(request.lease.node, request.lease.num_blocks)
 
     def end(self, request: Request, state: RequestState, after: Sequence[Event]) -> None:
@@ -112,8 +112,8 @@ class Commits:
     def _finish(self, request: Request) -> None:
         self._insert(request, request.prompt)
         tail = self._keep_tail(request)
-        if request.claim is not None:
-            self._computing.end(request.claim)
+        if request.promise is not None:
+            self._computing.end(request.promise)
         if request.state is RequestState.PREEMPTED:
             end = tail or request.lease.node
             request.pinned = self._index.pin_softly(end, end.end)

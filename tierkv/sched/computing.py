@@ -1,8 +1,8 @@
 """Blocks that running requests are computing right now, so that others may wait for them.
 
-A claim is found by where the next of its blocks hangs in the tree: who has matched up to there and
-goes on with the same block shares at least that one. Claims promise nothing: an owner may be slow,
-fail or leave, so every wait has an end of its own.
+A promise is found by where the next of its blocks hangs in the tree: who has matched up to there
+and goes on with the same block shares at least that one. An owner may be slow, fail or leave, so
+every wait has an end of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_CAUTION = 6
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
+class Promise:
     """Blocks [first, stop) of `prompt`, which its request computes. first grows with each commit.
 
     begun: seconds on the loop's clock; from then on it computes. begun_at: the block it began with.
@@ -41,10 +41,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """For a claim to reach block `stop`; for `patience_s` seconds at the most. is_sooner: than
+    """For a promise to reach block `stop`; for `patience_s` seconds at the most. is_sooner: than
     computing the same, which takes `compute_s`, as far as is known."""
 
-    claim: Claim
+    promise: Promise
     stop: int
     patience_s: float
     is_sooner: bool = True
@@ -52,11 +52,11 @@ class Wait:
 
     @property
     def is_over(self) -> bool:
-        return self.claim.is_over or self.claim.first >= self.stop
+        return self.promise.is_over or self.promise.first >= self.stop
 
 
 class Computing:
-    """All claims. on_progress: called when a claim has come further that somebody waits for.
+    """All promises. on_progress: called when a promise has come further that somebody waits for.
 
     prefill: seconds that computing takes, by tokens; as long as it is not known, nobody waits.
     """
@@ -70,84 +70,84 @@ class Computing:
         self._prefill = prefill
         self._decisions = decisions or Decisions()
         self._on_progress = on_progress
-        self._claims: dict[_Key, list[Claim]] = {}
+        self._promises: dict[_Key, list[Promise]] = {}
         self._lost = 0  # waits in a row that came to nothing
         self._skip = 0  # chances to wait that are passed by because of them
         self._purse = Purse()
-        self.num_claims = 0
+        self.num_promises = 0
 
-    def claims(self) -> list[Claim]:
-        return [claim for claims in self._claims.values() for claim in claims]
+    def promises(self) -> list[Promise]:
+        return [promise for promises in self._promises.values() for promise in promises]
 
-    def begin(self, node: Node, first: int, prompt: Prompt, now: float) -> Claim | None:
+    def begin(self, node: Node, first: int, prompt: Prompt, now: float) -> Promise | None:
         """A request starts to compute `prompt` from block `first` on, below `node`'s end; None if
         there is no full block to compute."""
         if first >= prompt.num_blocks:
             return None
         key = _key(node, first, prompt)
-        claim = Claim(prompt, first, prompt.num_blocks, now, key, first)
+        promise = Promise(prompt, first, prompt.num_blocks, now, key, first)
         self._purse.allow(self._prefill.seconds((prompt.num_blocks - first) * prompt.block_size))
-        self._claims.setdefault(key, []).append(claim)
-        self.num_claims += 1
-        return claim
+        self._promises.setdefault(key, []).append(promise)
+        self.num_promises += 1
+        return promise
 
-    def advance(self, claim: Claim, node: Node, first: int) -> None:
+    def advance(self, promise: Promise, node: Node, first: int) -> None:
         """Its blocks up to `first` can be matched; `node` ends there."""
-        if claim.is_over or first <= claim.first:
+        if promise.is_over or first <= promise.first:
             return
-        if first >= claim.stop:
-            claim.first = first
-            self.end(claim)
+        if first >= promise.stop:
+            promise.first = first
+            self.end(promise)
             return
-        self._remove(claim)
-        claim.first, claim.key = first, _key(node, first, claim.prompt)
-        self._claims.setdefault(claim.key, []).append(claim)
-        if claim.num_waiting:
+        self._remove(promise)
+        promise.first, promise.key = first, _key(node, first, promise.prompt)
+        self._promises.setdefault(promise.key, []).append(promise)
+        if promise.num_waiting:
             self._on_progress()
 
-    def end(self, claim: Claim) -> None:
+    def end(self, promise: Promise) -> None:
         """Its request computes no more of it, for whatever reason. Twice is as good as once."""
-        if claim.is_over:
+        if promise.is_over:
             return
-        claim.is_over = True
-        self._remove(claim)
-        self.num_claims -= 1
-        if claim.num_waiting:
+        promise.is_over = True
+        self._remove(promise)
+        self.num_promises -= 1
+        if promise.num_waiting:
             self._on_progress()
 
-    def _remove(self, claim: Claim) -> None:
-        claims = self._claims[claim.key]
-        claims.remove(claim)
-        if not claims:
-            del self._claims[claim.key]
+    def _remove(self, promise: Promise) -> None:
+        promises = self._promises[promise.key]
+        promises.remove(promise)
+        if not promises:
+            del self._promises[promise.key]
 
-    def find(self, match: Match, prompt: Prompt, stop: int) -> tuple[Claim, int] | None:
-        """The claim that shares most of the prompt's blocks [match.num_blocks, stop), and up to
+    def find(self, match: Match, prompt: Prompt, stop: int) -> tuple[Promise, int] | None:
+        """The promise that shares most of the prompt's blocks [match.num_blocks, stop), and up to
         which block it does; None if there is none."""
         at = match.num_blocks
-        if not self._claims or at >= stop or match.node.end != at:
+        if not self._promises or at >= stop or match.node.end != at:
             return None
-        best: tuple[Claim, int] | None = None
-        for claim in self._claims.get(_key(match.node, at, prompt), ()):
-            shared = at + _shared(claim, prompt, at, min(stop, claim.stop))
+        best: tuple[Promise, int] | None = None
+        for promise in self._promises.get(_key(match.node, at, prompt), ()):
+            shared = at + _shared(promise, prompt, at, min(stop, promise.stop))
             if best is None or shared > best[1]:
-                best = claim, shared
+                best = promise, shared
         return best
 
     def possible_wait(self, match: Match, prompt: Prompt, stop: int, now: float) -> Wait | None:
         """What could be waited for instead of computing it again. Changes nothing."""
-        if not self._claims or not self._prefill.is_known:
+        if not self._promises or not self._prefill.is_known:
             return None
         found = self.find(match, prompt, stop)
         if found is None:
             return None
-        claim, shared = found
+        promise, shared = found
         size = prompt.block_size
         compute_s = self._prefill.seconds((shared - match.num_blocks) * size)
-        expected_s = self._prefill.seconds((shared - claim.begun_at) * size)
-        left_s = max(expected_s - (now - claim.begun), 0.0)
+        expected_s = self._prefill.seconds((shared - promise.begun_at) * size)
+        left_s = max(expected_s - (now - promise.begun), 0.0)
         patience_s = left_s + HEDGE * compute_s
-        return Wait(claim, shared, patience_s, left_s <= compute_s, compute_s)
+        return Wait(promise, shared, patience_s, left_s <= compute_s, compute_s)
 
     def is_worth_it(self, wait: Wait) -> bool:
         """Whether it is better than to compute.
@@ -178,23 +178,25 @@ class Computing:
             self._skip = (1 << self._lost) - 1
 
     def findings(self, num_running: int) -> list[str]:
-        """What is wrong with the claims, in words."""
-        claims = self.claims()
+        """What is wrong with the promises, in words."""
+        promises = self.promises()
         wrong = []
-        if len(claims) != self.num_claims:
-            wrong.append(f"{self.num_claims} blocks' claims are counted, {len(claims)} are listed")
-        if len(claims) > num_running:
+        if len(promises) != self.num_promises:
             wrong.append(
-                f"{len(claims)} prompts are claimed as computing by {num_running} requests"
+                f"{self.num_promises} blocks' promises are counted, {len(promises)} are listed"
             )
-        for key, listed in self._claims.items():
+        if len(promises) > num_running:
+            wrong.append(
+                f"{len(promises)} prompts are claimed as computing by {num_running} requests"
+            )
+        for key, listed in self._promises.items():
             wrong.extend(
-                f"a claim of blocks {claim.first} to {claim.stop} is over but still listed"
-                for claim in listed
-                if claim.is_over
+                f"a promise of blocks {promise.first} to {promise.stop} is over but still listed"
+                for promise in listed
+                if promise.is_over
             )
-            if any(claim.key != key for claim in listed):
-                wrong.append("a claim is listed where it does not belong")
+            if any(promise.key != key for promise in listed):
+                wrong.append("a promise is listed where it does not belong")
         return wrong
 
 
@@ -202,13 +204,13 @@ def _key(node: Node, block: int, prompt: Prompt) -> _Key:
     return node.space.name, node.uid, prompt.extra(block), prompt.block(block)
 
 
-def _shared(claim: Claim, prompt: Prompt, at: int, stop: int) -> int:
+def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
     """How many full blocks from `at` on are the same in both prompts, at most up to `stop`."""
     width = prompt.block_token_bytes
     start = at * width
-    shared = common_blocks(claim.prompt.tokens, start, prompt.tokens, start, stop - at, width)
-    if claim.prompt.extras or prompt.extras:
+    shared = common_blocks(promise.prompt.tokens, start, prompt.tokens, start, stop - at, width)
+    if promise.prompt.extras or prompt.extras:
         for block in range(at, at + shared):
-            if claim.prompt.extra(block) != prompt.extra(block):
+            if promise.prompt.extra(block) != prompt.extra(block):
                 return block - at
     return shared

@@ -30,7 +30,7 @@ class Parking:
         """What to stand aside for; None if it is better to start now, which `started` is told."""
         waiting.passes_by = None
         spec = waiting.spec
-        if not spec.uses_cache or not self._computing.num_claims:
+        if not spec.uses_cache or not self._computing.num_promises:
             return None
         now = asyncio.get_running_loop().time()
         if waiting.give_up_at is not None and now >= waiting.give_up_at:
@@ -58,7 +58,7 @@ class Parking:
         for waiting in self._line.whose_wait_is_over():
             wait = self._line.come_back(waiting)
             assert wait is not None, "it stood aside"
-            self._note(waiting, wait, was_worth_it=wait.claim.first >= wait.stop)
+            self._note(waiting, wait, was_worth_it=wait.promise.first >= wait.stop)
 
     def _wait_is_up(self, waiting: Waiting) -> None:
         wait = self._line.come_back(waiting)

@@ -14,7 +14,7 @@ from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import BadRequestError, OwnershipError, RequestAbortedError
 from tierkv.gpu.protocol import Event
-from tierkv.sched.computing import Claim
+from tierkv.sched.computing import Promise
 from tierkv.transfer.gate import LayerGate
 from tierkv.transfer.mover import Movement
 
@@ -91,7 +91,7 @@ class Request:
     is_damaged: such a kernel failed, so nothing more of the request is cached.
     pinned: the end of its path while it is preempted.
     is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
-    claim: the blocks that it computes, for others to wait for.
+    promise: the blocks that it computes, for others to wait for.
     """
 
     spec: RequestSpec
@@ -109,7 +109,7 @@ class Request:
     is_damaged: bool = False
     pinned: Node | None = None
     is_aborted: bool = False
-    claim: Claim | None = None
+    promise: Promise | None = None
 
     @property
     def request_id(self) -> str:

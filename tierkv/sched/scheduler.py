@@ -262,8 +262,8 @@ class Scheduler:
                 self.abandon(one)
             return bool(idle)
         request.is_aborted = True
-        if request.claim is not None:
-            self.computing.end(request.claim)
+        if request.promise is not None:
+            self.computing.end(request.promise)
         self.tiers.capacity_changed()  # wakes it if it waits for more blocks
         return True
 

@@ -167,7 +167,7 @@ class Starting:
         self._running.loads_of[request] = loads
         if spec.uses_cache:
             now = asyncio.get_running_loop().time()
-            request.claim = self._computing.begin(
+            request.promise = self._computing.begin(
                 request.lease.node, match.num_blocks, spec.prompt, now
             )
         self._tiers.write_down(lease.node, match.device_blocks)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tierkv.sched.computing import Claim, Wait
+from tierkv.sched.computing import Promise, Wait
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.turns import Turns
@@ -47,7 +47,7 @@ class Waiting:
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
         self.wait, self.parked_at = wait, now
-        wait.claim.num_waiting += 1
+        wait.promise.num_waiting += 1
         left_s = min(wait.patience_s, self.give_up_at - now)
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
@@ -55,7 +55,7 @@ class Waiting:
         """Go on; what it waited for, if it did."""
         wait, self.wait = self.wait, None
         if wait is not None:
-            wait.claim.num_waiting -= 1
+            wait.promise.num_waiting -= 1
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -89,7 +89,7 @@ class WaitingLine:
         self._num_ever = 0
         self._turns: Turns[Waiting] = Turns(self._given)
         self._served = 0  # what the tenants that were served had been given before that, at most
-        self._aside: dict[Claim, list[tuple[int, int]]] = {}  # heaps of (block, number)
+        self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
         self._holding: list[Waiting] | None = None  # see last_holding
 
     def __len__(self) -> int:
@@ -171,7 +171,7 @@ class WaitingLine:
         """It waits for blocks that another request computes; those behind it go on."""
         self._turns.remove(waiting)
         waiting.park(wait, now, on_timeout)
-        heapq.heappush(self._aside.setdefault(wait.claim, []), (wait.stop, waiting.number))
+        heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
     def come_back(self, waiting: Waiting) -> Wait | None:
         """It waits no more; what it waited for, if it did."""
@@ -183,14 +183,14 @@ class WaitingLine:
     def whose_wait_is_over(self) -> list[Waiting]:
         """Those aside whose blocks are there, or will not come."""
         found: list[Waiting] = []
-        for claim, heap in list(self._aside.items()):
-            while heap and (claim.is_over or heap[0][0] <= claim.first):
+        for promise, heap in list(self._aside.items()):
+            while heap and (promise.is_over or heap[0][0] <= promise.first):
                 waiting = self._line.get(heapq.heappop(heap)[1])
                 wait = waiting.wait if waiting is not None else None
-                if waiting is not None and wait is not None and wait.claim is claim:
+                if waiting is not None and wait is not None and wait.promise is promise:
                     found.append(waiting)
             if not heap:
-                del self._aside[claim]
+                del self._aside[promise]
         return found
 
     # What they hold
@@ -223,11 +223,11 @@ class WaitingLine:
             for one in self
             if (one.wait is None) != (one.timer is None)
         ]
-        waits = Counter(one.wait.claim for one in self if one.wait is not None)
+        waits = Counter(one.wait.promise for one in self if one.wait is not None)
         wrong.extend(
-            f"{count} requests wait for a claim that counts {claim.num_waiting}"
-            for claim, count in waits.items()
-            if claim.num_waiting != count
+            f"{count} requests wait for a promise that counts {promise.num_waiting}"
+            for promise, count in waits.items()
+            if promise.num_waiting != count
         )
         in_turn = sorted(one.number for one in self._turns)
         if in_turn != [one.number for one in self if one.wait is None]:
