@@ -1,8 +1,8 @@
 """tierkv inside an engine's process: the service in a thread, and workers in other processes."""
 
-from tierkv.embed.admitted import Admitted, Until
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
+from tierkv.embed.requests import Admitted, Until
 from tierkv.embed.settings import (
     CloseTimeoutError,
     EmbedSettings,

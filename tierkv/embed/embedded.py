@@ -8,7 +8,6 @@ from typing import Any, Self, TypeVar
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import Tokens, pack
-from tierkv.embed.admitted import Admitted, Until
 from tierkv.embed.arguments import (
     check_choice,
     check_count,
@@ -20,7 +19,7 @@ from tierkv.embed.arguments import (
     token_ids,
 )
 from tierkv.embed.exchange import Call
-from tierkv.embed.requests import Requests
+from tierkv.embed.requests import Admitted, Requests, Until
 from tierkv.embed.settings import EmbedSettings
 from tierkv.embed.thread import ServiceThread
 from tierkv.errors import TierKVError
@@ -185,13 +184,15 @@ class Embedded:
             "extend", request_id, lambda: self._requests.extend(request_id, num_tokens)
         )
 
-    def recover(self, request_id: str) -> Call[Admitted]:
+    def recover(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[Admitted]:
         """After a layer's gate failed: the request with other blocks, of which those that are
         intact on the device are filled; what must be computed is named. For Until.ADMITTED; with
         Until.LOADED this has been done when the admission is READY. What was not committed is lost.
-        If it is refused, `abort` the request."""
+        after: events of the kernels that may still use the blocks it had. If it is refused, `abort`
+        the request."""
         check_text(request_id=request_id)
-        return self._submit("recover", request_id, lambda: self._requests.recover(request_id))
+        done = events(after)
+        return self._submit("recover", request_id, lambda: self._requests.recover(request_id, done))
 
     def preempt(self, request_id: str, *, after: Sequence[Event] = ()) -> Call[None]:
         """Give the blocks back for a while; what was committed stays cached if it can."""

@@ -29,6 +29,7 @@ class RequestSpec:
         already told it the next token.
     uses_cache: False computes everything, as a node without any cache would.
     priority: of those that wait, the higher goes first.
+    most_cached_tokens: use no more cached tokens than these: the others did not load.
     num_blocks: that it takes at admission.
     """
 
@@ -38,6 +39,7 @@ class RequestSpec:
     needs_logits: bool = True
     uses_cache: bool = True
     priority: int = 0
+    most_cached_tokens: int | None = None
     num_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +52,8 @@ class RequestSpec:
 
     @property
     def max_cached_tokens(self) -> int:
-        return self.prompt.num_tokens - (1 if self.needs_logits else 0)
+        most = self.prompt.num_tokens - (1 if self.needs_logits else 0)
+        return most if self.most_cached_tokens is None else min(most, self.most_cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)

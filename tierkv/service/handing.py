@@ -1,13 +1,16 @@
-"""The hand-off as the service offers it: with its deadlines, and an error without storage."""
+"""The hand-off as the service offers it: with its deadlines, and an error without storage; and
+publishes that outlive whoever asked for them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from tierkv.cache.keys import Prompt
-from tierkv.errors import HandoffError
+from tierkv.errors import HandoffError, ShuttingDownError, TierKVError
 from tierkv.gpu.protocol import Event
 from tierkv.pd import issuing, status
 from tierkv.pd.claims import ClaimPolicy, Claims
@@ -19,6 +22,9 @@ from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.tiers import Tiers
+from tierkv.tasks import task_group
+
+log = logging.getLogger("tierkv.handoff")
 
 
 class Handing:
@@ -120,6 +126,82 @@ class Handing:
     def issued_tickets(self) -> list[TicketView]:
         """What became of the last tickets of this node, the newest first."""
         return self._handoff.ledger.views
+
+
+@dataclass(slots=True, eq=False)
+class Publishing:
+    """One prompt on its way out under one ticket.
+
+    stream: where it goes out while it is computed; None once all of it is computed.
+    refused: why the task was cancelled, if it was.
+    """
+
+    task: asyncio.Task[Published | TierKVError]
+    stream: Stream | None = None
+    refused: TierKVError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        if not self.task.done():
+            return False
+        return self.task.cancelled() or isinstance(self.task.result(), TierKVError)
+
+    async def published(self) -> Published:
+        """The outcome; a cancel ends the wait alone. Raises HandoffError, StoreUnavailableError,
+        DuplicateRequestError, or why it was given up."""
+        await asyncio.wait([self.task])
+        if self.task.cancelled():
+            raise self.refused or ShuttingDownError("this node was stopped while publishing")
+        outcome = self.task.result()
+        if isinstance(outcome, TierKVError):
+            raise outcome
+        return outcome
+
+    def give_up(self, why: TierKVError) -> None:
+        """There will be no ticket; who waits for the outcome gets `why`."""
+        self.refused = self.refused or why
+        self.task.cancel()
+
+
+class Publishings:
+    """The publishes under way, each in a task of its own. Leaving `running` waits for them."""
+
+    def __init__(self) -> None:
+        self._open: set[Publishing] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with task_group() as self._tasks:
+            yield
+
+    def start(
+        self, work: Coroutine[None, None, Published], stream: Stream | None = None
+    ) -> Publishing:
+        """Run `work`, waited for or not. An expected failure is its outcome, not the service's."""
+        task = self._tasks.create_task(_outcome(work), name="tierkv-publish")
+        publishing = Publishing(task, stream)
+        self._open.add(publishing)
+
+        # Not in the task: one that is cancelled before its first step never runs its `finally`.
+        def ended(_: asyncio.Task[Published | TierKVError]) -> None:
+            self._open.discard(publishing)
+            work.close()
+
+        task.add_done_callback(ended)
+        return publishing
+
+    def give_up(self) -> None:
+        """Give all up; no ticket will exist for them."""
+        for publishing in list(self._open):
+            publishing.give_up(ShuttingDownError("this node was stopped while publishing"))
+
+
+async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKVError:
+    try:
+        return await work
+    except TierKVError as error:
+        log.warning("a prompt was not published: %s", error)
+        return error
 
 
 def _no_storage() -> HandoffError:

@@ -21,7 +21,7 @@ from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import sleeping
-from tierkv.service.handing import Handing
+from tierkv.service.handing import Handing, Publishings
 from tierkv.service.looking import explain_now, look_up, stored_blocks
 from tierkv.service.memory import Memory
 from tierkv.service.opening import check, opened
@@ -55,6 +55,7 @@ class Service:
         self._fingerprints = made_of.fingerprints
         self._memory = Memory(device, fingerprint.layout)
         self._storage_tier = StorageTier(store, storage or StorageOptions(), self._storage_changed)
+        self.publishings = Publishings()
         self.is_ready = False
         self.is_draining = False
 
@@ -70,7 +71,8 @@ class Service:
             self._adopt(parts)
             self.is_ready = True
             try:
-                yield
+                async with self.publishings.running():
+                    yield
             finally:
                 self.is_ready = False
                 self.drain()
@@ -255,7 +257,11 @@ class Service:
         spec = RequestSpec(
             request_id, prompt, max_new_tokens, uses_cache=uses_cache, priority=priority
         )
-        if not uses_cache or self.tiers.storage is None:
+        return await self.admit_as(spec)
+
+    async def admit_as(self, spec: RequestSpec) -> Request:
+        """`admit`, for who has the whole of it in one."""
+        if not spec.uses_cache or self.tiers.storage is None:
             return await self.scheduler.admit(spec)
         self.scheduler.check(spec)
         return await self.scheduler.admit(spec, await self._fetched(spec))
@@ -310,9 +316,23 @@ class Service:
         Raises HandoffError, its reason a ClaimProblem, and what admit does.
         """
         spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
+        return await self.claim_as(spec, ticket_id, policy, deadline_s, sampling)
+
+    async def claim_as(
+        self,
+        spec: RequestSpec,
+        ticket_id: str,
+        policy: ClaimPolicy,
+        deadline_s: float | None,
+        sampling: Mapping[str, str] | None,
+    ) -> tuple[Request, Ticket | None]:
+        """`claim`, for who has the whole of it in one."""
         claim = self._handing.claim(spec, ticket_id, policy, deadline_s, sampling)
         return await self._arriving.brought(
-            request_id, prompt.space, claim, lambda claimed: self.scheduler.end(claimed[0])
+            spec.request_id,
+            spec.prompt.space,
+            claim,
+            lambda claimed: self.scheduler.end(claimed[0]),
         )
 
     @property

@@ -1,0 +1,399 @@
+"""The life of one request, written once: for HTTP, for embedding and for the reference model.
+
+                     .-- commit, extend, stream, publish, recover --.
+                     v                                              |
+    admit, claim -> RUNNING ----------------------------------------'
+                     |    ^
+             preempt |    | resume           end, abort -> ENDED
+                     v    |                  (the blocks go when nothing publishes them any more)
+                   PREEMPTED
+
+Whoever drives a session says when; the session decides what may happen now, and what becomes of
+that which is under way. Names of requests, callers' time limits and repeated calls are not its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+
+from tierkv.errors import (
+    DeviceFailedError,
+    DuplicateRequestError,
+    GateTimeoutError,
+    HandoffError,
+    OwnershipError,
+    TransferError,
+)
+from tierkv.gpu.protocol import Event
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import Published
+from tierkv.pd.stream import Stream
+from tierkv.pd.ticket import Ticket
+from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
+from tierkv.service.handing import Publishing
+from tierkv.service.service import Service
+
+log = logging.getLogger("tierkv.session")
+
+LOAD_FAILED = "load_failed"  # a claim's reason beside those of ClaimProblem
+
+
+class Session:
+    """One request of `service`. Use it from the service's loop; one operation at a time, but for
+    `end`, `abort` and the wait for what is being published.
+
+    on_end: called once, when the request has given everything back.
+    ticket: what it claimed, None if it did not. failed_blocks: of the prompt, counted from 0, that
+    were cached but did not load, so that the engine computes them; load_problem: why.
+    """
+
+    def __init__(
+        self, service: Service, spec: RequestSpec, *, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        self.spec = spec
+        self.ticket: Ticket | None = None
+        self.failed_blocks: range = range(0)
+        self.load_problem: str | None = None
+        self._service = service
+        self._on_end = on_end
+        self._request: Request | None = None
+        self._publishes: dict[str, Publishing] = {}
+        self._free_tickets: set[str] = set()
+        self._policy: ClaimPolicy | None = None
+        self._resuming: asyncio.Timeout | None = None
+        self._last_use: tuple[Event, ...] | None = None  # of an end that waits for publishes
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    # How it stands
+
+    @property
+    def request(self) -> Request:
+        """Raises OwnershipError if it has no blocks: it waits for them, or has ended."""
+        if self._request is None:
+            raise OwnershipError(f"request {self.spec.request_id!r} has no blocks")
+        return self._request
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all it had is given back."""
+        return self._over.done()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether `end` or `abort` was asked."""
+        return self._last_use is not None or self.has_ended
+
+    @property
+    def is_preempted(self) -> bool:
+        return self._request is not None and self._request.state is RequestState.PREEMPTED
+
+    @property
+    def is_resuming(self) -> bool:
+        return self._resuming is not None
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether its prompt goes out while it is computed."""
+        return any(one.stream is not None for one in self._publishes.values())
+
+    @property
+    def matched(self) -> Matched:
+        return self.request.matched
+
+    def running(self) -> Request:
+        """Raises OwnershipError unless it has blocks and may use them."""
+        request = self.request
+        request.check_running()
+        if self.is_ending:
+            raise OwnershipError(f"request {self.spec.request_id!r} is ending")
+        return request
+
+    # Its beginning
+
+    async def admit(self) -> Request:
+        """Wait for blocks, with what is cached of the prompt on any tier on its way into them.
+        Raises what `Service.admit` does; cancelling it leaves nothing behind."""
+        return self._took(await self._service.admit_as(self.spec))
+
+    async def claim(
+        self,
+        ticket_id: str,
+        policy: ClaimPolicy,
+        deadline_s: float | None = None,
+        sampling: Mapping[str, str] | None = None,
+    ) -> Request:
+        """Wait for a published prompt and for blocks with every token of it on its way into them;
+        see `Service.claim`. `ticket` is there afterwards."""
+        self._policy = policy
+        request, self.ticket = await self._service.claim_as(
+            self.spec, ticket_id, policy, deadline_s, sampling
+        )
+        return self._took(request)
+
+    def _took(self, request: Request) -> Request:
+        if self.has_ended:  # in the moment in which it came
+            self._service.end(request)
+            raise OwnershipError(f"request {self.spec.request_id!r} has ended")
+        self._request, self.spec = request, request.spec
+        return request
+
+    async def loaded(self, timeout_s: float) -> None:
+        """Return when every cached token is in the block table, and the index knows it. Raises
+        TransferError with a load that failed, GateTimeoutError after `timeout_s`."""
+        request = self.request
+        loads = self._service.scheduler.loads.of(request.block_table)
+        problem: TransferError | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                for movement in request.loads:
+                    try:
+                        await movement.done()
+                    except DeviceFailedError:
+                        raise
+                    except TransferError as error:  # the others may still bring what they carry
+                        problem = problem or error
+                for load in loads:
+                    await asyncio.shield(load.settled)
+        except TimeoutError as error:
+            text = f"cached blocks did not arrive within {timeout_s:g} s"
+            raise GateTimeoutError(text) from error
+        if problem is not None:
+            raise problem
+        if any(load.is_failed for load in loads):
+            raise TransferError("cached blocks above these did not arrive")
+
+    async def loaded_or_recovered(self, timeout_s: float) -> None:
+        """`loaded`, or `recover` if that fails. A whole prompt that was claimed is not computed:
+        raises HandoffError with LOAD_FAILED for it, and DeviceFailedError."""
+        try:
+            await self.loaded(timeout_s)
+        except DeviceFailedError:
+            raise
+        except TransferError as error:
+            self.check_may_compute(error)
+            await self.recover(str(error), timeout_s=timeout_s)
+
+    def check_may_compute(self, error: TransferError) -> None:
+        """Raise HandoffError with LOAD_FAILED if it was claimed whole or not at all."""
+        if self._policy is ClaimPolicy.WHOLE:
+            text = f"the claimed prompt did not load: {error}"
+            raise HandoffError(LOAD_FAILED, text) from error
+
+    async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
+        """Get other blocks, of which those that are intact on the device are filled; what must be
+        computed is in `failed_blocks`. What was not committed is lost.
+
+        after: events of the kernels that may still use the blocks it had. A prompt that goes out
+        meanwhile is given up, and may be streamed again. If it raises, the request has ended.
+        """
+        request = self.running()
+        size = self.spec.prompt.block_size
+        promised = -(-request.cached_tokens // size)
+        intact = self._service.index.match(self.spec.prompt).device_blocks
+        log.warning("request %s computes what did not load: %s", self.spec.request_id, problem)
+        await self._give_up_streams(problem)
+        self.running()  # it may have been ended meanwhile
+        self._request = None
+        self._service.end(request, after=after)
+        try:
+            spec = replace(self.spec, most_cached_tokens=intact * size)
+            recovered = self._took(await self._service.scheduler.admit(spec))
+            await self.loaded(timeout_s)
+        except BaseException:  # a cancel too
+            self.end()
+            raise
+        self.failed_blocks = range(recovered.cached_tokens // size, promised)
+        self.load_problem = problem
+
+    # While it runs
+
+    async def commit(self, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
+        """KV of `tokens` is in the block table once `after` is done; see Scheduler.commit. What of
+        it belongs to a prompt that goes out while it is computed follows the others."""
+        request = self.running()
+        await self._service.commit(request, tokens, after=after)
+        prompt_tokens = min(request.computed_tokens, self.spec.prompt.num_tokens)
+        for publishing in self._publishes.values():
+            if publishing.stream is not None:
+                publishing.stream.advance(prompt_tokens, after)
+
+    async def extend(self, num_tokens: int) -> None:
+        """More room in the block table; see Scheduler.extend."""
+        await self._service.extend(self.running(), num_tokens)
+
+    async def preempt(self, *, after: Sequence[Event] = ()) -> None:
+        """Give the blocks back for a while, once they are published as far as was asked. Raises
+        OwnershipError while the prompt goes out as it is computed."""
+        self.running()
+        if self.is_streaming:
+            text = f"request {self.spec.request_id!r} is being published as it is computed"
+            raise OwnershipError(text)
+        await self._published()
+        self._service.preempt(self.running(), after=after)
+
+    async def resume(self, *, max_new_tokens: int) -> Request:
+        """Wait for blocks again, with all that is still cached. Cancelled, it stays preempted;
+        ended meanwhile, it raises OwnershipError at once."""
+        request = self.request
+        if not self.is_preempted or self.is_resuming:
+            raise OwnershipError(f"request {self.spec.request_id!r} is not preempted")
+        try:
+            async with asyncio.timeout(None) as self._resuming:
+                resumed = await self._service.resume(request, max_new_tokens=max_new_tokens)
+        except TimeoutError:
+            if not self.is_ending:
+                raise
+            raise OwnershipError(f"request {self.spec.request_id!r} has ended") from None
+        finally:
+            self._resuming = None
+        return self._took(resumed)
+
+    # Publishing
+
+    async def check_ticket(self, ticket_id: str) -> None:
+        """Raise DuplicateRequestError if another prompt's ticket of this id can be claimed."""
+        await self._service.check_ticket_is_free(ticket_id, self.spec.prompt)
+        self._free_tickets.add(ticket_id)
+
+    async def stream(self, ticket_id: str) -> bool:
+        """Publish what is committed of the prompt from now on, under a ticket that `publish`
+        completes; whether it does, which the settings say. Raises HandoffError and what
+        `check_ticket` raises."""
+        if ticket_id not in self._publishes and ticket_id not in self._free_tickets:
+            await self.check_ticket(ticket_id)
+        if ticket_id in self._publishes:  # another call may have come first meanwhile
+            return True
+        request = self.running()
+        stream = self._service.stream(request, ticket_id)
+        if stream is None:
+            return False
+        stream.advance(min(request.computed_tokens, self.spec.prompt.num_tokens))
+        self._publishes[ticket_id] = self._start(stream.run(), stream)
+        return True
+
+    def publish(
+        self,
+        ticket_id: str,
+        first_tokens: Sequence[int],
+        *,
+        after: Sequence[Event] = (),
+        sampling: Mapping[str, str] | None = None,
+    ) -> Publishing:
+        """Store the committed prompt and a ticket for it, in a task of its own; once per ticket id
+        unless it fails. An `end` waits for it. Raises OwnershipError if the prompt is not computed;
+        `Publishing.published` tells the rest."""
+        sampling = dict(sampling or {})
+        found = self._publishes.get(ticket_id)
+        if found is not None and found.stream is not None:
+            computed, whole = self.running().computed_tokens, self.spec.prompt.num_tokens
+            if computed < whole:
+                raise OwnershipError(f"only {computed} of {whole} prompt tokens are committed")
+            found.stream.finish(first_tokens, after, sampling)
+            found.stream = None
+        elif found is None or found.has_failed:
+            work = self._publish(self.running(), ticket_id, first_tokens, after, sampling)
+            found = self._publishes[ticket_id] = self._start(work)
+        return found
+
+    async def published(
+        self, publishing: Publishing, first_tokens: Sequence[int], sampling: Mapping[str, str]
+    ) -> Published:
+        """How a publish went. Raises DuplicateRequestError if the ticket, which somebody asked for
+        before, says something else."""
+        published = await publishing.published()
+        said = published.ticket
+        if (said.first_tokens, said.sampling) != (tuple(first_tokens), dict(sampling)):
+            raise DuplicateRequestError(
+                f"the prompt was published under {said.ticket_id!r} with other first tokens or "
+                "sampling"
+            )
+        return published
+
+    async def _publish(
+        self,
+        request: Request,
+        ticket_id: str,
+        first_tokens: Sequence[int],
+        after: Sequence[Event],
+        sampling: Mapping[str, str],
+    ) -> Published:
+        if ticket_id not in self._free_tickets:
+            await self.check_ticket(ticket_id)
+        return await self._service.publish(
+            request, ticket_id, first_tokens, after=after, sampling=sampling
+        )
+
+    def _start(
+        self, work: Coroutine[None, None, Published], stream: Stream | None = None
+    ) -> Publishing:
+        publishing = self._service.publishings.start(work, stream)
+        publishing.task.add_done_callback(lambda _: self._publish_over())
+        return publishing
+
+    def _busy(self) -> list[Publishing]:
+        return [one for one in self._publishes.values() if not one.task.done()]
+
+    async def _published(self) -> None:
+        """Return when nothing of it is being published: its blocks are read until then."""
+        while busy := self._busy():
+            await asyncio.wait([one.task for one in busy])
+
+    def _fail_streams(self, reason: str) -> None:
+        """No more of the prompt will be computed; who waits for its tickets is told why."""
+        for publishing in self._publishes.values():
+            if publishing.stream is not None:
+                publishing.stream.fail(reason)
+                publishing.stream = None
+
+    async def _give_up_streams(self, reason: str) -> None:
+        """As `_fail_streams`; afterwards the prompt may be streamed again."""
+        given_up = [name for name, one in self._publishes.items() if one.stream is not None]
+        self._fail_streams(reason)
+        await self._published()
+        for name in given_up:
+            self._publishes.pop(name, None)
+
+    # Its end
+
+    def end(self, *, after: Sequence[Event] = (), reason: str = "the request has ended") -> None:
+        """Give everything back, now or as soon as nothing of it is being published. What was
+        committed stays cached. No error if it has ended.
+
+        after: events of the kernels that may still use the blocks. reason: for who waits for a
+        prompt that went out while it was computed, and will not be computed any more.
+        """
+        if self.is_ending:
+            return
+        self._last_use = tuple(after)
+        self._fail_streams(f"{reason}, and its prompt was not published")
+        self._publish_over()
+
+    def abort(
+        self, *, after: Sequence[Event] = (), reason: str = "the request was aborted"
+    ) -> None:
+        """As `end`, but what is being published is given up."""
+        streaming = [one for one in self._publishes.values() if one.stream is not None]
+        self.end(after=after, reason=reason)
+        for publishing in self._busy():
+            if publishing not in streaming:  # those end by themselves, when they have said why
+                publishing.give_up(OwnershipError(f"{reason} before it was published"))
+
+    async def ended(self) -> None:
+        """Return when everything is given back. A cancel ends the wait alone."""
+        await asyncio.wait([self._over])
+
+    def _publish_over(self) -> None:
+        if self._last_use is None or self.has_ended or self._busy():
+            return
+        request, self._request = self._request, None
+        if self._resuming is not None:
+            self._resuming.reschedule(asyncio.get_running_loop().time())
+        if request is not None and request.state is RequestState.PREEMPTED:
+            self._service.abandon(request)
+        elif request is not None and request.state is RequestState.RUNNING:
+            self._service.end(request, after=self._last_use)
+        self._over.set_result(None)
+        self._on_end()
