@@ -15,13 +15,11 @@ import numpy.typing as npt
 
 from benchmarks.bench import Row, row
 from tierkv.cache.layout import Layout, attention_layout, layered
+from tierkv.gpu.cuda import CudaEvent, CudaStream, PendingEvent, new_stream
 from tierkv.gpu.cuda_device import CudaDevice
 from tierkv.gpu.cuda_lane import CudaLane
-from tierkv.gpu.cuda_memory import DeviceMemory
-from tierkv.gpu.cuda_planes import CudaPlanes
-from tierkv.gpu.cuda_streams import CudaEvent, CudaStream, new_stream
+from tierkv.gpu.cuda_memory import CudaPlanes, DeviceMemory
 from tierkv.gpu.driver import Column, load_driver
-from tierkv.gpu.pending import PendingEvent
 from tierkv.gpu.pinned import PinnedSlots
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
 from tierkv.gpu.units import Order

@@ -15,9 +15,9 @@ import uvloop
 
 from benchmarks.bench import Row, row
 from benchmarks.gpu_bench import LAYOUTS, PATIENCE_S, Bench, bench, cupy, finish, in_turn, table
+from tierkv.gpu.cuda import new_stream
 from tierkv.gpu.cuda_device import CudaDevice
 from tierkv.gpu.cuda_memory import DeviceMemory
-from tierkv.gpu.cuda_streams import new_stream
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
 from tierkv.gpu.units import Order
 from tierkv.transfer.completion import EventPoller

@@ -19,8 +19,8 @@ from benchmarks.gpu_bench import GIB, LAYOUTS, Bench, bench, cupy, gb_per_s, in_
 from benchmarks.gpu_beside import beside
 from benchmarks.gpu_latency import engine_copies, latency
 from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.cuda_lane import LaneSettings
 from tierkv.gpu.pinned import PinnedSlots
-from tierkv.gpu.pipeline import LaneSettings
 from tierkv.gpu.protocol import Direction, Event
 from tierkv.gpu.units import Order
 

@@ -46,8 +46,8 @@ from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import layered
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
+from tierkv.gpu import open_device
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.opening import open_device
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceEngine

@@ -21,7 +21,7 @@ import numpy as np
 from tests.gpu.cuda import Bytes2D
 from tests.layouts import ALL_LAYOUTS
 from tierkv.cache.layout import Layout
-from tierkv.gpu.shared import SharedPlane
+from tierkv.gpu.protocol import SharedPlane
 
 
 def content(layout: Layout, num_blocks: int) -> Bytes2D:
@@ -85,10 +85,9 @@ def _main() -> None:
     from tests.gpu.cuda import write_blocks  # noqa: PLC0415
     from tierkv.errors import ConfigError  # noqa: PLC0415
     from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415
-    from tierkv.gpu.ipc import CudaSharing  # noqa: PLC0415
 
     device = CudaDevice()
-    sharing = CudaSharing(device)
+    sharing = device.sharing
     planes = None
     pools = {"pool": cupy.cuda.MemoryPool(), "async": cupy.cuda.MemoryAsyncPool()}
     for line in sys.stdin:

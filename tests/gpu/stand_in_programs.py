@@ -60,7 +60,7 @@ def _copy_after_kernels(
     gpu: Gpu, direction: Direction, layout: Layout, num_blocks: int, units: UnitSizes
 ) -> None:
     from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-    from tierkv.gpu.pipeline import LaneSettings  # noqa: PLC0415
+    from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
 
     device, count = CudaDevice(lanes=LaneSettings(units=units)), 40
     planes, host = device.allocate_planes(layout, count), device.allocate_host(layout, count)
@@ -105,7 +105,7 @@ def calls_that_fail(gpu: Gpu, seed: int) -> None:
 
 def _copies_that_may_fail(gpu: Gpu, copies: int = 3) -> None:
     from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
-    from tierkv.gpu.pipeline import LaneSettings  # noqa: PLC0415
+    from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
 
     opened: list[Callable[[], None]] = []
     events: list[Event] = []

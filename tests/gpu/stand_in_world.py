@@ -30,8 +30,8 @@ class World:
 
     def __init__(self, gpu: Gpu, rng: random.Random, layout: Layout, count: int) -> None:
         from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - on the stand-in
+        from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
         from tierkv.gpu.pinned import PinnedSlots  # noqa: PLC0415
-        from tierkv.gpu.pipeline import LaneSettings  # noqa: PLC0415
 
         self._gpu, self._rng, self._count = gpu, rng, count
         self._numbers = np.random.default_rng(rng.getrandbits(32))

@@ -17,7 +17,7 @@ from tierkv.gpu.units import Order, UnitSizes
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.pipeline import LaneSettings
+from tierkv.gpu.cuda_lane import LaneSettings
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from tests.gpu.cuda import blocks_of, cupy_or_skip, write_blocks
 from tests.gpu.ipc_holder import Holder, content, holder
 from tests.layouts import ALL_LAYOUTS
 from tierkv.errors import ConfigError, TransferError
-from tierkv.gpu.shared import SharedPlane, SharedPlanes
+from tierkv.gpu.protocol import SharedPlane, SharedPlanes
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu import ipc
@@ -54,7 +54,7 @@ def named(sharing: CudaSharing, planes: tuple[SharedPlane, ...], num_blocks: int
 def test_blocks_come_byte_for_byte_and_touch_no_others(
     cupy: ModuleType, device: CudaDevice, other: Holder, name: str
 ) -> None:
-    layout, sharing = ALL_LAYOUTS[name], CudaSharing(device)
+    layout, sharing = ALL_LAYOUTS[name], device.sharing
     shared = named(sharing, other.make(name, 50), 50)
     own = device.allocate_planes(layout, 40)
     poison = np.full((40, layout.block_bytes), 0xA5, np.uint8)
@@ -75,7 +75,7 @@ def test_blocks_come_byte_for_byte_and_touch_no_others(
 def test_a_copy_larger_than_its_staging_goes_in_parts(
     cupy: ModuleType, device: CudaDevice, other: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, sharing = ALL_LAYOUTS["fp8"], CudaSharing(device)
+    layout, sharing = ALL_LAYOUTS["fp8"], device.sharing
     monkeypatch.setattr(ipc, "_STAGING_BYTES", 7 * layout.block_bytes)
     own = device.allocate_planes(layout, 2000)
     peer = sharing.open(own, named(sharing, other.make("fp8", 2000), 2000))
@@ -89,7 +89,7 @@ def test_a_copy_larger_than_its_staging_goes_in_parts(
 def test_memory_of_a_pool_is_found_within_its_allocation(
     cupy: ModuleType, device: CudaDevice, other: Holder
 ) -> None:
-    layout, sharing = ALL_LAYOUTS["gqa"], CudaSharing(device)
+    layout, sharing = ALL_LAYOUTS["gqa"], device.sharing
     planes = other.make("gqa", 9, "pool")
     own = device.allocate_planes(layout, 9)
     peer = sharing.open(own, named(sharing, planes, 9))
@@ -111,7 +111,7 @@ def test_what_another_process_says_of_its_planes_is_not_believed(
     cupy: ModuleType, device: CudaDevice, other: Holder
 ) -> None:
     """A kernel that read beyond them would lose this process's GPU."""
-    layout, sharing = ALL_LAYOUTS["gqa"], CudaSharing(device)
+    layout, sharing = ALL_LAYOUTS["gqa"], device.sharing
     own = device.allocate_planes(layout, 4)
     planes = other.make("gqa", 9)
     free, _ = device.gpu.memory_info()
@@ -138,7 +138,7 @@ def test_what_another_process_says_of_its_planes_is_not_believed(
 def test_a_gpu_that_this_process_does_not_see_is_told_as_that(
     cupy: ModuleType, device: CudaDevice
 ) -> None:
-    sharing = CudaSharing(device)
+    sharing = device.sharing
     own = device.allocate_planes(ALL_LAYOUTS["gqa"], 4)
     elsewhere = SharedPlanes(owner="o", name="n", place="00" * 16, num_blocks=4, planes=())
     with pytest.raises(ConfigError, match="not visible"):
@@ -151,7 +151,7 @@ def test_memory_that_goes_while_it_is_read_harms_nobody(
     cupy: ModuleType, device: CudaDevice, end: str
 ) -> None:
     """The driver keeps it for whoever has it open, until they close it."""
-    layout, sharing = ALL_LAYOUTS["odd-4097"], CudaSharing(device)
+    layout, sharing = ALL_LAYOUTS["odd-4097"], device.sharing
     num_blocks = 20_000  # 160 MB
     own = device.allocate_planes(layout, num_blocks)
     every = np.arange(num_blocks, dtype=np.int32)

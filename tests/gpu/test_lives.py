@@ -241,12 +241,13 @@ import numpy as np
 from pathlib import Path
 from tests.layouts import LAYOUTS
 from tierkv.gpu.cuda_device import CudaDevice
+from tierkv.gpu.cuda_memory import opened_planes
 from tierkv.gpu.protocol import BlockCopy, Direction
 
 shared = pickle.loads(Path(sys.argv[1]).read_bytes())
 layout = LAYOUTS["fp8"]
 device = CudaDevice()
-planes = device.open_planes(layout, 8, shared)
+planes = opened_planes(device.gpu, layout, 8, shared)
 host = device.allocate_host(layout, 8)
 every = np.arange(8, dtype=np.int32)
 there = device.open_lane(Direction.OFFLOAD, planes, host)
@@ -264,7 +265,7 @@ def test_another_processes_planes_are_adopted_by_cuda_ipc(cupy: ModuleType, tmp_
     planes = device.allocate_planes(LAYOUT, 8)
     blocks = np.random.default_rng(4).integers(0, 256, (8, LAYOUT.block_bytes), np.uint8)
     write_blocks(cupy, planes, blocks)
-    (tmp_path / "planes").write_bytes(pickle.dumps(device.share_planes(planes)))
+    (tmp_path / "planes").write_bytes(pickle.dumps(device.sharing.share(planes)))
     assert "reversed" in run_python(_OTHER, str(tmp_path / "planes"))
     assert np.array_equal(blocks_of(cupy, planes), blocks[::-1])
     planes.close()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tierkv.errors import ConfigError
-from tierkv.gpu.opening import open_device
+from tierkv.gpu import open_device
 
 
 def test_cpu_is_the_cpu() -> None:

@@ -17,8 +17,8 @@ from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.model import ReferenceModel
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
+from tierkv.gpu.cuda import new_stream
 from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.cuda_streams import new_stream
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,9 @@ from tests.layouts import LAYOUTS
 from tierkv.gpu.protocol import Direction
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
-from tierkv.gpu import queues
-from tierkv.gpu.cuda import Gpu
+from tierkv.gpu import cuda_device
+from tierkv.gpu.cuda import CudaStream, Gpu
 from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.cuda_streams import CudaStream
 from tierkv.gpu.kernels import launch_nothing
 
 
@@ -33,7 +32,7 @@ def test_there_are_as_many_queues_as_the_driver_is_told(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if told is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", told)
-    assert queues.num_queues() == expected
+    assert cuda_device.num_queues() == expected
 
 
 @pytest.mark.gpu
@@ -46,13 +45,13 @@ def test_each_queue_has_had_a_kernel_before_the_first_lane_is_open_and_none_afte
         launched.append(stream.address)
         launch_nothing(gpu, stream)
 
-    monkeypatch.setattr(queues, "launch_nothing", noted)
+    monkeypatch.setattr(cuda_device, "launch_nothing", noted)
     device = CudaDevice()
     layout = LAYOUTS["fp8"]
     planes, host = device.allocate_planes(layout, 4), device.allocate_host(layout, 4)
     assert not launched, "a device that only computes makes no streams of ours"
     lanes = [device.open_lane(direction, planes, host) for direction in Direction]
-    assert len(set(launched)) == len(launched) == queues.num_queues()
+    assert len(set(launched)) == len(launched) == cuda_device.num_queues()
     for lane in lanes:
         lane.close()
     host.close()

@@ -15,9 +15,9 @@ from tierkv.cache.layout import attention_layout
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
+from tierkv.gpu.cuda import adopted_stream
 from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.cuda_streams import adopted_stream
-from tierkv.gpu.pipeline import LaneSettings
+from tierkv.gpu.cuda_lane import LaneSettings
 from tierkv.gpu.units import UnitSizes
 
 pytestmark = pytest.mark.gpu

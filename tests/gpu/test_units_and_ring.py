@@ -14,8 +14,7 @@ from tests.latch import ManualEvent
 from tests.layouts import ALL_LAYOUTS
 from tierkv.cache.layout import attention_layout
 from tierkv.errors import LayoutError
-from tierkv.gpu.ring import Ring
-from tierkv.gpu.units import MAX_BLOCKS, Order, UnitPlanner, UnitSizes, joined
+from tierkv.gpu.units import MAX_BLOCKS, Order, Ring, UnitPlanner, UnitSizes, joined
 
 
 @given(

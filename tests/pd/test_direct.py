@@ -17,7 +17,7 @@ from tests.world import World, background_tasks, fingerprint, world
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.shared import SharedPlanes
+from tierkv.gpu.protocol import SharedPlanes
 from tierkv.pd.direct.address import Answer, Ask, Channel, DirectAddress, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.sched.settings import CacheSettings

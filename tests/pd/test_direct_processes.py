@@ -23,8 +23,8 @@ from tests.pd.direct_producer import claim, no_leases, producer
 from tests.redis_server import PATIENT, RedisServer, redis_server
 from tests.world import World, world
 from tierkv.clock import SystemClock
+from tierkv.gpu import process_memory
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.direct import memory
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.text import decode as decode_text
@@ -155,18 +155,18 @@ async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_los
 async def test_a_producer_that_dies_while_it_is_read_is_no_loss(
     url: str, way: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = memory.read
+    read = process_memory.read
     async with claimer(url, **WAYS[way]) as node:
         with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
 
-            def dying(pid: int, pieces: Sequence[memory.Piece]) -> None:
+            def dying(pid: int, pieces: Sequence[process_memory.Piece]) -> None:
                 if when == "before":
                     other.kill()
                 read(pid, pieces)
                 other.kill()
 
-            monkeypatch.setattr(memory, "read", dying)
+            monkeypatch.setattr(process_memory, "read", dying)
             await claim(node, COUNT)
         # A checksum says that what came is right; without one only the producer could.
         is_told = (way, when) == ("memory", "after")

@@ -20,13 +20,14 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
+from tierkv.gpu import process_memory
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.protocol import Direction, Ids, Planes
-from tierkv.gpu.shared import SharedPlane, SharedPlanes
-from tierkv.pd.direct import landing, memory, neighbour
+from tierkv.gpu.process_memory import CpuSharing
+from tierkv.gpu.protocol import Direction, Ids, Planes, SharedPlane, SharedPlanes
+from tierkv.pd.direct import landing, neighbour
 from tierkv.pd.direct.address import Ask, Channel, DirectAddress
 from tierkv.pd.direct.landing import Landing
-from tierkv.pd.direct.planes import CpuSharing, OpenPlanes, ShownPlanes, sharing_of
+from tierkv.pd.direct.planes import OpenPlanes, ShownPlanes
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.stats import HandoffStats
 from tierkv.sched.request import Request
@@ -100,21 +101,21 @@ def overwrite(node: World) -> None:
 
 @pytest.fixture
 def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    reads = Reads(memory.read)
-    monkeypatch.setattr(memory, "read", reads)
+    reads = Reads(process_memory.read)
+    monkeypatch.setattr(process_memory, "read", reads)
     yield reads
     reads.go.set()
 
 
 class Reads:
-    """Stands for `memory.read`: each waits, before it begins, until a test lets it go."""
+    """Stands for `process_memory.read`: each waits, before it begins, until a test lets it go."""
 
     def __init__(self, read: Any) -> None:
         self._read = read
         self.go = threading.Event()
         self.num_begun = 0
 
-    def __call__(self, pid: int, pieces: Sequence[memory.Piece]) -> None:
+    def __call__(self, pid: int, pieces: Sequence[process_memory.Piece]) -> None:
         self.num_begun += 1
         assert self.go.wait(PATIENCE_S), "a test left a read waiting"
         self._read(pid, pieces)
@@ -476,7 +477,7 @@ async def test_planes_that_nobody_reads_any_more_are_closed(
 
 def test_planes_are_described_once_and_anew_when_they_are_others() -> None:
     device = CpuDevice()
-    sharing = sharing_of(device)
+    sharing = device.sharing
     assert sharing is not None
     now = [device.allocate_planes(GQA, 4)]
     shown = ShownPlanes(sharing, lambda: now[0])

@@ -21,7 +21,7 @@ from tierkv.api.working import Working
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.clock import SystemClock
 from tierkv.errors import ShuttingDownError
-from tierkv.gpu.opening import open_device
+from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel

@@ -27,7 +27,7 @@ from tierkv.embed.remote import Movements, RemoteLane, RemotePlanes
 from tierkv.embed.shards import pieces, side_by_side
 from tierkv.errors import ConfigError, LayoutError, StoreCorruptError
 from tierkv.gpu.cpu import CallerStream, check_copy_within
-from tierkv.gpu.protocol import Direction, Event, HostSlots, Ids, Lane, Planes, Stream
+from tierkv.gpu.protocol import Direction, Event, HostSlots, Ids, Lane, Planes, Sharing, Stream
 from tierkv.sched.plan_wire import BatchPlan, Moves, encode
 
 log = logging.getLogger("tierkv.workers")
@@ -49,6 +49,7 @@ class WorkerDevice:
         self.name = f"{len(shards)} workers at {path}"
         self.array_module: ModuleType = np
         self.compute_stream: Stream = CallerStream()  # workers order copies against their own
+        self.sharing: Sharing | None = None  # the planes are the workers'
         self._shards = tuple(shards)
         self._path = path
         self._links: dict[int, Link] = {}

@@ -1,0 +1,37 @@
+"""Memory and streams of a device: protocol.py says what each promises, `open_device` opens one."""
+
+from __future__ import annotations
+
+from tierkv.errors import ConfigError, how_to_install
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Device
+
+_CUDA_REMEDY = "`tierkv doctor` says what is missing; the device cpu needs no GPU"
+
+
+def open_device(name: str) -> Device:
+    """`cpu`, `cuda`, or `cuda:N` for the GPU of that index.
+
+    Raises ConfigError, with what to do, if the name is none of these, or CuPy, its driver or the
+    GPU is missing.
+    """
+    kind, _, index = name.partition(":")
+    if kind == "cpu" and not index:
+        return CpuDevice()
+    if kind == "cuda" and (not index or index.isdecimal()):
+        return _open_cuda(int(index or 0))
+    raise ConfigError(f"there is no device {name!r}; known here: cpu, cuda, cuda:N")
+
+
+def _open_cuda(index: int) -> Device:
+    try:
+        from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - may be missing
+    except ImportError as error:
+        raise ConfigError(
+            f"the device cuda needs CuPy, which cannot be imported ({error}): "
+            f"{how_to_install('cuda12')}, or cuda13 for a newer driver. {_CUDA_REMEDY}"
+        ) from error
+    try:
+        return CudaDevice(index)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {_CUDA_REMEDY}") from error

@@ -23,6 +23,8 @@ from tierkv.errors import (
     LayoutError,
     TransferError,
 )
+from tierkv.gpu import process_memory
+from tierkv.gpu.process_memory import CpuSharing
 from tierkv.gpu.protocol import (
     BlockCopy,
     Direction,
@@ -31,6 +33,7 @@ from tierkv.gpu.protocol import (
     Ids,
     Lane,
     Planes,
+    Sharing,
     Stream,
 )
 
@@ -257,6 +260,7 @@ class CpuDevice:
         self.failure: str | None = None
         self.status = "cpu"
         self.compute_stream: Stream = CallerStream()
+        self.sharing: Sharing | None = CpuSharing() if process_memory.is_possible() else None
         self._before_copy = before_copy
         self._within = ThreadPoolExecutor(1, thread_name_prefix="tierkv-copy")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -9,19 +10,16 @@ from types import ModuleType
 from tierkv.cache.layout import Layout
 from tierkv.errors import LayoutError, TransferError
 from tierkv.gpu.cpu import check_copy_within, done_event
-from tierkv.gpu.cuda import ARRAY_MODULE, Gpu
-from tierkv.gpu.cuda_lane import CudaLane
-from tierkv.gpu.cuda_planes import (
+from tierkv.gpu.cuda import ARRAY_MODULE, CudaStream, Gpu, adopted_stream, new_stream
+from tierkv.gpu.cuda_lane import CudaLane, LaneSettings
+from tierkv.gpu.cuda_memory import (
     CudaPlanes,
     adopted_planes,
     allocated_planes,
-    opened_planes,
-    shared_planes,
 )
-from tierkv.gpu.cuda_streams import CudaStream, adopted_stream, new_stream
-from tierkv.gpu.kernels import PlaneKernels
+from tierkv.gpu.ipc import CudaSharing
+from tierkv.gpu.kernels import PlaneKernels, launch_nothing
 from tierkv.gpu.pinned import PinnedSlots
-from tierkv.gpu.pipeline import LaneSettings
 from tierkv.gpu.protocol import (
     BlockCopy,
     Direction,
@@ -31,11 +29,9 @@ from tierkv.gpu.protocol import (
     Lane,
     Planes,
 )
-from tierkv.gpu.queues import used_queues
-from tierkv.gpu.shared import SharedPlane
 from tierkv.gpu.units import Order
 
-_GIB = 1 << 30
+_DEFAULT_QUEUES, _MOST_QUEUES = 8, 32  # CUDA's
 
 
 class CudaDevice:
@@ -63,7 +59,7 @@ class CudaDevice:
         self._host: PinnedSlots | None = None  # the last one made
         self._within = new_stream(self.gpu, is_urgent=True)
         self._kernels: tuple[CudaPlanes, PlaneKernels] | None = None
-        self._queues: tuple[CudaStream, ...] = ()  # see queues.py; from the first lane on
+        self._queues: tuple[CudaStream, ...] = ()  # see used_queues; from the first lane on
 
     @property
     def array_module(self) -> ModuleType:
@@ -101,15 +97,9 @@ class CudaDevice:
         """See adopted_planes."""
         return adopted_planes(self.gpu, layout, tensors)
 
-    def share_planes(self, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
-        """See shared_planes."""
-        return shared_planes(self.gpu, planes)
-
-    def open_planes(
-        self, layout: Layout, num_blocks: int, shared: Sequence[SharedPlane]
-    ) -> CudaPlanes:
-        """See opened_planes."""
-        return opened_planes(self.gpu, layout, num_blocks, shared)
+    @property
+    def sharing(self) -> CudaSharing:
+        return CudaSharing(self.gpu)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> PinnedSlots:
         self._host = PinnedSlots(self.gpu, layout, num_slots)
@@ -163,3 +153,35 @@ def _pinned(host: HostSlots) -> PinnedSlots:
     if not isinstance(host, PinnedSlots):
         raise LayoutError("these host slots are not pinned for a GPU")
     return host
+
+
+def num_queues() -> int:
+    """As the environment tells the driver."""
+    told = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return min(max(int(told), 1), _MOST_QUEUES) if told.isdecimal() else _DEFAULT_QUEUES
+
+
+def used_queues(gpu: Gpu) -> tuple[CudaStream, ...]:
+    """A stream for each hardware queue, which has had a kernel; to be kept while there are lanes.
+    Blocks until what the GPU has to do now, and the kernels, are done.
+
+    Streams share a few queues of the hardware (8, or CUDA_DEVICE_MAX_CONNECTIONS). Where two lanes
+    were opened after the first kernels of an engine, as is usual, the copies of one of them went at
+    50.5 GB/s instead of 54.2 beside compute on one stream, those of the other beside compute on
+    another, the legacy default stream among them: in each of 18 processes, for the rest of its
+    life. After a kernel on each of 8 or 16 streams, on an idle GPU, before or after the lanes were
+    opened, no pair was slow, in 4 processes; 2 streams did not do it, nor did events, nor streams
+    that were only made, nor 32 connections. Lanes opened before an engine's first kernel were never
+    slow, in 8 (H200, driver 580, 2026-11-21). As it is now, two or four lanes were never slow in 5
+    more (2026-11-22). It looks as if the driver set up a queue when a kernel first comes to it.
+    """
+    gpu.synchronize()
+    streams = tuple(new_stream(gpu, is_urgent=True) for _ in range(num_queues()))
+    for stream in streams:
+        launch_nothing(gpu, stream)
+    for stream in streams:
+        stream.synchronize()
+    return streams
+
+
+_GIB = 1 << 30

@@ -1,4 +1,14 @@
-"""A lane on CUDA: takes copies, brings them to its pipeline, hands out events. See pipeline.py."""
+"""A lane on CUDA: takes copies, brings them to its staged pipeline, hands out events.
+
+    load      slots --copy engine--> ring --scatter--> planes       copy streams | kernel stream
+    offload   slots <--copy engine-- ring <--gather--- planes       copy streams | kernel stream
+
+A copy is cut into units. The copy engine moves a block's bytes as one piece, the kernel spreads
+them over the planes; one unit is copied while the one before is scattered. Where blocks are
+rectangles to the copy engine, the first whole ones need neither ring nor kernel.
+Kernels that read host memory themselves were as fast alone, but fell to 66 % with both directions
+at once and slowed a matmul beside them by 14 to 106 % (H200, 2026-11-21); this does neither.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +16,265 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import numpy as np
 
 from tierkv.errors import DeviceFailedError, LayoutError, TransferError
 from tierkv.gpu.cpu import check_copy, done_event
-from tierkv.gpu.cuda import Gpu
-from tierkv.gpu.cuda_planes import CudaPlanes
-from tierkv.gpu.cuda_streams import CudaEvent
-from tierkv.gpu.pending import PendingEvent
+from tierkv.gpu.cuda import CudaEvent, Gpu, PendingEvent, new_stream
+from tierkv.gpu.cuda_memory import CudaPlanes, DeviceMemory, copy_rectangle
+from tierkv.gpu.driver import Addresses, Column, load_driver
+from tierkv.gpu.kernels import PlaneKernels
 from tierkv.gpu.pinned import PinnedSlots
-from tierkv.gpu.pipeline import LaneSettings, Pipeline
-from tierkv.gpu.protocol import BlockCopy, Direction, Event
-from tierkv.gpu.units import Order, Unit
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
+from tierkv.gpu.units import MAX_BLOCKS, Order, Ring, Unit, UnitPlanner, UnitSizes, joined, row_of
+
+# A batch starts when its last piece is submitted, at 1 to 1.5 us a piece, and holds till then the
+# driver's lock, on which the engine's launches wait. So a batch is small where little is under way
+# and the copy engine would wait for it, and large where that loses less: pieces of 256 KiB reach
+# 97.3 % of a contiguous copy with 32 to a batch, 98.8 % with 128 (to the host 95.3 and 96.5), and
+# 84 and 90 with all 8,192 of 2 GiB in one (H100, 2026-11-21).
+_FIRST_BATCH_PIECES = 16
+_BATCH_PIECES = 128
+# How many units move their blocks as they come: to sort those of a copy, and to find neighbours
+# among them, takes longer than the first unit moves.
+_UNSORTED_UNITS = 2
+_STRAIGHT_CALLS = 24  # at most, of what a copy begins with: one for each rectangle
+_NARROW_SHARE = 16  # of a block, in rows that the copy engine moves slowly: scales beside fp8
+_LEAST_STAGING = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSettings:
+    """staging_bytes: the ring of a lane, in device memory; one for few blocks is smaller.
+    num_ctas: blocks of threads of a gather or scatter kernel: with 32 it moves 128 MiB in 136 us,
+        with 64 in 125, with 132 in 120 (H100, 2026-11-21).
+    turn_bytes: what goes through one of the two copy streams before it is the other's turn. The
+        copy engine goes on with a stream for as long as that has work for it: 8 bytes to the host
+        on another stream, whatever its priority, waited 34 ms for the end of an offload of 2 GiB.
+        At a turn they come in: 0.7 ms (32 MiB: 0.3 ms, but 2 % fewer GB/s; H200, 2026-11-21)."""
+
+    staging_bytes: int = 512 << 20
+    turn_bytes: int = 64 << 20
+    num_ctas: int = 64
+    units: UnitSizes = field(default_factory=UnitSizes)
+
+
+class Pipeline:
+    """Streams, ring and kernels of one direction between `planes` and `host`. For one thread at a
+    time, which has the GPU bound."""
+
+    def __init__(  # noqa: PLR0917 - what a pipeline is made of
+        self,
+        gpu: Gpu,
+        direction: Direction,
+        planes: CudaPlanes,
+        host: PinnedSlots,
+        settings: LaneSettings,
+        order: Order,
+    ) -> None:
+        self._gpu = gpu
+        self._direction = direction
+        self._block_bytes = planes.layout.block_bytes
+        self._host = host
+        # Addresses of all, looked up: each step of working them out would take 10 to 30 us.
+        self._slots = np.arange(host.num_slots, dtype=np.uint64)
+        self._slots *= np.uint64(self._block_bytes)
+        self._slots += np.uint64(host.address)
+        row = row_of(self._block_bytes)
+        largest = 2 * row * min(planes.num_blocks, host.num_slots)
+        capacity = max(min(settings.staging_bytes, largest), 2 * row, _LEAST_STAGING)
+        sizes = replace(settings.units, most=min(settings.units.most, capacity // 4))
+        if direction is Direction.OFFLOAD:
+            # No kernel follows the last piece, so that units need not be smaller for its sake.
+            piece = max(sizes.piece, sizes.offload_piece)
+            sizes = replace(sizes, piece=piece, last=sizes.most, last_share=1, share=4)
+        self._planner = UnitPlanner(planes.layout, order, sizes)
+        self._copies, self._copies_next = (new_stream(gpu, is_urgent=False) for _ in range(2))
+        self._turn_bytes = settings.turn_bytes
+        self._since_turn = 0
+        self._under_way: deque[CudaEvent] = deque(maxlen=4)  # ends of the last batches
+        self._kernel_stream = new_stream(gpu, is_urgent=True)
+        self._kernels = PlaneKernels(gpu, planes, num_ctas=settings.num_ctas)
+        self._ring: Ring[CudaEvent] = Ring(capacity)
+        self._staging = DeviceMemory(gpu, capacity)
+        # Where the pieces of a unit are, on either side, and their bytes.
+        self._host_column, self._staging_column, self._sizes = (Column(MAX_BLOCKS) for _ in "hst")
+        self._planes = planes
+        self._rectangles = planes.rectangles
+        narrow = [one for one in planes.rectangles if one.row_bytes < sizes.straight_row]
+        narrow_bytes = sum(one.rows * one.row_bytes for one in narrow)
+        self._has_wide_rows = narrow_bytes <= self._block_bytes // _NARROW_SHARE
+        self._last_end: CudaEvent | None = None  # of units
+        self._row_bytes = 0
+        self._rows: Addresses = np.empty(0, np.uint64)  # where rows of so many bytes begin
+
+    def wait(self, event: Event, timeout_s: float) -> None:
+        """Let no unit submitted after this start before `event`. See Stream.wait."""
+        self._kernel_stream.wait(event, timeout_s)
+
+    def submit(self, copy: BlockCopy) -> Iterator[tuple[Unit, CudaEvent | None]]:
+        """Each unit with the event of its end, as soon as it is submitted; the first ones of a load
+        with None before, when their pieces are, but no kernel. They are made with as little Python
+        as can be, since nothing moves meanwhile. Blocks of those after them move in the order of
+        their slots, neighbours as one piece."""
+        units = self._planner.plan(len(copy))
+        first = next(units)
+        if self._may_begin_straight(first):
+            self._last_end = self._move_straight(copy, first.stop)
+            self._under_way.append(self._last_end)
+            self._since_turn += first.staging_bytes
+            yield first, self._last_end
+        else:
+            units = chain((first,), units)
+        yield from self._staged(copy, units)
+
+    def _staged(
+        self, copy: BlockCopy, units: Iterator[Unit]
+    ) -> Iterator[tuple[Unit, CudaEvent | None]]:
+        block_ids, slots = copy.block_ids, self._slots[copy.slot_ids]
+        for number, unit in enumerate(units):
+            if number == _UNSORTED_UNITS:
+                rest = slice(unit.start, None)
+                by_slot = np.argsort(slots[rest])
+                slots[rest] = slots[rest][by_slot]
+                block_ids = np.concatenate((block_ids[: unit.start], block_ids[rest][by_slot]))
+            joins = number >= _UNSORTED_UNITS and unit.num_bytes == self._block_bytes
+            offset, free = self._ring.take(unit.staging_bytes)
+            staging = self._staging.address + offset
+            blocks = block_ids[unit.start : unit.stop]
+            pieces = self._write_pieces(unit, slots[unit.start : unit.stop], staging, joins=joins)
+            if self._direction is Direction.LOAD:
+                if free is not None:
+                    self._copies.wait_bound(free)
+                copied = self._copy(*pieces)
+                if number < _UNSORTED_UNITS:
+                    yield unit, None
+                self._kernel_stream.wait_bound(copied)
+                self._launch(unit, blocks, staging)
+                end = self._kernel_stream.record_bound()
+            else:
+                if free is not None:
+                    self._kernel_stream.wait_bound(free)
+                self._launch(unit, blocks, staging)
+                self._copies.wait_bound(self._kernel_stream.record_bound())
+                end = self._copy(*pieces)
+            self._ring.use_until(end)
+            self._last_end = end
+            yield unit, end
+
+    def submit_straight(self, copy: BlockCopy) -> CudaEvent | None:
+        """Submit a copy of a few blocks without staging, by the copy engine alone, to which a block
+        is a rectangle of planes; the event of its end. That is a kernel and two waits less, but for
+        many blocks slower than units. None where it cannot be: the planes are no rectangles, or
+        units are under way, which it might overtake."""
+        return self._move_straight(copy, len(copy)) if self._may_go_straight() else None
+
+    def _may_go_straight(self) -> bool:
+        return bool(self._rectangles) and (self._last_end is None or self._last_end.is_done)
+
+    def _may_begin_straight(self, unit: Unit) -> bool:
+        """Whether a copy shall begin with this unit, of whole blocks, as rectangles: to submit them
+        takes less than a batch does, and before the first byte of an offload came the first kernel
+        and the wait for it, 0.15 ms."""
+        return (
+            unit.num_bytes == self._block_bytes
+            and unit.num_blocks * len(self._rectangles) <= _STRAIGHT_CALLS
+            and self._has_wide_rows
+            and self._may_go_straight()
+        )
+
+    def _move_straight(self, copy: BlockCopy, count: int) -> CudaEvent:
+        """Submit the first `count` blocks of the copy as rectangles; the event of their end."""
+        for event in copy.after:
+            self._copies.wait(event, 0.0)
+        slots, blocks = copy.slot_ids[:count].tolist(), copy.block_ids[:count].tolist()
+        is_load = self._direction is Direction.LOAD
+        for slot, block in zip(slots, blocks, strict=True):
+            slot_address = self._host.address + slot * self._block_bytes
+            for one in self._rectangles:
+                host = (slot_address + one.block_byte, one.slot_pitch)
+                device = (one.memory.of_block(block), one.pitch)
+                copy_rectangle(
+                    target=device if is_load else host,
+                    source=host if is_load else device,
+                    row_bytes=one.row_bytes,
+                    rows=one.rows,
+                    stream=self._copies,
+                )
+        return self._copies.record_bound()
+
+    def let_end(self) -> None:
+        """Block until what was begun has ended; then the ring is free."""
+        with self._gpu.bound_to_close():
+            for stream in (self._copies, self._copies_next):
+                stream.raw.synchronize()
+            self._kernel_stream.raw.synchronize()
+        self._ring.reset()
+        self._under_way.clear()
+
+    def _launch(self, unit: Unit, block_ids: Ids, staging: int) -> None:
+        is_load = self._direction is Direction.LOAD
+        move = self._kernels.scatter if is_load else self._kernels.gather
+        move(unit, block_ids, staging, self._kernel_stream)
+
+    def _write_pieces(
+        self, unit: Unit, slots: Addresses, staging: int, *, joins: bool
+    ) -> tuple[int, int]:
+        """Fill the columns with the unit's pieces; how many they are, and the largest's bytes."""
+        count, host, staged = len(slots), self._host_column.values, self._staging_column.values
+        if unit.row_bytes != self._row_bytes:
+            self._row_bytes = unit.row_bytes
+            self._rows = np.arange(MAX_BLOCKS, dtype=np.uint64) * np.uint64(unit.row_bytes)
+        np.add(slots, np.uint64(unit.first_byte), out=host[:count])
+        np.add(self._rows[:count], np.uint64(staging), out=staged[:count])
+        self._sizes.values[:count] = unit.num_bytes
+        if not joins or count == 1 or unit.num_bytes != unit.row_bytes:
+            return count, unit.num_bytes
+        firsts, sizes = joined(
+            slots,
+            self._block_bytes,
+            start=self._host.address,
+            chunk_bytes=self._host.chunk_bytes,
+            most_bytes=self._turn_bytes,
+        )
+        count = len(firsts)
+        host[:count], staged[:count] = host[firsts], staged[firsts]
+        self._sizes.values[:count] = sizes
+        return count, int(sizes.max())
+
+    def _copy(self, count: int, largest: int) -> CudaEvent:
+        """Submit the pieces in the columns; the event of their end."""
+        targets, sources = self._host_column, self._staging_column
+        if self._direction is Direction.LOAD:
+            targets, sources = sources, targets
+        most = max(self._turn_bytes // largest, 1)
+        start = 0
+        while start < count:
+            part = range(start, min(start + min(self._batch_pieces(), most), count))
+            load_driver().copy_batch(
+                targets, sources, self._sizes, part, stream=self._copies.address
+            )
+            self._under_way.append(self._copies.record_bound())
+            self._since_turn += largest * len(part)
+            if self._since_turn >= self._turn_bytes:
+                self._take_turns()
+            start = part.stop
+        return self._under_way[-1]
+
+    def _batch_pieces(self) -> int:
+        while self._under_way and self._under_way[0].is_done:
+            self._under_way.popleft()
+        return min(_FIRST_BATCH_PIECES << len(self._under_way), _BATCH_PIECES)
+
+    def _take_turns(self) -> None:
+        """What is copied from now on goes through the other stream, behind what this one has."""
+        self._copies_next.wait_bound(self._under_way[-1])
+        self._copies, self._copies_next = self._copies_next, self._copies
+        self._since_turn = 0
+
 
 _FEW_BLOCKS, _FEW_BYTES = 4, 64 << 20
 # What a caller's thread begins with, until the lane's goes on, 0.5 ms later: of offloads two units,

@@ -1,10 +1,11 @@
-"""Memory of a GPU, by CuPy: allocated, adopted from an engine, opened from another process."""
+"""Memory of a GPU, by CuPy, and planes over it: allocated, adopted from an engine in this process,
+or opened from another process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cupy
@@ -12,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from cupy.cuda import runtime
 
-from tierkv.errors import ConfigError, LayoutError
-from tierkv.gpu.cuda import CUDARuntimeError, Gpu
-from tierkv.gpu.cuda_streams import CudaStream
+from tierkv.cache.layout import Layout, Plane
+from tierkv.errors import ConfigError, DeviceFailedError, LayoutError, TransferError
+from tierkv.gpu.cuda import CUDARuntimeError, CudaStream, Gpu
+from tierkv.gpu.driver import load_driver
+from tierkv.gpu.plane_memory import PlaneMemory, rectangles_of
+from tierkv.gpu.protocol import SharedPlane
 
 DeviceArray = Any  # a cupy.ndarray
 
@@ -135,3 +139,181 @@ def opened_ipc(gpu: Gpu, handles: Sequence[bytes]) -> Iterator[dict[bytes, int]]
         with gpu.bound_to_close():
             for address in opened.values():
                 runtime.ipcCloseMemHandle(address)
+
+
+_PLANE_ALIGNMENT = 512
+_GIB = 1 << 30
+
+
+class CudaPlanes:
+    """See Planes. arrays: CuPy, uint8 [num_blocks, block_bytes], in the owner's memory.
+
+    memory: where each plane lies, in the layout's order.
+    rectangles: what a block is to a copy engine; () if that takes too many.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        num_blocks: int,
+        arrays: Sequence[npt.NDArray[np.uint8]],
+        memory: Sequence[PlaneMemory],
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.memory = tuple(memory)
+        self.rectangles = rectangles_of(layout, memory)
+        self._arrays: tuple[npt.NDArray[np.uint8], ...] | None = tuple(arrays)
+        self._on_close = on_close
+
+    @property
+    def arrays(self) -> Sequence[npt.NDArray[np.uint8]]:
+        if self._arrays is None:
+            raise LayoutError("these planes are closed")
+        return self._arrays
+
+    @property
+    def is_closed(self) -> bool:
+        return self._arrays is None
+
+    def close(self) -> None:
+        """Let go of the memory: it is freed when no array over it is left. Nothing may be in
+        flight."""
+        if self._arrays is None:
+            raise LayoutError("these planes are closed already")
+        self._arrays = None
+        if self._on_close is not None:
+            self._on_close()
+
+
+def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
+    """Planes in one allocation of tierkv's own, contents undefined. Raises ConfigError if the GPU
+    has not enough memory."""
+    offsets, at = [], 0
+    for plane in layout.planes:
+        offsets.append(at)
+        at += -(-num_blocks * plane.block_bytes // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT
+    try:
+        memory = DeviceMemory(gpu, at)
+    except DeviceFailedError:
+        raise
+    except TransferError as error:
+        raise ConfigError(
+            f"{num_blocks} blocks take {at / _GIB:.1f} GiB of GPU memory, which cannot be had "
+            f"({error}): lower cache.device_blocks"
+        ) from error
+    return CudaPlanes(
+        layout,
+        num_blocks,
+        [
+            memory.view(offset, (num_blocks, plane.block_bytes), (plane.block_bytes, 1))
+            for offset, plane in zip(offsets, layout.planes, strict=True)
+        ],
+        [
+            PlaneMemory(memory.address + offset, plane.block_bytes)
+            for offset, plane in zip(offsets, layout.planes, strict=True)
+        ],
+    )
+
+
+def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaPlanes:
+    """The engine's KV tensors as planes, no byte copied.
+
+    tensors: one per plane of the layout, with `__cuda_array_interface__` or DLPack, first
+        dimension the block. Blocks may lie apart in any way, and the dimensions inside a block in
+        any order, as long as a block's bytes have no gaps.
+    Raises LayoutError if a tensor does not fit the layout, ConfigError if it cannot be adopted.
+    """
+    if len(tensors) != len(layout.planes):
+        raise LayoutError(f"the layout has {len(layout.planes)} planes, not {len(tensors)}")
+    arrays = [adopted_array(gpu, tensor) for tensor in tensors]
+    for plane, array in zip(layout.planes, arrays, strict=True):
+        if not array.ndim:
+            raise LayoutError(f"{_name(plane)} has no dimensions, and the first is the block")
+    num_blocks = int(arrays[0].shape[0])
+    memory = []
+    for plane, array in zip(layout.planes, arrays, strict=True):
+        if array.device.id != gpu.index:
+            raise LayoutError(f"{_name(plane)} lies on GPU {array.device.id}, not {gpu.index}")
+        if array.shape[0] != num_blocks:
+            raise LayoutError(f"{_name(plane)} has {array.shape[0]} blocks, not {num_blocks}")
+        _check_block(plane, array)
+        memory.append(PlaneMemory(int(array.data.ptr), int(array.strides[0])))
+    return _views(layout, num_blocks, memory, arrays, None)
+
+
+def _check_block(plane: Plane, array: DeviceArray) -> None:
+    inside = sorted(
+        (stride, size)
+        for stride, size in zip(array.strides[1:], array.shape[1:], strict=True)
+        if size > 1
+    )
+    num_bytes = array.dtype.itemsize
+    for stride, size in inside:
+        if stride != num_bytes:
+            raise LayoutError(f"{_name(plane)}: the bytes of a block must lie without gaps")
+        num_bytes *= size
+    if num_bytes != plane.block_bytes:
+        raise LayoutError(
+            f"{_name(plane)} has {num_bytes} bytes per block, the layout {plane.block_bytes}"
+        )
+    if array.shape[0] > 1 and array.strides[0] < num_bytes:
+        raise LayoutError(f"{_name(plane)}: blocks must not overlap")
+
+
+def _name(plane: Plane) -> str:
+    return f"layer {plane.layer} {plane.role}"
+
+
+def _views(
+    layout: Layout,
+    num_blocks: int,
+    memory: Sequence[PlaneMemory],
+    owners: Sequence[object],
+    on_close: Callable[[], None] | None,
+) -> CudaPlanes:
+    arrays = [
+        byte_view(owner, place.address, (num_blocks, plane.block_bytes), place.stride)
+        for owner, place, plane in zip(owners, memory, layout.planes, strict=True)
+    ]
+    return CudaPlanes(layout, num_blocks, arrays, memory, on_close)
+
+
+# Between processes
+
+
+def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
+    """What another process on this machine needs to open these planes. Their memory must be from
+    cudaMalloc, and stay until the other has closed its view."""
+    shared = []
+    with gpu.bound():
+        for place in planes.memory:
+            start, _ = load_driver().allocation_of(place.address)
+            shared.append(SharedPlane(ipc_handle(start), place.address - start, place.stride))
+    return tuple(shared)
+
+
+def _check_within(gpu: Gpu, plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
+    """A kernel that reads beyond an allocation loses the GPU, and these bounds are hearsay."""
+    with gpu.bound():
+        start, size = load_driver().allocation_of(place.address)
+    end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
+    if place.stride < plane.block_bytes or num_blocks < 1 or end > start + size:
+        raise LayoutError(f"{_name(plane)} does not lie within the memory that is shared")
+
+
+def opened_planes(
+    gpu: Gpu, layout: Layout, num_blocks: int, shared: Sequence[SharedPlane]
+) -> CudaPlanes:
+    """Another process's planes, by CUDA IPC; `close` unmaps them. Writes of either process are
+    ordered by what the two tell each other: a copy must end before the other is told of it."""
+    if len(shared) != len(layout.planes):
+        raise LayoutError(f"the layout has {len(layout.planes)} planes, not {len(shared)}")
+    with ExitStack() as stack:
+        opened = stack.enter_context(opened_ipc(gpu, [plane.handle for plane in shared]))
+        memory = [PlaneMemory(opened[one.handle] + one.offset, one.stride) for one in shared]
+        for plane, place in zip(layout.planes, memory, strict=True):
+            _check_within(gpu, plane, place, num_blocks)
+        stay_open = stack.pop_all()
+    return _views(layout, num_blocks, memory, shared, stay_open.close)

@@ -13,14 +13,10 @@ from collections.abc import Sequence
 
 from tierkv.cache.layout import Layout
 from tierkv.errors import ConfigError, LayoutError, TransferError
-from tierkv.gpu.cuda import gpu_uuid, is_reachable
-from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.cuda_memory import DeviceMemory
-from tierkv.gpu.cuda_planes import CudaPlanes
-from tierkv.gpu.cuda_streams import new_stream
+from tierkv.gpu.cuda import Gpu, gpu_uuid, is_reachable, new_stream
+from tierkv.gpu.cuda_memory import CudaPlanes, DeviceMemory, opened_planes, shared_planes
 from tierkv.gpu.kernels import PlaneKernels
-from tierkv.gpu.protocol import Ids, Planes
-from tierkv.gpu.shared import SharedPlane, SharedPlanes
+from tierkv.gpu.protocol import Ids, Planes, SharedPlane, SharedPlanes
 from tierkv.gpu.units import MAX_BLOCKS, Unit
 
 _STAGING_BYTES = 64 << 20
@@ -30,13 +26,13 @@ _NUM_CTAS = 64
 class CudaSharing:
     """See Sharing. place: the GPU's UUID."""
 
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self.place = gpu_uuid(device.gpu.index)
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.place = gpu_uuid(gpu.index)
 
     def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
         try:
-            return self._device.share_planes(_ours(planes))
+            return shared_planes(self._gpu, _ours(planes))
         except TransferError as error:
             raise ConfigError(
                 f"the planes are in memory that CUDA IPC cannot share ({error}): it shares what "
@@ -45,15 +41,16 @@ class CudaSharing:
             ) from error
 
     def open(self, own: Planes, shared: SharedPlanes) -> CudaPeer:
-        gpu = self._device.gpu
-        if not is_reachable(gpu, shared.place):
-            raise ConfigError(f"GPU {shared.place} is not visible to GPU {gpu.index} as a peer")
+        if not is_reachable(self._gpu, shared.place):
+            raise ConfigError(
+                f"GPU {shared.place} is not visible to GPU {self._gpu.index} as a peer"
+            )
         try:
-            planes = self._device.open_planes(own.layout, shared.num_blocks, shared.planes)
+            planes = opened_planes(self._gpu, own.layout, shared.num_blocks, shared.planes)
         except LayoutError as error:
             raise TransferError(str(error)) from error
         try:
-            return CudaPeer(self._device, _ours(own), planes)
+            return CudaPeer(self._gpu, _ours(own), planes)
         except BaseException:
             planes.close()
             raise
@@ -62,8 +59,8 @@ class CudaSharing:
 class CudaPeer:
     """See PeerPlanes. Owns `theirs`, which it closes."""
 
-    def __init__(self, device: CudaDevice, own: CudaPlanes, theirs: CudaPlanes) -> None:
-        self._gpu = device.gpu
+    def __init__(self, gpu: Gpu, own: CudaPlanes, theirs: CudaPlanes) -> None:
+        self._gpu = gpu
         self._theirs = theirs
         layout = own.layout
         self._layout = layout

@@ -1,4 +1,5 @@
-"""What every device promises: planes, host slots, ordered streams, pollable events, copy lanes.
+"""What every device promises: planes, host slots, ordered streams, pollable events, copy lanes, and
+planes that processes of one machine show each other.
 
 "Submitted" and "done" are different words here. `submit` and `record` return at once with the
 work merely submitted; only an event that reports `is_done` says that bytes have arrived. The CPU
@@ -14,6 +15,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -193,4 +195,65 @@ class Device(Protocol):
     def compute_stream(self) -> Stream:
         """The stream on which the engine's kernels run."""
 
+    @property
+    def sharing(self) -> Sharing | None:
+        """How processes beside this one reach its planes; None if they cannot."""
+
     def close(self) -> None: ...
+
+
+# Between processes of one machine
+
+
+class SharedPlane(msgspec.Struct, frozen=True):
+    """A plane that another process may open: bytes `offset` into the memory of `handle`, block b
+    at offset + b * stride."""
+
+    handle: bytes
+    offset: int
+    stride: int
+
+
+class SharedPlanes(msgspec.Struct, frozen=True, kw_only=True):
+    """All that another process on this machine needs to open planes.
+
+    owner: whose they are. name: another one whenever the owner has others in their place; handles
+    and addresses come again. place: which GPU they lie on, by UUID, or "cpu".
+    """
+
+    owner: str
+    name: str
+    place: str
+    num_blocks: int
+    planes: tuple[SharedPlane, ...]
+
+
+class PeerPlanes(Protocol):
+    """Another process's planes, open here. For one thread at a time."""
+
+    def copy(self, source_ids: Ids, target_ids: Ids) -> None:
+        """Their blocks source_ids[i] to this node's target_ids[i], which are distinct. Blocks the
+        thread until nothing of it moves any more.
+
+        Raises TransferError if not all of it came; what lies in the targets then is anything.
+        """
+
+    def close(self) -> None:
+        """Their memory can go. Nothing may be in flight."""
+
+
+class Sharing(Protocol):
+    """What a device can do with processes beside it. place: see SharedPlanes."""
+
+    @property
+    def place(self) -> str: ...
+
+    def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
+        """Raises ConfigError if their memory is of a kind that no other process can open."""
+
+    def open(self, own: Planes, shared: SharedPlanes) -> PeerPlanes:
+        """Their planes, to be copied to `own`, which have the same layout.
+
+        Raises ConfigError if nothing of that place can be read from here, TransferError if these
+        planes cannot.
+        """

@@ -31,6 +31,7 @@ from tierkv.gpu.protocol import (
     Ids,
     Lane,
     Planes,
+    Sharing,
     Stream,
 )
 from tierkv.sched.ranked_events import FailedEvent, Ledger, RankedEvent, RankedStream, part_of
@@ -68,6 +69,7 @@ class RankedDevice:
         self.layouts = tuple(scheme.layout(shard) for shard in self.shards)
         self.name = f"{devices[0].name} x{len(devices)}"
         self.compute_stream: Stream = RankedStream([d.compute_stream for d in devices])
+        self.sharing: Sharing | None = None  # tensor-parallel ranks show nobody their planes
         self._ledger = Ledger(len(devices), late_s, now)
 
     @property

@@ -15,7 +15,7 @@ import msgspec
 
 from tierkv import wire
 from tierkv.errors import StoreCorruptError
-from tierkv.gpu.shared import SharedPlanes
+from tierkv.gpu.protocol import SharedPlanes
 from tierkv.pd.direct.neighbour import uid_of_peer
 
 T = TypeVar("T")

@@ -13,16 +13,16 @@ import msgspec
 from tierkv.cache.keys import Prompt
 from tierkv.cache.pool import Ids
 from tierkv.errors import ConfigError
-from tierkv.gpu.protocol import HostSlots
-from tierkv.gpu.shared import Sharing
-from tierkv.pd.direct import memory
+from tierkv.gpu import process_memory
+from tierkv.gpu.process_memory import CPU_PLACE
+from tierkv.gpu.protocol import HostSlots, Sharing
 from tierkv.pd.direct.address import DirectAddress, this_machine
 from tierkv.pd.direct.answers import Answers
 from tierkv.pd.direct.claimer import Claimer
 from tierkv.pd.direct.engine import TransferEngine
 from tierkv.pd.direct.landing import Landing
 from tierkv.pd.direct.offers import Offers
-from tierkv.pd.direct.planes import CPU, ShownPlanes, sharing_of
+from tierkv.pd.direct.planes import ShownPlanes
 from tierkv.pd.direct.serve import DirectServer
 from tierkv.pd.ledger import Ledger
 from tierkv.pd.settings import DirectPath, HandoffSettings
@@ -98,7 +98,7 @@ class Direct:
         async with AsyncExitStack() as stack:
             if way is not DirectPath.NETWORK:
                 self._machine = await asyncio.to_thread(this_machine)
-            if way in (DirectPath.AUTO, DirectPath.MEMORY) and memory.is_possible():
+            if way in (DirectPath.AUTO, DirectPath.MEMORY) and process_memory.is_possible():
                 self._pid = os.getpid() if self._machine else 0
                 self.offers.may_read_memory = bool(self._machine)
             if way in (DirectPath.AUTO, DirectPath.DEVICE) and self._machine:
@@ -115,9 +115,10 @@ class Direct:
                 self._server = None
 
     async def _share_device(self, stack: AsyncExitStack) -> None:
-        sharing = await asyncio.to_thread(sharing_of, self._tiers.mover.device)
+        sharing = self._tiers.mover.device.sharing
         is_asked_for = self._settings.direct is DirectPath.DEVICE
-        if sharing is None or (sharing.place == CPU and not is_asked_for):  # `memory` does as well
+        # Between CPUs the path `memory` does as well.
+        if sharing is None or (sharing.place == CPU_PLACE and not is_asked_for):
             if is_asked_for:
                 log.warning("no direct hand-off from device to device: this one has no way to")
             return

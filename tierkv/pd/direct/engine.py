@@ -17,7 +17,7 @@ import numpy as np
 
 from tierkv.cache.layout import Bytes1D
 from tierkv.errors import ConfigError, TransferError
-from tierkv.pd.direct.memory import Piece
+from tierkv.gpu.process_memory import Piece
 
 
 class _Engine(Protocol):

@@ -16,7 +16,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.errors import ConfigError, OutOfBlocksError, TransferError
-from tierkv.gpu.shared import SharedPlanes, Sharing
+from tierkv.gpu.protocol import SharedPlanes, Sharing
 from tierkv.pd.direct.planes import OpenPlanes
 from tierkv.pd.stats import HandoffStats
 from tierkv.sched.events import Happening

@@ -13,10 +13,10 @@ from functools import partial
 
 from tierkv.cache.keys import StoredKey
 from tierkv.errors import StoreCorruptError, StoreUnavailableError, TransferError
+from tierkv.gpu import process_memory
+from tierkv.gpu.process_memory import NotPermittedError, Piece
 from tierkv.gpu.protocol import HostSlots, Ids
-from tierkv.pd.direct import memory
 from tierkv.pd.direct.engine import TransferEngine
-from tierkv.pd.direct.memory import NotPermittedError, Piece
 from tierkv.pd.stats import HandoffStats
 from tierkv.storage.codec import PlainCodec
 from tierkv.storage.protocol import GetOutcome, GetStatus
@@ -168,7 +168,7 @@ class Offers:
             for read, payload in zip(reads, payloads, strict=True)
         ]
         if peer.pid is not None:
-            memory.read(peer.pid, pieces)
+            process_memory.read(peer.pid, pieces)
         elif self.engine is not None:
             self.engine.read(peer.engine, pieces)
         else:

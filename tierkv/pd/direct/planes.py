@@ -2,70 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import uuid4
 
-from tierkv.errors import TransferError
-from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.protocol import Device, Ids, Planes
-from tierkv.gpu.shared import PeerPlanes, SharedPlane, SharedPlanes, Sharing
-from tierkv.pd.direct import memory
-from tierkv.pd.direct.memory import Piece
-
-CPU = "cpu"
-
-
-def sharing_of(device: Device) -> Sharing | None:
-    """What this device can do with processes beside it; None if nothing."""
-    if isinstance(device, CpuDevice):
-        return CpuSharing() if memory.is_possible() else None
-    try:
-        from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - CuPy may be missing
-        from tierkv.gpu.ipc import CudaSharing  # noqa: PLC0415
-    except ImportError:
-        return None
-    return CudaSharing(device) if isinstance(device, CudaDevice) else None
-
-
-class CpuSharing:
-    """On the CPU planes are memory of the process, which the kernel copies to another's."""
-
-    place = CPU
-
-    def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
-        owner = str(os.getpid()).encode()
-        return tuple(
-            SharedPlane(owner, int(array.ctypes.data), int(array.strides[0]))
-            for array in planes.arrays
-        )
-
-    def open(self, own: Planes, shared: SharedPlanes) -> PeerPlanes:
-        if shared.place != self.place or len(shared.planes) != len(own.layout.planes):
-            raise TransferError("these are not planes like this node's")
-        return _CpuPeer(own, shared)
-
-
-class _CpuPeer:
-    def __init__(self, own: Planes, shared: SharedPlanes) -> None:
-        self._own = own
-        self._shared = shared
-
-    def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        pairs = list(zip(source_ids.tolist(), target_ids.tolist(), strict=True))
-        pieces = []
-        for theirs, ours in zip(self._shared.planes, self._own.arrays, strict=True):
-            start, stride, num_bytes = int(ours.ctypes.data), int(ours.strides[0]), ours.shape[1]
-            pieces += [
-                Piece(theirs.offset + source * theirs.stride, start + target * stride, num_bytes)
-                for source, target in pairs
-            ]
-        memory.read(int(self._shared.planes[0].handle), pieces)
-
-    def close(self) -> None:
-        pass
+from tierkv.gpu.protocol import Ids, PeerPlanes, Planes, SharedPlanes, Sharing
 
 
 class ShownPlanes:

@@ -1,4 +1,5 @@
-"""Reads another process's memory on the same machine: one system call, one copy."""
+"""Reads another process's memory on the same machine: one system call, one copy. For planes on the
+CPU that is what CUDA IPC (ipc.py) is on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierkv.errors import TransferError
+from tierkv.gpu.protocol import Ids, PeerPlanes, Planes, SharedPlane, SharedPlanes
 
+CPU_PLACE = "cpu"  # of planes that are memory of a process
 _MOST_PIECES = 1024  # IOV_MAX
 
 
@@ -70,3 +73,41 @@ def _libc() -> ctypes.CDLL:
             ctypes.c_ulong,
         )
     return libc
+
+
+class CpuSharing:
+    """On the CPU planes are memory of the process, which the kernel copies to another's."""
+
+    place = CPU_PLACE
+
+    def share(self, planes: Planes) -> tuple[SharedPlane, ...]:
+        owner = str(os.getpid()).encode()
+        return tuple(
+            SharedPlane(owner, int(array.ctypes.data), int(array.strides[0]))
+            for array in planes.arrays
+        )
+
+    def open(self, own: Planes, shared: SharedPlanes) -> PeerPlanes:
+        if shared.place != self.place or len(shared.planes) != len(own.layout.planes):
+            raise TransferError("these are not planes like this node's")
+        return _CpuPeer(own, shared)
+
+
+class _CpuPeer:
+    def __init__(self, own: Planes, shared: SharedPlanes) -> None:
+        self._own = own
+        self._shared = shared
+
+    def copy(self, source_ids: Ids, target_ids: Ids) -> None:
+        pairs = list(zip(source_ids.tolist(), target_ids.tolist(), strict=True))
+        pieces = []
+        for theirs, ours in zip(self._shared.planes, self._own.arrays, strict=True):
+            start, stride, num_bytes = int(ours.ctypes.data), int(ours.strides[0]), ours.shape[1]
+            pieces += [
+                Piece(theirs.offset + source * theirs.stride, start + target * stride, num_bytes)
+                for source, target in pairs
+            ]
+        read(int(self._shared.planes[0].handle), pieces)
+
+    def close(self) -> None:
+        pass
