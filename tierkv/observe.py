@@ -11,9 +11,9 @@ from tierkv.cache.pool import PoolStats
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.stats import HandoffStats
-from tierkv.sched.decisions import Decisions
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
+from tierkv.sched.slots import Decisions
 from tierkv.sched.tiers import TierStats
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO, StorageStats

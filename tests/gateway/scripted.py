@@ -16,6 +16,7 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
+from tierkv.api.settings import AuthSection
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import (
@@ -25,7 +26,6 @@ from tierkv.gateway.settings import (
     HealthSection,
     LimitsSection,
 )
-from tierkv.http.settings import AuthSection
 
 Json = dict[str, Any]
 

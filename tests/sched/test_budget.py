@@ -9,7 +9,7 @@ from tests.world import GQA, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.tokens import pack
 from tierkv.gpu.protocol import Direction
-from tierkv.sched.budget import ByteBudget
+from tierkv.sched.tiers import ByteBudget
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
 

@@ -13,8 +13,8 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
-from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request
+from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 

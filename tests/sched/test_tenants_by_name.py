@@ -18,8 +18,8 @@ from tierkv.errors import (
     OutOfBlocksError,
     RequestTooLargeError,
 )
-from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request
+from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 

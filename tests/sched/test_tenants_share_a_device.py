@@ -15,9 +15,9 @@ from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.errors import ConfigError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
-from tierkv.sched.limits import Limits
+from tierkv.sched.fair_queue import MAX_PASSED_OVER
 from tierkv.sched.request import Request
-from tierkv.sched.turns import MAX_PASSED_OVER
+from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 ACME = dataclasses.replace(fingerprint(), tenant="acme")

@@ -13,9 +13,8 @@ from tests.simulated import simulate
 from tests.world import GQA, World, world
 from tierkv.cache.keys import Prompt
 from tierkv.sched.computing import Promise, Wait
+from tierkv.sched.fair_queue import MAX_PASSED_OVER, Waiting, WaitingLine
 from tierkv.sched.request import RequestSpec
-from tierkv.sched.turns import MAX_PASSED_OVER
-from tierkv.sched.waiting import Waiting, WaitingLine
 
 MANY = 10_000
 

@@ -19,8 +19,8 @@ from tierkv.errors import (
     ShuttingDownError,
 )
 from tierkv.gpu.protocol import Direction
-from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request
+from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
 ACME = dataclasses.replace(fingerprint(), tenant="acme")

@@ -26,9 +26,9 @@ from tierkv.errors import (
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.ticket import ClaimProblem
-from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.tenants import Limits
 from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store

@@ -14,7 +14,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
 from tierkv.cache.node import Node
 from tierkv.cache.tokens import common_blocks
-from tierkv.sched.decisions import Decisions
+from tierkv.sched.slots import Decisions
 from tierkv.sched.worth import HEDGE, Line, Purse
 
 _Key = tuple[str, int, bytes, bytes]  # space, node, extra keys and tokens of the next block

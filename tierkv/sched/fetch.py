@@ -13,7 +13,7 @@ from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import StoreUnavailableError
 from tierkv.sched.fetch_groups import NO_ROOM, FetchGroups, Progress, SharedTails, Source
-from tierkv.sched.seldom import Seldom
+from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.worth import Decision, Estimator, FetchPolicy
 from tierkv.storage.protocol import GetOutcome, GetStatus
@@ -330,7 +330,7 @@ class FetchWorth:
 
     def __init__(self, tiers: Tiers, estimator: Estimator | None) -> None:
         self._tiers = tiers
-        self._ended_early = Seldom(log, "fetch ended early (x%d): %s")
+        self._ended_early = LogThrottle(log, "fetch ended early (x%d): %s")
         self.estimator = estimator or Estimator(
             bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE
         )

@@ -14,7 +14,7 @@ from tierkv.cache.copies import CopyState
 from tierkv.cache.node import Node, Tier
 from tierkv.cache.pool import Ids
 from tierkv.errors import ConfigError, OwnershipError
-from tierkv.sched.books import Leaving
+from tierkv.sched.slots import Leaving
 from tierkv.sched.tiers import Tiers
 
 # Host memory is pinned once, and its address is known to lanes, stores and other nodes.

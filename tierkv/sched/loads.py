@@ -14,6 +14,7 @@ from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.errors import TransferError
 from tierkv.sched.events import Happening
+from tierkv.sched.request import Request
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
 
@@ -43,11 +44,13 @@ class Load:
 
 
 class Loads:
-    """All of them, found by the slots they write."""
+    """All of them, found by the slots they write. used_by: those that write blocks of a request's
+    table."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._index = tiers.index
+        self.used_by: dict[Request, list[Load]] = {}
         self._by_number: dict[int, Load] = {}
         self._last_number = 0
         self._number_of = np.zeros(0, np.int64)  # by device slot, 0 where none writes it

@@ -18,19 +18,15 @@ from tierkv.errors import (
     ShuttingDownError,
 )
 from tierkv.gpu.protocol import Event
-from tierkv.sched.admitting import Admitting
-from tierkv.sched.commits import Commits
+from tierkv.sched.admission import Admitting, Growing, Parking, SchedulerStats, Starting
 from tierkv.sched.computing import Computing
+from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
-from tierkv.sched.growing import Growing
-from tierkv.sched.limits import Limits, TenantLimits
+from tierkv.sched.finish import Commits
 from tierkv.sched.loads import Loads
-from tierkv.sched.parking import Parking
-from tierkv.sched.request import Request, RequestSpec, RequestState
-from tierkv.sched.running import Running
-from tierkv.sched.starting import SchedulerStats, Starting
+from tierkv.sched.request import Request, RequestSpec, RequestState, Running
+from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
-from tierkv.sched.waiting import Waiting, WaitingLine
 from tierkv.sched.worth import Line
 
 __all__ = ["Scheduler", "SchedulerStats"]
@@ -164,9 +160,9 @@ class Scheduler:
         both = {one.spec.request_id for one in self._waiting} & running.by_id.keys()
         wrong += [f"request {name!r} waits and runs" for name in sorted(both)]
         for one in running.by_id.values():
-            has_failed = any(load.is_failed for load in running.loads_of.get(one, ()))
+            has_failed = any(load.is_failed for load in self.loads.used_by.get(one, ()))
             wrong += one.findings(self.index, has_failed=has_failed)
-        for one in running.loads_of:
+        for one in self.loads.used_by:
             if one not in running:
                 wrong.append(f"request {one.request_id!r} has ended, but its loads are kept")
         return wrong + self._preempted_findings()

@@ -1,22 +1,240 @@
-"""Slots and copies of the tiers: the whole of it, and the copies that the write rules ask for."""
+"""Slots and copies of the tiers: copies that must come before an eviction, those that the write
+rules ask for, and the budget of bytes that these have.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Unpack
 
 import numpy as np
 
-from tierkv.cache.copies import CopyState, Mask
+from tierkv.cache.copies import Change, CopyState, Mask
 from tierkv.cache.index import Lease, runs_of
+from tierkv.cache.keys import StoredKey
 from tierkv.cache.match import segments
 from tierkv.cache.node import Node, Tier
-from tierkv.errors import OutOfBlocksError, ShuttingDownError
-from tierkv.sched.books import Leaving, Parts, TierStats
-from tierkv.sched.budget import ByteBudget
-from tierkv.sched.room import Watermarks
-from tierkv.sched.write_back import WriteBack
+from tierkv.cache.pool import Ids
+from tierkv.errors import OutOfBlocksError, ShuttingDownError, TransferError
+from tierkv.sched.events import Happening
+from tierkv.sched.eviction import CopyDown, Room, Watermarks
+from tierkv.sched.planner import Step
+from tierkv.sched.slots import Leaving, Parts, TierStats
+from tierkv.storage.protocol import PutStatus
+from tierkv.transfer.mover import Movement
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    num_bytes: int
+    granted: asyncio.Future[None]
+
+
+class ByteBudget:
+    """At most `max_bytes` in flight, in the order of asking; a bigger piece goes alone.
+
+    is_busy: whether something more urgent is on its way. While it is, one piece at a time goes, so
+    that the background lives on, but leaves the bandwidth to the others. After that has changed,
+    `look_again` lets more go.
+    """
+
+    def __init__(self, max_bytes: int, is_busy: Callable[[], bool]) -> None:
+        self.max_bytes = max_bytes
+        self.bytes_in_flight = 0
+        self.most_in_flight = 0
+        self._is_busy = is_busy
+        self._num_in_flight = 0
+        self._line: deque[_Turn] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not turn.granted.cancelled() for turn in self._line)
+
+    @asynccontextmanager
+    async def room(self, num_bytes: int) -> AsyncIterator[None]:
+        """Wait for the turn of `num_bytes`; they are in flight until the body ends."""
+        turn = _Turn(num_bytes, asyncio.get_running_loop().create_future())
+        self._line.append(turn)
+        self.look_again()
+        try:
+            await turn.granted
+        except asyncio.CancelledError:
+            if not turn.granted.cancelled() and turn.granted.done():
+                self._ended(turn)
+            else:
+                turn.granted.cancel()  # it may have left the line meanwhile
+                self.look_again()  # those behind it may fit
+            raise
+        try:
+            yield
+        finally:
+            self._ended(turn)
+
+    def _ended(self, turn: _Turn) -> None:
+        self.bytes_in_flight -= turn.num_bytes
+        self._num_in_flight -= 1
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Let go what may go now."""
+        while self._line:
+            turn = self._line[0]
+            if turn.granted.cancelled():
+                self._line.popleft()
+                continue
+            fits = self.bytes_in_flight + turn.num_bytes <= self.max_bytes
+            if self._num_in_flight and (not fits or self._is_busy()):
+                return
+            self._line.popleft()
+            self._num_in_flight += 1
+            self.bytes_in_flight += turn.num_bytes
+            self.most_in_flight = max(self.most_in_flight, self.bytes_in_flight)
+            turn.granted.set_result(None)
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words, when nothing is on its way."""
+        if self.bytes_in_flight or self._num_in_flight:
+            return [f"nothing runs, but {self.bytes_in_flight} bytes of copies down are counted"]
+        return []
+
+
+log = logging.getLogger("tierkv.tiers")
+
+
+@dataclass(slots=True, eq=False)
+class Flush:
+    """Path blocks from `first` on that a store is given, out of host slots; see `begin_reading`."""
+
+    space: str
+    first: int
+    keys: list[StoredKey]
+    slots: Ids
+    worth: list[float]
+
+
+class WriteBack(Room):
+    """A slot is reused only after the copy of its block is done."""
+
+    def _copy_down(self, tier: Tier, step: Step) -> CopyDown:
+        node = step.victim.node
+        first, stop = node.start + step.victim.start, node.start + step.victim.stop
+        if tier is Tier.HOST:
+            if self.storage is None:
+                return CopyDown.IMPOSSIBLE
+            # Stored or not, it is tried, and may go then: the slots are needed, and the store must
+            # not hold up inference. Without the mark the next plan would try again for ever.
+            self.index.mark_stored(node, first, stop)
+            self._on_the_way[tier] += stop - first
+            end = self.begin_storing(node.space.name)
+            self.start(
+                self._flush_for_room(self._begin_flush(node, first, stop), end), "tierkv-flush"
+            )
+            return CopyDown.STARTED
+        # What the host cannot take of a run is forgotten from its end, so that the rest is kept.
+        room = self.available(Tier.HOST, node.space)
+        if 0 < room < stop - first and not node.holders and not self.is_making_room(Tier.HOST):
+            self.forget(node, step.victim.start + room)
+            stop = first + room
+        lease = self.index.hold_as_is(node)
+        try:
+            slots = self.take(Tier.HOST, stop - first, node.space)
+        except OutOfBlocksError:
+            self.index.release(lease)
+            is_soon = self._on_the_way[Tier.HOST] and not self.num_late and self._may_wait()
+            return CopyDown.LATER if is_soon else CopyDown.IMPOSSIBLE
+        self._on_the_way[tier] += stop - first
+        movement = self._begin_offload(node, first, stop, slots)
+        work = self._offload_for_room(lease, first, stop, movement)
+        self.start(work, "tierkv-write-back", space=node.space.name)
+        return CopyDown.STARTED
+
+    def _may_wait(self) -> bool:
+        """Whether who needs room may wait for a store; if so, they do from now on."""
+        may = self.allowance.look(asyncio.get_running_loop().time())
+        self.allowance.is_waiting = may
+        return may
+
+    async def _offload_for_room(
+        self, lease: Lease, first: int, stop: int, movement: Movement
+    ) -> None:
+        has_copy = False
+        try:
+            has_copy = await self._end_offload(lease.node, first, stop, movement)
+        finally:
+            self._on_the_way[Tier.DEVICE] -= stop - first
+            self.index.release(lease)
+            node = lease.node
+            if not has_copy and not node.holders and node.copies[Tier.DEVICE].num_present:
+                self.forget(node, max(first - node.start, 0))  # or it would be tried for ever
+            self.capacity_changed()
+        self._free_ahead(Tier.DEVICE)  # what was copied ahead of need goes now
+
+    async def _flush_for_room(self, flush: Flush, end: Callable[[], None]) -> None:
+        try:
+            await self._end_flush(flush)
+        finally:
+            end()
+            self.allowance.look(asyncio.get_running_loop().time())
+            self.allowance.is_waiting = False  # who waits asks again now
+            self._on_the_way[Tier.HOST] -= len(flush.slots)
+            self.capacity_changed()
+        self._free_ahead(Tier.HOST)
+
+    def _begin_offload(self, node: Node, first: int, stop: int, slots: Ids) -> Movement:
+        """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""
+        index = self.index
+        index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
+        self.num_offloads += 1
+        return self.mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
+
+    async def _end_offload(self, node: Node, first: int, stop: int, movement: Movement) -> bool:
+        """Wait for the copy and note its result; whether the blocks have a host copy now."""
+        index = self.index
+        try:
+            try:
+                await movement.done()
+            finally:
+                self.num_offloads -= 1
+        except TransferError as error:
+            log.warning("offload of %d blocks failed: %s", stop - first, error)
+            self.stats.failed_transfers += 1
+            self.give(Tier.HOST, index.change(Tier.HOST, node, first, stop, Change.FAIL))
+            return False
+        index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
+        self.stats.offloaded_blocks += stop - first
+        self.events.tell(Happening.STORED, "host", node, first, stop)
+        self.capacity_changed()  # who waits for these blocks on the host, too
+        return True
+
+    def _begin_flush(self, node: Node, first: int, stop: int) -> Flush:
+        """Path blocks [first, stop), ready on the host, which a store is given in `_end_flush`."""
+        # A block is of no use without those before it, so of equal hits the first is worth most.
+        worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
+        slots = self.index.slots(Tier.HOST, node, first, stop)
+        self.begin_reading(slots)
+        return Flush(node.space.name, first, self.keys_of(node, first, stop), slots, worth)
+
+    async def _end_flush(self, flush: Flush) -> list[bool]:
+        """Store them; which of them are stored. The index may have other blocks there by now."""
+        try:
+            storage = self.storage
+            if storage is None:  # detached meanwhile
+                return [False] * len(flush.keys)
+            outcomes = await storage.flush(flush.keys, flush.slots, flush.worth)
+        finally:
+            self.end_reading(flush.slots)
+        for at, (key, outcome) in enumerate(zip(flush.keys, outcomes, strict=True), flush.first):
+            if outcome.status is PutStatus.STORED:
+                self.events.tell_stored(flush.space, at, key.digest)
+            elif outcome.status is not PutStatus.EXISTED:
+                self._not_stored.warn(outcome.reason)
+        return [outcome.status in (PutStatus.STORED, PutStatus.EXISTED) for outcome in outcomes]
+
 
 __all__ = ["GROUP_BLOCKS", "TierStats", "Tiers", "Watermarks"]
 

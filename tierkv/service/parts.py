@@ -24,7 +24,7 @@ from tierkv.pd.small import SmallValues
 from tierkv.pd.staging import Staging
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.tickets import Tickets
-from tierkv.sched.arriving import Arriving
+from tierkv.sched.arrivals import Arrivals
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.lifecycle import Lifecycle
 from tierkv.sched.scheduler import Scheduler
@@ -91,7 +91,7 @@ class Parts:
             take=self.scheduler.take_device,
         )
         self.fetcher = Fetcher(self.tiers, storage.io, self.estimator, source=direct.offers)
-        self.arriving = Arriving()
+        self.arriving = Arrivals()
         self.tenants = Tenants(
             self.tiers,
             made_of.fingerprints,

@@ -17,9 +17,9 @@ from tierkv.pd.ticket import Ticket
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation
 from tierkv.sched.fetch import Fetched
-from tierkv.sched.limits import Limits
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.tenants import Limits
 from tierkv.service import sleeping
 from tierkv.service.handing import Handing, Publishings
 from tierkv.service.looking import explain_now, look_up, stored_blocks

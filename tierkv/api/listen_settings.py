@@ -1,0 +1,49 @@
+"""Settings that nodes and gateways have alike: where they listen, and how much they take."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from tierkv.config import all_above_zero
+from tierkv.errors import ConfigError
+
+_MAX_PORT = 65_535
+
+
+class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """port: 0 takes a free one.
+
+    allow_insecure_bind: listen on other than loopback addresses although nobody is asked who they
+        are; for a private network.
+    drain_grace_s: how long running requests may go on after SIGTERM.
+    max_body_bytes: a longer request body is refused; counted after decompression.
+    max_connections: one more is answered with 503 and closed.
+    idle_timeout_s: a connection that brings no complete request head for so long is closed.
+    body_timeout_s: how long a request's body may take to arrive.
+    send_timeout_s: a client that takes nothing of its answer for so long is cut off.
+    """
+
+    host: str = "127.0.0.1"
+    port: int
+    drain_grace_s: float
+    allow_insecure_bind: bool = False
+    max_body_bytes: int = 16 << 20
+    max_connections: int = 16_384
+    idle_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
+
+    def check(self, table: str) -> None:
+        """Raise ConfigError, with the names of the config file's `table`."""
+        if not 0 <= self.port <= _MAX_PORT:
+            raise ConfigError(f"{table}.port must be in 0..{_MAX_PORT}, not {self.port}")
+        if not self.host:
+            raise ConfigError(f"{table}.host is empty: name an address, such as 127.0.0.1")
+        if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
+            raise ConfigError(f"{table}.drain_grace_s must be a number that is not negative")
+        for name in ("max_body_bytes", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{table}.{name} must be at least 1")
+        all_above_zero(table, self, "idle_timeout_s", "body_timeout_s", "send_timeout_s")

@@ -1,0 +1,623 @@
+"""Where requests wait to be admitted, and how they start. This is where a request's wait for room
+ends: `Admitting` gives turns and is told of every change of capacity.
+
+It waits for room on the device or within its tenant's quota and limits (`Admitting`), for blocks
+that another request computes (`Parking`), or, once it runs, for more blocks (`Growing`). Only its
+wait for storage comes before (`fetch.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tierkv.cache.copies import CopyState
+from tierkv.cache.index import Lease
+from tierkv.cache.keys import Prompt
+from tierkv.cache.match import Match
+from tierkv.cache.node import Tier
+from tierkv.cache.pool import Ids
+from tierkv.errors import (
+    BadRequestError,
+    OutOfBlocksError,
+    OverQuotaError,
+    RequestTooLargeError,
+    TierKVError,
+    TransferError,
+)
+from tierkv.sched.computing import Computing, Wait
+from tierkv.sched.fair_queue import Waiting, WaitingLine
+from tierkv.sched.loads import Load, Loads
+from tierkv.sched.planner import AdmissionPlan, plan_admission
+from tierkv.sched.request import Matched, Request, RequestSpec, Running
+from tierkv.sched.tenants import Limits, TenantLimits
+from tierkv.sched.tiers import Tiers
+from tierkv.transfer.mover import Movement
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start. shared_waits: requests that waited for another one's blocks instead
+    of computing them; lost_waits: those of them for whom they did not come in time."""
+
+    admitted_requests: int = 0
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    shared_waits: int = 0
+    lost_waits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A cached block, of which the prompt shares the first tokens, and the private block that gets
+    a copy of it. block: counted from the prompt's start."""
+
+    source: Lease
+    block: int
+    target: Ids
+
+
+class Starting:
+    """All or nothing: a start that fails has changed nothing."""
+
+    def __init__(self, tiers: Tiers, running: Running, loads: Loads, computing: Computing) -> None:
+        self._tiers = tiers
+        self._index = tiers.index
+        self._running = running
+        self._loads = loads
+        self._computing = computing
+        self.stats = SchedulerStats()
+
+    def try_start(self, waiting: Waiting, plan: AdmissionPlan) -> Request:
+        """Raises OutOfBlocksError, with nothing held, if it has to wait."""
+        spec = waiting.spec
+        if not waiting.uses_partial:
+            plan = replace(plan, match=replace(plan.match, partial=None))
+        match = plan.match
+        lease = self._index.hold(match.node, match.num_blocks)
+        partial = match.partial
+        source = self._index.hold(partial.node, partial.block + 1) if partial else None
+        try:
+            slots = self.take(spec.prompt, plan.num_slots)
+        except OutOfBlocksError:
+            if source is not None:
+                self._index.release(source)
+            self._index.release(lease)
+            raise
+        return self._start(waiting, plan, lease, source, slots)
+
+    def load(self, prompt: Prompt) -> Movement | None:
+        """Bring to the device what the host has of `prompt`, for nobody yet; None if that is
+        nothing. Raises OutOfBlocksError, with nothing held."""
+        match = self._index.match(prompt)
+        count, stop = match.host_blocks, match.num_blocks
+        if not count:
+            return None
+        lease = self._index.hold(match.node, stop)
+        try:
+            load = self._load(lease, stop - count, stop, self.take(prompt, count))
+        finally:
+            self._index.release(lease)
+        self._loads.let_go(load)
+        return load.movement
+
+    def _load(
+        self, lease: Lease, first: int, stop: int, slots: Ids, partial: _Partial | None = None
+    ) -> Load:
+        """partial: every layer's gate waits for it too, so it goes with the others."""
+        self._tiers.decisions.load_host += 1
+        if partial is None:
+            return self._loads.start(lease, first, stop, slots)
+        source = partial.source
+        beside = (self._host_slot(partial), partial.target)
+        load = self._loads.start(lease, first, stop, slots, beside=beside)
+        load.movement.when_ended(lambda: self._index.release(source))
+        return load
+
+    def take(self, prompt: Prompt, count: int) -> Ids:
+        """Device slots within the tenant's quota, of which private blocks are a part too."""
+        space = self._index.root_of(prompt).space
+        if not space.has_quota:
+            return self._tiers.take(Tier.DEVICE, count)
+        reserved = self._running.private_blocks(space.name)
+        return self._tiers.take(Tier.DEVICE, count, space, reserved=reserved)
+
+    def _start(
+        self,
+        waiting: Waiting,
+        plan: AdmissionPlan,
+        lease: Lease,
+        source: Lease | None,
+        slots: Ids,
+    ) -> Request:
+        spec, match, index = waiting.spec, plan.match, self._index
+        loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
+        first_load = match.num_blocks - plan.num_loads
+        movements = []
+        partial = None
+        if source is not None:
+            assert match.partial is not None, "a source is of a partial match"
+            partial = _Partial(source, match.partial.block, private[:1])
+            if self._is_on_device(partial) or not len(loading):
+                movements.append(self._copy_partial(partial))
+                partial = None  # else it goes with the load
+        loads = []
+        if match.device_blocks < first_load:
+            arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
+            loads = self._loads.of(arriving)
+        for joined in loads:
+            joined.num_users += 1
+        if len(loading):
+            loads.append(self._load(lease, first_load, match.num_blocks, loading, partial))
+        movements += [load.movement for load in loads]
+
+        self._index.count_hit(lease)
+        # A table of its own: the pool may hand on a view of another array.
+        cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
+        table = np.concatenate([cached, private])
+        is_private = np.zeros(len(table), np.bool_)
+        is_private[match.num_blocks :] = True
+        fetched = waiting.fetched
+        came = _joined([fetched.tokens, *fetched.earlier]) if fetched else []
+        matched = _matched(match, came, self._index.block_size, source)
+        request = Request(
+            spec=spec,
+            prompt=spec.prompt,
+            block_table=table,
+            is_private=is_private,
+            lease=lease,
+            cached_tokens=matched.total_tokens,
+            matched=matched,
+            gate=self._tiers.mover.gate([movement.submission for movement in movements]),
+            loads=tuple(movements),
+        )
+        self._running.add(request, plan.num_private)
+        self._loads.used_by[request] = loads
+        if spec.uses_cache:
+            now = asyncio.get_running_loop().time()
+            request.promise = self._computing.begin(
+                request.lease.node, match.num_blocks, spec.prompt, now
+            )
+        self._tiers.write_down(lease.node, match.device_blocks)
+        self.stats.admitted_requests += 1
+        self.stats.prompt_tokens += spec.prompt.num_tokens
+        self.stats.device_hit_tokens += matched.device_tokens
+        self.stats.host_hit_tokens += matched.host_tokens
+        self.stats.storage_hit_tokens += matched.storage_tokens
+        return request
+
+    def _is_on_device(self, partial: _Partial) -> bool:
+        node, block = partial.source.node, partial.block
+        return self._index.states(Tier.DEVICE, node, block, block + 1)[0] is CopyState.READY
+
+    def _host_slot(self, partial: _Partial) -> Ids:
+        block = partial.block
+        return self._index.slots(Tier.HOST, partial.source.node, block, block + 1)
+
+    def _copy_partial(self, partial: _Partial) -> Movement:
+        source, block, mover = partial.source, partial.block, self._tiers.mover
+        if self._is_on_device(partial):
+            slot = self._index.slots(Tier.DEVICE, source.node, block, block + 1)
+            movement = mover.copy_within(slot, partial.target)
+        else:
+            movement = mover.load(self._host_slot(partial), partial.target)
+        work = self._release_after(movement, source)
+        self._tiers.start(work, "tierkv-copy-partial", space=source.node.space.name)
+        return movement
+
+    async def _release_after(self, movement: Movement, lease: Lease) -> None:
+        try:
+            await movement.done()
+        except TransferError:
+            self._tiers.stats.failed_transfers += 1
+        self._index.release(lease)
+        self._tiers.capacity_changed()
+
+
+def _joined(ranges: Sequence[range]) -> list[range]:
+    """The same tokens, each once, in order."""
+    joined: list[range] = []
+    for one in sorted(ranges, key=lambda tokens: tokens.start):
+        if joined and one.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, one.stop))
+        else:
+            joined.append(one)
+    return joined
+
+
+def _matched(match: Match, came: Sequence[range], block_size: int, source: Lease | None) -> Matched:
+    """Count the matched tokens by the tier they came from. came: those that were brought for this
+    request; some of them may be on the device by now, but they came from storage all the same."""
+    full = match.num_blocks * block_size
+    partial = match.partial.num_tokens if match.partial else 0
+    on_device = (match.device_blocks + match.loading_blocks) * block_size
+    storage = _count_below(full, came)
+    device = on_device - _count_below(on_device, came)
+    host = full - device - storage
+    if partial and source is not None:
+        block = source.node.copies[Tier.DEVICE].states
+        if any(full in tokens for tokens in came):
+            storage += partial
+        elif block[source.num_blocks - 1 - source.node.start] == CopyState.READY:
+            device += partial
+        else:
+            host += partial
+    return Matched(device, host, storage)
+
+
+def _count_below(stop: int, ranges: Sequence[range]) -> int:
+    return sum(len(range(one.start, min(one.stop, stop))) for one in ranges)
+
+
+class Growing:
+    """extending: requests that wait for more blocks right now. limits_of: a request's tenant's.
+    let_go: lets one that waits for admission, of one tenant or any, give up what was fetched for
+    it; whether there was one."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        running: Running,
+        starting: Starting,
+        *,
+        limits_of: Callable[[RequestSpec], Limits],
+        let_go: Callable[[str | None], bool],
+    ) -> None:
+        self._tiers = tiers
+        self._index = tiers.index
+        self._running = running
+        self._starting = starting
+        self._limits_of = limits_of
+        self._let_go = let_go
+        self.extending: list[Request] = []
+        self._short_of_quota: set[Request] = set()  # of those, who wait for their own tenant only
+
+    async def extend(self, request: Request, num_tokens: int) -> None:
+        """Make room in the block table for `num_tokens` beyond the prompt's and the committed ones.
+
+        All the blocks or none. It waits for them before anybody is admitted. Raises
+        OutOfBlocksError if all that run wait for one another and this one is the least of them:
+        `preempt` it then; also if its tenant may not have as many. Raises RequestTooLargeError if
+        the device, its tenant's quota or the limit of one request is too small for it.
+        """
+        request.check_wanted()
+        if num_tokens < 0:
+            raise BadRequestError(f"num_tokens must not be negative: {num_tokens}")
+        num_tokens = operator.index(num_tokens)  # perhaps NumPy's
+        tokens = request.whole_prompt.num_tokens + num_tokens
+        if not self._missing(request, tokens):
+            return
+        self._check(request, tokens)
+        self.extending.append(request)
+        has_waited = False
+        try:
+            # Another extension of the same request may have brought what this one wants.
+            while count := self._missing(request, tokens):
+                slots = self._try_extend(request, count)
+                if slots is not None:
+                    self._grow(request, slots)
+                    break
+                if not has_waited:  # with this one all may wait, and one of the others must yield
+                    has_waited = True
+                    self._tiers.capacity_changed()
+                await self._tiers.next_change()
+                request.check_wanted()
+                self._check(request, tokens)
+        finally:
+            self.extending.remove(request)
+            if request not in self.extending:
+                self._short_of_quota.discard(request)
+            self._tiers.capacity_changed()
+
+    def holds_up(self, space: str) -> bool:
+        """Whether a running request waits for blocks that one of this tenant might take: anybody's,
+        if the device is full, its tenant's, if it is only that one's quota."""
+        return any(
+            request not in self._short_of_quota or request.space == space
+            for request in self.extending
+        )
+
+    def _missing(self, request: Request, tokens: int) -> int:
+        """How many blocks its table lacks for so many tokens."""
+        return max(-(-tokens // self._index.block_size) - len(request.block_table), 0)
+
+    def _grow(self, request: Request, slots: Ids) -> None:
+        private = np.ones(len(slots), np.bool_)
+        request.block_table = np.concatenate([request.block_table, slots])
+        request.is_private = np.concatenate([request.is_private, private])
+        self._running.grown(request, len(slots))
+
+    def _check(self, request: Request, tokens: int) -> None:
+        """Raise at once what no waiting would change."""
+        more = self._missing(request, tokens)
+        total = len(request.block_table) + more
+        limits = self._limits_of(request.spec)
+        space = self._index.root_of(request.prompt).space
+        for most, what in (
+            (self._tiers.pools[Tier.DEVICE].capacity, "the device holds"),
+            (space.quota[Tier.DEVICE], "its tenant's quota"),
+            (limits.request_blocks, "one request may have"),
+        ):
+            if most is not None and total > most:
+                raise RequestTooLargeError(f"{total} blocks are more than {what}: {most}")
+        _, blocks = self._running.of_tenant(space.name)
+        if limits.blocks is not None and blocks + more > limits.blocks:
+            available = max(limits.blocks - blocks, 0)
+            raise OutOfBlocksError("the tenant's limit", needed=more, available=available)
+
+    def _try_extend(self, request: Request, count: int) -> Ids | None:
+        while True:
+            try:
+                return self._starting.take(request.prompt, count)
+            except OutOfBlocksError as error:
+                if isinstance(error, OverQuotaError):
+                    self._short_of_quota.add(request)
+                    space = request.space
+                else:
+                    self._short_of_quota.discard(request)
+                    space = None
+                rivals = self._who_must_yield(space)
+                if not rivals:
+                    return None
+                if self._let_go(space):
+                    continue  # before one that runs gives up, those that wait let go
+                # The lowest priority yields, and among equals the last that came.
+                if request is min(reversed(rivals), key=lambda one: one.spec.priority):
+                    raise
+                return None
+
+    def _who_must_yield(self, space: str | None) -> list[Request]:
+        """Those that run, of this space or of any, in the order in which they came, if all of them
+        wait and nothing else makes room, so that one must give up; else nobody."""
+        if self._tiers.is_at_work(space):
+            return []
+        running = self._running
+        rivals = [one for one in running.by_id.values() if space is None or one.space == space]
+        return rivals if all(one in self.extending for one in rivals) else []
+
+
+class Parking:
+    """on_timeout: called when a wait is up, and its request is back in line."""
+
+    def __init__(
+        self,
+        line: WaitingLine,
+        computing: Computing,
+        stats: SchedulerStats,
+        on_timeout: Callable[[], None],
+    ) -> None:
+        self._line = line
+        self._computing = computing
+        self._stats = stats
+        self._on_timeout = on_timeout
+
+    def worth_a_wait(self, waiting: Waiting, plan: AdmissionPlan) -> Wait | None:
+        """What to stand aside for; None if it is better to start now, which `started` is told."""
+        waiting.passes_by = None
+        spec = waiting.spec
+        if not spec.uses_cache or not self._computing.num_promises:
+            return None
+        now = asyncio.get_running_loop().time()
+        if waiting.give_up_at is not None and now >= waiting.give_up_at:
+            return None
+        stop = spec.max_cached_tokens // spec.prompt.block_size
+        wait = self._computing.possible_wait(plan.match, spec.prompt, stop, now)
+        if wait is None or self._computing.is_worth_it(wait):
+            return wait
+        waiting.passes_by = wait
+        return None
+
+    def started(self, waiting: Waiting) -> None:
+        if waiting.passes_by is not None:
+            self._computing.passed_by(waiting.passes_by)
+
+    def park(self, waiting: Waiting, wait: Wait) -> None:
+        """It is in line, and stands aside from now on."""
+        self._stats.shared_waits += waiting.give_up_at is None
+        self._computing.waits()
+        now = asyncio.get_running_loop().time()
+        self._line.stand_aside(waiting, wait, now, lambda: self._wait_is_up(waiting))
+
+    def bring_back(self) -> None:
+        """Those whose blocks are there, or will not come, have their old place again."""
+        for waiting in self._line.whose_wait_is_over():
+            wait = self._line.come_back(waiting)
+            assert wait is not None, "it stood aside"
+            self._note(waiting, wait, was_worth_it=wait.promise.first >= wait.stop)
+
+    def _wait_is_up(self, waiting: Waiting) -> None:
+        wait = self._line.come_back(waiting)
+        assert wait is not None, "the timer ends with the wait"
+        waiting.give_up_at = 0.0  # no more of this: it computes
+        self._note(waiting, wait, was_worth_it=False)
+        self._on_timeout()
+
+    def _note(self, waiting: Waiting, wait: Wait, *, was_worth_it: bool) -> None:
+        self._stats.lost_waits += not was_worth_it
+        waited_s = asyncio.get_running_loop().time() - waiting.parked_at
+        self._computing.note_wait(wait, waited_s, was_worth_it=was_worth_it)
+
+
+# Turns in line per turn of the loop: 2 to 19 ms, most where each copies a shared tail, after
+# which others have theirs (2-core x86-64 VM, 2026-11-21; 32 held the loop for 75 ms).
+_SLICE = 8
+
+
+class Admitting:
+    """The first in line is never overtaken because it is large: while there is no room for it,
+    nobody is admitted. Those that run and want more blocks come before all that wait."""
+
+    def __init__(  # noqa: PLR0913 - what a turn looks at
+        self,
+        tiers: Tiers,
+        line: WaitingLine,
+        running: Running,
+        *,
+        starting: Starting,
+        growing: Growing,
+        limits: TenantLimits,
+        parking: Parking,
+    ) -> None:
+        self._tiers = tiers
+        self._index = tiers.index
+        self._device_pool = tiers.pools[Tier.DEVICE]
+        self._line = line
+        self._running = running
+        self._starting = starting
+        self._growing = growing
+        self._limits = limits
+        self._parking = parking
+        self.pauses: set[str] = set()  # why nobody is admitted
+        self._is_pumping = False
+        self._pumps_again = False
+        self._next_pump: asyncio.Handle | None = None  # for the rest of the line
+        self._over_quota: set[str] = set()  # tenants, in this round, that wait for themselves
+        self._stuck: Waiting | None = None  # the first in line, for whom there was no room
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.pauses)
+
+    def admit_or_join(self, waiting: Waiting) -> Request | None:
+        """The request, if nobody is before it and it fits; else it is in line, and its outcome
+        tells. Raises what makes it unfit."""
+        if self._is_first(waiting):
+            try:
+                plan = plan_admission(self._index, self._device_pool, waiting.spec)
+                wait = self._parking.worth_a_wait(waiting, plan)
+                if wait is None:
+                    request = self._start(waiting, plan)
+                    self._line.given(waiting.tenant, waiting.spec.num_blocks)
+                    return request
+            except OutOfBlocksError:
+                pass
+            else:
+                self._line.join(waiting)
+                self._parking.park(waiting, wait)
+                return None
+        self._line.join(waiting)
+        if self.is_paused:
+            waiting.release_fetched()
+        if not self._is_stuck_still():
+            self.pump()
+        return None
+
+    def _start(self, waiting: Waiting, plan: AdmissionPlan) -> Request:
+        request = self._starting.try_start(waiting, plan)
+        self._parking.started(waiting)
+        return request
+
+    def _is_first(self, waiting: Waiting) -> bool:
+        """Whether it would have the next turn, with nobody else in line."""
+        is_open = not (self.is_paused or self._is_pumping or len(self._line))
+        return is_open and self._may_go(waiting)
+
+    def pump(self) -> None:
+        """Give turns while there is somebody to admit."""
+        if self._is_pumping:
+            self._pumps_again = True  # called from within, by what the loop below lets go
+            return
+        if self._next_pump is not None:
+            return  # this turn of the loop has had its slice; the rest of the line is next
+        self._stuck = None
+        if self._line.is_idle:
+            return
+        self._is_pumping = self._pumps_again = True
+        try:
+            num_turns = 0
+            while self._pumps_again and num_turns < _SLICE:
+                self._pumps_again = False
+                num_turns += self._admit_waiting(_SLICE - num_turns)
+        finally:
+            self._is_pumping = False
+        if num_turns >= _SLICE and self._next_pump is None:
+            self._next_pump = asyncio.get_running_loop().call_soon(self._pump_again)
+
+    def _pump_again(self) -> None:
+        self._next_pump = None
+        self.pump()
+
+    def _is_stuck_still(self) -> bool:
+        """Whether the first in line is who it was when there was no room, of which there is no
+        more now."""
+        return self._stuck is not None and self._is_busy() and self._next() is self._stuck
+
+    def _admit_waiting(self, most: int) -> int:
+        """Give up to `most` turns; how many there were, fewer if there is nothing more to do."""
+        self._parking.bring_back()
+        self._over_quota.clear()
+        for num_turns in range(most):
+            if self.is_paused:
+                return num_turns
+            waiting = self._next()
+            if waiting is None:
+                return num_turns
+            try:
+                self._limits.check(waiting.spec)
+                plan = plan_admission(self._index, self._device_pool, waiting.spec)
+                wait = self._parking.worth_a_wait(waiting, plan)
+                if wait is not None:
+                    self._parking.park(waiting, wait)
+                    continue
+                request = self._start(waiting, plan)
+            except OverQuotaError:
+                if self._is_busy(waiting.tenant) or not self._unblock(waiting, waiting.tenant):
+                    self._over_quota.add(waiting.tenant)
+                continue
+            except OutOfBlocksError:
+                is_busy = self._is_busy()
+                if not is_busy and self._unblock(waiting):
+                    continue
+                self._stuck = waiting if is_busy else None
+                return num_turns
+            except TierKVError as error:
+                self._line.leave(waiting)
+                waiting.outcome.set_exception(error)
+                continue
+            self._line.admitted(waiting, waiting.spec.num_blocks)
+            waiting.outcome.set_result(request)
+        return most
+
+    def _next(self) -> Waiting | None:
+        """The first in line whose tenant may have one more running."""
+        while (waiting := self._line.next(self._may_go)) is not None:
+            if not waiting.outcome.done():
+                return waiting
+            self._line.leave(waiting)  # cancelled; its task has not run yet
+        return None
+
+    def _may_go(self, waiting: Waiting) -> bool:
+        spec = waiting.spec
+        requests, blocks = self._running.of_tenant(spec.prompt.space)
+        limits, space = self._limits.of(spec), spec.prompt.space
+        if waiting.outcome.done() or not limits.allow(1, spec.num_blocks):
+            return True  # it leaves the line
+        if space in self._over_quota or self._growing.holds_up(space):
+            return False
+        return limits.allow(requests + 1, blocks + spec.num_blocks)
+
+    def _is_busy(self, tenant: str | None = None) -> bool:
+        """Whether something is under way whose end makes room: of this tenant, or of anybody."""
+        if self._tiers.is_at_work(tenant):
+            return True
+        return bool(self._running.by_id) if tenant is None else self._running.has_tenant(tenant)
+
+    def _unblock(self, first: Waiting, tenant: str | None = None) -> bool:
+        """Whether something was let go so that the first in line may fit now.
+
+        Called when nothing runs, or nothing of the tenant whose quota is full. Then only what
+        waiting requests hold stands in the way: what they had fetched, the last in line lets go
+        first; and then the block of which the first would have copied a part.
+        """
+        if self._line.let_go_of_last(tenant):
+            return True
+        if first.uses_partial:
+            first.uses_partial = False
+            return True
+        return False

@@ -1,0 +1,272 @@
+"""Makes room on a tier: quotas, watermarks, eviction. What must be copied first is copied first."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Unpack
+
+import numpy as np
+
+from tierkv.cache.copies import CopyState
+from tierkv.cache.index import runs_of
+from tierkv.cache.node import Node, Space, Tier
+from tierkv.cache.pool import Ids
+from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
+from tierkv.sched.events import Happening
+from tierkv.sched.planner import Step, missing_slots, plan_eviction
+from tierkv.sched.slots import Parts, TierBooks
+
+_AT_ONCE = 1024  # blocks that go in one turn of the loop: 7 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of a tier's slots. When fewer than `low` are free, blocks are evicted, and copied down
+    first where the rule says so, until `high` are: a burst then need not wait for copies."""
+
+    low: float = 0.0
+    high: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high < 1:
+            raise ConfigError("watermarks: 0 <= low <= high < 1")
+
+
+class CopyDown(Enum):
+    """What became of a copy that must come before an eviction."""
+
+    STARTED = "started"
+    LATER = "later"  # room below is being made
+    IMPOSSIBLE = "impossible"
+
+
+class Room(TierBooks, ABC):
+    """Everything here is synchronous: it evicts, or starts the copies after which it can."""
+
+    def __init__(
+        self, watermarks: tuple[Watermarks, Watermarks] | None, **parts: Unpack[Parts]
+    ) -> None:
+        super().__init__(**parts)
+        self._watermarks = watermarks or (Watermarks(), Watermarks())
+        self._on_the_way = {Tier.DEVICE: 0, Tier.HOST: 0}
+
+    @abstractmethod
+    def _copy_down(self, tier: Tier, step: Step) -> CopyDown:
+        """Start the copy that must come before `step`'s blocks may leave `tier`."""
+
+    def is_making_room(self, tier: Tier) -> bool:
+        """Whether copies are under way after which slots of `tier` will be free."""
+        return self._on_the_way[tier] > 0
+
+    def take(self, tier: Tier, count: int, space: Space | None = None, *, reserved: int = 0) -> Ids:
+        """`count` slots of `tier`, evicting what may go. Raises OutOfBlocksError with none taken;
+        if copies that must come first have been started, `on_capacity` tells when to ask again.
+
+        space: whose quota they count in, together with `reserved` slots that are not in the index
+        yet. Who is over its quota evicts from its own.
+        """
+        slots = self._take(tier, count, space, reserved)
+        leaving = self.leaving.get(tier)
+        while leaving is not None and (goes := slots >= leaving.first).any():
+            self.retire(tier, slots[goes])
+            asyncio.get_running_loop().call_soon(self.capacity_changed)  # who shrinks it waits
+            slots = slots[~goes]
+            try:
+                more = self._take(tier, count - len(slots), space, reserved + len(slots))
+            except OutOfBlocksError:
+                self.pools[tier].release(slots)
+                raise
+            slots = np.concatenate([slots, more])
+        return slots
+
+    def _take(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
+        if space is not None:
+            self._stay_within_quota(tier, space, count, reserved)
+        pool, order, rule = self.pools[tier], self.index.order[tier], self.rules[tier]
+        freed: list[Ids] = []
+        missing = self._missing(tier, count)
+        while missing > 0 and (leaf := order.leaf_to_go(missing, rule)) is not None:
+            freed.append(self._drop(tier, *leaf))  # as nearly all go
+            missing -= len(freed[-1])
+        steps = plan_eviction(order, tier, missing, rule) if missing > 0 else []
+        if not any(step.must_copy for step in steps):
+            freed += [self._drop(tier, *step.victim) for step in steps]
+        if sum(map(len, freed)) + pool.num_free >= count:
+            slots = pool.exchange(freed, count)
+        else:
+            for part in freed:
+                pool.release(part)
+            slots = self._take_by_plan(tier, count)
+        if self._watermarks[tier].low:
+            self._keep_free(tier)
+        return slots
+
+    def take_some(self, tier: Tier, count: int, space: Space, *, reserved: int = 0) -> Ids:
+        """1 to `count` slots, as many as there are for `space`; see `take`."""
+        room = self.available(tier, space, reserved=reserved)
+        return self.take(tier, min(count, max(room, 1)), space, reserved=reserved)
+
+    def _take_by_plan(self, tier: Tier, count: int) -> Ids:
+        pool, order = self.pools[tier], self.index.order[tier]
+        while True:
+            steps = plan_eviction(order, tier, self._missing(tier, count), self.rules[tier])
+            if not steps or not self._make_room(tier, steps):
+                return pool.allocate(count)
+
+    def _missing(self, tier: Tier, count: int) -> int:
+        return missing_slots(
+            self.index.order[tier],
+            self.pools[tier],
+            needed=count,
+            on_the_way=self._on_the_way[tier],
+            in_use=self.num_being_stored(tier),
+        )
+
+    def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
+        """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way, and
+        OutOfBlocksError, with nothing evicted, if the tier has not as many."""
+        quota, order = space.quota[tier], self.index.own_order(space, tier)
+        if quota is None or order is None:
+            return
+        while (excess := space.used[tier] + count + reserved - quota) > 0:
+            is_possible = excess <= order.num_unheld
+            if is_possible:
+                self._missing(tier, count)
+            steps = plan_eviction(order, tier, excess, self.rules[tier]) if is_possible else []
+            if not steps or not self._make_room(tier, steps):
+                available = max(quota - space.used[tier], 0) + order.num_unheld
+                raise OverQuotaError(
+                    tier.name.lower(), needed=count + reserved, available=available
+                )
+
+    def shrink_to_quota(self, tier: Tier, space: Space) -> bool:
+        """Evict of what `space` has beyond its quota and nobody holds as much as the loop has time
+        for in one turn; whether there is more of it."""
+        quota, order = space.quota[tier], self.index.own_order(space, tier)
+        if quota is None or order is None:
+            return False
+        excess = min(space.used[tier] - quota, order.num_unheld)
+        before = space.used[tier]
+        steps = plan_eviction(order, tier, min(excess, _AT_ONCE), self.rules[tier])
+        self._make_room(tier, steps)
+        # If nothing went, copies come first, and `take` asks again.
+        return before - excess < space.used[tier] < before
+
+    def _keep_free(self, tier: Tier) -> None:
+        """Below the low watermark, evict ahead of need up to the high one."""
+        pool = self.pools[tier]
+        if pool.num_free < self._watermarks[tier].low * pool.capacity:
+            self._free_ahead(tier)
+
+    def _free_ahead(self, tier: Tier) -> None:
+        """Evict up to the high watermark, or start the copies after which that can be."""
+        marks, pool = self._watermarks[tier], self.pools[tier]
+        if not marks.low:
+            return
+        missing = int(marks.high * pool.capacity) - pool.num_free - self._on_the_way[tier]
+        steps = plan_eviction(self.index.order[tier], tier, missing, self.rules[tier])
+        self._make_room(tier, steps)
+
+    def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
+        """Slots that `take` could give at once or after copies it would start; to `space`, within
+        its quota, of which `reserved` are taken without being in the index."""
+        can_go = self.index.order[tier].num_unheld - self.num_being_stored(tier)
+        room = self.pools[tier].num_free + max(can_go, 0)
+        if space is None or (quota := space.quota[tier]) is None:
+            return room
+        own = self.index.own_order(space, tier)
+        unheld = own.num_unheld if own is not None else 0
+        return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
+
+    def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
+        """Carry out `steps`; returns how many slots are free now, or as soon as a store is done
+        with them, that were not."""
+        pool = self.pools[tier]
+        before = pool.num_free + len(self._gone)
+        # A copy that must go down first keeps everything above it where it is, since a match is
+        # a run from the root: those steps come again in a later plan.
+        waits_for_copy: set[int] = set()
+        for step in steps:
+            node = step.victim.node
+            if step.must_copy:
+                waits_for_copy.update(part.uid for part in node.path())
+            elif node.uid not in waits_for_copy:
+                self._evict(tier, node, step.victim.start, step.victim.stop)
+        for step in steps:
+            node = step.victim.node
+            if step.must_copy and not node.copies[tier].num_present:
+                continue  # forgotten meanwhile, together with what it hung below
+            if not step.must_copy or self._copy_down(tier, step) is not CopyDown.IMPOSSIBLE:
+                continue
+            if not node.holders:
+                self.forget(node, step.victim.start)
+        return pool.num_free + len(self._gone) - before
+
+    def _evict(self, tier: Tier, node: Node, start: int, stop: int) -> None:
+        self.pools[tier].release(self._drop(tier, node, start, stop))
+
+    def _drop(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
+        """Evict these blocks; the slots that are nobody's now, see `free_of`."""
+        self.history.evicted(node, start, stop, tier, asyncio.get_running_loop().time())
+        other = node.copies[1 - tier]
+        kept = other.present_in(start, stop) if other.num_present else 0
+        self.stats.forgotten_blocks += stop - start - kept
+        if tier is Tier.DEVICE:
+            self.stats.evicted_device_blocks += stop - start
+        else:
+            self.stats.evicted_host_blocks += stop - start
+        first = node.start
+        if self.events.has_listeners:
+            name = tier.name.lower()
+            self.events.tell(Happening.EVICTED, name, node, first + start, first + stop)
+        return self.free_of(tier, self.index.drop(tier, node, start, stop))
+
+    def forget(self, node: Node, start: int) -> None:
+        """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
+        if not (start or node.children or node.host) and node.device.uniform is CopyState.READY:
+            self._evict(Tier.DEVICE, node, 0, node.num_blocks)  # as nearly all
+            return
+        tier = Tier.DEVICE if node.copies[Tier.DEVICE].num_present else Tier.HOST
+        now, pending = asyncio.get_running_loop().time(), [node]
+        while pending:
+            part = pending.pop()
+            first = start if part is node else 0
+            self.history.evicted(part, first, part.num_blocks, tier, now)
+            pending += part.children.values()
+        if self.events.has_listeners:
+            self._tell_forgotten(node, start)
+        device, host = self.index.forget_below(node, start)
+        self.stats.forgotten_blocks += max(len(device), len(host))
+        self.stats.evicted_device_blocks += len(device)
+        self.stats.evicted_host_blocks += len(host)
+        self.pools[Tier.DEVICE].release(device)
+        self.pools[Tier.HOST].release(self.free_of(Tier.HOST, host))
+
+    def _tell_forgotten(self, node: Node, start: int) -> None:
+        pending = [(node, start)]
+        while pending:
+            part, first = pending.pop()
+            pending.extend((child, 0) for child in part.children.values())
+            for tier in Tier:
+                for i, j in runs_of(
+                    part.copies[tier].is_in(CopyState.READY, first, part.num_blocks)
+                ):
+                    at = part.start + first
+                    self.events.tell(Happening.EVICTED, tier.name.lower(), part, at + i, at + j)
+
+    def evict_below(self, tier: Tier, node: Node, start: int) -> None:
+        """Evict the copies on `tier` of run blocks from `start` on and of all below them, of an
+        unheld node all of whose blocks there are whole on the other tier."""
+        pending, order = [(node, start)], []
+        while pending:
+            part, first = pending.pop()
+            order.append((part, first))
+            pending.extend((child, 0) for child in part.children.values())
+        for part, first in reversed(order):
+            stop = part.num_blocks
+            for i, j in runs_of(part.copies[tier].is_in(CopyState.READY, first, stop)):
+                self._evict(tier, part, first + i, first + j)

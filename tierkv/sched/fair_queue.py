@@ -1,0 +1,414 @@
+"""Whose turn it is: by priority, then by tenant, then by arrival; in O(log n), nothing is sorted.
+
+Within one priority, tenants are served in turn by the blocks they were given: the one that was
+given least goes next. Within a tenant, the first that came. A priority that was passed over
+MAX_PASSED_OVER times by those that came later gives one turn, whatever the others' priority, so
+that it is slow and never stopped, and a backlog of low priority does not stop those above.
+
+    priority ── heap of tenants, by blocks given ── each tenant's requests, in the order of arrival
+
+What a tenant was given and the number of its first request only grow, so an entry of a heap is
+never too high: one that has become too low is put back where it belongs when it comes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from tierkv.sched.computing import Promise, Wait
+from tierkv.sched.fetch import Fetched
+from tierkv.sched.request import Request, RequestSpec
+
+MAX_PASSED_OVER = 32
+
+
+class Entry(Protocol):
+    """Who waits. number: in the order of arrival, another one for each."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def priority(self) -> int: ...
+
+
+E = TypeVar("E", bound=Entry)
+_Place = tuple[int, int, str]  # given, number of the first, tenant
+
+
+class _Queue(Generic[E]):
+    """One tenant's, in the order of arrival, in which they may come back, too."""
+
+    __slots__ = ("_numbers", "members")
+
+    def __init__(self) -> None:
+        self.members: dict[int, E] = {}
+        self._numbers: list[int] = []  # a heap; of those that have left as well, till they come up
+
+    def add(self, entry: E) -> None:
+        self.members[entry.number] = entry
+        heapq.heappush(self._numbers, entry.number)
+
+    def first(self) -> int:
+        """The number of the first, of which there is one."""
+        while self._numbers[0] not in self.members:
+            heapq.heappop(self._numbers)
+        return self._numbers[0]
+
+
+class _Level(Generic[E]):
+    """Those of one priority. num_passed: how many were served before its first that came later."""
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        self.num_passed = 0
+        self._given = given
+        self._queues: dict[str, _Queue[E]] = {}
+        self._heap: list[_Place] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def add(self, entry: E) -> None:
+        queue = self._queues.get(entry.tenant)
+        if queue is None:
+            queue = self._queues[entry.tenant] = _Queue()
+        queue.add(entry)
+        if queue.first() == entry.number:
+            place = (self._given.get(entry.tenant, 0), entry.number, entry.tenant)
+            heapq.heappush(self._heap, place)
+
+    def remove(self, entry: E) -> None:
+        queue = self._queues[entry.tenant]
+        del queue.members[entry.number]
+        if not queue.members:
+            del self._queues[entry.tenant]
+
+    def passed_by(self, entry: E) -> None:
+        """One of a higher priority is served."""
+        first = self._settled()
+        self.num_passed += first is not None and first[1] < entry.number
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.num_passed >= MAX_PASSED_OVER
+
+    def first(self, may_go: Callable[[E], bool], refused: set[str]) -> E | None:
+        """The first whose tenant is not `refused`; one that may not go adds its tenant there."""
+        aside: list[_Place] = []
+        found: E | None = None
+        while found is None and (place := self._settled()) is not None:
+            tenant = place[2]
+            queue = self._queues[tenant]
+            entry = queue.members[queue.first()]
+            if tenant not in refused and may_go(entry):
+                found = entry
+                break
+            refused.add(tenant)
+            aside.append(heapq.heappop(self._heap))
+        for place in aside:
+            heapq.heappush(self._heap, place)
+        return found
+
+    def _settled(self) -> _Place | None:
+        """The top of the heap, once it is true."""
+        heap, queues = self._heap, self._queues
+        while heap:
+            given, number, tenant = heap[0]
+            queue = queues.get(tenant)
+            if queue is None:
+                heapq.heappop(heap)
+                continue
+            truth = (self._given.get(tenant, 0), queue.first(), tenant)
+            if truth == heap[0]:
+                return truth
+            if truth < (given, number, tenant):  # it came back, and was put on the heap again
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, truth)
+        return None
+
+    def __iter__(self) -> Iterator[E]:
+        for queue in self._queues.values():
+            yield from queue.members.values()
+
+
+class FairQueue(Generic[E]):
+    """given: blocks that each tenant was given; to be changed upwards only."""
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        self._given = given
+        self._levels: dict[int, _Level[E]] = {}
+
+    def add(self, entry: E) -> None:
+        level = self._levels.get(entry.priority)
+        if level is None:
+            level = self._levels[entry.priority] = _Level(self._given)
+            self._levels = dict(sorted(self._levels.items(), reverse=True))
+        level.add(entry)
+
+    def remove(self, entry: E) -> None:
+        level = self._levels[entry.priority]
+        level.remove(entry)
+        if not level:
+            del self._levels[entry.priority]
+
+    def served(self, entry: E) -> None:
+        """It is in turn still, and goes."""
+        for priority, level in self._levels.items():
+            if priority == entry.priority:
+                level.num_passed = 0
+            elif priority < entry.priority:
+                level.passed_by(entry)
+
+    def first(self, may_go: Callable[[E], bool]) -> E | None:
+        """Who goes next. One that may not go refuses the turn for its whole tenant: those behind
+        it wait too, or a big request would starve behind small ones of its own."""
+        refused: set[str] = set()
+        for level in self._in_order():
+            if (found := level.first(may_go, refused)) is not None:
+                return found
+        return None
+
+    def _in_order(self) -> list[_Level[E]]:
+        """The highest priority first, but for those that were passed over too often."""
+        levels = list(self._levels.values())
+        if any(level.is_overdue for level in levels):
+            levels.sort(key=lambda level: level.num_passed if level.is_overdue else 0, reverse=True)
+        return levels
+
+    def __iter__(self) -> Iterator[E]:
+        for level in self._levels.values():
+            yield from level
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request that is not admitted yet. fetched: what was brought from storage for it.
+
+    wait: for blocks that another request computes; timer: ends it. passes_by: one that it does not
+    want if it can start now. give_up_at: when the last such wait of this request ends, seconds on
+    the loop's clock, None before the first. parked_at: when the last one began.
+    """
+
+    spec: RequestSpec
+    fetched: Fetched | None
+    outcome: asyncio.Future[Request]
+    number: int = -1  # in the order of arrival, once it is in line
+    uses_partial: bool = True  # False once that has stood in the request's own way
+    wait: Wait | None = None
+    passes_by: Wait | None = None
+    timer: asyncio.TimerHandle | None = None
+    give_up_at: float | None = None
+    parked_at: float = 0.0
+
+    @property
+    def tenant(self) -> str:
+        return self.spec.prompt.space
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority
+
+    def park(self, wait: Wait, now: float, on_timeout: Callable[[], None]) -> None:
+        """Stay aside until the wait is over, in one way or another."""
+        if self.give_up_at is None:
+            self.give_up_at = now + wait.patience_s
+        self.wait, self.parked_at = wait, now
+        wait.promise.num_waiting += 1
+        left_s = min(wait.patience_s, self.give_up_at - now)
+        self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
+
+    def unpark(self) -> Wait | None:
+        """Go on; what it waited for, if it did."""
+        wait, self.wait = self.wait, None
+        if wait is not None:
+            wait.promise.num_waiting -= 1
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        return wait
+
+    @property
+    def holds_fetched(self) -> bool:
+        return self.fetched is not None and not self.fetched.is_released
+
+    def let_go(self) -> None:
+        self.unpark()
+        self.release_fetched()
+
+    def release_fetched(self) -> None:
+        if self.fetched is not None:
+            self.fetched.release()
+
+
+class WaitingLine:
+    """The line, in the order that `FairQueue` says: by priority, tenants in turn, by arrival.
+
+    Nothing is sorted or scanned to admit one: O(log n). Those that wait for blocks that another
+    request computes stand aside, and come back to their old place.
+    """
+
+    def __init__(self) -> None:
+        self._line: dict[int, Waiting] = {}  # by number, which is the order of arrival
+        self._by_id: dict[str, Waiting] = {}
+        self._given: dict[str, int] = {}
+        self._num_of_tenant: Counter[str] = Counter()
+        self._num_ever = 0
+        self._turns: FairQueue[Waiting] = FairQueue(self._given)
+        self._served = 0  # what the tenants that were served had been given before that, at most
+        self._aside: dict[Promise, list[tuple[int, int]]] = {}  # heaps of (block, number)
+        self._holding: list[Waiting] | None = None  # see last_holding
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._line.values())
+
+    def __contains__(self, waiting: Waiting) -> bool:
+        return self._line.get(waiting.number) is waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits, and nothing is left of those that stood aside."""
+        return not self._line and not self._aside
+
+    def find(self, request_id: str) -> Waiting | None:
+        return self._by_id.get(request_id)
+
+    def has_tenant(self, tenant: str) -> bool:
+        return tenant in self._num_of_tenant
+
+    def join(self, waiting: Waiting) -> None:
+        """At the end; no other in the line may have its request's id."""
+        assert waiting.spec.request_id not in self._by_id, "who admits has looked"
+        waiting.number = self._num_ever
+        self._num_ever += 1
+        tenant = waiting.tenant
+        # A tenant that comes (back) starts level with those who wait, not with an old credit; and
+        # who comes while nobody waits, level with who was served last, or all that one had alone
+        # would be a debt.
+        if tenant not in self._num_of_tenant:
+            waiting_now = (self._given.get(one, 0) for one in self._num_of_tenant)
+            least = min(waiting_now, default=self._served)
+            self._given[tenant] = max(self._given.get(tenant, 0), least)
+        self._num_of_tenant[tenant] += 1
+        self._line[waiting.number] = waiting
+        self._by_id[waiting.spec.request_id] = waiting
+        self._turns.add(waiting)
+        self._holding = None
+
+    def leave(self, waiting: Waiting) -> None:
+        if waiting.wait is None:
+            self._turns.remove(waiting)
+        waiting.unpark()
+        del self._line[waiting.number]
+        del self._by_id[waiting.spec.request_id]
+        self._num_of_tenant[waiting.tenant] -= 1
+        if not self._num_of_tenant[waiting.tenant]:
+            del self._num_of_tenant[waiting.tenant]
+        self._holding = None
+
+    def forget(self, tenant: str) -> None:
+        """A tenant that is no more."""
+        self._given.pop(tenant, None)
+
+    def given(self, tenant: str, num_blocks: int) -> None:
+        """A request of `tenant` was admitted with so many blocks."""
+        before = self._given.get(tenant, 0)
+        self._served = max(self._served, before)
+        self._given[tenant] = before + num_blocks
+
+    def admitted(self, waiting: Waiting, num_blocks: int) -> None:
+        """It leaves with `num_blocks`; those of lower priority that came before it have been
+        passed over."""
+        self._turns.served(waiting)
+        self.leave(waiting)
+        self.given(waiting.tenant, num_blocks)
+
+    def next(self, may_go: Callable[[Waiting], bool]) -> Waiting | None:
+        """Who goes next. One that may not holds up its tenant, and nobody else."""
+        return self._turns.first(may_go)
+
+    # Standing aside
+
+    def stand_aside(
+        self, waiting: Waiting, wait: Wait, now: float, on_timeout: Callable[[], None]
+    ) -> None:
+        """It waits for blocks that another request computes; those behind it go on."""
+        self._turns.remove(waiting)
+        waiting.park(wait, now, on_timeout)
+        heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
+
+    def come_back(self, waiting: Waiting) -> Wait | None:
+        """It waits no more; what it waited for, if it did."""
+        wait = waiting.unpark()
+        if wait is not None:
+            self._turns.add(waiting)
+        return wait
+
+    def whose_wait_is_over(self) -> list[Waiting]:
+        """Those aside whose blocks are there, or will not come."""
+        found: list[Waiting] = []
+        for promise, heap in list(self._aside.items()):
+            while heap and (promise.is_over or heap[0][0] <= promise.first):
+                waiting = self._line.get(heapq.heappop(heap)[1])
+                wait = waiting.wait if waiting is not None else None
+                if waiting is not None and wait is not None and wait.promise is promise:
+                    found.append(waiting)
+            if not heap:
+                del self._aside[promise]
+        return found
+
+    # What they hold
+
+    def let_go_of_last(self, tenant: str | None = None) -> bool:
+        """Let the last in line, of this tenant or of all, that holds what was fetched for it give
+        that up; whether there was one."""
+        if self._holding is None:
+            self._holding = [one for one in self.ordered() if one.holds_fetched]
+        for one in reversed(self._holding):
+            if one.fetched is not None and tenant in (None, one.tenant):
+                self._holding.remove(one)
+                fetched, one.fetched = one.fetched, None
+                if not fetched.is_released:
+                    fetched.release()
+                    return True
+        return False
+
+    def ordered(self) -> list[Waiting]:
+        """All of them, by priority, tenant and arrival: it sorts."""
+        return sorted(
+            self._line.values(),
+            key=lambda one: (-one.priority, self._given.get(one.tenant, 0), one.number),
+        )
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words."""
+        wrong = [
+            f"request {one.spec.request_id!r} waits for blocks without an end"
+            for one in self
+            if (one.wait is None) != (one.timer is None)
+        ]
+        waits = Counter(one.wait.promise for one in self if one.wait is not None)
+        wrong.extend(
+            f"{count} requests wait for a promise that counts {promise.num_waiting}"
+            for promise, count in waits.items()
+            if promise.num_waiting != count
+        )
+        in_turn = sorted(one.number for one in self._turns)
+        if in_turn != [one.number for one in self if one.wait is None]:
+            wrong.append("those that have a turn are not those that wait for one")
+        if self._num_of_tenant != Counter(one.tenant for one in self):
+            wrong.append("the tenants that wait are miscounted")
+        if {one.spec.request_id: one for one in self} != self._by_id:
+            wrong.append("those that wait are not those that are found by their ids")
+        return wrong

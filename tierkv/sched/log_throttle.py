@@ -1,0 +1,36 @@
+"""Warnings of what can happen by the hundred a second: one line a second, with a count."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+INTERVAL_S = 1.0
+
+
+class LogThrottle:
+    """The first is said at once; those of the second after it in one line, at its end.
+
+    text: has places for how many there were and for the last one's reason.
+    """
+
+    def __init__(self, log: logging.Logger, text: str) -> None:
+        self._log = log
+        self._text = text
+        self._timer: asyncio.TimerHandle | None = None
+        self._count = 0
+        self._reason = ""
+
+    def warn(self, reason: str, count: int = 1) -> None:
+        """`count` more have happened. On the loop."""
+        self._count += count
+        self._reason = reason
+        if self._timer is None:
+            self._say()
+
+    def _say(self) -> None:
+        self._timer = None
+        if self._count:
+            self._log.warning(self._text, self._count, self._reason)
+            self._count = 0
+            self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._say)
