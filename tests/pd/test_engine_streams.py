@@ -64,7 +64,7 @@ async def test_stopping_to_publish_leaves_a_prefill_its_blocks_while_it_computes
     async with bench(device_blocks=64) as on:
         prefilling = asyncio.create_task(on.node.engine.prefill(on.node.job(LONG, 1), "t"))
         await begun(on)
-        on.node.engine.stop_publishing()
+        on.node.service.publishings.give_up()
         await asyncio.sleep(0)
         if not prefilling.done():
             assert on.node.service.stats().running_requests == 1

@@ -27,9 +27,9 @@ from tierkv.gpu.cpu import CallerStream, CpuDevice
 from tierkv.gpu.protocol import Direction, Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.ticket import MAX_TICKET_BYTES, Ticket
-from tierkv.refmodel.engine import LOAD_FAILED
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.sampling import Sampling
+from tierkv.service.session import LOAD_FAILED
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
@@ -390,7 +390,7 @@ async def test_a_stopped_publish_tells_who_waits_and_leaves_no_ticket(*, is_held
             if is_held:
                 await on.latch.until_held()
             while not task.done():  # the first time it may hit a task that has not begun
-                engine.stop_publishing()
+                on.node.service.publishings.give_up()
                 await asyncio.sleep(0)
         on.latch.release()
         await on.settle()

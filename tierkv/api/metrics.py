@@ -12,8 +12,8 @@ from tierkv.api.collector import NodeCollector
 from tierkv.api.node import Node
 from tierkv.errors import HandoffError
 from tierkv.pd.ticket import ClaimProblem
-from tierkv.refmodel.engine import LOAD_FAILED
 from tierkv.refmodel.generation import Generation
+from tierkv.service.session import LOAD_FAILED
 
 OPERATIONS = ("generate", "prefill", "decode")
 _STATUS_CLASSES = ("2xx", "4xx", "5xx")

@@ -167,7 +167,7 @@ class Node:
 
     def hurry(self) -> None:
         """Wait for nobody's work any more, publishes included."""
-        self.engine.stop_publishing()
+        self.service.publishings.give_up()
         self._working.hurry()
 
     async def idle(self, *, grace_s: float) -> None:

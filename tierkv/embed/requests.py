@@ -176,7 +176,7 @@ class Requests:
         if self._held.get(request_id) is held:
             del self._held[request_id]
             held.session.abort(after=after)
-            await held.session.ended()
+            await asyncio.wait([held.session.over])
         return True
 
     def end_all(self) -> list[str]:

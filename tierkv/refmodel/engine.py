@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
@@ -25,22 +24,19 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import Published, PublishWait
+from tierkv.pd.handoff import PublishWait
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled, Run, Tokens1D
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.paged import Floats
-from tierkv.refmodel.publishing import Publishing, Publishings
-from tierkv.sched.request import Request
+from tierkv.sched.request import RequestSpec
 from tierkv.service import Service
-from tierkv.tasks import outlast, task_group
+from tierkv.service.session import Session
+from tierkv.tasks import outlast
 
 log = logging.getLogger("tierkv.engine")
 
-T = TypeVar("T")
-
-LOAD_FAILED = "load_failed"  # a claim's reason beside those of ClaimProblem
 _COMMIT_EVERY_TOKENS = 64  # generated ones; a commit costs far less than a step of the model
 
 
@@ -79,22 +75,15 @@ class ReferenceEngine:
         self._settings = settings
         self.stats = EngineStats()
         self._thread: ThreadPoolExecutor | None = None
-        self._tasks: asyncio.TaskGroup | None = None
-        self._publishings = Publishings()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Leaving waits for publishes under way; a cancel of them is `stop_publishing`."""
+        """Within `running()` of the service, which waits for publishes under way."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierkv-compute")
         try:
-            async with task_group() as self._tasks:
-                yield
+            yield
         finally:
             self._thread.shutdown(wait=True)  # idle: every call was waited for by its caller
-
-    def stop_publishing(self) -> None:
-        """Give up what is being published; no ticket will exist for it."""
-        self._publishings.cancel()
 
     async def generate(self, job: GenerateRequest) -> Generation:
         """Generate `job.max_tokens` tokens, using and filling the cache.
@@ -102,19 +91,15 @@ class ReferenceEngine:
         Cached tokens that fail to load are computed; the result says so. Raises what
         `Service.admit` raises, and DeviceFailedError.
         """
-        self._check(job, job.max_tokens)
-        started = time.monotonic()
-
-        async def attempt(load_problem: str | None) -> Generation:
-            run = await self._admit(job, started, job.max_tokens - 1, load_problem)
-            try:
-                await self._first_token(run)
-                await self._continue(run)
-                return run.result(load_problem)
-            finally:
-                self._end(run.request)
-
-        return await self._or_recompute(job, attempt)
+        run = self._run(job, job.max_tokens, job.max_tokens - 1)
+        try:
+            await run.session.admit()
+            run.begin()
+            await self._or_recovered(run, lambda: self._first_token(run))
+            await self._continue(run)
+            return run.result()
+        finally:
+            self._end(run)
 
     async def prefill(
         self,
@@ -130,49 +115,31 @@ class ReferenceEngine:
         Raises HandoffError if storage does not take it, DuplicateRequestError if the ticket is
         another prompt's, and what `generate` raises.
         """
-        self._check(job, 1)
-        if self._service.handoff is None:
-            raise HandoffError(
-                ClaimProblem.UNAVAILABLE.value,
-                "this node has no storage tier: set storage.url to hand prompts over",
-            )
-        started = time.monotonic()
-        await self._service.check_ticket_is_free(ticket_id, self._prompt(job))
+        run = self._run(job, 1, 0)
+        session, sampling = run.session, job.sampling.readable()
 
-        async def attempt(load_problem: str | None) -> Prefilled:
-            run = await self._admit(job, started, 0, load_problem)
-            publishing = await self._prefill(run, ticket_id)
-            if waits_for is PublishWait.NOTHING:
-                return Prefilled(run.result(load_problem), None)
-            published = await publishing.published()  # the task of it ends the request
-            return Prefilled(run.result(load_problem), published)
-
-        return await self._or_recompute(job, attempt)
-
-    async def _prefill(self, run: Run, ticket_id: str) -> Publishing:
-        """Compute the prompt while its blocks go out, or before. The publish ends the request; if
-        there is none, because it is cancelled or fails, it has ended when this returns."""
-        streaming: Publishing | None = None
-        sampling = run.job.sampling.readable()
-        try:
-            if run.job.uses_cache:
-                run.stream = self._service.stream(run.request, ticket_id)
-            if run.stream is not None:
-                streaming = self._start_publish(run, run.stream.run())
+        async def compute() -> None:
+            if job.uses_cache:
+                await session.stream(ticket_id)
             await self._first_token(run)
-            if streaming is not None:
-                streaming.computed(run.tokens, self._computed(), sampling)
-                return streaming
-            work = self._service.publish(
-                run.request, ticket_id, run.tokens, after=self._computed(), sampling=sampling
+
+        try:
+            await session.check_ticket(ticket_id)
+            await session.admit()
+            run.begin()
+            await self._or_recovered(run, compute)
+            publishing = session.publish(
+                ticket_id, run.tokens, after=self._computed(), sampling=sampling
             )
-            return self._start_publish(run, work)
         except BaseException as error:
-            if streaming is None:
-                self._end(run.request)
-            else:
-                await streaming.given_up(_reason(error))
+            self._end(run, _reason(error))
+            # A stream has a last word to say, and the request is its until then.
+            await outlast({session.over}, on_cancel=lambda: None)
             raise
+        self._end(run)  # as soon as it is published
+        if waits_for is PublishWait.NOTHING:
+            return Prefilled(run.result(), None)
+        return Prefilled(run.result(), await publishing.published())
 
     async def decode(
         self,
@@ -189,61 +156,36 @@ class ReferenceEngine:
         ticket would have said if none comes. Raises HandoffError, its reason a ClaimProblem or
         LOAD_FAILED, and what `Service.claim` raises.
         """
-        self._check(job, job.max_tokens)
-        started = time.monotonic()
-        request, ticket = await self._service.claim(
-            job.request_id,
-            ticket_id,
-            self._prompt(job),
-            max_new_tokens=job.max_tokens - 1,
-            policy=policy,
-            deadline_s=deadline_s,
-            sampling=job.sampling.readable(),
-        )
-        run = Run(request, job, started)
+        run = self._run(job, job.max_tokens, job.max_tokens - 1, needs_logits=False)
+        session = run.session
         try:
-            return await self._decode(run, ticket, None), ticket
-        except DeviceFailedError:
-            raise
-        except TransferError as error:
-            if policy is ClaimPolicy.WHOLE:
-                raise HandoffError(LOAD_FAILED, f"the claimed prompt did not load: {error}") from (
-                    error
-                )
-            problem = self._note_failed_load(job, error)
-        run = await self._admit(job, started, job.max_tokens - 1, problem)
-        return await self._decode(run, ticket, problem), ticket
-
-    async def _decode(
-        self, run: Run, ticket: Ticket | None, load_problem: str | None
-    ) -> Generation:
-        try:
-            if ticket is not None:
-                run.tokens.extend(_first_tokens(ticket)[: run.job.max_tokens])
-                run.tell()
-            await self._continue(run)
-            return run.result(load_problem)
+            await session.claim(ticket_id, policy, deadline_s, job.sampling.readable())
+            run.begin()
+            if session.ticket is not None:
+                run.go_on_from(_first_tokens(session.ticket)[: job.max_tokens])
+            await self._or_recovered(run, lambda: self._continue(run))
+            return run.result(), session.ticket
         finally:
-            self._end(run.request)
+            self._end(run)
 
-    async def _or_recompute(
-        self, job: GenerateRequest, attempt: Callable[[str | None], Awaitable[T]]
-    ) -> T:
-        """`attempt(None)`; if cached tokens did not load, `attempt` again with the reason."""
+    async def _or_recovered(self, run: Run, compute: Callable[[], Awaitable[None]]) -> None:
+        """`compute`; if cached tokens did not load, once more without them."""
         try:
-            return await attempt(None)
+            await compute()
+            return
         except DeviceFailedError:
             raise
         except TransferError as error:
-            if not job.uses_cache:
+            if not run.job.uses_cache:
                 raise
-            problem = self._note_failed_load(job, error)
-        return await attempt(problem)
-
-    def _note_failed_load(self, job: GenerateRequest, error: TransferError) -> str:
-        log.warning("request %s computes all, its load failed: %s", job.request_id, error)
+            run.session.check_may_compute(error)
+            problem = str(error)
         self.stats.failed_loads += 1
-        return str(error)
+        await run.session.recover(
+            problem, timeout_s=self._settings.load_timeout_s, after=self._computed()
+        )
+        run.begin()
+        await compute()
 
     # Steps of a run
 
@@ -255,20 +197,18 @@ class ReferenceEngine:
                 f"{self._model.config.max_positions}"
             )
 
-    def _prompt(self, job: GenerateRequest) -> Prompt:
-        return Prompt(job.tokens, self._model.layout.block_size, space=job.space)
-
-    async def _admit(
-        self, job: GenerateRequest, started: float, room: int, load_problem: str | None
+    def _run(
+        self, job: GenerateRequest, num_new: int, room: int, *, needs_logits: bool = True
     ) -> Run:
-        """Admit the request, with nothing cached if that did not load."""
-        request = await self._service.admit(
+        self._check(job, num_new)
+        spec = RequestSpec(
             job.request_id,
-            self._prompt(job),
-            max_new_tokens=room,
-            uses_cache=job.uses_cache and load_problem is None,
+            Prompt(job.tokens, self._model.layout.block_size, space=job.space),
+            room,
+            needs_logits=needs_logits,
+            uses_cache=job.uses_cache,
         )
-        return Run(request, job, started)
+        return Run(Session(self._service, spec), job, time.monotonic())
 
     async def _first_token(self, run: Run) -> None:
         logits = await self._feed(run)
@@ -292,21 +232,20 @@ class ReferenceEngine:
         while len(chunk := run.next_chunk(self._settings.chunk_tokens)):
             logits = await self._forward(run, chunk)
             self.stats.computed_tokens += len(chunk)
-            if run.stream is not None:
+            if run.session.is_streaming:
                 await self._commit(run)
-                run.stream.advance(run.num_fed, self._computed())
         return logits
 
     async def _commit(self, run: Run) -> None:
         if run.job.uses_cache:
-            await self._service.commit(run.request, run.fed, after=self._computed())
+            await run.session.commit(run.fed, after=self._computed())
 
     def _add(self, run: Run, logits: Floats) -> None:
         run.add(logits)
         self.stats.generated_tokens += 1
 
-    def _end(self, request: Request) -> None:
-        self._service.end(request, after=self._computed())
+    def _end(self, run: Run, reason: str = "the request has ended") -> None:
+        run.session.end(after=self._computed(), reason=reason)
 
     def _computed(self) -> tuple[Event, ...]:
         """What the kernels submitted so far end with; nothing on a device that is lost, where none
@@ -315,14 +254,6 @@ class ReferenceEngine:
             return (self._service.device.compute_stream.record(),)
         except DeviceFailedError:
             return ()
-
-    # Publishing
-
-    def _start_publish(self, run: Run, work: Coroutine[None, None, Published]) -> Publishing:
-        assert self._tasks is not None, "the engine is running"
-        return self._publishings.start(
-            self._tasks, work, lambda: self._end(run.request), run.stream
-        )
 
     # The compute thread
 
@@ -340,7 +271,7 @@ class ReferenceEngine:
         return run.logits
 
     def _call_model(self, run: Run, tokens: Tokens1D) -> None:
-        request, stream = run.request, self._service.device.compute_stream
+        request, stream = run.session.request, self._service.device.compute_stream
 
         def before_layer(layer: int) -> None:
             if not run.is_loaded:

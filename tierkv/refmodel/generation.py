@@ -12,12 +12,12 @@ import numpy.typing as npt
 from tierkv.cache.tokens import TOKEN_BYTES, pack, unpack
 from tierkv.errors import BadRequestError
 from tierkv.pd.handoff import Published
-from tierkv.pd.stream import Stream
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.paged import Floats
 from tierkv.refmodel.sampling import Sampling, sample
 from tierkv.refmodel.text import decode
-from tierkv.sched.request import Matched, Request
+from tierkv.sched.request import Matched
+from tierkv.service.session import Session
 
 Tokens1D = npt.NDArray[np.int32]
 OnTokens = Callable[[Sequence[int]], None]
@@ -86,21 +86,35 @@ class Prefilled:
 
 
 class Run:
-    """One admitted request on its way through the model."""
+    """One request on its way through the model."""
 
-    def __init__(self, request: Request, job: GenerateRequest, started: float) -> None:
-        self.request = request
+    def __init__(self, session: Session, job: GenerateRequest, started: float) -> None:
+        self.session = session
         self.job = job
         self.prompt = unpack(job.tokens)
         self.tokens: list[int] = []
-        self.num_fed = request.cached_tokens  # so many tokens have their KV in the blocks
+        self.num_fed = 0  # so many tokens have their KV in the blocks
         self.is_loaded = False  # every layer's cached tokens have been waited for
         self.logits: Floats | None = None  # of the last call
         self.call_s: float | None = None  # what that took to compute, None if it waited for loads
-        self.started = started
-        self.admitted = time.monotonic()
+        self.started = self.admitted = started
         self.first_token: float | None = None
-        self.stream: Stream | None = None  # where the prompt goes out while it is computed
+        self._given: tuple[int, ...] = ()
+
+    def begin(self) -> None:
+        """It has blocks, perhaps others than before: go on from what is cached in them."""
+        self.num_fed = self.session.request.cached_tokens
+        self.tokens = list(self._given)
+        self.is_loaded = False
+        self.admitted = time.monotonic()
+        self.matched = self.session.request.matched
+        self.cached_tokens = self.num_fed
+
+    def go_on_from(self, first_tokens: Sequence[int]) -> None:
+        """These were generated elsewhere."""
+        self._given = tuple(first_tokens)
+        self.tokens = list(first_tokens)
+        self.tell()
 
     @property
     def fed(self) -> bytes:
@@ -126,16 +140,16 @@ class Run:
         if self.job.on_tokens is not None:
             self.job.on_tokens(self.tokens)
 
-    def result(self, load_problem: str | None) -> Generation:
+    def result(self) -> Generation:
         now = time.monotonic()
         first = now if self.first_token is None else self.first_token
         return Generation(
             tokens=tuple(self.tokens),
             text=decode(self.tokens),
             prompt_tokens=len(self.prompt),
-            computed_tokens=len(self.prompt) - self.request.cached_tokens,
-            matched=self.request.matched,
-            load_problem=load_problem,
+            computed_tokens=len(self.prompt) - self.cached_tokens,
+            matched=self.matched,
+            load_problem=self.session.load_problem,
             queue_s=self.admitted - self.started,
             first_token_s=first - self.started,
             total_s=now - self.started,

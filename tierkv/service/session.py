@@ -65,7 +65,7 @@ class Session:
         self._policy: ClaimPolicy | None = None
         self._resuming: asyncio.Timeout | None = None
         self._last_use: tuple[Event, ...] | None = None  # of an end that waits for publishes
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # How it stands
 
@@ -78,8 +78,8 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all it had is given back."""
-        return self._over.done()
+        """Whether all it had is given back; `over` is resolved then."""
+        return self.over.done()
 
     @property
     def is_ending(self) -> bool:
@@ -381,10 +381,6 @@ class Session:
             if publishing not in streaming:  # those end by themselves, when they have said why
                 publishing.give_up(OwnershipError(f"{reason} before it was published"))
 
-    async def ended(self) -> None:
-        """Return when everything is given back. A cancel ends the wait alone."""
-        await asyncio.wait([self._over])
-
     def _publish_over(self) -> None:
         if self._last_use is None or self.has_ended or self._busy():
             return
@@ -395,5 +391,5 @@ class Session:
             self._service.abandon(request)
         elif request is not None and request.state is RequestState.RUNNING:
             self._service.end(request, after=self._last_use)
-        self._over.set_result(None)
+        self.over.set_result(None)
         self._on_end()
