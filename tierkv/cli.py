@@ -138,10 +138,10 @@ def serve(
     finish within node.drain_grace_s, and exits with 0. A second SIGTERM does not wait. It exits
     with 1 where a store or a device hangs for longer than node.close_limit_s.
     """
-    from tierkv.api.logs import log_to_stderr  # noqa: PLC0415
     from tierkv.api.server import run  # noqa: PLC0415
     from tierkv.api.settings import NodeSettings  # noqa: PLC0415
     from tierkv.config import load  # noqa: PLC0415
+    from tierkv.http.process import log_to_stderr  # noqa: PLC0415
 
     options["listens_tcp"] = "false" if no_tcp else None
     given = settings_in(options, table="node", insecure=insecure)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from tierkv.api.logs import log_to_stderr
 from tierkv.cli_options import address, insecure_and_log_level, settings_in, who_may_call
 from tierkv.config import load
 from tierkv.gateway.server import run
 from tierkv.gateway.settings import GatewaySettings
+from tierkv.http.process import log_to_stderr
 
 
 @click.command()

@@ -15,10 +15,10 @@ from typing import TypeVar
 import click
 import msgspec
 
-from tierkv.api.access import UnauthenticatedError
 from tierkv.api.types import GenerateBody, LookupBody
 from tierkv.client import AsyncClient, client_tls
 from tierkv.errors import ConfigError, InvariantError
+from tierkv.http.callers import UnauthenticatedError
 
 A = TypeVar("A")
 _Command = Callable[..., None]

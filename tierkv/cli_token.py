@@ -10,9 +10,17 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from tierkv.api.auth_file import AuthFile, RoleName, TokenRow, changing, read, write
-from tierkv.api.auth_keys import digest_of, new_token
 from tierkv.errors import ConfigError
+from tierkv.http.callers import (
+    AuthFile,
+    RoleName,
+    TokenRow,
+    changing,
+    digest_of,
+    new_token,
+    read,
+    write,
+)
 
 _UNITS = {"m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"([1-9][0-9]{0,5})([mhd])")  # up to the year 4764: Python ends with 9999

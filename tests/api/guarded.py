@@ -19,14 +19,24 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from msgspec.structs import replace
 
 from tests.api.nodes import Client, settings
-from tierkv.api.auth_file import AuthFile, CertificateRow, RoleName, TokenRow, UserRow, write
-from tierkv.api.auth_keys import Token, digest_of, new_token
-from tierkv.api.listen import bind, unix_listener
 from tierkv.api.node import Node
 from tierkv.api.server import listening
-from tierkv.api.settings import AuthSection, NodeSection, TlsSection
+from tierkv.api.settings import NodeSection
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.http.callers import (
+    AuthFile,
+    CertificateRow,
+    RoleName,
+    Token,
+    TokenRow,
+    UserRow,
+    digest_of,
+    new_token,
+    write,
+)
+from tierkv.http.listen import bind, unix_listener
+from tierkv.http.settings import AuthSection, TlsSection
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store

@@ -17,13 +17,13 @@ from uuid import uuid4
 import aiohttp
 
 from tests.latch import CopyLatch, until
-from tierkv.api.listen import bind
 from tierkv.api.node import Node
-from tierkv.api.problems import PASSING_REASONS
 from tierkv.api.server import listening
 from tierkv.api.settings import NodeSection, NodeSettings, Role
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.http.listen import bind
+from tierkv.http.problems import PASSING_REASONS
 from tierkv.sched.settings import CacheSettings
 from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore

@@ -21,13 +21,23 @@ from msgspec.structs import replace
 from tests.api.guarded import Authority, Callers, Guarded, callers_in, guarded
 from tests.api.nodes import Answer, Client, process, run_to_end
 from tests.latch import until
-from tierkv.api.access import Access, UnauthenticatedError
-from tierkv.api.auth import Guard
-from tierkv.api.auth_file import AuthFile, RoleName, TokenRow, read, write
-from tierkv.api.auth_keys import Keyring, digest_of, new_token
-from tierkv.api.listen import bind, unix_listener
-from tierkv.api.settings import NodeSection, NodeSettings, TlsSection
+from tierkv.api.settings import NodeSection, NodeSettings
 from tierkv.errors import ConfigError
+from tierkv.http.auth import Guard
+from tierkv.http.callers import (
+    Access,
+    AuthFile,
+    Keyring,
+    RoleName,
+    TokenRow,
+    UnauthenticatedError,
+    digest_of,
+    new_token,
+    read,
+    write,
+)
+from tierkv.http.listen import bind, unix_listener
+from tierkv.http.settings import TlsSection
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 from tests.api.guarded import Authority, Callers, callers_in, guarded
 from tests.api.nodes import run_to_end
-from tierkv.api.auth_file import RoleName
-from tierkv.api.settings import TlsSection
+from tierkv.http.callers import RoleName
+from tierkv.http.settings import TlsSection
 
 
 @pytest.fixture

@@ -12,14 +12,12 @@ from multidict import CIMultiDict
 
 from tests.api.guarded import Callers, Guarded, callers_in, guarded
 from tests.api.nodes import Answer, settings
-from tierkv.api.access import Access
-from tierkv.api.auth_file import RoleName
-from tierkv.api.auth_keys import digest_of, new_token
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.route import Route
-from tierkv.api.table import routes
+from tierkv.api.server import routes
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.http.callers import Access, RoleName, digest_of, new_token
+from tierkv.http.route import Route
 
 Headers = Mapping[str, str]
 REFUSED = (401, 403)

@@ -6,7 +6,7 @@ import gc
 import weakref
 
 from tests.latch import until
-from tierkv.api.garbage import short_collections
+from tierkv.http.loop import short_collections
 
 
 class Cycle:

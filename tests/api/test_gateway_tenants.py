@@ -11,11 +11,11 @@ import aiohttp
 from tests.api.guarded import callers_in, guarded
 from tests.e2e.exact import truth
 from tests.gateway.scripted import Caller, listener
-from tierkv.api.auth_file import RoleName
 from tierkv.clock import SystemClock
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
+from tierkv.http.callers import RoleName
 from tierkv.refmodel.text import decode
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore

@@ -18,10 +18,10 @@ from aiohttp import ClientConnectionResetError, web
 from tests.api.guarded import Authority, guarded
 from tests.api.nodes import Here, here
 from tests.latch import until
-from tierkv.api.connections import Limits
-from tierkv.api.listen import bind, url_of
-from tierkv.api.serving import serving
-from tierkv.api.settings import NodeSection, TlsSection
+from tierkv.api.settings import NodeSection
+from tierkv.http.listen import bind, url_of
+from tierkv.http.server import Limits, serving
+from tierkv.http.settings import TlsSection
 
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 LIVE = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"

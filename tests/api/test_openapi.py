@@ -7,15 +7,15 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from tests.api.nodes import here, settings
-from tierkv.api.bodies import JSON, decode
-from tierkv.api.examples import EXAMPLES
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.openapi import document
-from tierkv.api.route import Route
-from tierkv.api.table import routes
+from tierkv.api.server import routes
+from tierkv.api.types import EXAMPLES
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.http.bodies import JSON, decode
+from tierkv.http.openapi import document
+from tierkv.http.route import Route
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 
@@ -25,12 +25,12 @@ def table() -> list[Route]:
 
 
 def test_the_document_is_valid() -> None:
-    OpenAPIV31SpecValidator(document(table())).validate()
+    OpenAPIV31SpecValidator(document(table(), EXAMPLES)).validate()
 
 
 def test_every_route_is_in_the_document_with_its_problems() -> None:
     rows = table()
-    paths = document(rows)["paths"]
+    paths = document(rows, EXAMPLES)["paths"]
     for row in rows:
         operation = paths[row.path][row.method.lower()]
         assert operation["summary"].endswith(".")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.nodes import Here, here
 from tests.latch import until
-from tierkv.api.pace import Pace
+from tierkv.http.server import Pace
 
 _MOST_PER_TURN = 128
 

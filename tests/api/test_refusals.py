@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from tests.api.guarded import callers_in, guarded
 from tests.api.nodes import here
 from tests.latch import until
-from tierkv.api.auth_file import RoleName
-from tierkv.api.bodies import JSON, MSGPACK, decode
-from tierkv.api.framing import PROBLEMS
-from tierkv.api.problems import ERRORS, HTTP_CODES
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
 from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError
+from tierkv.http.bodies import JSON, MSGPACK, decode
+from tierkv.http.callers import RoleName
+from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS
 
 HUGE = "9" * 5000
 DEEP = b'{"prompt": ' + b"[" * 200_000

@@ -17,8 +17,8 @@ import pytest
 
 from tests.api.nodes import Answer, Here, here
 from tests.latch import until
-from tierkv.api.bodies import JSON, LARGE_BYTES, MSGPACK
-from tierkv.api.types_requests import AdmitBody
+from tierkv.api.types import AdmitBody
+from tierkv.http.bodies import JSON, LARGE_BYTES, MSGPACK
 
 SLOW = pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
 TOKENS = list(range(48))

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from tests.api.nodes import Client, Here, here, settings
 from tests.latch import until
 from tierkv.api.events import RING_EVENTS, EventFeed
-from tierkv.api.listing import MOST_LISTINGS
-from tierkv.api.masked import masked, masked_url
+from tierkv.api.routes_node import MOST_LISTINGS
+from tierkv.api.settings import masked, masked_url
 from tierkv.cache.keys import Prompt
 from tierkv.sched.events import Happening
 from tierkv.storage.settings import StorageSettings

@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import tierkv
 from tests.api.nodes import Client, here, settings
-from tierkv.api.listen import bind
 from tierkv.api.node import Node
 from tierkv.api.server import listening
 from tierkv.api.settings import Role
+from tierkv.http.listen import bind
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/healthz"])

@@ -9,8 +9,7 @@ import pytest
 
 from tests.api.guarded import Callers, Guarded, callers_in, guarded
 from tests.api.nodes import Answer
-from tierkv.api.auth_file import RoleName
-from tierkv.api.names import ticket_name
+from tierkv.http.callers import RoleName, ticket_name
 
 Json = dict[str, Any]
 

@@ -15,10 +15,9 @@ import pytest
 from tests.api.guarded import Callers, Guarded, callers_in, guarded
 from tests.api.nodes import Answer
 from tests.e2e.exact import truth
-from tierkv.api.auth_file import RoleName
-from tierkv.api.names import ticket_name
 from tierkv.client.sse import EventReader
 from tierkv.clock import SystemClock
+from tierkv.http.callers import RoleName, ticket_name
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store

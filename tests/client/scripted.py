@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from tierkv.api.problems import PROBLEM_JSON
+from tierkv.http.problems import PROBLEM_JSON
 
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -15,14 +15,15 @@ from tests.api.nodes import here, process
 from tests.client.scripted import Answering, breaks_off, problem, says, scripted, value
 from tests.latch import until
 from tests.redis_server import free_port
-from tierkv.api.access import ForbiddenError, UnauthenticatedError
-from tierkv.api.auth_file import RoleName
-from tierkv.api.framing import PROBLEMS
-from tierkv.api.problems import ERRORS, HTTP_CODES
-from tierkv.api.refusals import NotReadyError
-from tierkv.api.settings import TlsSection
-from tierkv.api.types import DecodeBody, GenerateBody, LookupBody, PrefillBody
-from tierkv.api.types_requests import AdmitBody, CommitBody, State
+from tierkv.api.types import (
+    AdmitBody,
+    CommitBody,
+    DecodeBody,
+    GenerateBody,
+    LookupBody,
+    PrefillBody,
+    State,
+)
 from tierkv.client import (
     AsyncClient,
     BrokenOffError,
@@ -40,6 +41,9 @@ from tierkv.errors import (
     OutOfBlocksError,
     TierKVError,
 )
+from tierkv.http.callers import ForbiddenError, RoleName, UnauthenticatedError
+from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, NotReadyError
+from tierkv.http.settings import TlsSection
 
 FAST = Retries(attempts=4, first_s=0.001, most_s=0.002)
 LOOKUP = LookupBody(prompt="a")

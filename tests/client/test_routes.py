@@ -12,12 +12,12 @@ from tests.api.nodes import settings
 from tests.client.scripted import scripted, value
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.route import Route
-from tierkv.api.table import routes as table_of
+from tierkv.api.server import routes as table_of
 from tierkv.client import AsyncClient, Client, NotANodeError
 from tierkv.client import routes as client_routes
 from tierkv.client.routes import Call
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.http.route import Route
 
 
 def table() -> list[Route]:

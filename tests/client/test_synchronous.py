@@ -14,10 +14,10 @@ import pytest
 from tests.api.nodes import here, process
 from tests.client.scripted import says, scripted
 from tests.latch import until
-from tierkv.api.sse import EVENT_STREAM
 from tierkv.api.types import GenerateBody, LookupBody
 from tierkv.client import BrokenOffError, CallError, Client, Retries, UnreachableError
 from tierkv.errors import BadRequestError
+from tierkv.http.bodies import EVENT_STREAM
 
 T = TypeVar("T")
 

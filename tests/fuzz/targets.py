@@ -12,9 +12,7 @@ from functools import partial
 import msgspec
 import xxhash
 
-from tierkv.api import types, types_cache, types_node, types_requests
-from tierkv.api.auth_file import AuthFile
-from tierkv.api.bodies import JSON, MSGPACK, decode, decode_large
+from tierkv.api import types
 from tierkv.api.types import PromptBody
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
@@ -25,6 +23,8 @@ from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierK
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.openai import CompletionBody
 from tierkv.gateway.stops import StopFinder
+from tierkv.http.bodies import JSON, MSGPACK, decode, decode_large
+from tierkv.http.callers import AuthFile
 from tierkv.pd.ticket import Acknowledgement, OpenTicket, Ticket
 from tierkv.sched import plan_wire
 from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity, read_identity
@@ -40,15 +40,15 @@ BODIES: tuple[type[msgspec.Struct], ...] = (
     types.PrefillBody,
     types.DecodeBody,
     types.LookupBody,
-    types_cache.PrefetchBody,
-    types_cache.PinBody,
-    types_node.QuotaBody,
-    types_node.ResizeBody,
-    types_requests.AdmitBody,
-    types_requests.ClaimBody,
-    types_requests.CommitBody,
-    types_requests.ExtendBody,
-    types_requests.PublishBody,
+    types.PrefetchBody,
+    types.PinBody,
+    types.QuotaBody,
+    types.ResizeBody,
+    types.AdmitBody,
+    types.ClaimBody,
+    types.CommitBody,
+    types.ExtendBody,
+    types.PublishBody,
 )
 _KEY = bytes(range(32))
 _IDENTITY = ValueIdentity(bytes(16), bytes(32), 16)
@@ -98,7 +98,7 @@ def _body(content_type: str, data: bytes) -> None:
             packed = body.packed()
             if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
                 body.job("id", Prompt(packed, 16))
-        elif isinstance(body, types_requests.CommitBody):
+        elif isinstance(body, types.CommitBody):
             body.packed(bytes(64))
 
 

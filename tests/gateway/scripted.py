@@ -16,7 +16,6 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from tierkv.api.settings import AuthSection
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import (
@@ -26,6 +25,7 @@ from tierkv.gateway.settings import (
     HealthSection,
     LimitsSection,
 )
+from tierkv.http.settings import AuthSection
 
 Json = dict[str, Any]
 

@@ -13,12 +13,12 @@ import pytest
 from tests.api.guarded import callers_in
 from tests.gateway.scripted import answer_to, stage, text_of
 from tests.latch import until
-from tierkv.api.auth_file import RoleName
-from tierkv.api.pace import in_turns
-from tierkv.api.settings import AuthSection
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.openai import CompletionBody
 from tierkv.gateway.settings import LimitsSection
+from tierkv.http.callers import RoleName
+from tierkv.http.loop import in_turns
+from tierkv.http.settings import AuthSection
 from tierkv.tasks import background
 
 PROMPT = "a prompt of some length, " * 8

@@ -16,12 +16,13 @@ from tests.api.nodes import here
 from tests.e2e.exact import text, truth
 from tests.gateway.scripted import Asked, Caller, listener, stage
 from tests.redis_server import redis_server
-from tierkv.api.auth_file import RoleName
-from tierkv.api.settings import Role, TlsSection
+from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings, HealthSection, LimitsSection
+from tierkv.http.callers import RoleName
+from tierkv.http.settings import TlsSection
 from tierkv.refmodel.text import decode as decode_text
 from tierkv.storage.factory import StoreSettings, open_resilient_store
 

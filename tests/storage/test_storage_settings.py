@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tierkv.api.health import Health, health_of
 from tierkv.api.node import Node
+from tierkv.api.routes_status import Health, health_of
 from tierkv.api.settings import NodeSettings
 from tierkv.config import load
 from tierkv.errors import ConfigError, TierKVError

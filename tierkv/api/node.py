@@ -7,22 +7,22 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from tierkv.api.desk import Desk
 from tierkv.api.events import EventFeed
-from tierkv.api.heartbeat import Heartbeat
 from tierkv.api.idempotency import Once
-from tierkv.api.names import request_name
 from tierkv.api.pins import PinBook
 from tierkv.api.prefetches import Prefetches
-from tierkv.api.refusals import NotReadyError
+from tierkv.api.sessions import Desk
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
-from tierkv.api.working import Working
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.clock import SystemClock
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
+from tierkv.http.callers import request_name
+from tierkv.http.loop import Heartbeat
+from tierkv.http.problems import NotReadyError
+from tierkv.http.process import Working
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.sched.ranked import RankedDevice

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tierkv.api.held import Key
-from tierkv.api.refusals import TooManyError, UnknownIdError
+from tierkv.api.sessions import Key
 from tierkv.cache.keys import Prompt
+from tierkv.http.problems import TooManyError, UnknownIdError
 from tierkv.service import Service
 
 MOST_PINS = 10_000  # of one tenant

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from tierkv.api.held import Key
 from tierkv.api.idempotency import Once
-from tierkv.api.refusals import TooManyError, UnknownIdError
-from tierkv.api.types_cache import PrefetchState
+from tierkv.api.sessions import Key
+from tierkv.api.types import PrefetchState
 from tierkv.cache.keys import Prompt
 from tierkv.errors import StoreUnavailableError
+from tierkv.http.problems import TooManyError, UnknownIdError
 from tierkv.service import Service
 from tierkv.tasks import task_group
 

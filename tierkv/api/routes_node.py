@@ -1,24 +1,25 @@
-"""The routes for who runs the node: tiers, blocks and configuration."""
+"""The routes for who runs the node: tiers, blocks, configuration and quotas."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Annotated
+from uuid import uuid4
 
 import msgspec
 from aiohttp import web
 
-from tierkv.api import bodies
-from tierkv.api.access import Access
-from tierkv.api.listing import Listings
-from tierkv.api.masked import masked, masked_url
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.refusals import WrongStateError
-from tierkv.api.route import Disconnect, Route
-from tierkv.api.routes_base import Routes
-from tierkv.api.types_node import (
+from tierkv.api.routes import Routes
+from tierkv.api.settings import masked, masked_url
+from tierkv.api.types import (
+    BlockAnswer,
     BlocksAnswer,
     ConfigAnswer,
+    QuotaAnswer,
+    QuotaBody,
     ResetAnswer,
     ResizeBody,
     StorageBody,
@@ -26,9 +27,16 @@ from tierkv.api.types_node import (
     TierName,
     TiersAnswer,
 )
+from tierkv.cache.copies import CopyState
+from tierkv.cache.index import Index
+from tierkv.cache.node import Node as IndexNode
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import PoolStats
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, OwnershipError
+from tierkv.http import bodies
+from tierkv.http.callers import Access
+from tierkv.http.problems import UnknownIdError, WrongStateError
+from tierkv.http.route import Disconnect, Route
 from tierkv.tasks import deadline
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]
@@ -149,3 +157,148 @@ class NodeRoutes(Routes):
 
 def _tier(pool: PoolStats, block_bytes: int) -> TierAnswer:
     return TierAnswer(capacity_blocks=pool.capacity, used_blocks=pool.used, block_bytes=block_bytes)
+
+
+MOST_LISTINGS = 16  # the one asked longest ago is given up for another one
+
+
+@dataclass(slots=True)
+class _Listing:
+    """pending: nodes still to tell of, the last one next. at: blocks of it that were told.
+
+    page: the last one, so that a client that lost it can ask again.
+    """
+
+    pending: list[IndexNode]
+    at: int = 0
+    num_pages: int = 0
+    page: BlocksAnswer | None = None
+
+
+class Listings:
+    """Cursors belong to this object. Blocks that come, go or move apart while a listing is under
+    way may be missing from it, or be told twice."""
+
+    def __init__(self) -> None:
+        self._listings: OrderedDict[str, _Listing] = OrderedDict()
+
+    def page(self, index: Index, cursor: str | None, *, limit: int) -> BlocksAnswer:
+        """Up to `limit` blocks. Raises UnknownIdError if the cursor is of no listing under way."""
+        if cursor is None:
+            name = uuid4().hex
+            listing = _Listing([child for root in index.roots() for child in _children(root)])
+        else:
+            name, _, number = cursor.partition(".")
+            found = self._listings.get(name)
+            if found is None or number not in (str(found.num_pages), str(found.num_pages - 1)):
+                raise UnknownIdError("this cursor is not known any more: begin a new listing")
+            listing = found
+            if number == str(found.num_pages - 1) and found.page is not None:
+                return found.page
+        blocks = _next(index, listing, limit)
+        listing.num_pages += 1
+        listing.page = BlocksAnswer(
+            blocks, f"{name}.{listing.num_pages}" if listing.pending else None
+        )
+        self._listings[name] = listing
+        self._listings.move_to_end(name)
+        while len(self._listings) > MOST_LISTINGS:
+            self._listings.popitem(last=False)
+        return listing.page
+
+
+def _next(index: Index, listing: _Listing, limit: int) -> list[BlockAnswer]:
+    blocks: list[BlockAnswer] = []
+    while listing.pending and len(blocks) < limit:
+        node = listing.pending[-1]
+        if not _is_there(node):
+            listing.pending.pop()
+            listing.at = 0
+            continue
+        stop = min(node.num_blocks, listing.at + limit - len(blocks))
+        blocks += _told(index, node, listing.at, stop)
+        listing.at = stop
+        if stop >= node.num_blocks:
+            listing.pending.pop()
+            listing.at = 0
+            listing.pending.extend(_children(node))
+    return blocks
+
+
+def _children(node: IndexNode) -> list[IndexNode]:
+    return list(node.children.values())
+
+
+def _is_there(node: IndexNode) -> bool:
+    parent = node.parent
+    return parent is not None and parent.children.get(node.key) is node
+
+
+def _told(index: Index, node: IndexNode, start: int, stop: int) -> list[BlockAnswer]:
+    device, host = (node.copies[tier].states[start:stop].tolist() for tier in Tier)
+    stored = node.stored_in(start, stop).tolist()
+    first = node.start + start
+    digests = [] if node.is_tail else index.digests(node, node.start + stop, start=first)
+    return [
+        BlockAnswer(
+            digest=digests[i].hex() if i < len(digests) else "",
+            space=node.space.name,
+            index=first + i,
+            is_tail=node.is_tail,
+            device=CopyState(device[i]).name.lower(),
+            host=CopyState(host[i]).name.lower(),
+            is_stored=bool(stored[i]),
+            is_held=node.holders > 0,
+            hits=node.hits,
+        )
+        for i in range(stop - start)
+    ]
+
+
+_PATH = "/v1/quotas/{id}"  # a tenant's name
+
+
+class QuotaRoutes(Routes):
+    @Route("PUT", _PATH, Access.ADMIN, body=QuotaBody, answer=QuotaAnswer)
+    async def put(self, request: web.Request) -> QuotaAnswer:
+        """Limit what a tenant has cached and in use."""
+        async with self._node.work():
+            tenant = self._tenant(request)
+            body = await self._read(request, QuotaBody)
+            space = self._node.space(tenant)
+            self._node.service.set_quota(space, (body.device_blocks, body.host_blocks))
+        return self._answer(request, space)
+
+    @Route("GET", _PATH, Access.ADMIN, answer=QuotaAnswer)
+    async def look(self, request: web.Request) -> QuotaAnswer:
+        """Tell a tenant's quota; null is no limit."""
+        self._node.check_started()
+        return self._answer(request, self._known_space(request))
+
+    @Route("DELETE", _PATH, Access.ADMIN, answer=QuotaAnswer)
+    async def remove(self, request: web.Request) -> QuotaAnswer:
+        """Let a tenant have as much as there is."""
+        self._node.check_started()
+        space = self._known_space(request)
+        self._node.service.set_quota(space, (None, None))
+        return self._answer(request, space)
+
+    def _tenant(self, request: web.Request) -> str:
+        return bodies.check_id(request.match_info["id"], "the tenant")
+
+    def _known_space(self, request: web.Request) -> str:
+        """Looking opens no space. Raises UnknownIdError."""
+        space = self._node.service.tenants.known_space_of(self._tenant(request))
+        if space is None:
+            raise UnknownIdError("no such tenant has asked for anything here, or was given a quota")
+        return space
+
+    def _answer(self, request: web.Request, space: str) -> QuotaAnswer:
+        service = self._node.service
+        device, host = service.quota_of(space)
+        return QuotaAnswer(
+            tenant=self._tenant(request),
+            stored_under=service.stored_under(space),
+            device_blocks=device,
+            host_blocks=host,
+        )

@@ -1,18 +1,94 @@
-"""The routes that tell: probes, version, metrics, stats, verify."""
+"""The routes that tell how a node is: probes, version, metrics, stats, verify, OpenAPI."""
 
 from __future__ import annotations
 
+import asyncio
+from enum import Enum
+
+import msgspec
 from aiohttp import web
 
 import tierkv
-from tierkv.api import bodies
-from tierkv.api.access import Access
-from tierkv.api.health import Health, health_of
-from tierkv.api.refusals import NotReadyError
-from tierkv.api.route import Route
-from tierkv.api.routes_base import Routes
-from tierkv.api.types import LiveAnswer, PartHealth, ReadyAnswer, VerifyAnswer, VersionAnswer
+from tierkv.api.node import Node
+from tierkv.api.routes import Routes
+from tierkv.api.types import (
+    EXAMPLES,
+    LiveAnswer,
+    PartHealth,
+    ReadyAnswer,
+    VerifyAnswer,
+    VersionAnswer,
+)
+from tierkv.errors import StoreUnavailableError
+from tierkv.http import bodies
+from tierkv.http.bodies import JSON
+from tierkv.http.callers import Access
+from tierkv.http.openapi import document
+from tierkv.http.problems import NotReadyError
+from tierkv.http.route import Route, routes_of
 from tierkv.observe import Stats
+from tierkv.transfer.tier import StoreState
+
+_PING_DEADLINE_S = 1.0
+
+Part = tuple["Health", str]
+
+
+class Health(Enum):
+    """What a probe sees of one dependency, or of the node as a whole."""
+
+    OK = "ok"
+    DEGRADED = "degraded"  # answers are right, but slower than they could be
+    DOWN = "down"
+
+
+async def health_of(node: Node) -> dict[str, Part]:
+    """A store that is down only slows a node, since computing is a right answer too."""
+    device = node.device
+    parts = {
+        "service": _of_service(node),
+        "device": (Health.OK if device.failure is None else Health.DOWN, device.status),
+    }
+    ranks = node.service.ranks
+    if ranks is not None:
+        wrong = ranks.findings()
+        state = Health.DEGRADED if wrong else Health.OK
+        parts["ranks"] = state, "; ".join(wrong) or f"{len(ranks.devices)} ranks keep up"
+    stores = node.service.storage_state() if node.has_started else ()
+    if not stores:
+        parts["storage"] = (Health.OK, "no storage tier")
+    for store in stores:
+        name = "storage" + (f" of {store.tenant}" if store.tenant else "")
+        parts[name] = await _of_store(node, store)
+    return parts
+
+
+def _of_service(node: Node) -> Part:
+    if not node.has_started:
+        return Health.DOWN, "this node has not started yet"
+    if node.is_draining:
+        return Health.DOWN, "this node is shutting down"
+    return Health.OK, "takes requests"
+
+
+async def _of_store(node: Node, state: StoreState) -> Part:
+    """A store that is left alone is not asked again: its breaker does that."""
+    if state.is_degraded:
+        return Health.DEGRADED, (
+            f"{state.part or state.url} is left alone ({state.circuit}) since it failed: "
+            f"{state.reason}"
+        )
+    store = node.service.store
+    if state.tenant or store is None:
+        return Health.OK, state.url
+    try:
+        async with asyncio.timeout(_PING_DEADLINE_S):
+            await store.ping()
+    except TimeoutError:
+        return Health.DEGRADED, f"{state.url} does not answer"
+    except StoreUnavailableError as error:
+        return Health.DEGRADED, str(error)
+    return Health.OK, state.url
 
 
 class StatusRoutes(Routes):
@@ -77,3 +153,15 @@ class StatusRoutes(Routes):
         """Recount blocks and leases; what is wrong with them, in words."""
         self._node.check_started()
         return VerifyAnswer(self._node.service.verify())
+
+
+class OpenApiRoutes:
+    """table: all other routes; its own is told of too."""
+
+    def __init__(self, table: list[Route]) -> None:
+        self._document = msgspec.json.encode(document([*table, *routes_of(self)], EXAMPLES))
+
+    @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
+    async def tell(self, _: web.Request) -> web.Response:
+        """This document."""
+        return web.Response(body=self._document, content_type=JSON)

@@ -1,4 +1,4 @@
-"""Runs a node as a process: binds its addresses, serves, and ends in order on a signal."""
+"""A node as a process: its route table, its application, and its life from start to signal."""
 
 from __future__ import annotations
 
@@ -6,23 +6,73 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvloop
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from msgspec.structs import replace
 
-from tierkv.api.app import make_app
-from tierkv.api.auth import Guard
-from tierkv.api.connections import Limits
-from tierkv.api.garbage import short_collections
-from tierkv.api.listen import is_loopback, make_room_for, open_listeners, url_of
+from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.serving import serving
+from tierkv.api.routes_cache import LookRoutes, PinRoutes, PrefetchRoutes, TicketRoutes
+from tierkv.api.routes_life import EventRoutes, LifeRoutes
+from tierkv.api.routes_node import NodeRoutes, QuotaRoutes
+from tierkv.api.routes_requests import HandoffRoutes, RequestRoutes
+from tierkv.api.routes_status import OpenApiRoutes, StatusRoutes
+from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
-from tierkv.api.signals import told_to_end
-from tierkv.api.tls import server_tls
+from tierkv.http.auth import Guard, auth_middleware
+from tierkv.http.listen import bind, is_loopback, make_room_for, server_tls, unix_listener, url_of
+from tierkv.http.loop import short_collections
+from tierkv.http.problems import add_headers, problem_middleware
+from tierkv.http.process import told_to_end
+from tierkv.http.route import Route, register, routes_of
+from tierkv.http.server import Limits, serving
+
+_KINDS = (
+    *(StatusRoutes, RequestRoutes, HandoffRoutes, PrefetchRoutes, PinRoutes, TicketRoutes),
+    *(LookRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, EventRoutes, WorkRoutes),
+)
+
+
+def routes(node: Node, metrics: Metrics) -> list[Route]:
+    """The table that the router, the OpenAPI document, metrics and the access check come from."""
+    table = [row for kind in _KINDS for row in routes_of(kind(node, metrics))]
+    return [*table, *routes_of(OpenApiRoutes(table))]
+
+
+_NO_ROUTE = "none"
+
+
+def make_app(node: Node, guard: Guard) -> web.Application:
+    """The application over a node, which must be running when the first request comes.
+
+    guard: knows who may call; it must be running too.
+    """
+    metrics = Metrics(node)
+    app = web.Application(
+        middlewares=[_counting(metrics), problem_middleware, auth_middleware(guard)],
+        client_max_size=node.settings.node.max_body_bytes,
+    )
+    register(routes(node, metrics), app)
+    metrics.know_routes([_NO_ROUTE, *(one.canonical for one in app.router.resources())])
+    app.on_response_prepare.append(add_headers)
+    return app
+
+
+def _counting(metrics: Metrics) -> Middleware:
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response = await handler(request)
+        resource = request.match_info.route.resource
+        metrics.count_answer(resource.canonical if resource else _NO_ROUTE, response.status)
+        return response
+
+    return count
+
 
 log = logging.getLogger("tierkv.server")
 
@@ -45,6 +95,18 @@ def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
             uvloop.run(serve(Node(settings), listeners, announce, last_resort.start))
         finally:
             last_resort.cancel()
+
+
+@contextmanager
+def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[list[socket.socket]]:
+    """The sockets of `settings`, TCP first. Raises ConfigError if one cannot be had."""
+    with ExitStack() as stack:
+        listeners = []
+        if settings.listens_tcp:
+            listeners.append(stack.enter_context(bind(settings, asks_callers=asks_callers)))
+        if settings.unix_socket:
+            listeners.append(stack.enter_context(unix_listener(Path(settings.unix_socket))))
+        yield listeners
 
 
 def _leave(settings: NodeSection) -> None:

@@ -1,16 +1,18 @@
-"""All settings of a node, one section for each part that has some."""
+"""All settings of a node, one section for each part that has some, and how they may be shown."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from tierkv.api.listen_settings import ListenSection
 from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError
+from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings
@@ -65,36 +67,6 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("node.name must be printable, on one line")
 
 
-class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """file: who may call, as `tierkv token` writes it; "" asks nobody who they are.
-    reload_s: how often is looked whether it has changed."""
-
-    file: str = ""
-    reload_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        all_above_zero("auth", self, "reload_s")
-
-
-class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Paths of PEM files. cert: the node's own, with its chain; "" serves without TLS.
-
-    key: of cert, where it is not in the same file. client_ca: every client must bring a
-    certificate that one of these signed; "" asks for none. reload_s: how often is looked whether a
-    file has changed. The Unix socket is without TLS always.
-    """
-
-    cert: str = ""
-    key: str = ""
-    client_ca: str = ""
-    reload_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        all_above_zero("tls", self, "reload_s")
-        if (self.key or self.client_ca) and not self.cert:
-            raise ConfigError("tls.key and tls.client_ca are of no use without tls.cert")
-
-
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The config file of `tierkv serve`: each field is a table in it."""
 
@@ -123,3 +95,33 @@ def default_storage_url(environ: Mapping[str, str]) -> str:
     except RuntimeError as error:
         raise ConfigError("there is no home directory to keep files in: give --storage") from error
     return (directory / "tierkv" / "store").as_uri()
+
+
+MASK = "***"
+_SECRETS = re.compile(r"(^|_)(password|secret|token|key|salt|tenant)$")
+_PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")  # user too: some stores take a token there
+_QUERY = re.compile(r"(?<=[?&])([^=&#]+)=[^&#]*")
+
+
+def masked(settings: NodeSettings) -> dict[str, dict[str, Any]]:
+    """Every table, as plain data."""
+    plain: dict[str, dict[str, Any]] = msgspec.to_builtins(settings)
+    return {table: _masked(fields) for table, fields in plain.items()}
+
+
+def masked_url(url: str) -> str:
+    """`url` without its user, password and the values of its query."""
+    return _QUERY.sub(rf"\1={MASK}", _PASSWORD.sub(f"{MASK}@", url))
+
+
+def _masked(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape
+    if isinstance(value, dict):
+        return {name: _masked_field(name, part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_masked(part) for part in value]
+    return masked_url(value) if isinstance(value, str) else value
+
+
+def _masked_field(name: str, value: Any) -> Any:  # noqa: ANN401 - plain data of any shape
+    is_secret = isinstance(value, str) and value and _SECRETS.search(name)
+    return MASK if is_secret else _masked(value)

@@ -1,15 +1,17 @@
-"""What goes over HTTP: the shapes of bodies and answers."""
+"""The bodies and answers of a node's HTTP interface, and an example of each that people write."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import Enum
+from typing import Annotated, Any
 
 import msgspec
 from msgspec.structs import asdict
 
 from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
-from tierkv.errors import BadRequestError
+from tierkv.cache.tokens import TOKEN_BYTES, pack
+from tierkv.http.bodies import FieldError
+from tierkv.http.problems import Problem
 from tierkv.observe import Lookup
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
@@ -17,13 +19,10 @@ from tierkv.pd.ticket import Ticket
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled
 from tierkv.refmodel.sampling import Sampling
 from tierkv.refmodel.text import encode
+from tierkv.transfer.tier import StoreState
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-
-
-class FieldError(BadRequestError):
-    """A body that can be read, but whose fields are not what the route takes."""
 
 
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -244,3 +243,444 @@ class VersionAnswer(msgspec.Struct, frozen=True):
     role: str
     fingerprint: dict[str, str]
     stored_under: str
+
+
+NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+WaitSeconds = Annotated[float, msgspec.Meta(gt=0, le=600)]
+_Word = Annotated[str, msgspec.Meta(max_length=256)]
+SamplingWords = Annotated[dict[_Word, _Word], msgspec.Meta(max_length=64)]
+
+DEFAULT_LEASE_S = 60.0
+DEFAULT_WAIT_S = 30.0
+
+
+class Wait(Enum):
+    """What an admission answers after: `admitted`, or `loaded`, when cached blocks are there."""
+
+    ADMITTED = "admitted"
+    LOADED = "loaded"
+
+
+class State(Enum):
+    """Of a request of an engine."""
+
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # its blocks are back in the cache until /resume
+    FINISHED = "finished"  # all given back; what was committed stays cached
+    ABORTED = "aborted"
+    EXPIRED = "expired"  # its lease ran out: no call named it for so long
+
+
+class Loads(Enum):
+    """Of the cached blocks that a request waits for."""
+
+    NONE = "none"  # it has ended, or is preempted
+    LOADING = "loading"
+    LOADED = "loaded"  # cached_tokens of KV are in the block table
+    FAILED = "failed"  # nothing below may be relied on: end the request, admit it without cache
+
+
+class AdmitBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """request_id: asked again with the same body, the answer is the first one; without it the
+    headers Idempotency-Key or X-Request-Id name the request.
+
+    max_new_tokens: room for so many generated tokens is reserved with the prompt's.
+    use_cache: False matches nothing. priority: of those that wait, the higher goes first.
+    deadline_s: how long to wait for room; then it is refused, with nothing held.
+    wait: `loaded` answers when the cached blocks are on the device.
+    """
+
+    request_id: str | None = None
+    max_new_tokens: NewTokens = 0
+    use_cache: bool = True
+    priority: Priority = 0
+    wait: Wait = Wait.ADMITTED
+    deadline_s: WaitSeconds = DEFAULT_WAIT_S
+    ttl_s: LeaseSeconds = DEFAULT_LEASE_S
+
+
+class ClaimBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prompt must be the one that was published. deadline_s: how long to wait for the ticket.
+
+    policy: what to do if not every block can be had. sampling: how the engine would go on; a ticket
+    that says otherwise is refused as `incompatible`, one that says nothing is not.
+    """
+
+    ticket_id: str
+    request_id: str | None = None
+    max_new_tokens: NewTokens = 0
+    policy: ClaimPolicy = ClaimPolicy.WHOLE
+    wait: Wait = Wait.ADMITTED
+    deadline_s: WaitSeconds | None = None
+    ttl_s: LeaseSeconds = DEFAULT_LEASE_S
+    sampling: SamplingWords = msgspec.field(default_factory=dict)
+
+
+class CommitBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whose KV is in the block table: either `tokens`, all of them from the prompt's first on, or
+    the prompt's first `num_tokens` (all without it), and after the whole prompt `new_tokens`, all
+    that were generated. Tokens are lists, or packed. The kernels that wrote the KV must be done.
+    """
+
+    tokens: list[int] | bytes | None = None
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    new_tokens: list[int] | bytes | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.tokens is None and self.num_tokens is None and self.new_tokens is None
+
+    def packed(self, prompt: bytes) -> bytes:
+        """All committed tokens of a request with this packed prompt. Raises FieldError."""
+        if self.tokens is not None:
+            if self.num_tokens is not None or self.new_tokens is not None:
+                raise FieldError("give tokens, or num_tokens and new_tokens, not both")
+            return pack(self.tokens)
+        known = prompt
+        if self.num_tokens is not None:
+            known = prompt[: self.num_tokens * TOKEN_BYTES]
+            if len(known) != self.num_tokens * TOKEN_BYTES:
+                raise FieldError("num_tokens is more than the prompt has")
+        if self.new_tokens is None:
+            return known
+        if len(known) != len(prompt):
+            raise FieldError("new_tokens come after the whole prompt: leave num_tokens out")
+        return known + pack(self.new_tokens)
+
+
+class ExtendBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """num_tokens: room for so many beyond the prompt's and the committed ones."""
+
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    deadline_s: WaitSeconds = DEFAULT_WAIT_S
+
+
+class ResumeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_new_tokens: NewTokens = 0
+    deadline_s: WaitSeconds = DEFAULT_WAIT_S
+
+
+class PublishBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """ticket_id: what the decode node asks for; the request's id without it.
+
+    first_tokens: those generated already. sampling: how, in the engine's own words: equal texts
+    where equal tokens would be chosen. The prompt must be committed.
+    """
+
+    ticket_id: str | None = None
+    first_tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]] = []
+    sampling: SamplingWords = {}
+
+
+class StreamBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """ticket_id: what the decode node asks for; the request's id without it."""
+
+    ticket_id: str | None = None
+
+
+class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """streams: False where the node's settings say that prompts go out only when computed."""
+
+    request_id: str
+    ticket_id: str
+    streams: bool
+
+
+class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """block_table: device blocks in order: a list in JSON, in msgpack packed little-endian int32.
+
+    cached_tokens: so many first tokens need not be computed once `loads` is `loaded`.
+    expires_in_s: until the lease ends, if no call renews it; null for a request that has ended.
+    """
+
+    request_id: str
+    state: State
+    loads: Loads
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    matched: MatchedTokens
+    block_size: int
+    block_table: list[int] | bytes
+    expires_in_s: float | None
+
+
+class ClaimAnswer(RequestAnswer, frozen=True, kw_only=True):
+    """producer: the node that published the prompt. first_tokens: what it had generated. sampling:
+    how, if it says. Null and none if the policy went on without a ticket."""
+
+    ticket_id: str
+    producer: str | None
+    first_tokens: list[int]
+    sampling: dict[str, str]
+
+
+class EndAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: str
+    state: State
+    computed_tokens: int
+
+
+class PublishAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """num_blocks: of the prompt, its tail of tail_tokens included; present_blocks of them were in
+    storage already, early_blocks went there before the prompt was computed, if it was streamed.
+    expires_at: of the ticket, in Unix seconds."""
+
+    request_id: str
+    ticket_id: str
+    num_blocks: int
+    present_blocks: int
+    early_blocks: int
+    tail_tokens: int
+    flushed_bytes: int
+    expires_at: float
+
+
+class PrefetchBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """request_id: names the prefetch; asked again with the same body, it is not done twice.
+
+    deadline_s: then what has arrived is the result.
+    """
+
+    request_id: str | None = None
+    deadline_s: WaitSeconds = 30.0
+
+
+class PrefetchState(Enum):
+    RUNNING = "running"
+    DONE = "done"  # all that storage has of the prompt is on the host, or was above it
+    PARTIAL = "partial"  # a part is; `problem` says why no more
+    CANCELLED = "cancelled"
+
+
+class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """fetched_tokens: so many came from storage to the host, from token `first_token` on."""
+
+    prefetch_id: str
+    state: PrefetchState
+    prompt_tokens: int
+    first_token: int
+    fetched_tokens: int
+    problem: str | None
+
+
+class PinBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keeps what is cached of the prompt. ttl_s: for so long. soft: it may go, after all others."""
+
+    ttl_s: LeaseSeconds = 600.0
+    soft: bool = False
+
+
+class PinAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """num_tokens: so many first tokens of the prompt are pinned, whole blocks of them."""
+
+    pin_id: str
+    num_tokens: int
+    prompt_tokens: int
+    soft: bool
+    expires_in_s: float
+
+
+class PinsAnswer(msgspec.Struct, frozen=True):
+    pins: list[PinAnswer]
+
+
+_ONE_LINE = r"^[^\x00-\x1f\x7f]+$"  # what reads URLs drops line ends without a word
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class TicketState(Enum):
+    """OPEN: blocks are on their way, the ticket is not written yet. WHOLE: all can be claimed."""
+
+    OPEN = "open"
+    FAILED = "failed"  # its producer gave up
+    LOST = "lost"  # its producer says no more that it lives
+    WHOLE = "whole"
+    INCOMPLETE = "incomplete"  # a block of it is gone
+    CLAIMED = "claimed"
+    EXPIRED = "expired"
+    INCOMPATIBLE = "incompatible"  # made by a node whose KV cannot be used here
+    DAMAGED = "damaged"  # the ticket is not what was written
+
+
+class TicketAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """present_blocks: of num_blocks, the first so many are in storage; null where nobody looked.
+    expires_at: Unix seconds. detail: the reason, in words, "" if there is none."""
+
+    ticket_id: str
+    state: TicketState
+    detail: str = ""
+    num_tokens: int | None = None
+    num_blocks: int | None = None
+    present_blocks: int | None = None
+    producer: str | None = None
+    claimer: str | None = None
+    expires_at: float | None = None
+
+
+class TierName(Enum):
+    DEVICE = "device"
+    HOST = "host"
+
+
+class TierAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    capacity_blocks: int
+    used_blocks: int
+    block_bytes: int
+
+
+class TiersAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """storage: each attached store; none is a node without a storage tier."""
+
+    device: TierAnswer
+    host: TierAnswer
+    storage: list[StoreState]
+
+
+class StorageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """url: of the store, as in the setting storage.url."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1, max_length=4096, pattern=_ONE_LINE)]
+
+
+class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most blocks a tenant may have cached or in use on each tier; null for any number. Over
+    it, the tenant evicts its own."""
+
+    device_blocks: Count | None = None
+    host_blocks: Count | None = None
+
+
+class QuotaAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """stored_under: what the names of the tenant's stored blocks begin with."""
+
+    tenant: str
+    stored_under: str
+    device_blocks: int | None
+    host_blocks: int | None
+
+
+class ResizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """blocks: the tier's capacity from now on, within the memory there is. Shrinking waits for
+    what is held, at most deadline_s."""
+
+    tier: TierName
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    deadline_s: WaitSeconds = 30.0
+
+
+class LifeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """How the node is now. open_requests: of engines that compute by themselves."""
+
+    is_draining: bool
+    is_paused: bool
+    is_asleep: bool
+    running_requests: int
+    waiting_requests: int
+    open_requests: int
+
+
+class ResetAnswer(msgspec.Struct, frozen=True):
+    """held_copies: what requests and pins hold was not forgotten. removed_values: in storage."""
+
+    held_copies: int
+    removed_values: int = 0
+
+
+class SleepBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """keep_blocks: move what is only on the device to the host, as far as it has room.
+    deadline_s: how long to wait for requests that run; then nothing has changed."""
+
+    keep_blocks: bool = True
+    deadline_s: WaitSeconds = 60.0
+
+
+class WakeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """device_blocks: how many to take memory for; as many as before without it."""
+
+    device_blocks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One cached block. space: its fingerprint, "" for the node's own. index: in its prompts.
+
+    device, host: absent, incoming or ready. is_held: by a request or pin, so it cannot be evicted.
+    is_stored: storage was told of it.
+    """
+
+    digest: str
+    space: str
+    index: int
+    is_tail: bool
+    device: str
+    host: str
+    is_stored: bool
+    is_held: bool
+    hits: int
+
+
+class BlocksAnswer(msgspec.Struct, frozen=True):
+    """cursor: of the next page, null if this is the last."""
+
+    blocks: list[BlockAnswer]
+    cursor: str | None
+
+
+class ConfigAnswer(msgspec.Struct, frozen=True):
+    """settings: by table; secrets are masked.
+
+    roots: by space, what the first block of a prompt has for its parent, in hexadecimal: with it
+    whoever reads events knows the digests of a prompt's blocks. "" is the node's own space.
+    """
+
+    settings: dict[str, dict[str, Any]]
+    roots: dict[str, str]
+
+
+_TOKENS = "AQAAAAIAAAADAAAA"  # 1, 2, 3 as little-endian 32-bit integers
+
+EXAMPLES: dict[type, dict[str, Any]] = {
+    Problem: {
+        "title": "There is no room now",
+        "status": 503,
+        "detail": "device: 64 blocks needed, 12 available",
+        "code": "out_of_blocks",
+        "request_id": "chat-17",
+    },
+    GenerateBody: {"prompt": "Once upon", "max_tokens": 8},
+    PrefillBody: {"prompt": "Once upon", "ticket_id": "chat-17"},
+    DecodeBody: {"prompt": "Once upon", "ticket_id": "chat-17", "max_tokens": 8},
+    LookupBody: {"tokens": [1, 2, 3]},
+    AdmitBody: {"request_id": "chat-17", "tokens": _TOKENS, "max_new_tokens": 256},
+    RequestAnswer: {
+        "request_id": "chat-17",
+        "state": "running",
+        "loads": "loading",
+        "prompt_tokens": 40,
+        "cached_tokens": 32,
+        "computed_tokens": 0,
+        "matched": {"device": 16, "host": 16, "storage": 0},
+        "block_size": 16,
+        "block_table": [7, 3, 12],
+        "expires_in_s": 60.0,
+    },
+    CommitBody: {"new_tokens": [17, 4]},
+    EndAnswer: {"request_id": "chat-17", "state": "finished", "computed_tokens": 42},
+    ExtendBody: {"num_tokens": 64},
+    ResumeBody: {"max_new_tokens": 64},
+    StreamBody: {"ticket_id": "chat-17"},
+    PublishBody: {"ticket_id": "chat-17", "first_tokens": [17]},
+    ClaimBody: {"ticket_id": "chat-17", "tokens": _TOKENS, "max_new_tokens": 256},
+    PrefetchBody: {"request_id": "warm-3", "tokens": _TOKENS},
+    PrefetchAnswer: {
+        "prefetch_id": "warm-3",
+        "state": "done",
+        "prompt_tokens": 4096,
+        "first_token": 1024,
+        "fetched_tokens": 3072,
+        "problem": None,
+    },
+    PinBody: {"tokens": _TOKENS, "ttl_s": 600.0},
+}

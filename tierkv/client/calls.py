@@ -16,8 +16,6 @@ from uuid import uuid4
 import msgspec
 from msgspec.structs import replace
 
-from tierkv.api.bodies import JSON, MSGPACK
-from tierkv.api.sse import EVENT_STREAM
 from tierkv.api.types import PromptBody
 from tierkv.cache.tokens import pack
 from tierkv.client.errors import (
@@ -33,6 +31,7 @@ from tierkv.client.retries import Retries
 from tierkv.client.routes import Call, Repeat
 from tierkv.client.streams import Events, Stream
 from tierkv.errors import TierKVError
+from tierkv.http.bodies import EVENT_STREAM, JSON, MSGPACK
 from tierkv.tasks import deadline
 
 A = TypeVar("A")

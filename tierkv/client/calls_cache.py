@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from tierkv.api.types_cache import PinAnswer, PinBody, PinsAnswer, PrefetchAnswer, PrefetchBody
-from tierkv.api.types_node import TicketAnswer
+from tierkv.api.types import (
+    PinAnswer,
+    PinBody,
+    PinsAnswer,
+    PrefetchAnswer,
+    PrefetchBody,
+    TicketAnswer,
+)
 from tierkv.client import routes
 from tierkv.client.calls import Calls, Question, named
 

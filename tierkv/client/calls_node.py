@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from urllib.parse import urlencode
 
-from tierkv.api.types_node import (
+from tierkv.api.types import (
     BlocksAnswer,
     ConfigAnswer,
     LifeAnswer,

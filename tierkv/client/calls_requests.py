@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierkv.api.types_requests import (
+from tierkv.api.types import (
     AdmitBody,
     ClaimAnswer,
     ClaimBody,

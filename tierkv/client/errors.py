@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tierkv.api.problems import ERRORS, PROBLEM_JSON, Problem
-from tierkv.api.refusals import NotReadyError
 from tierkv.errors import BadRequestError, TierKVError
+from tierkv.http.problems import ERRORS, PROBLEM_JSON, NotReadyError, Problem
 
 _FIRST_SERVER_ERROR = 500
 _UNAVAILABLE = 503

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from tierkv.api.streaming import TokensEvent
+from tierkv.api.routes_work import TokensEvent
 from tierkv.client.errors import BrokenOffError
 from tierkv.client.events import EventStream, NodeEvent
 from tierkv.client.streams import Stream

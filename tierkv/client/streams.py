@@ -8,11 +8,11 @@ from typing import Generic, Self, TypeVar
 import msgspec
 from aiohttp import ClientResponse
 
-from tierkv.api.problems import Problem
-from tierkv.api.streaming import TokensEvent
+from tierkv.api.routes_work import TokensEvent
 from tierkv.client.errors import BrokenOffError, DeadlineError, NotANodeError, remote_error
 from tierkv.client.http import translated
 from tierkv.client.sse import EventReader, ServerEvent
+from tierkv.http.problems import Problem
 from tierkv.tasks import deadline
 
 A = TypeVar("A")

@@ -16,7 +16,7 @@ import click
 import msgspec
 import uvloop
 
-from tierkv.api.masked import masked_url
+from tierkv.api.settings import masked_url
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import DemoError, private_redis
 from tierkv.demo.scenes import Nodes, Play, Scene

@@ -9,15 +9,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec.structs import asdict
 
-from tierkv.api.bodies import REQUEST_ID, first_id
-from tierkv.api.problems import (
+from tierkv.gateway.failures import InvalidRequestError
+from tierkv.http.bodies import REQUEST_ID, first_id
+from tierkv.http.problems import (
     Problem,
     headers_of,
     log_if_unexpected,
     problem_of,
     problem_response,
 )
-from tierkv.gateway.failures import InvalidRequestError
 
 _MOST_ID = 200  # what nodes get is longer by the number of the call
 

@@ -7,11 +7,6 @@ import time
 from aiohttp import web
 
 import tierkv
-from tierkv.api import bodies
-from tierkv.api.access import Access
-from tierkv.api.auth import Guard, auth_middleware
-from tierkv.api.framing import add_headers
-from tierkv.api.route import Route, register, routes_of
 from tierkv.api.types import PartHealth, ReadyAnswer
 from tierkv.gateway.answers import failure_middleware
 from tierkv.gateway.failures import GatewayShuttingDownError, NoNodesError, NoSuchModelError
@@ -19,6 +14,11 @@ from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.openai import Model, ModelList
 from tierkv.gateway.routes_completions import CompletionRoutes
+from tierkv.http import bodies
+from tierkv.http.auth import Guard, auth_middleware
+from tierkv.http.callers import Access
+from tierkv.http.problems import add_headers
+from tierkv.http.route import Route, register, routes_of
 
 
 def make_app(gateway: Gateway, guard: Guard) -> web.Application:

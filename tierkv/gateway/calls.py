@@ -11,8 +11,6 @@ from typing import NoReturn
 import aiohttp
 import msgspec
 
-from tierkv.api.bodies import REQUEST_ID_HEADER
-from tierkv.api.sse import EVENT_STREAM
 from tierkv.client.errors import CallError, DeadlineError, NotANodeError
 from tierkv.client.http import Http, Reply
 from tierkv.client.sse import ServerEvent
@@ -29,6 +27,7 @@ from tierkv.gateway.job import Job
 from tierkv.gateway.nodes import BackendNode, Nodes
 from tierkv.gateway.routing import Held
 from tierkv.gateway.settings import GatewaySettings, node_tls
+from tierkv.http.bodies import EVENT_STREAM, REQUEST_ID_HEADER
 
 UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent
 _END_S = 0.2  # from the last event to the end of the answer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tierkv.api.refusals import AnswerError
 from tierkv.errors import TierKVError
+from tierkv.http.problems import AnswerError
 
 
 class GatewayError(AnswerError):

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tierkv.api.working import Working
 from tierkv.gateway.backend import Backend
 from tierkv.gateway.failures import GatewayShuttingDownError
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.settings import GatewaySettings
+from tierkv.http.process import Working
 
 
 class Gateway:

@@ -9,7 +9,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from tierkv.api.families import gauge
+from tierkv.api.metrics import gauge
 from tierkv.gateway.admission import Admission
 from tierkv.gateway.nodes import Nodes
 

@@ -10,17 +10,17 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from tierkv.api import bodies
-from tierkv.api.access import Access
-from tierkv.api.pace import in_turns
-from tierkv.api.problems import log_if_unexpected
-from tierkv.api.route import Route
-from tierkv.api.sse import open_stream, write
 from tierkv.gateway.answers import failure_of
 from tierkv.gateway.completion import PromptAnswer
 from tierkv.gateway.failures import NoSuchModelError
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.openai import CachedDetails, Choice, Completion, CompletionBody, Usage
+from tierkv.http import bodies
+from tierkv.http.bodies import open_stream, write
+from tierkv.http.callers import Access
+from tierkv.http.loop import in_turns
+from tierkv.http.problems import log_if_unexpected
+from tierkv.http.route import Route
 from tierkv.tasks import task_group
 
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only

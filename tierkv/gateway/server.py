@@ -10,15 +10,13 @@ from pathlib import Path
 
 import uvloop
 
-from tierkv.api.auth import Guard
-from tierkv.api.connections import Limits
-from tierkv.api.listen import bind, make_room_for, url_of
-from tierkv.api.serving import serving
-from tierkv.api.signals import told_to_end
-from tierkv.api.tls import server_tls
 from tierkv.gateway.app import make_app
 from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.settings import GatewaySettings
+from tierkv.http.auth import Guard
+from tierkv.http.listen import bind, make_room_for, server_tls, url_of
+from tierkv.http.process import told_to_end
+from tierkv.http.server import Limits, serving
 
 log = logging.getLogger("tierkv.gateway")
 

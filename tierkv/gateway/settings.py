@@ -7,11 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from tierkv.api.listen_settings import ListenSection
-from tierkv.api.settings import AuthSection, TlsSection
 from tierkv.client.http import client_tls, node_url
 from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError
+from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 
 
 class GatewaySection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):

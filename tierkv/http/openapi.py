@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
 import tierkv
-from tierkv.api.access import Access
-from tierkv.api.bodies import ID_PATTERN, JSON, MSGPACK, OCTETS
-from tierkv.api.examples import EXAMPLES
-from tierkv.api.problems import PROBLEM_JSON, Problem
-from tierkv.api.route import Route
-from tierkv.api.sse import EVENT_STREAM
+from tierkv.http.bodies import EVENT_STREAM, ID_PATTERN, JSON, MSGPACK, OCTETS
+from tierkv.http.callers import Access
+from tierkv.http.problems import PROBLEM_JSON, Problem
+from tierkv.http.route import Route
 
 Json = dict[str, Any]
 
@@ -39,16 +37,19 @@ _OF_BODIES = (
 )
 
 
-def document(table: Sequence[Route]) -> Json:
-    """The document of all routes of `table`."""
+def document(table: Sequence[Route], examples: Mapping[type, Json]) -> Json:
+    """The document of all routes of `table`. examples: one for each type that has some."""
     types = {kind for row in table for kind in (row.body, row.answer) if kind is not None}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     refs, schemas = msgspec.json.schema_components([*ordered, Problem], ref_template=_REFS)
-    ref_of: dict[type, Json] = dict(zip([*ordered, Problem], refs, strict=True))
+    media_of: dict[type, Json] = {
+        kind: {"schema": ref, **({"example": examples[kind]} if kind in examples else {})}
+        for kind, ref in zip([*ordered, Problem], refs, strict=True)
+    }
     paths: dict[str, Json] = {}
     seen: set[str] = set()
     for row in table:
-        operation = _operation(row, ref_of)
+        operation = _operation(row, media_of)
         if operation["operationId"] in seen:  # two paths, one handler
             operation["operationId"] += "_" + row.path.strip("/")
         seen.add(operation["operationId"])
@@ -64,7 +65,7 @@ def document(table: Sequence[Route]) -> Json:
         "paths": paths,
         "components": {
             "schemas": _exact(schemas),
-            "responses": {"Problem": _problem(ref_of[Problem])},
+            "responses": {"Problem": _problem(media_of[Problem])},
             "securitySchemes": {
                 "token": {"type": "http", "scheme": "bearer"},
                 "certificate": {"type": "mutualTLS"},
@@ -73,7 +74,7 @@ def document(table: Sequence[Route]) -> Json:
     }
 
 
-def _operation(row: Route, ref_of: dict[type, Json]) -> Json:
+def _operation(row: Route, media_of: dict[type, Json]) -> Json:
     tag, _ = row.name
     operation: Json = {
         "operationId": "_".join(row.name),
@@ -82,12 +83,12 @@ def _operation(row: Route, ref_of: dict[type, Json]) -> Json:
         "x-access": row.access.name.lower(),
         "x-on-disconnect": row.on_disconnect.value,
         "parameters": _parameters(row),
-        "responses": _responses(row, ref_of),
+        "responses": _responses(row, media_of),
         # {}: a node that asks nobody who they are.
         "security": [] if row.access is Access.PUBLIC else [{"token": []}, {"certificate": []}, {}],
     }
     if row.body is not None:
-        operation["requestBody"] = _body(row, row.body, ref_of[row.body])
+        operation["requestBody"] = _body(row, row.body, media_of[row.body])
     return operation
 
 
@@ -106,11 +107,8 @@ def _parameters(row: Route) -> list[Json]:
     return [*named, *asked, *({"name": name, "in": "header", "schema": _ID} for name in headers)]
 
 
-def _body(row: Route, kind: type, ref: Json) -> Json:
-    media: Json = {"schema": ref}
-    if kind in EXAMPLES:
-        media = {"schema": ref, "example": EXAMPLES[kind]}
-    content = {JSON: media, MSGPACK: {"schema": ref}}
+def _body(row: Route, kind: type, media: Json) -> Json:
+    content: Json = {JSON: media, MSGPACK: {"schema": media["schema"]}}
     if "tokens" in _fields(kind):
         content[OCTETS] = {
             "schema": {
@@ -121,13 +119,11 @@ def _body(row: Route, kind: type, ref: Json) -> Json:
     return {"required": not row.is_body_optional, "content": content}
 
 
-def _responses(row: Route, ref_of: dict[type, Json]) -> Json:
+def _responses(row: Route, media_of: dict[type, Json]) -> Json:
     content: Json = {}
     if row.answer is not None:
-        media: Json = {"schema": ref_of[row.answer]}
-        if row.answer in EXAMPLES:
-            media = {"schema": ref_of[row.answer], "example": EXAMPLES[row.answer]}
-        content = {JSON: media, MSGPACK: {"schema": ref_of[row.answer]}}
+        media = media_of[row.answer]
+        content = {JSON: media, MSGPACK: {"schema": media["schema"]}}
     if row.content_type is not None:
         content[row.content_type] = {"schema": {"type": "string"}}
     if row.is_stream:
@@ -151,10 +147,10 @@ def _responses(row: Route, ref_of: dict[type, Json]) -> Json:
     return {str(int(status)): good, **problems, "default": _PROBLEM_REF}
 
 
-def _problem(ref: Json) -> Json:
+def _problem(media: Json) -> Json:
     return {
         "description": "A failure, with a stable code.",
-        "content": {PROBLEM_JSON: {"schema": ref, "example": EXAMPLES[Problem]}},
+        "content": {PROBLEM_JSON: media},
         "headers": {
             "X-Request-Id": {"schema": _ID},
             "Retry-After": {"schema": {"type": "integer"}},

@@ -47,3 +47,33 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if getattr(self, name) < 1:
                 raise ConfigError(f"{table}.{name} must be at least 1")
         all_above_zero(table, self, "idle_timeout_s", "body_timeout_s", "send_timeout_s")
+
+
+class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """file: who may call, as `tierkv token` writes it; "" asks nobody who they are.
+    reload_s: how often is looked whether it has changed."""
+
+    file: str = ""
+    reload_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        all_above_zero("auth", self, "reload_s")
+
+
+class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Paths of PEM files. cert: the node's own, with its chain; "" serves without TLS.
+
+    key: of cert, where it is not in the same file. client_ca: every client must bring a
+    certificate that one of these signed; "" asks for none. reload_s: how often is looked whether a
+    file has changed. The Unix socket is without TLS always.
+    """
+
+    cert: str = ""
+    key: str = ""
+    client_ca: str = ""
+    reload_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        all_above_zero("tls", self, "reload_s")
+        if (self.key or self.client_ca) and not self.cert:
+            raise ConfigError("tls.key and tls.client_ca are of no use without tls.cert")

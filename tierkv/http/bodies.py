@@ -1,4 +1,4 @@
-"""Reads request bodies and writes answers, as JSON or msgpack."""
+"""Reads request bodies, and writes answers as JSON, msgpack or server-sent events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from tierkv.api.types import FieldError
 from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError
 from tierkv.tasks import deadline
@@ -37,6 +36,10 @@ _ID = re.compile(ID_PATTERN)
 
 class BodyError(BadRequestError):
     """A body that cannot be read at all."""
+
+
+class FieldError(BadRequestError):
+    """A body that can be read, but whose fields are not what the route takes."""
 
 
 class MediaTypeError(BadRequestError):
@@ -186,3 +189,34 @@ def first_id(request: web.Request) -> str:
     """The id of the request's header if it has a good one, or a new one."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     return given if is_id(given) else f"{getrandbits(128):032x}"  # uuid4 costs 10 times as much
+
+
+EVENT_STREAM = "text/event-stream"
+_WRITE_TIMEOUT_S = 30.0  # a client that takes nothing for so long has gone
+
+
+def event_stream() -> web.StreamResponse:
+    """An answer that is an event stream."""
+    return web.StreamResponse(
+        headers={
+            "Content-Type": EVENT_STREAM,
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",  # a proxy in between is not to collect events
+        }
+    )
+
+
+async def open_stream(request: web.Request) -> web.StreamResponse:
+    """The head of an event stream, on its way."""
+    response = event_stream()
+    await response.prepare(request)
+    return response
+
+
+async def write(response: web.StreamResponse, chunk: bytes) -> None:
+    """Raises ConnectionError if the client has gone or takes nothing."""
+    try:
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            await response.write(chunk)
+    except TimeoutError as error:
+        raise ConnectionResetError(f"nothing was read for {_WRITE_TIMEOUT_S:g} s") from error

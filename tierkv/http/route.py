@@ -12,8 +12,8 @@ from typing import TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from tierkv.api import bodies
-from tierkv.api.access import Access
+from tierkv.http import bodies
+from tierkv.http.callers import Access
 
 M = TypeVar("M", bound=Callable[..., Awaitable[object]])
 

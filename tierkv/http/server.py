@@ -1,23 +1,84 @@
-"""Connections of an HTTP server: how many, how long, how large, and an answer to what is no HTTP.
-
-aiohttp speaks HTTP; what is here is what it leaves to a proxy in front.
-"""
+"""Lets an application answer on sockets: how many connections, how long, how large, how many at
+once, and an answer in HTTP to what is no HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 from uuid import uuid4
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage
 from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
 
-from tierkv.api.framing import framing_problem, overload_answer
-from tierkv.api.listen_settings import ListenSection
-from tierkv.api.pace import Pace
+from tierkv.http.listen import BACKLOG
+from tierkv.http.problems import framing_problem, overload_answer
+from tierkv.http.settings import ListenSection
+
+_FIRST = 32
+_MOST = 128
+_TURN_S = 0.01  # what a turn should take where there is more to do than it can
+
+
+class Pace:
+    """Lets so many pieces through in each turn as make it last about 10 ms: between 1 and 128,
+    by what they have taken lately."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._per_turn = _FIRST
+        self._left = _FIRST
+        self._began: float | None = None  # this turn, on a monotonic clock; None: nothing came yet
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def lets_through(self) -> bool:
+        """Whether one more piece may be taken in this turn; if so, it counts as taken."""
+        if self._began is None:
+            self._began = time.monotonic()
+            self._loop.call_soon(self._loop.call_soon, self._next_turn)
+        if self._left == 0:
+            return False
+        self._left -= 1
+        return True
+
+    def wait(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` in a later turn, when those that came before it have been called."""
+        self._waiting.append(go_on)
+
+    def _next_turn(self) -> None:
+        """Runs behind the handlers that this turn began: they were woken before it was called."""
+        now = time.monotonic()
+        if self._left == 0 and self._began is not None:
+            self._adapt(now - self._began)
+        self._began, self._left = None, self._per_turn
+        if not self._waiting:
+            return
+        self._began = now
+        while self._waiting and self._left:
+            self._left -= 1
+            self._waiting.popleft()()
+        self._loop.call_soon(self._next_turn)
+
+    def _adapt(self, took_s: float) -> None:
+        if took_s > _TURN_S:
+            self._per_turn = max(1, self._per_turn // 2)
+        else:
+            self._per_turn = min(_MOST, self._per_turn + 4)
+
 
 log = logging.getLogger("tierkv.http")
 
@@ -261,3 +322,78 @@ def _refuse(transport: asyncio.Transport, counted: Counted) -> None:
         transport.abort()
         return
     transport.set_protocol(_Refusal(transport, counted))
+
+
+_LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
+_SPOKEN = (HttpVersion11, HttpVersion10)
+_OF_OTHER_VERSION = web.RequestKey("of_other_version", bool)
+
+
+@asynccontextmanager
+async def serving(
+    app: web.Application,
+    listeners: Sequence[socket.socket],
+    *,
+    limits: Limits,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[None]:
+    """`app` answers on `listeners` while the body runs; TCP ones speak TLS if there is some."""
+    loop = asyncio.get_running_loop()
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,  # a client that has gone needs no tokens
+        shutdown_timeout=_LAST_ANSWERS_S,
+    )
+    await runner.setup()
+    handlers = runner.server
+    assert handlers is not None, "it has been set up"
+    _refuse_other_versions(handlers)
+    counted = Counted(limits, Pace(loop))
+    servers: list[asyncio.Server] = []
+    try:
+        for listener in listeners:
+            is_unix = listener.family == socket.AF_UNIX
+            context = None if is_unix else tls
+            listen = loop.create_unix_server if is_unix else loop.create_server
+            servers.append(
+                await listen(
+                    lambda: Connection(handlers, loop, counted),
+                    sock=listener,
+                    backlog=BACKLOG,
+                    ssl=context,
+                    ssl_handshake_timeout=limits.idle_timeout_s if context else None,
+                )
+            )
+        yield
+    finally:
+        for server in servers:
+            server.close()
+        await runner.cleanup()
+
+
+def _refuse_other_versions(handlers: web.Server) -> None:
+    """HTTP/0.9 and what calls itself HTTP/2.0 in one line reach no route: aiohttp would answer
+    them, in their own name. The answer is HTTP/1.0, which any client can tell from its own."""
+    make, handle = handlers.request_factory, handlers.request_handler
+
+    def make_request(
+        message: RawRequestMessage,
+        payload: StreamReader,
+        connection: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        if message.version in _SPOKEN:
+            return make(message, payload, connection, writer, task)
+        message = message._replace(version=HttpVersion10, should_close=True)
+        request = make(message, payload, connection, writer, task)
+        request[_OF_OTHER_VERSION] = True
+        return request
+
+    async def refuse_or_handle(request: web.BaseRequest) -> web.StreamResponse:
+        if _OF_OTHER_VERSION in request:
+            raise web.HTTPVersionNotSupported
+        return await handle(request)
+
+    handlers.request_factory, handlers.request_handler = make_request, refuse_or_handle

@@ -16,18 +16,18 @@ from typing import Any
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from tierkv.api.access import (
+from tierkv.http.callers import (
     ANYONE,
     NOBODY,
     Access,
     ForbiddenError,
+    Keyring,
     Principal,
     UnauthenticatedError,
+    read,
 )
-from tierkv.api.auth_file import read
-from tierkv.api.auth_keys import Keyring
-from tierkv.api.route import access_of
-from tierkv.api.watch import watching
+from tierkv.http.process import watching
+from tierkv.http.route import access_of
 from tierkv.pd.direct.neighbour import credentials
 
 log = logging.getLogger("tierkv.auth")

@@ -1,20 +1,23 @@
-"""The sockets a node listens on: a TCP address, a Unix socket, or both."""
+"""The sockets a server listens on, TCP or Unix, and the TLS context of the TCP ones."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
+import logging
 import os
 import resource
 import socket
+import ssl
 import stat
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from tierkv.api.listen_settings import ListenSection
-from tierkv.api.settings import NodeSection
 from tierkv.errors import ConfigError
+from tierkv.http.process import watching
+from tierkv.http.settings import ListenSection, TlsSection
 
 BACKLOG = 1024
 _OTHER_FILES = 1024  # descriptors for all that is not a client: stores, files, libraries
@@ -24,18 +27,6 @@ _WHY_NOT = {
     errno.EACCES: "needs rights that this process does not have",
     errno.EADDRNOTAVAIL: "is not an address of this machine",
 }
-
-
-@contextmanager
-def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[list[socket.socket]]:
-    """The sockets of `settings`, TCP first. Raises ConfigError if one cannot be had."""
-    with ExitStack() as stack:
-        listeners = []
-        if settings.listens_tcp:
-            listeners.append(stack.enter_context(bind(settings, asks_callers=asks_callers)))
-        if settings.unix_socket:
-            listeners.append(stack.enter_context(unix_listener(Path(settings.unix_socket))))
-        yield listeners
 
 
 def bind(settings: ListenSection, *, asks_callers: bool = False) -> socket.socket:
@@ -144,3 +135,50 @@ def make_room_for(connections: int) -> None:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+log = logging.getLogger("tierkv.tls")
+
+
+@asynccontextmanager
+async def server_tls(settings: TlsSection) -> AsyncIterator[ssl.SSLContext | None]:
+    """A context for a server, None without a certificate. While the body runs, new files are read
+    and used for new connections; wrong ones are logged, and the old ones stay.
+
+    Raises ConfigError if a file cannot be used at the start.
+    """
+    if not settings.cert:
+        yield None
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if settings.client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+
+    async def reload() -> None:
+        await asyncio.to_thread(_load, context, settings)
+        log.info("the certificate of %s is in use", settings.cert)
+
+    files = [Path(name) for name in (settings.cert, settings.key, settings.client_ca) if name]
+    async with watching(files, reload, every_s=settings.reload_s):
+        yield context
+
+
+def _load(context: ssl.SSLContext, settings: TlsSection) -> None:
+    # First into a context of its own: a key that does not fit would break the live one.
+    for target in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
+        try:
+            # An encrypted key is refused; without a password, OpenSSL would ask on the terminal.
+            target.load_cert_chain(settings.cert, settings.key or None, password="")
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise ConfigError(
+                f"the certificate {settings.cert} or its key cannot be used: {error}"
+            ) from error
+        if settings.client_ca:
+            try:
+                target.load_verify_locations(settings.client_ca)
+            except OSError as error:
+                raise ConfigError(
+                    f"tls.client_ca {settings.client_ca} cannot be used: {error}"
+                ) from error

@@ -6,15 +6,14 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from tierkv.api import bodies
-from tierkv.api.access import Principal
-from tierkv.api.auth import PRINCIPAL
-from tierkv.api.held import Held, Key
 from tierkv.api.metrics import Metrics
-from tierkv.api.names import ticket_name
 from tierkv.api.node import Node
+from tierkv.api.sessions import Held, Key
 from tierkv.api.types import PromptBody
 from tierkv.cache.keys import Prompt
+from tierkv.http import bodies
+from tierkv.http.auth import PRINCIPAL
+from tierkv.http.callers import Principal, ticket_name
 
 T = TypeVar("T")
 

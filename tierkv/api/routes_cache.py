@@ -1,0 +1,254 @@
+"""The routes about the cached blocks of a prompt: lookup, explain, prefetches, pins, tickets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from http import HTTPStatus
+from urllib.parse import quote
+
+import msgspec
+from aiohttp import web
+
+from tierkv.api.pins import Pin
+from tierkv.api.prefetches import Prefetch
+from tierkv.api.routes import Routes, principal_of
+from tierkv.api.routes_requests import content_of
+from tierkv.api.types import (
+    LookupAnswer,
+    LookupBody,
+    PinAnswer,
+    PinBody,
+    PinsAnswer,
+    PrefetchAnswer,
+    PrefetchBody,
+    TicketAnswer,
+    TicketState,
+)
+from tierkv.cache.keys import Prompt
+from tierkv.errors import StoreUnavailableError
+from tierkv.http import bodies
+from tierkv.http.callers import Access
+from tierkv.http.loop import in_turns
+from tierkv.http.problems import UnknownIdError
+from tierkv.http.route import Disconnect, Route
+from tierkv.pd.handoff import Handoff
+from tierkv.pd.status import Standing
+from tierkv.sched.explain import Explanation, Miss
+
+
+class LookRoutes(Routes):
+    @Route("POST", "/v1/lookup", Access.READ, body=LookupBody, answer=LookupAnswer)
+    async def lookup(self, request: web.Request) -> LookupAnswer:
+        """Tell where a prompt's leading tokens are cached."""
+        async with self._node.work():
+            body = await self._read(request, LookupBody)
+            request_id = self._name(request, body.request_id)
+            found = await self._node.service.lookup(self._prompt(request, body))
+        return LookupAnswer.of(request_id, found)
+
+    @Route("POST", "/v1/explain", Access.READ, body=LookupBody, answer=Explanation)
+    async def explain(self, request: web.Request) -> Explanation:
+        """Tell which block of a prompt is where, what is missing first, and why."""
+        async with self._node.work():
+            body = await self._read(request, LookupBody)
+            self._name(request, body.request_id)
+            return await self._explain(request, self._prompt(request, body))
+
+    @Route("GET", "/v1/requests/{id}/explain", Access.WRITE, answer=Explanation)
+    async def explain_request(self, request: web.Request) -> Explanation:
+        """Explain what of a running request's prompt is cached now."""
+        async with self._node.call():
+            return await self._explain(request, self._held(request).running().whole_prompt)
+
+    async def _explain(self, request: web.Request, prompt: Prompt) -> Explanation:
+        """What others have cached is told to those only who may see the blocks of all."""
+        is_admin = principal_of(request).access >= Access.ADMIN
+        found = await self._node.service.explain_with_storage(
+            prompt,
+            deadline_s=self._node.settings.handoff.lookup_deadline_s,
+            names_fields=is_admin,
+        )
+        if is_admin or found.reason != Miss.OTHER_FINGERPRINT.value:
+            return found
+        return msgspec.structs.replace(found, reason=Miss.NEVER_STORED.value, detail="")
+
+
+_PREFETCH = "/v1/prefetches/{id}"
+
+
+class PrefetchRoutes(Routes):
+    @Route(
+        "POST",
+        "/v1/prefetches",
+        Access.WRITE,
+        body=PrefetchBody,
+        answer=PrefetchAnswer,
+        status=HTTPStatus.ACCEPTED,
+        on_disconnect=Disconnect.DETACH,
+    )
+    async def begin(self, request: web.Request) -> web.Response:
+        """Begin to bring what storage has of a prompt to the host."""
+        node = self._node
+        async with node.work():
+            body = await self._read(request, PrefetchBody)
+            prompt = self._prompt(request, body)
+            key = (principal_of(request).tenant, self._name(request, body.request_id))
+            prefetch = await node.prefetches.begin(
+                key, content_of(body, prompt.tokens), prompt, deadline_s=body.deadline_s
+            )
+        response = bodies.answer(request, _answer(prefetch), status=HTTPStatus.ACCEPTED)
+        response.headers["Location"] = "/v1/prefetches/" + quote(key[1], safe="")
+        return response
+
+    @Route("GET", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
+    async def look(self, request: web.Request) -> PrefetchAnswer:
+        """Tell how a prefetch stands."""
+        self._node.check_started()
+        return _answer(self._node.prefetches.find(self._key(request)))
+
+    @Route("DELETE", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
+    async def cancel(self, request: web.Request) -> PrefetchAnswer:
+        """Give a prefetch up."""
+        self._node.check_started()
+        prefetch = self._node.prefetches.find(self._key(request))
+        self._node.prefetches.cancel(prefetch)
+        return _answer(prefetch)
+
+
+def _answer(prefetch: Prefetch) -> PrefetchAnswer:
+    return PrefetchAnswer(
+        prefetch_id=prefetch.key[1],
+        state=prefetch.state,
+        prompt_tokens=prefetch.prompt_tokens,
+        first_token=prefetch.tokens.start,
+        fetched_tokens=len(prefetch.tokens),
+        problem=prefetch.problem,
+    )
+
+
+_PIN = "/v1/pins/{id}"
+
+
+class PinRoutes(Routes):
+    @Route("GET", "/v1/pins", Access.WRITE, answer=PinsAnswer)
+    async def list(self, request: web.Request) -> PinsAnswer:
+        """List the tenant's pins."""
+        self._node.check_started()
+        pins = self._node.pins.all_of(principal_of(request).tenant)
+        told = [self._answer(pin) async for pin in in_turns(pins)]
+        return PinsAnswer(told)
+
+    @Route("PUT", _PIN, Access.WRITE, body=PinBody, answer=PinAnswer)
+    async def put(self, request: web.Request) -> PinAnswer:
+        """Keep what is cached of a prompt, for a while."""
+        async with self._node.work():
+            key = self._key(request)
+            body = await self._read(request, PinBody)
+            prompt = self._prompt(request, body)
+            pin = self._node.pins.put(key, prompt, body.ttl_s, is_soft=body.soft)
+        return self._answer(pin)
+
+    @Route("GET", _PIN, Access.WRITE, answer=PinAnswer)
+    async def look(self, request: web.Request) -> PinAnswer:
+        """Tell what a pin keeps, and for how long."""
+        self._node.check_started()
+        return self._answer(self._node.pins.get(self._key(request)))
+
+    @Route("DELETE", _PIN, Access.WRITE, answer=PinAnswer)
+    async def remove(self, request: web.Request) -> PinAnswer:
+        """End a pin."""
+        self._node.check_started()
+        return self._answer(self._node.pins.remove(self._key(request)))
+
+    def _answer(self, pin: Pin) -> PinAnswer:
+        size = self._node.settings.cache.block_size
+        return PinAnswer(
+            pin_id=pin.pin_id,
+            num_tokens=pin.num_blocks * size,
+            prompt_tokens=pin.prompt_tokens,
+            soft=pin.is_soft,
+            expires_in_s=max(pin.ends_at - asyncio.get_running_loop().time(), 0.0),
+        )
+
+
+_TICKET = "/v1/tickets/{id}"
+_STATES = {
+    Standing.OPEN: TicketState.OPEN,
+    Standing.PRODUCER_FAILED: TicketState.FAILED,
+    Standing.PRODUCER_LOST: TicketState.LOST,
+    Standing.WHOLE: TicketState.WHOLE,
+    Standing.ACKNOWLEDGED: TicketState.CLAIMED,
+    Standing.EXPIRED: TicketState.EXPIRED,
+    Standing.INCOMPATIBLE: TicketState.INCOMPATIBLE,
+    Standing.DAMAGED: TicketState.DAMAGED,
+}
+
+
+class TicketRoutes(Routes):
+    @Route("GET", _TICKET, Access.WRITE, answer=TicketAnswer)
+    async def look(self, request: web.Request) -> TicketAnswer:
+        """Tell how a ticket stands, without waiting for it."""
+        async with self._node.call():
+            return await self._state(request)
+
+    @Route("DELETE", _TICKET, Access.WRITE, answer=TicketAnswer)
+    async def forget(self, request: web.Request) -> TicketAnswer:
+        """Forget a ticket; its blocks stay until their time is over."""
+        async with self._node.call():
+            answer = await self._state(request)
+            await self._node.service.forget_ticket(self._ticket_name(request))
+        return answer
+
+    @Route("POST", f"{_TICKET}/ack", Access.WRITE, answer=TicketAnswer)
+    async def acknowledge(self, request: web.Request) -> TicketAnswer:
+        """Say that a ticket was claimed, so that its producer holds nothing for it."""
+        async with self._node.call():
+            tickets = self._handoff().tickets
+            ticket = await tickets.read(self._ticket_name(request))
+            if ticket is None:
+                raise self._unknown(request)
+            await tickets.acknowledge(ticket)
+            return await self._state(request)
+
+    def _handoff(self) -> Handoff:
+        handoff = self._node.service.handoff
+        if handoff is None:
+            raise StoreUnavailableError("this node has no storage tier, and so no tickets")
+        return handoff
+
+    def _ticket_name(self, request: web.Request) -> str:
+        return self._ticket(request, request.match_info["id"])
+
+    def _unknown(self, request: web.Request) -> UnknownIdError:
+        return UnknownIdError(f"there is no ticket {request.match_info['id']!r}")
+
+    async def _state(self, request: web.Request) -> TicketAnswer:
+        """Raises UnknownIdError and StoreUnavailableError."""
+        handoff, name = self._handoff(), self._ticket_name(request)
+        found = await self._node.service.ticket_state(name)
+        if found.state is Standing.NOT_YET:
+            raise self._unknown(request)
+        if found.state is Standing.UNAVAILABLE:
+            raise StoreUnavailableError(found.detail)
+        state, present = _STATES[found.state], None
+        if state is TicketState.WHOLE:
+            present = await self._count_present(request, handoff, name)
+            state = TicketState.WHOLE if present == found.num_blocks else TicketState.INCOMPLETE
+        return TicketAnswer(
+            ticket_id=request.match_info["id"],
+            state=state,
+            detail=found.detail,
+            num_tokens=found.num_tokens,
+            num_blocks=found.num_blocks,
+            present_blocks=present,
+            producer=found.producer,
+            claimer=found.claimer,
+            expires_at=found.expires_at,
+        )
+
+    async def _count_present(self, request: web.Request, handoff: Handoff, name: str) -> int:
+        space = self._node.space(principal_of(request).tenant)
+        ticket = await handoff.tickets.read(name)
+        keys = ticket.keys() if ticket else []
+        return await handoff.count_present([replace(key, space=space) for key in keys])

@@ -1,0 +1,302 @@
+"""Who may call: access levels, the auth file with its digests of tokens, names of certificates and
+users of the machine, and the inner names that keep tenants' ids apart.
+
+The file is JSON, holds no secret, and is replaced as a whole: a reader sees the old or the new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum, IntEnum
+from pathlib import Path
+from typing import Annotated, Literal, NewType
+from uuid import uuid4
+
+import msgspec
+
+from tierkv.errors import BadRequestError, ConfigError, TierKVError
+
+
+class Access(IntEnum):
+    """What a route needs and a caller has; each includes those before it."""
+
+    PUBLIC = 0  # probes: no caller is asked who it is
+    READ = 1  # look: lookup, stats, explain
+    WRITE = 2  # do work in one's own tenant: requests, publish, claim, pins
+    ADMIN = 3  # the node as a whole: tiers, quotas, blocks of all, life cycle
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """An authenticated caller. tenant: "" is the node's own; never taken from a request's body.
+
+    Of an ADMIN, tenant is the one that its own requests work in; it may name others where a route
+    says so.
+    """
+
+    name: str
+    tenant: str
+    access: Access
+
+
+# Who calls a node that asks nobody, which only listens on loopback or was told to be insecure.
+ANYONE = Principal("anyone", "", Access.ADMIN)
+# Who calls a public route: nobody was asked, so nobody is known.
+NOBODY = Principal("nobody", "", Access.PUBLIC)
+
+
+class UnauthenticatedError(TierKVError):
+    """The node does not know who calls: bring a token, or a certificate, that it knows.
+
+    was_given: there was a credential, but not a good one.
+    """
+
+    def __init__(self, message: str, *, was_given: bool = False) -> None:
+        super().__init__(message)
+        self.was_given = was_given
+
+
+class ForbiddenError(TierKVError):
+    """The node knows who calls, and this caller may not do this."""
+
+
+_MAX_FILE_BYTES = 16 << 20
+_PRINTABLE = re.compile(r"[!-~]{0,256}")  # a tenant's and a caller's name go to logs and metrics
+
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+TokenId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+Moment = Annotated[datetime, msgspec.Meta(tz=True)]
+
+
+class RoleName(Enum):
+    READ = "read"
+    WRITE = "write"
+    ADMIN = "admin"
+
+    @property
+    def access(self) -> Access:
+        return Access[self.name]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One caller. name: in logs. tenant: whose blocks it works with; "" is the node's own."""
+
+    name: str
+    role: RoleName
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("name", "tenant"):
+            if _PRINTABLE.fullmatch(getattr(self, field)) is None:
+                raise ConfigError(f"a {field} must have at most 256 visible ASCII characters")
+        if not self.name:
+            raise ConfigError("a caller needs a name")
+
+    def principal(self) -> Principal:
+        return Principal(self.name, self.tenant, self.role.access)
+
+
+class TokenRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """id: the public part of the token. sha256: of the whole token, in hexadecimal digits."""
+
+    id: TokenId
+    sha256: Digest
+    created: Moment
+    expires: Moment | None = None
+
+
+class CertificateRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """subject: `DNS:name`, `URI:spiffe://...`, `email:...` or `CN:name`, as in the certificate."""
+
+    subject: Annotated[str, msgspec.Meta(pattern="^(DNS|URI|email|CN):.+$")]
+
+
+class UserRow(Row, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """uid: of a process that calls over the Unix socket."""
+
+    uid: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class AuthFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Raises ConfigError if two rows claim the same credential."""
+
+    version: Literal[1] = 1
+    tokens: tuple[TokenRow, ...] = ()
+    certificates: tuple[CertificateRow, ...] = ()
+    users: tuple[UserRow, ...] = ()
+
+    def __post_init__(self) -> None:
+        _distinct("token id", [row.id for row in self.tokens])
+        _distinct("certificate subject", [row.subject for row in self.certificates])
+        _distinct("uid", [str(row.uid) for row in self.users])
+
+
+def _distinct(what: str, keys: list[str]) -> None:
+    twice = (
+        sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else ()
+    )
+    if twice:
+        raise ConfigError(f"there are two rows of {what} {twice[0]}")
+
+
+def read(path: Path) -> AuthFile:
+    """Raises ConfigError, naming the file, if it cannot be read, can be written by others than its
+    owner, or is not what it should be."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"the auth file {path} does not exist: `tierkv token new` makes one"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"the auth file {path} cannot be read: {error.strerror}") from error
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"others than its owner can write the auth file {path}: chmod 600 it")
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ConfigError(f"the auth file {path} is larger than {_MAX_FILE_BYTES >> 20} MiB")
+    try:
+        return msgspec.json.decode(raw, type=AuthFile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"the auth file {path} is wrong: {error}") from error
+
+
+def write(path: Path, content: AuthFile) -> None:
+    """Put `content` in place of the file, at once and readable by its owner only.
+
+    Raises ConfigError if that is not possible; the old file is then unchanged.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid4().hex}")
+    body = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+    try:
+        try:
+            descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        finally:
+            with suppress(FileNotFoundError):
+                scratch.unlink()
+    except OSError as error:
+        raise ConfigError(f"the auth file {path} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[None]:
+    """Alone with the file: another `tierkv token` waits until the body has ended."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"the folder {path.parent} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+Token = NewType("Token", str)
+
+_PREFIX = "tkv"
+_ID_BYTES = 8
+_SECRET_BYTES = 32
+_MAX_TOKEN_BYTES = 512
+_UNKNOWN = "the token is not known here, or has expired"
+
+
+def new_token() -> tuple[Token, str]:
+    """A token and its id: `tkv_{id}_{secret}`. The id is public, the secret has 256 random bits."""
+    token_id = secrets.token_hex(_ID_BYTES)
+    return Token(f"{_PREFIX}_{token_id}_{secrets.token_urlsafe(_SECRET_BYTES)}"), token_id
+
+
+def digest_of(token: bytes) -> str:
+    return hashlib.sha256(token).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: bytes
+    principal: Principal
+    expires_at: float | None
+
+
+# Compared with where no token of that id is known, so that this takes as long as a wrong secret.
+_NO_KEY = bytes(64)
+
+
+class Keyring:
+    """What one auth file says, ready to be asked. It never changes: a new file is a new keyring."""
+
+    def __init__(self, content: AuthFile) -> None:
+        self._tokens = {row.id.encode(): _key(row) for row in content.tokens}
+        self._certificates = {row.subject: row.principal() for row in content.certificates}
+        self._users = {row.uid: row.principal() for row in content.users}
+
+    def by_token(self, token: bytes, *, now: float) -> Principal:
+        """now: Unix seconds. Raises UnauthenticatedError; why is not said, which helps nobody
+        who has a good token."""
+        _, _, rest = token.partition(b"_")
+        key = self._tokens.get(rest[: 2 * _ID_BYTES])
+        expected = key.digest if key else _NO_KEY
+        is_right = hmac.compare_digest(digest_of(token[:_MAX_TOKEN_BYTES]).encode(), expected)
+        if key is None or not is_right or len(token) > _MAX_TOKEN_BYTES:
+            raise UnauthenticatedError(_UNKNOWN, was_given=True)
+        if key.expires_at is not None and key.expires_at <= now:
+            raise UnauthenticatedError(_UNKNOWN, was_given=True)
+        return key.principal
+
+    def by_certificate(self, names: Iterable[str]) -> Principal | None:
+        """Of the first name that is known, such as `DNS:prefill-1`."""
+        return next((found for name in names if (found := self._certificates.get(name))), None)
+
+    def by_uid(self, uid: int) -> Principal | None:
+        return self._users.get(uid)
+
+
+def _key(row: TokenRow) -> _Key:
+    expires_at = row.expires.timestamp() if row.expires else None
+    return _Key(row.sha256.encode(), row.principal(), expires_at)
+
+
+_TICKET = re.compile("[0-9a-f]{32}:")
+_REQUEST = re.compile("[0-9a-f]{16}/")
+_IN_WORDS = re.compile(f"'(?:{_TICKET.pattern}|{_REQUEST.pattern})")
+
+
+def request_name(space: str, request_id: str) -> str:
+    """What the scheduler calls a request: tenants may use the same ids. space: the cache's name of
+    the tenant. Raises BadRequestError."""
+    if space:
+        return f"{space}/{request_id}"
+    if _REQUEST.match(request_id):
+        raise BadRequestError("a request's id does not begin like those of tenants")
+    return request_id
+
+
+def ticket_name(ticket_id: str, tenant: str) -> str:
+    """What a ticket is called on all nodes: tenants may use the same ids. Raises
+    BadRequestError."""
+    if tenant:
+        return f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}:{ticket_id}"
+    if _TICKET.match(ticket_id):
+        raise BadRequestError("a ticket's id does not begin like those of tenants")
+    return ticket_id
+
+
+def as_given(sentence: str) -> str:
+    """`sentence` with each quoted name as the id that its caller gave."""
+    return _IN_WORDS.sub("'", sentence)
