@@ -3,7 +3,7 @@
     async with AsyncClient("http://127.0.0.1:8100", token="tkv_...") as node:
         found = await node.lookup(LookupBody(prompt="Once upon a time"))
 
-Bodies and answers are the server's own types, from `tierkv.api.types*`.
+Bodies and answers are the server's own types, from `tierkv.api.types`.
 """
 
 from tierkv.client.asynchronous import AsyncClient
