@@ -16,8 +16,8 @@ from tierkv.cache.pool import PoolStats
 from tierkv.errors import HandoffError
 from tierkv.observe import Stats
 from tierkv.pd.ticket import ClaimProblem
-from tierkv.service.session import LOAD_FAILED
 from tierkv.refmodel.generation import Generation
+from tierkv.service.session import LOAD_FAILED
 from tierkv.storage.breaker import BreakerState
 from tierkv.transfer.storage_io import StorageStats
 from tierkv.transfer.tier import StoreState
