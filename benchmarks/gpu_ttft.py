@@ -1,6 +1,6 @@
 """Time to the first token of long prompts on a GPU: computed, from Host, half from Host.
 
-    python benchmarks/gpu_ttft.py [--json] [--tokens 2048 32768 65536] [--reps 7]
+    python benchmarks/gpu_ttft.py [--json] [--quick] [--tokens 2048 32768 65536] [--reps 7]
 
 Needs a CUDA GPU of 48 GB or more, CuPy and PyTorch. An 8B decoder (gpu_decoder.py) with random
 weights over a whole Service: each hit is admitted, matched, loaded layer by layer through its
@@ -329,10 +329,13 @@ async def measure(lengths: list[int], reps: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 32768, 65536])
-    parser.add_argument("--reps", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="the shortest prompt: a minute")
+    parser.add_argument("--tokens", nargs="+", type=int)
+    parser.add_argument("--reps", type=int)
     chosen = parser.parse_args()
-    show(uvloop.run(measure(chosen.tokens, chosen.reps)), as_json=chosen.json)
+    tokens = chosen.tokens or ([2048] if chosen.quick else [2048, 32768, 65536])
+    reps = chosen.reps or (3 if chosen.quick else 7)
+    show(uvloop.run(measure(tokens, reps)), as_json=chosen.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,13 @@ from typing import Any
 
 import numpy as np
 
-NOT_READY, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED = 600, 700, 712, 713
+INVALID_VALUE, NOT_READY, ILLEGAL_ADDRESS, ALREADY_REGISTERED, NOT_REGISTERED = (
+    1,
+    600,
+    700,
+    712,
+    713,
+)
 _STICKY = {ILLEGAL_ADDRESS, 719}
 _TILE = np.dtype([("first", "<u8"), ("stride", "<i8"), ("block_byte", "<u4"), ("size", "<u4")])
 _HEADS = {  # of a kernel's argument; block ids follow
@@ -119,6 +125,13 @@ class Gpu:
             self.memory[address] = raw
         return address
 
+    def allocation_of(self, address: int) -> tuple[int, int] | None:
+        """Start and size of the allocation that holds the byte."""
+        for start, raw in self.memory.items():
+            if start <= address < start + len(raw) - 512:
+                return start, len(raw) - 512
+        return None
+
     def free(self, address: int) -> None:
         """Waits, as cudaFree does."""
         if not self.lost:
@@ -134,12 +147,13 @@ class Gpu:
             return 0
 
     def move(self, target: int, source: int, size: int) -> None:
-        if self._is_reachable(target, size) and self._is_reachable(source, size):
+        if self.is_reachable(target, size) and self.is_reachable(source, size):
             ctypes.memmove(target, source, size)
         else:
             self._lose(ILLEGAL_ADDRESS)
 
-    def _is_reachable(self, address: int, size: int) -> bool:
+    def is_reachable(self, address: int, size: int) -> bool:
+        """Whether so many bytes lie within one allocation or registration."""
         spans = [
             *self.registered.items(),
             *((at, len(raw) - 512) for at, raw in self.memory.items()),
@@ -183,7 +197,7 @@ class Gpu:
         pairs = [(row, at) for row in range(num_blocks) for at in range(num_tiles)]
         self.random.shuffle(pairs)
         size = num_tiles * _TILE.itemsize
-        if pairs and not self._is_reachable(table, size):
+        if pairs and not self.is_reachable(table, size):
             return self._lose(ILLEGAL_ADDRESS)
         tiles = np.frombuffer(ctypes.string_at(table, size), _TILE).tolist()
         for row, at in pairs:

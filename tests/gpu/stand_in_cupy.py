@@ -9,12 +9,12 @@ import ctypes
 import random
 import sys
 import threading
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from tests.gpu.stand_in import NOT_READY, CUDAError, Gpu, Steps
+from tests.gpu.stand_in import INVALID_VALUE, NOT_READY, CUDAError, Gpu, Steps
 from tests.gpu.stand_in_driver import Library
 
 _current = threading.local()
@@ -69,6 +69,16 @@ def install(seed: int) -> Gpu:
     return gpu
 
 
+class Tensor:
+    """An engine's, uint8 [num_blocks, block_bytes], at an address of the GPU's memory, and at once
+    what CuPy makes of it."""
+
+    def __init__(self, address: int, shape: tuple[int, int]) -> None:
+        self.shape, self.strides, self.ndim, self.dtype = shape, (shape[1], 1), 2, np.dtype("u1")
+        self.device, self.data = SimpleNamespace(id=0), SimpleNamespace(ptr=address)
+        self.__cuda_array_interface__ = {"data": (address, False)}
+
+
 def _modules(gpu: Gpu) -> list[ModuleType]:
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     runtime, driver = _runtime(gpu), _driver(gpu)
@@ -89,6 +99,7 @@ def _modules(gpu: Gpu) -> list[ModuleType]:
         uint8=np.uint8,
         ndarray=_array,
         from_dlpack=np.from_dlpack,
+        asarray=lambda tensor: tensor,
         RawModule=_module(driver),
     )
     return [cupy, cuda, runtime, driver, memory]
@@ -206,6 +217,9 @@ def _runtime(gpu: Gpu) -> ModuleType:
         target: int, pitch: int, source: int, width: int, row_bytes: int, rows: int, *rest: int
     ) -> None:
         gpu.check("copy")
+        for address, step in ((target, pitch), (source, width)):
+            if not gpu.is_reachable(address, (rows - 1) * step + row_bytes):
+                raise CUDAError(INVALID_VALUE)  # CUDA refuses to cross allocations
         places = ((target + row * pitch, source + row * width) for row in range(rows))
         gpu.submit(rest[-1], gpu.pieces([(*place, row_bytes) for place in places]))
 
@@ -235,5 +249,6 @@ def _runtime(gpu: Gpu) -> ModuleType:
         memcpyAsync=copy,
         memcpy2DAsync=rectangle,
         streamSynchronize=gpu.wait_until_idle,
+        pointerGetAttributes=lambda _address: SimpleNamespace(device=0),
     )
     return runtime  # type: ignore[no-any-return]

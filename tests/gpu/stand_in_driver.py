@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from tests.gpu.stand_in import NOT_REGISTERED, Gpu
+from tests.gpu.stand_in import INVALID_VALUE, NOT_REGISTERED, Gpu
 
 
 class Library:
@@ -38,6 +38,14 @@ class Library:
     def cuMemHostUnregister(self, address: Any) -> int:  # noqa: N802
         found = self._gpu.registered.pop(address.value, None)
         return self._gpu.status("unregister") or (NOT_REGISTERED if found is None else 0)
+
+    def cuMemGetAddressRange_v2(self, start: Any, size: Any, address: Any) -> int:  # noqa: N802
+        found = self._gpu.allocation_of(address.value)
+        if found is None:
+            return INVALID_VALUE
+        for told, value in zip((start, size), found, strict=True):
+            ctypes.cast(told, ctypes.POINTER(ctypes.c_uint64)).contents.value = value
+        return 0
 
     def cuDevicePrimaryCtxGetState(self, *_: Any) -> int:  # noqa: N802
         return 0

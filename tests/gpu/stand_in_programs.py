@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.gpu.stand_in import ILLEGAL_ADDRESS, NOT_REGISTERED, CUDAError, Gpu
-from tests.gpu.stand_in_cupy import install
+from tests.gpu.stand_in_cupy import Tensor, install
 from tests.gpu.stand_in_world import LAYOUTS, ODD, SMALL, WAIT_S, World
 from tierkv.cache.layout import Layout, layered
 from tierkv.errors import (
@@ -85,6 +85,51 @@ def _copy_after_kernels(
     assert not moved[others].any()
     for made in (lane, host, planes, device):
         made.close()
+
+
+def tensors_in_allocations_of_their_own(gpu: Gpu, seed: int) -> None:
+    """An engine's tensors, equally far apart: each an allocation of its own, or all in one pool, or
+    pairs. Copies that go straight (1 and 4 blocks) and others (all 12) bring every block."""
+    sizes = {"straight": UnitSizes(straight_row=1), "units": SMALL}
+    for num_planes, planes_each, units in product((3, 8), (1, 2, 8), sizes):
+        _copy_adopted(gpu, num_planes, planes_each, sizes[units])
+    _everything_is_given_back(gpu)
+
+
+def _copy_adopted(gpu: Gpu, num_planes: int, planes_each: int, units: UnitSizes) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+    from tierkv.gpu.cuda_lane import LaneSettings  # noqa: PLC0415
+
+    layout, count = layered(1, [("key", "uint8", 1024)], num_layers=num_planes), 12
+    pitch = count * 1024
+    raw = np.zeros(num_planes * pitch + 1024, np.uint8)
+    first = raw.ctypes.data + -raw.ctypes.data % 512
+    for at in range(0, num_planes, planes_each):
+        size = min(planes_each, num_planes - at) * pitch
+        gpu.memory[first + at * pitch] = np.empty(size + 512, np.uint8)
+    device = CudaDevice(lanes=LaneSettings(units=units))
+    tensors = [Tensor(first + at * pitch, (count, 1024)) for at in range(num_planes)]
+    planes, host = device.adopt_planes(layout, tensors), device.allocate_host(layout, 2 * count)
+    lanes = {way: device.open_lane(way, planes, host) for way in Direction}
+    numbers = np.random.default_rng(num_planes)
+    for size in (1, 4, count):
+        there, back = (numbers.permutation(count).astype(np.int32)[:size] for _ in range(2))
+        blocks = numbers.integers(0, 256, (num_planes, count, 1024), np.uint8)
+        for array, rows in zip(planes.arrays, blocks, strict=True):
+            array[:] = rows
+        slots = there + np.int32(count)
+        copy = BlockCopy(Direction.OFFLOAD, slots, there)
+        lanes[Direction.OFFLOAD].submit(copy)[-1].block_until_done(WAIT_S)
+        copy = BlockCopy(Direction.LOAD, slots, back)
+        lanes[Direction.LOAD].submit(copy)[-1].block_until_done(WAIT_S)
+        blocks[:, back] = blocks[:, there]
+        assert (np.stack(planes.arrays) == blocks).all()
+    for lane in lanes.values():
+        lane.close()
+    for made in (host, planes, device):
+        made.close()
+    for at in range(0, num_planes, planes_each):
+        del gpu.memory[first + at * pitch]
 
 
 def calls_that_fail(gpu: Gpu, seed: int) -> None:
@@ -263,6 +308,7 @@ def _everything_is_given_back(gpu: Gpu) -> None:
 PROGRAMS = (
     random_copies,
     copies_that_begin_as_rectangles,
+    tensors_in_allocations_of_their_own,
     calls_that_fail,
     memory_that_is_refused,
     memory_that_is_closed,

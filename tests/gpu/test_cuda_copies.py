@@ -171,6 +171,50 @@ def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, ki
     device.close()
 
 
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("kind", ["alone", "one pool"])
+@pytest.mark.parametrize("tensor_mib", [1, 64, 512])
+def test_adopted_tensors_are_moved_be_they_allocations_of_their_own_or_not(
+    cupy: ModuleType, tensor_mib: int, kind: str
+) -> None:
+    """Equally far apart either way, as PyTorch's allocator lays out an engine's large tensors."""
+    block_bytes = min(tensor_mib * MIB // 16, MIB)
+    num_blocks, num_planes = tensor_mib * MIB // block_bytes, 3
+    layout = layered(1, [("key", "uint8", block_bytes)], num_layers=num_planes)
+    shape = (num_planes, num_blocks, block_bytes)
+    with cupy.cuda.using_allocator(None):  # straight from cudaMalloc
+        pool = cupy.empty(shape if kind == "one pool" else (1,), cupy.uint8)
+        if kind == "one pool":
+            tensors = list(pool)
+        else:
+            tensors = [cupy.empty(shape[1:], cupy.uint8) for _ in range(num_planes)]
+    device = CudaDevice()
+    planes, host = device.adopt_planes(layout, tensors), device.allocate_host(layout, 16)
+    assert [one.rows for one in planes.rectangles] == ([3] if kind == "one pool" else [1, 1, 1])
+    there = device.open_lane(Direction.OFFLOAD, planes, host)
+    back = device.open_lane(Direction.LOAD, planes, host)
+    rng = np.random.default_rng(tensor_mib)
+    for tensor in tensors:
+        tensor[...] = cupy.asarray(rng.integers(0, 256, (num_blocks, 1), np.uint8))
+        tensor[:, ::4099] = cupy.asarray(rng.integers(0, 256, (1, -(-block_bytes // 4099)), "u1"))
+    for count in (1, 4, 16):
+        source, target = (rng.permutation(num_blocks).astype(np.int32)[:count] for _ in range(2))
+        slots = rng.permutation(16).astype(np.int32)[:count]
+        wanted = [cupy.asnumpy(tensor[cupy.asarray(source)]) for tensor in tensors]
+        there.submit(BlockCopy(Direction.OFFLOAD, slots, source))[-1].block_until_done(WAIT_S)
+        assert np.array_equal(host.array[slots], np.concatenate(wanted, axis=1))
+        back.submit(BlockCopy(Direction.LOAD, slots, target))[-1].block_until_done(WAIT_S)
+        for tensor, rows in zip(tensors, wanted, strict=True):
+            assert np.array_equal(cupy.asnumpy(tensor[cupy.asarray(target)]), rows)
+    for lane in (there, back):
+        lane.close()
+    host.close()
+    planes.close()
+    device.close()
+
+
 def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
 
     device = CudaDevice()

@@ -16,6 +16,10 @@ def test_a_copy_that_begins_as_rectangles_brings_every_block() -> None:
     run_program("copies_that_begin_as_rectangles", 1)
 
 
+def test_tensors_in_allocations_of_their_own_are_moved_as_those_of_one_pool_are() -> None:
+    run_program("tensors_in_allocations_of_their_own", 1)
+
+
 def test_a_call_that_fails_hangs_nobody_and_everything_is_given_back() -> None:
     run_program("calls_that_fail", 1)
 

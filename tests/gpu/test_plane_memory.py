@@ -14,21 +14,29 @@ def keys(*sizes: int) -> Layout:
     return Layout(1, tuple(Plane(n, "key", "uint8", size) for n, size in enumerate(sizes)))
 
 
-def of_keys(*places: tuple[int, int], sizes: tuple[int, ...] = (64, 64, 64)) -> list[Rectangle]:
-    return list(rectangles_of(keys(*sizes), [PlaneMemory(*place) for place in places]))
+POOL = range(1 << 40)  # one allocation
+
+
+def of_keys(
+    *places: tuple[int, int],
+    sizes: tuple[int, ...] = (64, 64, 64),
+    allocations: tuple[range, ...] = (POOL, POOL, POOL, POOL, POOL),
+) -> list[Rectangle]:
+    memory = [PlaneMemory(*place, one) for place, one in zip(places, allocations, strict=False)]
+    return list(rectangles_of(keys(*sizes), memory, 9))
 
 
 def side_by_side(layout: Layout, num_blocks: int, *, gap: int = 0) -> list[PlaneMemory]:
     """As tierkv's own planes lie, if there is no gap between a plane's blocks."""
     memory, at = [], 0x1000
     for plane in layout.planes:
-        memory.append(PlaneMemory(at, plane.block_bytes + gap))
+        memory.append(PlaneMemory(at, plane.block_bytes + gap, POOL))
         at += num_blocks * (plane.block_bytes + gap)
     return memory
 
 
 def test_planes_of_one_size_equally_far_apart_are_one_rectangle() -> None:
-    memory = PlaneMemory(5000, 64)
+    memory = PlaneMemory(5000, 64, POOL)
     apart = of_keys((5000, 64), (6000, 64), (7000, 64))
     assert apart == [Rectangle(memory, 1000, 0, 64, row_bytes=64, rows=3)]
     (within,) = of_keys((5000, 192), (5064, 192), (5128, 192))
@@ -46,12 +54,28 @@ def test_planes_that_lie_otherwise_are_none() -> None:
     assert not of_keys(*five, sizes=(64, 65, 66, 67, 68)), "five calls a block are too many"
 
 
+def test_a_rectangle_is_only_what_lies_in_one_allocation() -> None:
+    """As PyTorch has them: a large tensor is an allocation, often equally far from the next."""
+    places = ((4096, 64), (8192, 64), (12288, 64))
+    own = (range(4096, 8192), range(8192, 12288), range(12288, 16384))
+    assert [one.rows for one in of_keys(*places, allocations=own)] == [1, 1, 1]
+    pair = range(4096, 12288)
+    found = of_keys(*places, allocations=(pair, pair, own[2]))
+    assert [(one.memory.address, one.rows) for one in found] == [(4096, 2), (12288, 1)]
+    many = tuple((4096 * n, 64) for n in range(5))
+    alone = tuple(range(4096 * n, 4096 * (n + 1)) for n in range(5))
+    assert not of_keys(*many, sizes=(64,) * 5, allocations=alone), "five calls are too many"
+    assert not of_keys(*places, allocations=(range(0),) * 3), "the driver knows no allocation"
+    too_short = range(4096, 12288 + 8 * 64 + 63)
+    assert not of_keys(*places, allocations=(too_short,) * 3), "of the last block a byte"
+
+
 def test_planes_that_lie_unequally_far_apart_in_a_slot_are_none() -> None:
     """A last layer without values, say."""
     planes = [Plane(0, "key", "u", 64), Plane(0, "value", "u", 32), Plane(1, "key", "u", 64)]
     layout = Layout(1, (*planes, Plane(2, "key", "u", 64)))
     places = [(5000, 64), (9000, 32), (6000, 64), (7000, 64)]
-    assert not rectangles_of(layout, [PlaneMemory(*place) for place in places])
+    assert not rectangles_of(layout, [PlaneMemory(*place, POOL) for place in places], 9)
 
 
 def test_planes_of_several_sizes_are_a_rectangle_each() -> None:
@@ -68,10 +92,10 @@ def test_keys_and_values_in_memory_of_their_own_are_a_rectangle_each() -> None:
     )
     size = layout.planes[0].block_bytes
     memory = [
-        PlaneMemory((0x10000 if plane.role == "key" else 0x90000) + 4096 * plane.layer, size)
+        PlaneMemory((0x10000 if plane.role == "key" else 0x90000) + 4096 * plane.layer, size, POOL)
         for plane in layout.planes
     ]
-    found = rectangles_of(layout, memory)
+    found = rectangles_of(layout, memory, 6)
     assert [(one.memory.address, one.block_byte, one.slot_pitch, one.rows) for one in found] == [
         (0x10000, 0, 2 * size, 3),
         (0x90000, size, 2 * size, 3),
@@ -91,7 +115,7 @@ def test_rectangles_hold_every_byte_of_a_block_once() -> None:
         there = np.random.default_rng(3).integers(0, 256, 1 << 14, np.uint8)
         slot = np.zeros(layout.block_bytes, np.uint8)
         times = np.zeros(layout.block_bytes, np.uint8)
-        for one in rectangles_of(layout, memory):
+        for one in rectangles_of(layout, memory, 6):
             for row in range(one.rows):
                 source = one.memory.of_block(block) + row * one.pitch
                 target = one.block_byte + row * one.slot_pitch

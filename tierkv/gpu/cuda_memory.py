@@ -16,7 +16,7 @@ from cupy.cuda import runtime
 from tierkv.cache.layout import Layout, Plane
 from tierkv.errors import ConfigError, DeviceFailedError, LayoutError, TransferError
 from tierkv.gpu.cuda import CUDARuntimeError, CudaStream, Gpu
-from tierkv.gpu.driver import load_driver
+from tierkv.gpu.driver import DriverError, load_driver
 from tierkv.gpu.plane_memory import PlaneMemory, rectangles_of
 from tierkv.gpu.protocol import SharedPlane
 
@@ -163,7 +163,7 @@ class CudaPlanes:
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory = tuple(memory)
-        self.rectangles = rectangles_of(layout, memory)
+        self.rectangles = rectangles_of(layout, memory, num_blocks)
         self._arrays: tuple[npt.NDArray[np.uint8], ...] | None = tuple(arrays)
         self._on_close = on_close
 
@@ -211,7 +211,11 @@ def allocated_planes(gpu: Gpu, layout: Layout, num_blocks: int) -> CudaPlanes:
             for offset, plane in zip(offsets, layout.planes, strict=True)
         ],
         [
-            PlaneMemory(memory.address + offset, plane.block_bytes)
+            PlaneMemory(
+                memory.address + offset,
+                plane.block_bytes,
+                range(memory.address, memory.address + memory.num_bytes),
+            )
             for offset, plane in zip(offsets, layout.planes, strict=True)
         ],
     )
@@ -239,8 +243,19 @@ def adopted_planes(gpu: Gpu, layout: Layout, tensors: Sequence[object]) -> CudaP
         if array.shape[0] != num_blocks:
             raise LayoutError(f"{_name(plane)} has {array.shape[0]} blocks, not {num_blocks}")
         _check_block(plane, array)
-        memory.append(PlaneMemory(int(array.data.ptr), int(array.strides[0])))
+        address = int(array.data.ptr)
+        memory.append(PlaneMemory(address, int(array.strides[0]), _allocation(gpu, address)))
     return _views(layout, num_blocks, memory, arrays, None)
+
+
+def _allocation(gpu: Gpu, address: int) -> range:
+    """The addresses of the allocation that holds `address`; none where the driver knows it not."""
+    with gpu.bound():
+        try:
+            start, size = load_driver().allocation_of(address)
+        except DriverError:
+            return range(0)
+    return range(start, start + size)
 
 
 def _check_block(plane: Plane, array: DeviceArray) -> None:
@@ -289,17 +304,16 @@ def shared_planes(gpu: Gpu, planes: CudaPlanes) -> tuple[SharedPlane, ...]:
     shared = []
     with gpu.bound():
         for place in planes.memory:
-            start, _ = load_driver().allocation_of(place.address)
+            start, _ = load_driver().allocation_of(place.address)  # or CUDA says why not
             shared.append(SharedPlane(ipc_handle(start), place.address - start, place.stride))
     return tuple(shared)
 
 
-def _check_within(gpu: Gpu, plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
+def _check_within(plane: Plane, place: PlaneMemory, num_blocks: int) -> None:
     """A kernel that reads beyond an allocation loses the GPU, and these bounds are hearsay."""
-    with gpu.bound():
-        start, size = load_driver().allocation_of(place.address)
     end = place.address + (num_blocks - 1) * place.stride + plane.block_bytes
-    if place.stride < plane.block_bytes or num_blocks < 1 or end > start + size:
+    is_within = place.address in place.allocation and end <= place.allocation.stop
+    if place.stride < plane.block_bytes or num_blocks < 1 or not is_within:
         raise LayoutError(f"{_name(plane)} does not lie within the memory that is shared")
 
 
@@ -312,8 +326,9 @@ def opened_planes(
         raise LayoutError(f"the layout has {len(layout.planes)} planes, not {len(shared)}")
     with ExitStack() as stack:
         opened = stack.enter_context(opened_ipc(gpu, [plane.handle for plane in shared]))
-        memory = [PlaneMemory(opened[one.handle] + one.offset, one.stride) for one in shared]
+        places = [(opened[one.handle] + one.offset, one.stride) for one in shared]
+        memory = [PlaneMemory(*place, _allocation(gpu, place[0])) for place in places]
         for plane, place in zip(layout.planes, memory, strict=True):
-            _check_within(gpu, plane, place, num_blocks)
+            _check_within(plane, place, num_blocks)
         stay_open = stack.pop_all()
     return _views(layout, num_blocks, memory, shared, stay_open.close)

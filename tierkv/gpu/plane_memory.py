@@ -2,6 +2,9 @@
 
 in a slot   | key 0 | value 0 | key 1 | value 1 | ...     rows of a rectangle: all the keys,
 planes      key 0 ...   value 0 ...   key 1 ...           equally far apart on either side
+
+A copy engine refuses to cross allocations (cudaErrorInvalidValue), however near they lie: an
+engine's tensors are often one each.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ _MOST_RECTANGLES = 4  # of a block: each is a call
 
 @dataclass(frozen=True, slots=True)
 class PlaneMemory:
-    """Where a plane lies on its GPU: block b at address + b * stride, in bytes."""
+    """Where a plane lies on its GPU: block b at address + b * stride, in bytes.
+
+    allocation: the addresses of the allocation that holds it; empty where the driver knows none.
+    """
 
     address: int
     stride: int
+    allocation: range
 
     def of_block(self, block: int) -> int:
         """The address of the block's part."""
@@ -50,8 +57,11 @@ class _Place:
     block_byte: int
 
 
-def rectangles_of(layout: Layout, memory: Sequence[PlaneMemory]) -> tuple[Rectangle, ...]:
-    """The few rectangles that hold all of a block; () where planes lie otherwise."""
+def rectangles_of(
+    layout: Layout, memory: Sequence[PlaneMemory], num_blocks: int
+) -> tuple[Rectangle, ...]:
+    """The few rectangles that hold all of a block, each within one allocation, whichever of the
+    `num_blocks` it is; () where planes lie otherwise."""
     places = [
         _Place(plane, where, start)
         for plane, where, start in zip(layout.planes, memory, layout.offsets, strict=True)
@@ -59,19 +69,20 @@ def rectangles_of(layout: Layout, memory: Sequence[PlaneMemory]) -> tuple[Rectan
     kinds: tuple[Callable[[_Place], tuple[Hashable, ...]], ...] = (
         lambda place: (place.plane.block_bytes, place.memory.stride),
         lambda place: (place.plane.block_bytes, place.memory.stride, place.plane.role),
+        lambda place: (place.plane.block_bytes, place.memory.stride, place.memory.allocation),
     )
     for kind in kinds:
         groups: dict[Hashable, list[_Place]] = {}
         for place in places:
             groups.setdefault(kind(place), []).append(place)
-        found = [_rectangle(group) for group in groups.values()]
+        found = [_rectangle(group, num_blocks) for group in groups.values()]
         whole = tuple(one for one in found if one is not None)
         if len(whole) == len(found) <= _MOST_RECTANGLES:
             return whole
     return ()
 
 
-def _rectangle(places: Sequence[_Place]) -> Rectangle | None:
+def _rectangle(places: Sequence[_Place], num_blocks: int) -> Rectangle | None:
     first, width = places[0], places[0].plane.block_bytes
     pitch = slot_pitch = width
     if len(places) > 1:
@@ -84,4 +95,8 @@ def _rectangle(places: Sequence[_Place]) -> Rectangle | None:
             return None
         if place.block_byte != first.block_byte + row * slot_pitch:
             return None
+    num_bytes = (len(places) - 1) * pitch + (num_blocks - 1) * first.memory.stride + width
+    start, allocation = first.memory.address, first.memory.allocation
+    if start not in allocation or start + num_bytes > allocation.stop:
+        return None
     return Rectangle(first.memory, pitch, first.block_byte, slot_pitch, width, len(places))
