@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from tests.latch import until
-from tierkv.storage.around import StoreAround
+from tierkv.storage.base import StoreAround
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Capabilities, GetItem, GetOutcome, GetStatus, Store
 

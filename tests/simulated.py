@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+from tests.faulty import FaultyStore
 from tests.latch import CopyLatch
 from tests.world import World, fingerprint
 from tierkv.errors import TransferError
@@ -27,7 +28,6 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage import guard, threads
-from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.transfer import completion, mover
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, finish, until
 from tests.layouts import LAYOUTS
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
@@ -22,7 +23,6 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import Matched, Request
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
-from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
 from tierkv.transfer.storage_io import StorageStats

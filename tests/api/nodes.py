@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import aiohttp
 
+from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
 from tierkv.api.node import Node
 from tierkv.api.server import listening
@@ -25,7 +26,6 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.listen import bind
 from tierkv.http.problems import PASSING_REASONS
 from tierkv.sched.settings import CacheSettings
-from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]

@@ -30,8 +30,9 @@ from tests.storage.values import (
 )
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.base import present
 from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
-from tierkv.storage.presence import present
+from tierkv.storage.places import RoutedStore, SwitchStore
 from tierkv.storage.protocol import (
     Buffer,
     GetItem,
@@ -44,8 +45,6 @@ from tierkv.storage.protocol import (
 )
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings
-from tierkv.storage.routed import RoutedStore
-from tierkv.storage.switch import SwitchStore
 
 KINDS = (
     "memory",

@@ -23,7 +23,7 @@ from tierkv.pd.staging import GROUP_BLOCKS
 from tierkv.pd.watch import Watch
 from tierkv.sched.fetch_groups import SharedTails
 from tierkv.sched.request import Request
-from tierkv.storage.around import StoreAround
+from tierkv.storage.base import StoreAround
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Capabilities, Store
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
+from tests.faulty import FaultyStore
 from tests.latch import EVERY, CopyLatch, cancelled_at, finish, turns, until
 from tierkv.cache.keys import Names, Prompt, stored_keys
 from tierkv.cache.tokens import pack
@@ -30,7 +31,6 @@ from tierkv.pd.ticket import MAX_TICKET_BYTES, Ticket
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.sampling import Sampling
 from tierkv.service.session import LOAD_FAILED
-from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
 

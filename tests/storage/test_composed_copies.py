@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.latch import until
 from tests.storage.values import content_of, get_one, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreRefusedError
 from tierkv.storage import factory
-from tierkv.storage.breaker import BreakerState
-from tierkv.storage.copies import forget_damaged
+from tierkv.storage.base import forget_damaged
 from tierkv.storage.factory import StoreSettings, open_resilient_store
-from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.guard import BreakerState
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore

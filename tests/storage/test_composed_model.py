@@ -13,12 +13,11 @@ import pytest
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.around import StoreAround
-from tierkv.storage.copies import forget_damaged
+from tierkv.storage.base import StoreAround, forget_damaged, present
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
-from tierkv.storage.presence import present
+from tierkv.storage.places import RoutedStore, SwitchStore
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -29,8 +28,6 @@ from tierkv.storage.protocol import (
     PutStatus,
     Store,
 )
-from tierkv.storage.routed import RoutedStore
-from tierkv.storage.switch import SwitchStore
 
 T = TypeVar("T")
 NAMES = [f"t:{group}:{index}:0" for index in range(6) for group in "abc"]

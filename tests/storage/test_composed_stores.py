@@ -9,27 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.latch import until
 from tests.redis_server import redis_server
 from tests.storage.test_hung_disk import HungReads, all_locked
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreCorruptError, StoreRefusedError, StoreUnavailableError
-from tierkv.storage import late
-from tierkv.storage.attach import AttachedStores
-from tierkv.storage.breaker import BreakerState
+from tierkv.storage import places
 from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
-from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.guard import BreakerState
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.maintenance import values_under
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
+from tierkv.storage.places import AttachedStores, RoutedStore, SwitchStore
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store, Usage
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
-from tierkv.storage.routed import RoutedStore
-from tierkv.storage.switch import SwitchStore
 
 STORED = PutStatus.STORED
 NAMES = [f"t:f:{index:02}:0" for index in range(20)]
@@ -130,7 +128,7 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
 async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, down: int
 ) -> None:
-    monkeypatch.setattr(late, "_RETRY_S", 0.02)
+    monkeypatch.setattr(places, "_RETRY_S", 0.02)
     paths = [tmp_path / "first", tmp_path / "second"]
     paths[down].touch()  # where a directory has to be
     url = f"{kind}:{'|'.join(path.as_uri() for path in paths)}"

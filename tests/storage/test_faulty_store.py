@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.storage.values import TurnedClock, get_one, put_one
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus
 

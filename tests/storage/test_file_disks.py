@@ -17,9 +17,8 @@ from tierkv.storage import file_paths, file_room
 from tierkv.storage.factory import StoreSettings, open_resilient_store
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.file_paths import relative_path
-from tierkv.storage.file_room import Room
+from tierkv.storage.file_room import Room, UsedBytes
 from tierkv.storage.file_scratch import WRITERS
-from tierkv.storage.file_used import UsedBytes
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.resilient import ResilienceSettings
 

@@ -27,8 +27,8 @@ from tierkv.refmodel.text import decode as decode_text
 from tierkv.sched import slots
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
-from tierkv.storage.breaker import BreakerState
 from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.guard import BreakerState
 from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 

@@ -15,8 +15,8 @@ from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage import maintenance
-from tierkv.storage.breaker import BreakerState
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.guard import BreakerState
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store, Usage
 from tierkv.storage.redis import RedisSettings
 from tierkv.storage.redis_slots import slot_of

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.redis_proxy import redis_proxy
 from tests.redis_server import (  # noqa: F401 - fixtures
     RedisServer,
@@ -29,15 +30,14 @@ from tests.redis_server import (  # noqa: F401 - fixtures
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import BadRequestError, StoreUnavailableError
-from tierkv.storage.breaker import BreakerState
 from tierkv.storage.codec import Damage, DamagedValueError, PlainCodec, ValueIdentity
-from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.guard import BreakerState
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.places import SwitchStore
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, is_name
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.redis_url import parse_redis_url
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
-from tierkv.storage.switch import SwitchStore
 
 CODEC = PlainCodec()
 NAMES = [f"t:f:{index:03}:0" for index in range(64)]

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.latch import until
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
-from tierkv.storage.breaker import BreakerState
-from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.guard import BreakerState, Turns
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
     GetItem,
@@ -24,7 +24,6 @@ from tierkv.storage.protocol import (
     PutStatus,
 )
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
-from tierkv.storage.turns import Turns
 
 NAMES = [f"t:f:{index:03}:0" for index in range(50)]
 BLOCK = bytes(1_000)

@@ -13,8 +13,8 @@ from tierkv.api.settings import NodeSettings
 from tierkv.config import load
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.storage.breaker import BreakerState
 from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
+from tierkv.storage.guard import BreakerState
 from tierkv.storage.resilient import ResilientStore
 
 KEY = "ab" * 32

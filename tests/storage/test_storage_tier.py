@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, finish, until
 from tests.world import BLOCK, World, fingerprint
 from tierkv.cache.eviction import WritePolicy
@@ -20,13 +21,12 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
-from tierkv.storage.attach import AttachedStores
-from tierkv.storage.breaker import BreakerState
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
-from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.guard import BreakerState
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.notify import notifier_of
+from tierkv.storage.places import AttachedStores
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 from tierkv.transfer.tier import StorageOptions
 

@@ -12,7 +12,7 @@ import pytest
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.switch import SwitchStore
+from tierkv.storage.places import SwitchStore
 
 
 class ShutStore(MemoryStore):

@@ -14,12 +14,11 @@ from tests.storage.values import get_one, landing
 from tests.world import fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
-from tierkv.storage import late
+from tierkv.storage import places
 from tierkv.storage.factory import StoreSettings, open_store
-from tierkv.storage.late import LateStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.places import LateStore, SwitchStore
 from tierkv.storage.protocol import GetStatus, PutItem
-from tierkv.storage.switch import SwitchStore
 from tierkv.transfer.tier import StorageOptions
 
 
@@ -92,7 +91,7 @@ class ReluctantStore(MemoryStore):
 async def test_one_of_several_stores_is_tried_until_it_opens_and_says_why_it_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(late, "_RETRY_S", 0.01)
+    monkeypatch.setattr(places, "_RETRY_S", 0.01)
     inner = ReluctantStore(MemorySettings(), SystemClock())
     store = LateStore(inner)
     pools = [memoryview(bytearray(10))]

@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
 from tests.layouts import LAYOUTS
 from tests.storage.values import get_one, put_one
@@ -19,16 +20,13 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.around import StoreAround
-from tierkv.storage.copies import forget_damaged
-from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.base import StoreAround, forget_damaged
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
+from tierkv.storage.places import RoutedStore, SwitchStore
 from tierkv.storage.protocol import Capabilities, GetItem, GetStatus, PutItem, Store
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
-from tierkv.storage.routed import RoutedStore
-from tierkv.storage.switch import SwitchStore
 from tierkv.transfer.storage_io import StorageIO
 
 T = TypeVar("T")

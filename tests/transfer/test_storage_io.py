@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
 from tests.layouts import LAYOUTS
 from tests.storage.values import put_one
@@ -28,7 +29,6 @@ from tierkv.storage.codec import (
     ValueIdentity,
 )
 from tierkv.storage.codec_keyed import SignedCodec
-from tierkv.storage.faulty import FaultyStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
     Buffer,

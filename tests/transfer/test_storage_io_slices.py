@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from tests.faulty import FaultyStore
 from tests.storage.values import put_one
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
 from tierkv.cache.layout import Bytes1D, Layout, attention_layout, layered
@@ -17,9 +18,8 @@ from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
 from tierkv.errors import LayoutError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuHostSlots
-from tierkv.storage.faulty import FaultyStore
+from tierkv.storage.base import present
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.presence import present
 from tierkv.storage.protocol import GetStatus, PutStatus, Store
 from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO

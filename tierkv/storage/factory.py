@@ -11,11 +11,11 @@ from tierkv.clock import Clock
 from tierkv.errors import ConfigError
 from tierkv.storage import mooncake, redis_url
 from tierkv.storage.file import FileSettings, FileStore
-from tierkv.storage.late import LateStore
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
+from tierkv.storage.places import LateStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis import RedisSettings, RedisStore
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore

@@ -13,12 +13,10 @@ from pathlib import Path
 
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreUnavailableError
-from tierkv.storage.file_direct import DirectWriter
-from tierkv.storage.file_listing import Listing
-from tierkv.storage.file_room import Room
+from tierkv.storage.file_paths import Listing
+from tierkv.storage.file_room import Room, UsedBytes
 from tierkv.storage.file_scratch import WRITERS, Scratch
-from tierkv.storage.file_used import UsedBytes
-from tierkv.storage.file_values import ValueFiles
+from tierkv.storage.file_values import DirectWriter, ValueFiles
 from tierkv.storage.notify import Notifier
 from tierkv.storage.notify_file import FileNotifier
 from tierkv.storage.protocol import (

@@ -8,19 +8,213 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableSequence, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import TypeVar
 
 from tierkv.clock import Clock
-from tierkv.errors import StoreRefusedError, StoreUnavailableError, TierKVError
-from tierkv.storage.breaker import Breaker, BreakerSnapshot
+from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError, TierKVError
 from tierkv.storage.protocol import Store
-from tierkv.storage.resilience_settings import ResilienceSettings
-from tierkv.storage.turns import Turns
 from tierkv.tasks import background, task_group
+
+
+@dataclass(frozen=True, slots=True)
+class ResilienceSettings:
+    """timeout_s, slowest_bytes_per_s: a read may take timeout_s and its bytes' time. A little more
+        than the store's own deadline, whose errors say more.
+    write_timeout_s: the same of a batch of writes, for which no request waits but a hand-off, with
+        a deadline of its own.
+    failures_to_open: failed operations in a row after which the store is left alone.
+    probe_interval_s: how often it is then asked whether it is back.
+    retries_per_operation: a budget, over all reads: 0.1 lets one read in ten be tried again.
+    max_reads, max_waiting_reads: reads at the store, and waiting for their turn.
+    write_batches, max_waiting_write_bytes: writes at the store (for each, where it is made of
+        several), and waiting; beyond that the least valuable are dropped.
+    full_pause_s: how long nothing is written after the store said it was full.
+    negative_ttl_s, negative_names: how long, and of how many names, "there is none" is believed; a
+        ticket that is found ends it, since then somebody has written.
+    """
+
+    timeout_s: float = 0.3
+    write_timeout_s: float = 2.0
+    slowest_bytes_per_s: float = 100e6
+    failures_to_open: int = 5
+    probe_interval_s: float = 1.0
+    retries_per_operation: float = 0.1
+    max_reads: int = 64
+    max_waiting_reads: int = 1024
+    write_batches: int = 2
+    max_waiting_write_bytes: int = 512 << 20
+    full_pause_s: float = 1.0
+    negative_ttl_s: float = 0.5
+    negative_names: int = 65_536
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "write_timeout_s", "slowest_bytes_per_s", "probe_interval_s"):
+            value: float = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a number above 0, not {value}")
+        for name in ("failures_to_open", "max_reads", "max_waiting_reads", "write_batches"):
+            count: int = getattr(self, name)
+            if count < 1:
+                raise ConfigError(f"{name} must be at least 1, not {count}")
+        for name in (
+            "retries_per_operation", "full_pause_s", "negative_ttl_s", "negative_names",
+            "max_waiting_write_bytes",
+        ):  # fmt: skip
+            number: float = getattr(self, name)
+            if not (math.isfinite(number) and number >= 0):
+                raise ConfigError(f"{name} must be a number not below 0, not {number}")
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"  # operations reach the store
+    OPEN = "open"  # they fail at once
+    HALF_OPEN = "half_open"  # they fail at once, and one probe is under way
+
+
+_TRANSITIONS = {
+    BreakerState.CLOSED: {BreakerState.OPEN},
+    BreakerState.OPEN: {BreakerState.HALF_OPEN},
+    BreakerState.HALF_OPEN: {BreakerState.OPEN, BreakerState.CLOSED},
+}
+
+
+def advance(current: BreakerState, to: BreakerState) -> BreakerState:
+    assert to in _TRANSITIONS[current], f"a breaker does not go from {current} to {to}"
+    return to
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSnapshot:
+    """since: Unix time of the last change. reason: of the failure that opened it last.
+    degraded_s: how long it has not been closed, all in all."""
+
+    state: BreakerState
+    since: float
+    num_opened: int
+    reason: str
+    degraded_s: float = 0.0
+
+
+class Breaker:
+    """Opens after `failures_to_open` failures with no success in between. Synchronous."""
+
+    def __init__(self, failures_to_open: int, clock: Clock) -> None:
+        self._failures_to_open = failures_to_open
+        self._clock = clock
+        self._state = BreakerState.CLOSED
+        self._since = clock.wall()
+        self._num_failures = 0
+        self._has_read_failed = False
+        self._num_opened = 0
+        self._reason = ""
+        self._degraded_s = 0.0
+        self._opened_at = 0.0  # monotonic
+
+    @property
+    def is_closed(self) -> bool:
+        return self._state is BreakerState.CLOSED
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    def snapshot(self) -> BreakerSnapshot:
+        now = self._clock.monotonic()
+        degraded_s = self._degraded_s + (0.0 if self.is_closed else now - self._opened_at)
+        return BreakerSnapshot(self._state, self._since, self._num_opened, self._reason, degraded_s)
+
+    def succeed(self, *, of_read: bool = True) -> None:
+        """An operation was answered; one that was begun before the breaker opened says nothing, nor
+        does a write of reads that failed: a disk can hang that still takes writes into memory."""
+        if self.is_closed and (of_read or not self._has_read_failed):
+            self._num_failures = 0
+            self._has_read_failed = False
+
+    def fail(self, reason: str, *, of_read: bool = True) -> bool:
+        """An operation was not answered; whether that has opened the breaker."""
+        if not self.is_closed:
+            return False
+        self._num_failures += 1
+        self._has_read_failed |= of_read
+        self._reason = reason
+        if self._num_failures < self._failures_to_open:
+            return False
+        self._num_opened += 1
+        self._opened_at = self._clock.monotonic()
+        self._move(BreakerState.OPEN)
+        return True
+
+    def begin_probe(self) -> None:
+        self._move(BreakerState.HALF_OPEN)
+
+    def end_probe(self, failure: str | None) -> None:
+        """failure: why the probe was not answered; None if it was."""
+        self._num_failures = 0
+        self._has_read_failed = False
+        if failure is None:
+            self._degraded_s += self._clock.monotonic() - self._opened_at
+            self._move(BreakerState.CLOSED)
+            return
+        self._reason = failure
+        self._move(BreakerState.OPEN)
+
+    def _move(self, to: BreakerState) -> None:
+        self._state = advance(self._state, to)
+        self._since = self._clock.wall()
+
+
+class Turns:
+    """num_places: who has one is not counted as waiting. Synchronous but for `take`."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    async def take(self) -> None:
+        """Return with a place, which `give_back` gives back. Raises what `send_away` was given."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                with suppress(ValueError):  # its turn had come, and has gone to the next
+                    self._queue.remove(turn)
+            elif turn.exception() is None:
+                self.give_back()  # it came with the cancel
+            raise
+
+    def give_back(self) -> None:
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+    def send_away(self, error: TierKVError) -> int:
+        """Let all who wait raise `error`; how many they were."""
+        turns = [turn for turn in self._queue if not turn.done()]
+        self._queue.clear()
+        for turn in turns:
+            turn.set_exception(error)
+        return len(turns)
+
 
 _log = logging.getLogger(__name__)
 _MAX_TOKENS = 10.0

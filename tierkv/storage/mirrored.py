@@ -19,9 +19,7 @@ from tierkv.errors import (
     StoreRefusedError,
     StoreUnavailableError,
 )
-from tierkv.storage.copies import Noted, forget_damaged
-from tierkv.storage.host_memory import use_memory
-from tierkv.storage.presence import MAX_TURNS, num_leading, present
+from tierkv.storage.base import MAX_TURNS, Noted, forget_damaged, num_leading, present, use_memory
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,

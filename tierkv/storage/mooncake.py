@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.storage.base import num_leading
 from tierkv.storage.mooncake_settings import MooncakeSettings
 from tierkv.storage.mooncake_values import MooncakeValues
-from tierkv.storage.presence import num_leading
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierkv.errors import BadRequestError, StoreUnavailableError
-from tierkv.storage.presence import present
+from tierkv.storage.base import present
 from tierkv.storage.protocol import ListPage, Store, StoredValue, Usage
 
 _PAGE = 1000

@@ -23,9 +23,8 @@ from tierkv.cache.layout import Bytes1D, Layout
 from tierkv.cache.shards import Shard
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
+from tierkv.storage.base import forget_damaged, present
 from tierkv.storage.codec import Codec, PlainCodec
-from tierkv.storage.copies import forget_damaged
-from tierkv.storage.presence import present
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,

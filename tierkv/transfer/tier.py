@@ -14,15 +14,14 @@ from tierkv.cache.layout import Layout
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.errors import ConfigError
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.attach import AttachedStores
-from tierkv.storage.breaker import BreakerState
+from tierkv.storage.base import use_memory
 from tierkv.storage.codec import Codec
 from tierkv.storage.codec_keyed import Trust
 from tierkv.storage.codec_small import SmallCodec
-from tierkv.storage.host_memory import use_memory
+from tierkv.storage.guard import BreakerState
+from tierkv.storage.places import AttachedStores, patiently
 from tierkv.storage.protocol import Store
 from tierkv.storage.resilient import ResilientStore
-from tierkv.storage.switch import patiently
 from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.around import StoreAround
-from tierkv.storage.host_memory import use_memory
+from tierkv.storage.base import StoreAround, use_memory
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
     Capabilities,
