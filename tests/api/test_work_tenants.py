@@ -15,7 +15,7 @@ import pytest
 from tests.api.guarded import Callers, Guarded, callers_in, guarded
 from tests.api.nodes import Answer
 from tests.e2e.exact import truth
-from tierkv.client.sse import EventReader
+from tierkv.client.streams import EventReader
 from tierkv.clock import SystemClock
 from tierkv.http.callers import RoleName, ticket_name
 from tierkv.sched.worth import FetchPolicy

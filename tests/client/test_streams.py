@@ -22,7 +22,7 @@ from tierkv.client import (
     RemoteError,
     Retries,
 )
-from tierkv.client.sse import EventReader, ServerEvent
+from tierkv.client.streams import EventReader, ServerEvent
 from tierkv.errors import OutOfBlocksError
 
 BODY = GenerateBody(prompt="Once upon", max_tokens=12)

@@ -17,12 +17,12 @@ from tierkv.api.types import PromptBody
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.client.errors import read_problem
-from tierkv.client.sse import EventReader
+from tierkv.client.streams import EventReader
 from tierkv.embed import link
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierKVError
+from tierkv.gateway.completion import StopFinder
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.openai import CompletionBody
-from tierkv.gateway.stops import StopFinder
 from tierkv.http.bodies import JSON, MSGPACK, decode, decode_large
 from tierkv.http.callers import AuthFile
 from tierkv.pd.ticket import Acknowledgement, OpenTicket, Ticket

@@ -13,7 +13,7 @@ from tests.api.nodes import Here, here
 from tests.e2e.exact import text, truth
 from tests.latch import finish, until
 from tierkv.api.settings import Role
-from tierkv.client.sse import EventReader
+from tierkv.client.streams import EventReader
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
 from tierkv.refmodel.text import decode as decode_text

@@ -10,11 +10,10 @@ from tierkv.api.settings import Role
 from tierkv.cache.tokens import pack
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError
+from tierkv.gateway.completion import StopFinder
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
-from tierkv.gateway.prefixes import PrefixMemory
-from tierkv.gateway.routing import Held, choose_decode, choose_prefill
+from tierkv.gateway.routing import Held, PrefixMemory, choose_decode, choose_prefill
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
-from tierkv.gateway.stops import StopFinder
 
 HEALTH = HealthSection(eject_s=1.0, eject_most_s=8.0)
 FEW_LETTERS = st.text("ab\n", max_size=30)

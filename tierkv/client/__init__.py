@@ -7,6 +7,7 @@ Bodies and answers are the server's own types, from `tierkv.api.types`.
 """
 
 from tierkv.client.asynchronous import AsyncClient
+from tierkv.client.calls import Retries
 from tierkv.client.errors import (
     BrokenOffError,
     CallError,
@@ -16,8 +17,7 @@ from tierkv.client.errors import (
     UnreachableError,
 )
 from tierkv.client.http import client_tls
-from tierkv.client.retries import Retries
-from tierkv.client.streams import Stream
+from tierkv.client.streams import TokenStream
 from tierkv.client.synchronous import Client
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "NotANodeError",
     "RemoteError",
     "Retries",
-    "Stream",
+    "TokenStream",
     "UnreachableError",
     "client_tls",
 ]

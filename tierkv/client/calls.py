@@ -1,15 +1,13 @@
-"""A call of the client: deadline, attempts, bodies out, answers and errors back."""
+"""One call of the client: deadline, attempts and pauses between them, bodies out, answers back."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
+import random
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import NoReturn, Self, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -19,20 +17,63 @@ from msgspec.structs import replace
 from tierkv.api.types import PromptBody
 from tierkv.cache.tokens import pack
 from tierkv.client.errors import (
+    BrokenOffError,
     CallError,
     DeadlineError,
     NotANodeError,
+    RemoteError,
+    UnreachableError,
     read_problem,
     remote_error,
 )
-from tierkv.client.events import EventStream
 from tierkv.client.http import Http, Reply
-from tierkv.client.retries import Retries
 from tierkv.client.routes import Call, Repeat
-from tierkv.client.streams import Events, Stream
-from tierkv.errors import TierKVError
+from tierkv.client.streams import Events, EventStream, TokenStream
+from tierkv.errors import ConfigError, TierKVError
 from tierkv.http.bodies import EVENT_STREAM, JSON, MSGPACK
 from tierkv.tasks import deadline
+
+_NOT_NOW = (429, 503)
+_PROXY_NOT_NOW = (502, 503, 504)  # a proxy in front has no node to ask
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """attempts: in all, the first included. Between two of them passes a random time of up to
+    `first_s`, twice that after the next, and so on up to `most_s`; at least what the node says."""
+
+    attempts: int = 4
+    first_s: float = 0.05
+    most_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.first_s < 0 or self.most_s < 0:
+            raise ConfigError("a call has at least one attempt, and pauses are not negative")
+
+    def allows(self, error: TierKVError, attempt: int, *, is_repeatable: bool) -> bool:
+        """Whether to ask again after `error` of attempt number `attempt`, the first being 1.
+
+        is_repeatable: asking twice does no more than asking once. What never reached a node can
+        always be asked again.
+        """
+        if attempt >= self.attempts:
+            return False
+        if isinstance(error, UnreachableError):
+            return True
+        if not is_repeatable:
+            return False
+        if isinstance(error, RemoteError):
+            return error.status in _NOT_NOW
+        if isinstance(error, NotANodeError):
+            return error.status in _PROXY_NOT_NOW
+        return isinstance(error, BrokenOffError)
+
+    def pause_s(self, error: TierKVError, attempt: int) -> float:
+        """Random, so that clients refused together do not come back together."""
+        jitter = random.uniform(0, min(self.most_s, self.first_s * 2 ** (attempt - 1)))
+        told = error.retry_after_s if isinstance(error, RemoteError) else None
+        return jitter + (told or 0.0)
+
 
 A = TypeVar("A")
 B = TypeVar("B", bound=msgspec.Struct)
@@ -52,43 +93,20 @@ class Question:
 
 
 class Calls:
-    """What the methods of the client are made of. Use it with `async with`.
+    """What the methods of the client are made of. Use it inside `running()`.
 
-    url: http://host:port, https://..., or unix:/path of the node's socket.
-    token: a bearer token. tls: see `client_tls`. uds: the node's socket; url is then only a name.
-    timeout_s: of a whole call, its repetitions included; of a stream, see Stream.
-    max_connections: more calls at a time wait for one.
+    timeout_s: of a whole call, its repetitions included; of a stream, see `stream`.
     """
 
-    def __init__(  # noqa: PLR0913 - of one node, all with a default
-        self,
-        url: str = "http://127.0.0.1:8100",
-        *,
-        token: str | None = None,
-        tls: ssl.SSLContext | None = None,
-        uds: str | Path | None = None,
-        timeout_s: float = 60.0,
-        retries: Retries | None = None,
-        max_connections: int = 100,
-    ) -> None:
-        self._http = Http(url, token=token, tls=tls, uds=uds, max_connections=max_connections)
+    def __init__(self, http: Http, timeout_s: float, retries: Retries) -> None:
+        self._http = http
         self._timeout_s = timeout_s
-        self._retries = retries or Retries()
-        self._stack = AsyncExitStack()
+        self._retries = retries
 
-    async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self._http.running())
-        return self
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return self._http.running()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._stack.aclose()
-
-    async def _call(
+    async def ask(
         self, call: Call[A], question: Question = Question(), *, timeout_s: float | None = None
     ) -> A:
         """Raises RemoteError for an answer that is an error, else CallError."""
@@ -115,14 +133,14 @@ class Calls:
             await asyncio.sleep(pause_s)
 
     @asynccontextmanager
-    async def _stream(self, call: Call[A], body: B) -> AsyncIterator[Stream[A]]:
+    async def stream(self, call: Call[A], body: B) -> AsyncIterator[TokenStream[A]]:
         """The tokens of one call. The head must come within the client's timeout, and each event
         as long after the one before."""
         async with self._opened(call, Question(body=body)) as events:
-            yield Stream(self._http.where, events, call.answer)
+            yield TokenStream(self._http.where, events, call.answer)
 
     @asynccontextmanager
-    async def _events(
+    async def events(
         self, call: Call[bytes], headers: Mapping[str, str]
     ) -> AsyncIterator[EventStream]:
         async with self._opened(call, Question(headers=headers)) as events:

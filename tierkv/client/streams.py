@@ -1,8 +1,11 @@
-"""The answer of a node that comes in pieces."""
+"""Answers of a node that come in pieces: server-sent events out of bytes cut anywhere, tokens,
+and what happens to cached blocks."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 import msgspec
@@ -11,9 +14,64 @@ from aiohttp import ClientResponse
 from tierkv.api.routes_work import TokensEvent
 from tierkv.client.errors import BrokenOffError, DeadlineError, NotANodeError, remote_error
 from tierkv.client.http import translated
-from tierkv.client.sse import EventReader, ServerEvent
 from tierkv.http.problems import Problem
 from tierkv.tasks import deadline
+
+_MAX_EVENT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    """name: "message" if it had none. last_id: "" if it had none."""
+
+    name: str
+    data: bytes
+    last_id: str = ""
+
+
+class EventReader:
+    """Feed it bytes; it gives each event once it is complete. Comments are left out."""
+
+    def __init__(self) -> None:
+        self._line = bytearray()
+        self._name = ""
+        self._data: list[bytes] = []
+        self._last_id = ""
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> Iterator[ServerEvent]:
+        """Raises ValueError at an event that is too long to be one."""
+        for line in self._lines(chunk):
+            if line:
+                self._take(line)
+            elif self._data:
+                yield ServerEvent(self._name or "message", b"\n".join(self._data), self._last_id)
+                self._name, self._data, self._size = "", [], 0
+            else:
+                self._name = ""
+
+    def _lines(self, chunk: bytes) -> Iterator[bytes]:
+        """Whole lines; a line ends with LF or CR LF."""
+        self._line += chunk
+        if len(self._line) + self._size > _MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")
+        if b"\n" not in chunk:
+            return  # a long line is searched once, not again with each piece of it
+        *lines, rest = bytes(self._line).replace(b"\r\n", b"\n").split(b"\n")
+        self._line = bytearray(rest)
+        yield from lines
+
+    def _take(self, line: bytes) -> None:
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            self._data.append(value)
+            self._size += len(value)
+        elif field == b"event":
+            self._name = value.decode("utf-8", "replace")
+        elif field == b"id":
+            self._last_id = value.decode("utf-8", "replace")
+
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -61,7 +119,7 @@ class Events:
             ) from error
 
 
-class Stream(Generic[A]):
+class TokenStream(Generic[A]):
     """Iterate over it for tokens as they come; after the last of them, `answer` is there.
 
     Leaving its `async with`, by a break, an error or a cancel, closes the connection, and the node
@@ -103,3 +161,42 @@ class Stream(Generic[A]):
         async for _ in self:
             pass
         return self.answer
+
+
+_END = "end"
+
+
+class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something happened to blocks [start, stop) of a prompt.
+
+    kind: what, or "lost": `events` of them could not be told, so ask for all blocks again.
+    id: to go on after it on another connection. tier: device, host or storage. space: the
+    fingerprint's short name, "" for the node's own. digests: of those blocks whose keys are known.
+    """
+
+    kind: str = ""
+    id: str = ""
+    tier: str = ""
+    space: str = ""
+    start: int = 0
+    stop: int = 0
+    digests: tuple[str, ...] = ()
+    events: int = 0
+
+
+class EventStream:
+    """Iterate over it. It ends when the node drains, and raises BrokenOffError if the connection
+    is lost."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> NodeEvent:
+        event = await self._events.next()
+        if event is None or event.name == _END:
+            raise StopAsyncIteration
+        found = self._events.decoded(event, NodeEvent)
+        return msgspec.structs.replace(found, kind=event.name, id=event.last_id)

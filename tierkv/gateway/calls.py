@@ -1,8 +1,10 @@
-"""What the gateway asks its nodes, over pooled connections; every wait has a deadline."""
+"""What the gateway asks its nodes, over pooled connections, each wait with a deadline; and the
+probes that ask each node all the time whether it is ready and what it computes."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
@@ -13,8 +15,7 @@ import msgspec
 
 from tierkv.client.errors import CallError, DeadlineError, NotANodeError
 from tierkv.client.http import Http, Reply
-from tierkv.client.sse import ServerEvent
-from tierkv.client.streams import Events
+from tierkv.client.streams import Events, ServerEvent
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gateway.failures import (
     AttemptError,
@@ -23,11 +24,12 @@ from tierkv.gateway.failures import (
     NodeBusyError,
     NodeFailedError,
 )
-from tierkv.gateway.job import Job
-from tierkv.gateway.nodes import BackendNode, Nodes
+from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
+from tierkv.gateway.openai import Job
 from tierkv.gateway.routing import Held
-from tierkv.gateway.settings import GatewaySettings, node_tls
+from tierkv.gateway.settings import GatewaySettings, HealthSection, node_tls
 from tierkv.http.bodies import EVENT_STREAM, REQUEST_ID_HEADER
+from tierkv.tasks import background
 
 UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent
 _END_S = 0.2  # from the last event to the end of the answer
@@ -253,3 +255,66 @@ async def _read_to_the_end(events: Events) -> None:
         async with asyncio.timeout(_END_S):
             while await events.next() is not None:
                 pass
+
+
+log = logging.getLogger("tierkv.gateway")
+
+
+@asynccontextmanager
+async def probing(nodes: Nodes, calls: NodeCalls, settings: HealthSection) -> AsyncIterator[None]:
+    """Every node has been asked once when the body begins, and is asked on until it ends."""
+    probes = [_Probe(node, nodes, calls, settings) for node in nodes.all]
+    async with asyncio.TaskGroup() as first:
+        for probe in probes:
+            first.create_task(probe.once())
+    async with background({f"tierkv-probe-{probe.node.url}": probe.on() for probe in probes}):
+        yield
+
+
+class _Probe:
+    def __init__(
+        self, node: BackendNode, nodes: Nodes, calls: NodeCalls, settings: HealthSection
+    ) -> None:
+        self.node = node
+        self._nodes = nodes
+        self._calls = calls
+        self._settings = settings
+        self._unanswered = 0  # in a row
+        self._before: NodeState | None = None
+
+    async def on(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.probe_interval_s)
+            await self.once()
+
+    async def once(self) -> None:
+        now, node = asyncio.get_running_loop().time, self.node
+        try:
+            # What it computes comes first, each time: a node that was replaced by one of another
+            # model must not go on with an answer that one of ours has begun.
+            fingerprint = await self._calls.fingerprint(node)
+            trouble = await self._calls.trouble(node)
+            self._nodes.compare(node, fingerprint)
+            if trouble is None:
+                node.says_unready()
+            else:
+                node.says_ready(trouble)
+            self._unanswered = 0
+        except AttemptError:
+            node.has_failed(now())
+            self._unanswered += 1
+            if self._unanswered >= self._settings.gone_after_probes:
+                node.is_gone(now(), silent_s=self._settings.probe_timeout_s)
+        self._tell(node.state(now()))
+
+    def _tell(self, state: NodeState) -> None:
+        if state is self._before:
+            return
+        self._before = state
+        node = self.node
+        log.info("node %s (%s) is %s", node.url, node.role.value, state.value)
+        if state is NodeState.OTHER_MODEL:
+            log.error(
+                "node %s gets no work: it differs in %s", node.url, "; ".join(node.differs_in)
+            )

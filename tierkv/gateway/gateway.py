@@ -1,16 +1,220 @@
-"""A gateway: its nodes, what it does for callers right now, and how that ends."""
+"""A gateway: its nodes, how many prompts run at them, what is counted, and how that ends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
-from tierkv.gateway.backend import Backend
-from tierkv.gateway.failures import GatewayShuttingDownError
-from tierkv.gateway.nodes import NodeState
-from tierkv.gateway.settings import GatewaySettings
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from tierkv.api.metrics import gauge
+from tierkv.gateway.calls import NodeCalls, probing
+from tierkv.gateway.failures import (
+    AttemptError,
+    GatewayShuttingDownError,
+    OverloadedError,
+    QueueFullError,
+)
+from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
+from tierkv.gateway.openai import Job
+from tierkv.gateway.routing import Held, PrefixMemory
+from tierkv.gateway.settings import GatewaySettings, LimitsSection
 from tierkv.http.process import Working
+
+
+class Admission:
+    """First come, first served."""
+
+    def __init__(self, limits: LimitsSection) -> None:
+        self._limits = limits
+        self._slots = asyncio.Semaphore(limits.max_running)
+        self.num_waiting = 0
+        self.num_running = 0
+
+    def check(self, num_prompts: int) -> None:
+        """Raise QueueFullError if so many more would find no place to wait either."""
+        free = self._limits.max_running - self.num_running - self.num_waiting
+        if num_prompts > max(free, 0) + max(self._limits.max_queued - self.num_waiting, 0):
+            raise QueueFullError(
+                f"{self.num_running} prompts run and {self.num_waiting} wait already"
+            )
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Room for one prompt. Raises OverloadedError if none came free in time."""
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(self._limits.queue_timeout_s):
+                await self._slots.acquire()
+        except TimeoutError as error:
+            raise OverloadedError(
+                f"no room came free within {self._limits.queue_timeout_s:g} s"
+            ) from error
+        finally:
+            self.num_waiting -= 1
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._slots.release()
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+ROUTES = ("handoff", "one_node", "resumed")
+FAILURES = ("node_failed", "node_busy", "handoff_refused")
+OUTCOMES = ("ok", "client_error", "server_error", "client_gone")
+
+
+class GatewayMetrics:
+    def __init__(self, nodes: Nodes, admission: Admission) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_State(nodes, admission))
+        self._requests = Counter(
+            "tierkv_gateway_requests",
+            "Completions asked for, by how they ended",
+            ("outcome",),
+            registry=self._registry,
+        )
+        self._tokens = Counter(
+            "tierkv_gateway_tokens", "Tokens generated for callers", registry=self._registry
+        )
+        self._routed = Counter(
+            "tierkv_gateway_routed",
+            "Attempts: by hand-off, at one node alone, or going on after a node had failed",
+            ("how",),
+            registry=self._registry,
+        )
+        self._failed = Counter(
+            "tierkv_gateway_failed_attempts",
+            "Attempts at a node that came to nothing, by why",
+            ("node", "why"),
+            registry=self._registry,
+        )
+        self._hedges = Counter(
+            "tierkv_gateway_hedges",
+            "Prefills that were given to a second node, the first being slow",
+            registry=self._registry,
+        )
+        self._first_token = Histogram(
+            "tierkv_gateway_time_to_first_token_seconds",
+            "From admission to a prompt's first token",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        for how in ROUTES:
+            self._routed.labels(how)
+        for node in nodes.all:
+            for why in FAILURES:
+                self._failed.labels(node.url, why)
+
+    def count_request(self, outcome: str) -> None:
+        self._requests.labels(outcome).inc()
+
+    def count_tokens(self, count: int) -> None:
+        self._tokens.inc(count)
+
+    def count_route(self, how: str) -> None:
+        self._routed.labels(how).inc()
+
+    def count_failure(self, url: str, why: str) -> None:
+        self._failed.labels(url, why).inc()
+
+    def count_hedge(self, count: int) -> None:
+        self._hedges.inc(count)
+
+    def observe_first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The text format that `accept` asks for, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _State(Collector):
+    """Reads the gateway's own books when it is scraped; none of them is kept twice."""
+
+    def __init__(self, nodes: Nodes, admission: Admission) -> None:
+        self._nodes = nodes
+        self._admission = admission
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        admission, nodes = self._admission, self._nodes.all
+        yield gauge(
+            "tierkv_gateway_prompts",
+            "Prompts that run at the nodes or wait here",
+            ("state",),
+            {("running",): admission.num_running, ("waiting",): admission.num_waiting},
+        )
+        yield gauge(
+            "tierkv_gateway_node_requests",
+            "Requests at a node",
+            ("node",),
+            {(node.url,): node.running for node in nodes},
+        )
+        yield gauge(
+            "tierkv_gateway_node_outstanding_tokens",
+            "Tokens that a node is still to compute or generate",
+            ("node",),
+            {(node.url,): node.outstanding_tokens for node in nodes},
+        )
+        yield gauge(
+            "tierkv_gateway_node_failures_in_a_row",
+            "Failures since a node last worked",
+            ("node",),
+            {(node.url,): node.num_failures for node in nodes},
+        )
+
+
+_SHORT_PROMPT = 64  # tokens; who holds so few matters less than asking costs
+
+
+class Backend:
+    """Use it inside `running()`. Raises ConfigError if the settings name no usable nodes."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.nodes = Nodes(settings.gateway, settings.health)
+        self.calls = NodeCalls(settings, self.nodes)
+        self.memory = PrefixMemory()
+        self.admission = Admission(settings.limits)
+        self.metrics = GatewayMetrics(self.nodes, self.admission)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with self.calls.running(), probing(self.nodes, self.calls, self.settings.health):
+            yield
+
+    async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> dict[str, Held]:
+        """What each node has of the prompt, by URL: its own word if it comes in time, else what
+        we remember."""
+        remembered = self.memory.matched(job.tokens, {node.url: node.lives for node in nodes})
+        held = {url: Held(near) for url, near in remembered.items()}
+        if len(nodes) > 1 and job.num_tokens >= _SHORT_PROMPT:
+            async with asyncio.TaskGroup() as tasks:
+                asked = {node.url: tasks.create_task(self._ask(node, job)) for node in nodes}
+            answers = {url: task.result() for url, task in asked.items()}
+            held |= {url: answer for url, answer in answers.items() if answer is not None}
+        return held
+
+    async def _ask(self, node: BackendNode, job: Job) -> Held | None:
+        try:
+            return await self.calls.lookup(node, job)
+        except AttemptError:
+            return None
+
+    def remember(self, node: BackendNode, tokens: bytes) -> None:
+        self.memory.remember(tokens, node.url, node.lives)
 
 
 class Gateway:

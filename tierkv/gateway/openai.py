@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import msgspec
 
-from tierkv.cache.tokens import pack, unpack
+from tierkv.cache.tokens import count, pack, unpack
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.gateway.job import Job
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.text import encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """tokens: the prompt, packed. authorization: the caller's header, if it is to be handed on.
+
+    seed: always given, so that a second node goes on as the first would have.
+    """
+
+    request_id: str
+    tokens: bytes
+    max_tokens: int
+    temperature: float
+    top_k: int
+    seed: int
+    authorization: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return count(self.tokens)
+
+    def body(self, after: Sequence[int] = ()) -> dict[str, object]:
+        """What any node is asked, for the prompt and the tokens `after` it."""
+        return {
+            "tokens": self.tokens + pack(after) if after else self.tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "stream": True,
+        }
+
 
 FinishReason = Literal["stop", "length"]
 Prompt = str | list[int]

@@ -5,24 +5,363 @@ the tokens delivered so far*: what comes next depends only on these, the seed an
 (refmodel/sampling.py), so the answer is the one that the first node would have given, and no token
 is generated twice. The published blocks make that cheap. For an engine whose sampling has other
 state, one would have to generate again from the start and skip what has been delivered.
+
+Where two nodes share a prompt, one computes and publishes it, the other claims it and goes on. Both
+are asked at the same time, so that the second is waiting, or fetching already, while the first
+computes. The ticket's name is ours: whoever publishes under it, and whoever claims it, any node can
+be replaced by another one of its kind before the first token of the second node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import logging
+import secrets
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+import msgspec
 
 from tierkv.cache.tokens import pack
-from tierkv.gateway.delivery import Delivery
+from tierkv.client.streams import ServerEvent
+from tierkv.gateway.calls import UNREADABLE
 from tierkv.gateway.failures import (
     AttemptError,
+    GatewayError,
     HandoffRefusedError,
+    NodeBusyError,
+    NodeFailedError,
+    NoNodesError,
     OutOfTimeError,
+    OverloadedError,
 )
-from tierkv.gateway.handover import hand_over
-from tierkv.gateway.nodes import BackendNode
-from tierkv.gateway.routing import Held, choose_prefill
+from tierkv.gateway.gateway import Backend
+from tierkv.gateway.nodes import BackendNode, usable
+from tierkv.gateway.openai import Job
+from tierkv.gateway.routing import Held, choose_decode, choose_prefill, prefill_seconds
 from tierkv.pd.ticket import ClaimProblem
-from tierkv.tasks import deadline
+from tierkv.refmodel.config import VOCAB_SIZE
+from tierkv.tasks import deadline, task_group
+
+log = logging.getLogger("tierkv.gateway")
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Matched(msgspec.Struct):
+    device: int
+    host: int
+    storage: int
+
+
+class Done(msgspec.Struct):
+    """The summary that ends a node's stream; times in seconds."""
+
+    computed_tokens: int
+    matched: _Matched
+    queue_s: float
+    time_to_first_token_s: float
+
+
+class Delivery:
+    """The tokens of one prompt, and which nodes have failed it. Owned by one `relay.run`."""
+
+    def __init__(self, job: Job, backend: Backend) -> None:
+        self.job = job
+        self.backend = backend
+        self.tokens: list[int] = []
+        self.cached_tokens: int | None = None  # of the prompt, when a node first told
+        self.is_claimed = False  # a decode node has begun to answer
+        self.speakers: set[BackendNode] = set()  # whose tokens these are
+        self.is_divided = False  # a node cannot use another's KV: may be of another model
+        self._failed: set[BackendNode] = set()
+        self.num_attempts = 0
+        self._num_calls = 0
+        self._nonce = secrets.token_hex(8)
+        self._changed = asyncio.Event()
+        self._started = asyncio.get_running_loop().time()
+
+    # For who delivers
+
+    async def news(self, sent: int) -> Sequence[int]:
+        """Tokens from number `sent` on; none if something else has happened."""
+        if len(self.tokens) == sent:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.tokens[sent:]
+
+    async def pause(self) -> None:
+        """Before trying again: longer with each attempt."""
+        await asyncio.sleep(min(_FIRST_PAUSE_S * 2.0**self.num_attempts, _LONGEST_PAUSE_S))
+
+    def wake(self, _: object = None) -> None:
+        self._changed.set()
+
+    # For who gets them
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.tokens) >= self.job.max_tokens
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def next_id(self) -> str:
+        """An id for one call, as no other has it: a node may still be ending an earlier one, and
+        a caller may use its own id twice."""
+        self._num_calls += 1
+        return f"{self.job.request_id}.{self._nonce}.{self._num_calls}"
+
+    def accept(self, node: BackendNode, offset: int, tokens: Sequence[int]) -> int:
+        """Take tokens that follow the first `offset`; the offset after them.
+
+        Raises NodeFailedError if they are none, or not those that came before from elsewhere.
+        """
+        if not all(0 <= token < VOCAB_SIZE for token in tokens):
+            raise self._blame(node, "answers tokens that the model does not have")
+        known = self.tokens[offset : offset + len(tokens)]
+        if list(tokens[: len(known)]) != known:
+            raise self._blame(node, "goes on otherwise than the node before it")
+        new = tokens[len(known) :]
+        if new:
+            if not self.tokens:
+                self.backend.metrics.observe_first_token(self.now() - self._started)
+            self.speakers.add(node)
+            self.tokens += new[: self.job.max_tokens - len(self.tokens)]
+            self._changed.set()
+        return offset + len(tokens)
+
+    def _blame(self, node: BackendNode, what: str) -> NodeFailedError:
+        node.has_failed(self.now())
+        return NodeFailedError(f"{node.url} {what}")
+
+    def note(self, node: BackendNode, error: AttemptError) -> None:
+        """An attempt came to nothing. Raises GatewayError if it was the last."""
+        # Who has computed the prompt and could not hand it over can go on with it.
+        if not (isinstance(error, HandoffRefusedError) and node in self.speakers):
+            self._failed.add(node)
+        why = {NodeFailedError: "node_failed", NodeBusyError: "node_busy"}
+        self.backend.metrics.count_failure(node.url, why.get(type(error), "handoff_refused"))
+        self.spend(error)
+
+    def spend(self, error: AttemptError) -> None:
+        """Count an attempt. Raises GatewayError if it was the last."""
+        self.num_attempts += 1
+        log.warning("request %s, attempt %d: %s", self.job.request_id, self.num_attempts, error)
+        if self.num_attempts >= self.backend.settings.limits.max_attempts:
+            if isinstance(error, NodeBusyError):
+                raise OverloadedError(f"all nodes are busy; the last said: {error}") from error
+            raise NoNodesError(
+                f"gave up after {self.num_attempts} attempts; the last: {error}"
+            ) from error
+
+    def fresh(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
+        """Those to choose from that have not failed this prompt."""
+        return usable(nodes, self.now(), self._failed)
+
+    def usable(self, nodes: Sequence[BackendNode]) -> list[BackendNode]:
+        """The fresh ones; when all have failed this prompt, all get another chance."""
+        if not (left := self.fresh(nodes)):
+            self._failed.clear()
+            left = self.fresh(nodes)
+        return left
+
+    # Calls
+
+    async def read(
+        self, node: BackendNode, path: str, body: Mapping[str, object], *, offset: int
+    ) -> Done:
+        """Take all tokens of one streamed answer, the first of which is number `offset`.
+
+        Raises AttemptError, which is noted, or GatewayError.
+        """
+        try:
+            events = self.backend.calls.stream(node, path, self.job, body)
+            async with aclosing(events):
+                async for event in events:
+                    if event.name == "tokens":
+                        tokens = self._decode(node, event, _Tokens).tokens
+                        offset = self.accept(node, offset, tokens)
+                        self.is_claimed |= path == "/v1/decode"
+                    elif event.name == "done":
+                        return self._decode(node, event, Done)
+            raise AssertionError("a stream ends with done or raises")
+        except AttemptError as error:
+            self.note(node, error)
+            raise
+
+    def _decode(self, node: BackendNode, event: ServerEvent, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(event.data, type=kind)
+        except UNREADABLE as error:
+            raise self._blame(node, f"answers nonsense: {error}") from error
+
+    def learn(self, node: BackendNode, done: Done, tokens: bytes) -> None:
+        """Note what an answer tells: what was cached, how fast the node is, what it holds now."""
+        found = done.matched.device + done.matched.host + done.matched.storage
+        if self.cached_tokens is None:
+            self.cached_tokens = min(found, self.job.num_tokens)
+        node.learn_rate(done.computed_tokens, done.time_to_first_token_s - done.queue_s)
+        self.backend.remember(node, tokens)
+
+
+_TICKET_PART = 0.9  # of the time that a claim has for its first token
+_LONGEST_CLAIM_S = 3600.0  # what a node takes
+
+Failure = AttemptError | GatewayError
+
+
+async def hand_over(delivery: Delivery, held: Mapping[str, Held]) -> None:
+    """Get all tokens. Raises AttemptError, noted, or GatewayError; both calls have ended then."""
+    ticket_id = delivery.next_id()
+    async with task_group() as tasks:
+        prefill = tasks.create_task(_outcome(_prefill(delivery, ticket_id, held)))
+        decode = tasks.create_task(_outcome(_decode(delivery, ticket_id, held)))
+        running = {prefill, decode}
+        failure: Failure | None = None
+        while running and failure is None and not decode.done():
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            # A prefill that ends badly is no matter once its ticket was claimed.
+            if prefill in done and not delivery.is_claimed:
+                failure = prefill.result()
+        if decode.done():
+            failure = decode.result()
+        for task in (prefill, decode):
+            task.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def _outcome(work: Coroutine[None, None, None]) -> Failure | None:
+    """Failures are returned: which of them matters is decided where both are seen."""
+    try:
+        await work
+    except (AttemptError, GatewayError) as error:
+        return error
+    return None
+
+
+# The prefill side
+
+
+class _Prefills:
+    """The prefill nodes of one prompt: each is asked at most once."""
+
+    def __init__(self, delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) -> None:
+        self._delivery = delivery
+        self._ticket_id = ticket_id
+        self._held = held
+        self._tried: set[BackendNode] = set()
+
+    def next_node(self) -> BackendNode | None:
+        nodes = self._delivery.fresh(self._delivery.backend.nodes.prefilling())
+        untried = [node for node in nodes if node not in self._tried]
+        if not untried:
+            return None
+        node = choose_prefill(untried, self._delivery.job.num_tokens, self._held)
+        self._tried.add(node)
+        return node
+
+    def patience_s(self, node: BackendNode) -> float:
+        """How long to wait for its first token before another node is asked too."""
+        deadlines = self._delivery.backend.settings.deadlines
+        held = self._held.get(node.url, Held())
+        expected = prefill_seconds(node, self._delivery.job.num_tokens, held)
+        return max(deadlines.hedge_s, deadlines.hedge_factor * expected)
+
+    async def at(self, node: BackendNode) -> Failure | None:
+        return await _outcome(_prefill_at(self._delivery, node, self._ticket_id, self._held))
+
+
+async def _prefill(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) -> None:
+    """Have some node publish the prompt; a slow one is joined, a failed one replaced."""
+    prefills = _Prefills(delivery, ticket_id, held)
+    if (node := prefills.next_node()) is None:
+        raise AttemptError("no prefill node is left")
+    patience: float | None = prefills.patience_s(node)
+    failure: Failure | None = None
+    async with task_group() as tasks:
+        running = {tasks.create_task(prefills.at(node))}
+        while running:
+            done, running = await asyncio.wait(
+                running, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
+            results = [task.result() for task in done]
+            if None in results:
+                for task in running:
+                    task.cancel()
+                return
+            other = None
+            if done:
+                failure = results[0]
+                if not running and _is_the_nodes(failure):
+                    other = prefills.next_node()
+            else:
+                patience = None  # one helper is enough
+                # With the first token there, only storage is slow, as it would be for another.
+                other = None if delivery.tokens else prefills.next_node()
+                delivery.backend.metrics.count_hedge(int(other is not None))
+            if other is not None:
+                running.add(tasks.create_task(prefills.at(other)))
+    assert failure is not None, "the last one failed"
+    raise failure
+
+
+def _is_the_nodes(failure: Failure | None) -> bool:
+    """Whether another node may do better."""
+    return isinstance(failure, AttemptError) and not isinstance(failure, HandoffRefusedError)
+
+
+async def _prefill_at(
+    delivery: Delivery, node: BackendNode, ticket_id: str, held: Mapping[str, Held]
+) -> None:
+    job = delivery.job
+    body = job.body() | {"request_id": delivery.next_id(), "ticket_id": ticket_id}
+    # What storage has is on this node's way, too; only what is near need not be waited for.
+    with node.working(max(job.num_tokens - held.get(node.url, Held()).near, 1)):
+        done = await delivery.read(node, "/v1/prefill", body, offset=0)
+    delivery.learn(node, done, job.tokens)
+
+
+# The decode side
+
+
+async def _decode(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) -> None:
+    """Have some node claim the ticket; one that fails before its first token is replaced."""
+    job, first_token_s = delivery.job, delivery.backend.settings.deadlines.first_token_s
+    while True:
+        nodes = delivery.fresh(delivery.backend.nodes.decoding())
+        if not nodes:
+            raise AttemptError("no decode node is left")
+        node = choose_decode(nodes, held)
+        body = job.body() | {
+            "request_id": delivery.next_id(),
+            "ticket_id": ticket_id,
+            "max_tokens": job.max_tokens,
+            "policy": "recompute",
+            "deadline_s": min(_TICKET_PART * first_token_s, _LONGEST_CLAIM_S),
+        }
+        try:
+            with node.working(job.max_tokens):
+                done = await delivery.read(node, "/v1/decode", body, offset=0)
+        except HandoffRefusedError:
+            raise
+        except AttemptError:
+            if delivery.is_claimed:
+                raise  # the rest is generated from what has been delivered
+            await delivery.pause()
+            continue
+        delivery.learn(node, done, job.tokens + pack(delivery.tokens[:-1]))
+        return
+
 
 # A decode node that holds all but so many tokens of a prompt computes them itself, as in the next
 # turn of a conversation: about what a hand-off costs in calls and storage (reference model, CPU).

@@ -1,22 +1,281 @@
-"""Runs a gateway as a process: binds its address, serves, and ends in order on a signal."""
+"""A gateway as a process: its routes (completions, models, probes, metrics), the address that it
+binds, and an end in order on a signal."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 
+import msgspec
 import uvloop
+from aiohttp import web
 
-from tierkv.gateway.app import make_app
+import tierkv
+from tierkv.api.types import PartHealth, ReadyAnswer
+from tierkv.gateway.completion import PromptAnswer
+from tierkv.gateway.failures import (
+    GatewayShuttingDownError,
+    NoNodesError,
+    NoSuchModelError,
+    failure_middleware,
+    failure_of,
+)
 from tierkv.gateway.gateway import Gateway
+from tierkv.gateway.nodes import NodeState
+from tierkv.gateway.openai import (
+    CachedDetails,
+    Choice,
+    Completion,
+    CompletionBody,
+    Model,
+    ModelList,
+    Usage,
+)
 from tierkv.gateway.settings import GatewaySettings
-from tierkv.http.auth import Guard
+from tierkv.http import bodies
+from tierkv.http.auth import Guard, auth_middleware
+from tierkv.http.bodies import open_stream, write
+from tierkv.http.callers import Access
 from tierkv.http.listen import bind, make_room_for, server_tls, url_of
+from tierkv.http.loop import in_turns
+from tierkv.http.problems import add_headers, log_if_unexpected
 from tierkv.http.process import told_to_end
+from tierkv.http.route import Route, register, routes_of
 from tierkv.http.server import Limits, serving
+from tierkv.tasks import task_group
+
+_MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
+
+SayTo = Callable[[int, str], Awaitable[None]]
+
+
+class CompletionRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    @Route("POST", "/v1/completions", Access.WRITE)
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        metrics = self._gateway.backend.metrics
+        try:
+            response = await self._answer(request)
+        except (asyncio.CancelledError, ConnectionError):
+            metrics.count_request("client_gone")
+            raise
+        except Exception as error:  # counted, and answered by the middleware
+            is_ours = failure_of(request, error).status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            metrics.count_request("server_error" if is_ours else "client_error")
+            raise
+        metrics.count_request("ok")
+        return response
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        settings = self._gateway.settings
+        async with self._gateway.work():
+            body = await bodies.read_body(
+                request, CompletionBody, timeout_s=settings.gateway.body_timeout_s
+            )
+        if body.model not in (None, settings.gateway.model):
+            raise NoSuchModelError(body.model, settings.gateway.model)
+        jobs = body.jobs(
+            request[bodies.REQUEST_ID],
+            request.headers.get("Authorization"),
+            most=settings.limits.max_batch,
+        )
+        backend, stops = self._gateway.backend, body.stops()
+        answers = [PromptAnswer(job, backend, stops) async for job in in_turns(jobs)]
+        backend.admission.check(len(answers))
+        writer = _Writer(request, settings.gateway.model)
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return await self._stream(writer, answers, with_usage=with_usage)
+        return await self._whole(writer, answers)
+
+    async def _whole(self, writer: _Writer, answers: Sequence[PromptAnswer]) -> web.Response:
+        texts: list[list[str]] = [[] for _ in answers]
+
+        async def say(index: int, text: str) -> None:
+            texts[index].append(text)
+
+        await self._run(answers, say)
+        choices = [
+            Choice(text="".join(texts[index]), index=index, finish_reason=answer.finish_reason)
+            async for index, answer in in_turns(enumerate(answers))
+        ]
+        return bodies.answer(writer.request, writer.completion(tuple(choices), usage_of(answers)))
+
+    async def _stream(
+        self, writer: _Writer, answers: Sequence[PromptAnswer], *, with_usage: bool
+    ) -> web.StreamResponse:
+        pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue(_MOST_PIECES)
+
+        async def say(index: int, text: str) -> None:
+            await pieces.put((index, text))
+
+        async def produce() -> Exception | None:
+            try:
+                await self._run(answers, say)
+            except Exception as error:  # noqa: BLE001 - what nobody expected is logged
+                return error
+            return None
+
+        async with task_group() as tasks:
+            producer = tasks.create_task(produce(), name="tierkv-completion")
+            producer.add_done_callback(lambda _: _wake(pieces))
+            while not (producer.done() and pieces.empty()):
+                piece = await pieces.get()
+                if piece is not None:
+                    index, text = piece
+                    await writer.write((Choice(text=text, index=index),))
+        failure = producer.result()
+        if failure is not None:
+            if not writer.has_begun:
+                raise failure
+            log_if_unexpected(writer.request, failure)
+            await writer.write_line(msgspec.json.encode(failure_of(writer.request, failure)))
+            return await writer.end()
+        async for index, answer in in_turns(enumerate(answers)):
+            await writer.write((Choice(text="", index=index, finish_reason=answer.finish_reason),))
+        if with_usage:
+            await writer.write((), usage_of(answers))
+        await writer.write_line(b"[DONE]")
+        return await writer.end()
+
+    async def _run(self, answers: Sequence[PromptAnswer], say: SayTo) -> None:
+        """Run all prompts; the first that fails ends the others. Raises GatewayError."""
+        async with task_group() as tasks:
+            async for index, answer in in_turns(enumerate(answers)):
+                tasks.create_task(self._run_one(index, answer, say))
+
+    async def _run_one(self, index: int, answer: PromptAnswer, say: SayTo) -> None:
+        async with self._gateway.work():
+            await answer.run(lambda text: say(index, text))
+
+
+def _wake(pieces: asyncio.Queue[tuple[int, str] | None]) -> None:
+    if pieces.empty():
+        pieces.put_nowait(None)
+
+
+def usage_of(answers: Sequence[PromptAnswer]) -> Usage:
+    prompt = sum(answer.job.num_tokens for answer in answers)
+    generated = sum(answer.num_tokens for answer in answers)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=CachedDetails(sum(answer.cached_tokens for answer in answers)),
+    )
+
+
+class _Writer:
+    """Writes the pieces of one answer; the head goes out with the first."""
+
+    def __init__(self, request: web.Request, model: str) -> None:
+        self.request = request
+        self._id = f"cmpl-{request[bodies.REQUEST_ID]}"
+        self._model = model
+        self._created = int(time.time())
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._response is not None
+
+    def completion(self, choices: tuple[Choice, ...], usage: Usage | None) -> Completion:
+        return Completion(
+            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage
+        )
+
+    async def write(self, choices: tuple[Choice, ...], usage: Usage | None = None) -> None:
+        await self.write_line(msgspec.json.encode(self.completion(choices, usage)))
+
+    async def write_line(self, line: bytes) -> None:
+        """Raises ConnectionError if the client has gone or takes nothing."""
+        if self._response is None:
+            self._response = await open_stream(self.request)
+        await write(self._response, b"data: %b\n\n" % line)
+
+    async def end(self) -> web.StreamResponse:
+        assert self._response is not None, "something was written"
+        await self._response.write_eof()
+        return self._response
+
+
+def make_app(gateway: Gateway, guard: Guard) -> web.Application:
+    """The application over a gateway, which must be running when the first request comes.
+
+    guard: knows who may call; it must be running too.
+    """
+    app = web.Application(
+        middlewares=[failure_middleware, auth_middleware(guard)],
+        client_max_size=gateway.settings.gateway.max_body_bytes,
+    )
+    register(
+        [row for kind in (CompletionRoutes, ProbeRoutes) for row in routes_of(kind(gateway))], app
+    )
+    app.on_response_prepare.append(add_headers)
+    return app
+
+
+class ProbeRoutes:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._started = int(time.time())
+
+    @Route("GET", "/v1/models", Access.READ)
+    async def models(self, _: web.Request) -> ModelList:
+        return ModelList(data=(self._model(),))
+
+    @Route("GET", "/v1/models/{model:.+}", Access.READ)  # such names may have slashes
+    async def model(self, request: web.Request) -> Model:
+        asked, ours = request.match_info["model"], self._model()
+        if asked != ours.id:
+            raise NoSuchModelError(asked, ours.id)
+        return ours
+
+    def _model(self) -> Model:
+        return Model(id=self._gateway.settings.gateway.model, created=self._started)
+
+    @Route("GET", "/livez", Access.PUBLIC)
+    async def live(self, _: web.Request) -> ReadyAnswer:
+        """An answer at all is the point: the event loop turns."""
+        return ReadyAnswer("ok")
+
+    @Route("GET", "/readyz", Access.PUBLIC)
+    async def ready(self, request: web.Request) -> ReadyAnswer:
+        """200 as long as some node takes work; degraded if not all do, or one says that it is.
+        ?verbose names each."""
+        gateway = self._gateway
+        if gateway.is_draining:
+            raise GatewayShuttingDownError("this gateway is shutting down")
+        states = gateway.states()
+        if not any(state is NodeState.READY for state, _ in states.values()):
+            raise NoNodesError("no node is ready")
+        parts = {
+            url: PartHealth("degraded" if word and state is NodeState.READY else state.value, word)
+            for url, (state, word) in states.items()
+        }
+        is_whole = all(part.status == NodeState.READY.value for part in parts.values())
+        is_verbose = bodies.is_set(request, "verbose")
+        status = "ok" if is_whole else "degraded"
+        return ReadyAnswer(status, parts if is_verbose else None)
+
+    @Route("GET", "/version", Access.PUBLIC)
+    async def version(self, _: web.Request) -> dict[str, str]:
+        return {"version": tierkv.__version__, "role": "gateway"}
+
+    @Route("GET", "/metrics", Access.READ)
+    async def metrics(self, request: web.Request) -> web.Response:
+        accept = request.headers.get("Accept", "")
+        body, content_type = self._gateway.backend.metrics.render(accept)
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
 
 log = logging.getLogger("tierkv.gateway")
 
