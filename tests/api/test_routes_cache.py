@@ -275,4 +275,4 @@ async def test_a_request_aborted_while_it_is_published_leaves_nothing() -> None:
 
 
 def _is_publishing(on: Here) -> bool:
-    return bool(on.node.desk.find(("", "r")).busy_publishes())
+    return bool(on.node.desk.find(("", "r")).open().is_publishing)

@@ -31,8 +31,8 @@ from tierkv.http import bodies
 from tierkv.http.callers import Access, request_name
 from tierkv.http.problems import UnknownIdError
 from tierkv.http.route import Disconnect, Route
-from tierkv.pd.ticket import Ticket
-from tierkv.sched.request import Request
+from tierkv.sched.request import RequestSpec
+from tierkv.service.session import Session
 
 _PATH = "/v1/requests/{id}"
 
@@ -48,21 +48,23 @@ class RequestRoutes(Routes):
             prompt = self._prompt(request, body)
             tenant = principal_of(request).tenant
 
-            async def begin() -> tuple[Request, Ticket | None]:
+            spec = RequestSpec(
+                node.request_name(request_id, prompt),
+                prompt,
+                body.max_new_tokens,
+                uses_cache=body.use_cache,
+                priority=body.priority,
+            )
+
+            async def begin(session: Session) -> None:
                 num_tokens = prompt.num_tokens + body.max_new_tokens
                 async with node.desk.room(num_tokens, deadline_s=body.deadline_s):
-                    admitted = await node.service.admit(
-                        node.request_name(request_id, prompt),
-                        prompt,
-                        max_new_tokens=body.max_new_tokens,
-                        uses_cache=body.use_cache,
-                        priority=body.priority,
-                    )
-                return admitted, None
+                    await session.admit()
 
             held = await node.desk.begin(
                 (tenant, request_id),
                 content_of(body, prompt.tokens),
+                spec,
                 begin,
                 ttl_s=body.ttl_s,
                 wait=body.wait,
@@ -222,9 +224,7 @@ class HandoffRoutes(Routes):
             ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
             name = self._ticket(request, ticket_id)
             with self._metrics.handing("publish"):
-                published = await node.desk.outgoing.publish(
-                    held, name, body.first_tokens, body.sampling
-                )
+                published = await node.desk.publish(held, name, body.first_tokens, body.sampling)
         ticket = published.ticket
         return PublishAnswer(
             request_id=held.key[1],
@@ -254,7 +254,7 @@ class HandoffRoutes(Routes):
             ticket_id = held.key[1] if body.ticket_id is None else body.ticket_id
             name = self._ticket(request, ticket_id)
             with self._metrics.handing("publish"):
-                streams = await node.desk.outgoing.stream(held, name)
+                streams = await node.desk.stream(held, name)
         return StreamAnswer(request_id=held.key[1], ticket_id=ticket_id, streams=streams)
 
     @Route("POST", "/v1/claims", Access.WRITE, body=ClaimBody, answer=ClaimAnswer)
@@ -267,21 +267,21 @@ class HandoffRoutes(Routes):
             prompt = self._prompt(request, body)
             ticket = self._ticket(request, body.ticket_id)
 
-            async def begin() -> tuple[Request, Ticket | None]:
-                return await node.service.claim(
-                    node.request_name(request_id, prompt),
-                    ticket,
-                    prompt,
-                    max_new_tokens=body.max_new_tokens,
-                    policy=body.policy,
-                    deadline_s=body.deadline_s,
-                    sampling=body.sampling,
-                )
+            spec = RequestSpec(
+                node.request_name(request_id, prompt),
+                prompt,
+                body.max_new_tokens,
+                needs_logits=False,
+            )
+
+            async def begin(session: Session) -> None:
+                await session.claim(ticket, body.policy, body.deadline_s, body.sampling)
 
             with self._metrics.handing("claim"):
                 held = await node.desk.begin(
                     (principal_of(request).tenant, request_id),
                     content_of(body, prompt.tokens),
+                    spec,
                     begin,
                     ttl_s=body.ttl_s,
                     wait=body.wait,

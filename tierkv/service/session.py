@@ -100,6 +100,11 @@ class Session:
         return any(one.stream is not None for one in self._publishes.values())
 
     @property
+    def is_publishing(self) -> bool:
+        """Whether a computed prompt of its is on its way out."""
+        return any(one.stream is None for one in self._busy())
+
+    @property
     def matched(self) -> Matched:
         return self.request.matched
 
