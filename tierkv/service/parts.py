@@ -1,18 +1,21 @@
-"""What a running service is made of: tiers, scheduler, hand-off; and the closing of its books."""
+"""What a running service is made of: opened in order, recounted and closed in reverse; and the
+device's memory given up for a while and taken again."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from tierkv import observe
 from tierkv.cache.eviction import WriteRule
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Fingerprint
+from tierkv.cache.keys import Fingerprint, Names
+from tierkv.cache.node import Tier
 from tierkv.cache.pool import BlockPool
 from tierkv.clock import Clock
-from tierkv.errors import InvariantError
+from tierkv.errors import ConfigError, InvariantError, OwnershipError
 from tierkv.gpu.protocol import Device, HostSlots
 from tierkv.pd.claims import Claims
 from tierkv.pd.direct.direct import Direct
@@ -21,17 +24,19 @@ from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ledger import Ledger
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.small import SmallValues
-from tierkv.pd.staging import Staging
+from tierkv.pd.staging import STAGING_BLOCKS, Staging
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.tickets import Tickets
 from tierkv.sched.arrivals import Arrivals
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.lifecycle import Lifecycle
+from tierkv.sched.ranked import RankedDevice
 from tierkv.sched.scheduler import Scheduler
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Tenants
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.worth import Estimator
+from tierkv.service.memory import Memory
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.tier import StorageTier
 
@@ -173,3 +178,85 @@ class Parts:
 
     def stats(self) -> observe.Stats:
         return observe.stats(self.scheduler, self.mover, self.tiers.storage, self.handoff)
+
+
+def check(made_of: MadeOf) -> RankedDevice | None:
+    """Raise ConfigError if device, layout and settings do not fit; the device, if it has ranks."""
+    settings = made_of.settings
+    if made_of.fingerprint.layout.block_size != settings.block_size:
+        raise ConfigError("the layout and the cache settings name different block sizes")
+    ranks = made_of.device if isinstance(made_of.device, RankedDevice) else None
+    num_ranks = len(ranks.devices) if ranks is not None else 1
+    if num_ranks != settings.tensor_parallel:
+        raise ConfigError(
+            f"cache.tensor_parallel is {settings.tensor_parallel}, the device has {num_ranks}"
+        )
+    return ranks
+
+
+@asynccontextmanager
+async def opened(made_of: MadeOf, memory: Memory, storage: StorageTier) -> AsyncIterator[Parts]:
+    """At the end it waits for every copy, and checks the books; see Parts.running."""
+    settings, ranks = made_of.settings, check(made_of)
+    host_slots = settings.host_slots + STAGING_BLOCKS
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(memory.running(settings.device_blocks, host_slots))
+        mover = Mover(made_of.device, memory.planes, memory.host)
+        await stack.enter_async_context(mover.running())
+        await stack.enter_async_context(memory.open_to_changes())
+        storing = storage.running(
+            Names(made_of.handoff.prefix, made_of.fingerprint.short),
+            made_of.fingerprint.layout,
+            memory.host,
+            ranks.slices(memory.host) if ranks is not None else (),
+            deadline_s=made_of.handoff.lookup_deadline_s,
+            block_ttl_s=made_of.handoff.block_ttl_s,
+        )
+        await stack.enter_async_context(storing)
+        parts = Parts(made_of, mover, memory.host, storage)
+        await stack.enter_async_context(parts.running())
+        yield parts
+
+
+_WHY = "sleep"  # a pause of its own: who has paused the node finds it paused after the wake
+
+
+async def sleep(parts: Parts, memory: Memory, *, keeps_blocks: bool) -> None:
+    """See Service.sleep."""
+    with parts.lifecycle.alone(Tier.DEVICE):
+        parts.scheduler.pause(why=_WHY)
+        try:
+            await parts.lifecycle.empty_device(keeps_blocks=keeps_blocks)
+        except BaseException:
+            if not parts.lifecycle.is_asleep:
+                parts.scheduler.unpause(why=_WHY)
+            raise
+        with memory.changing():
+            try:
+                await parts.mover.suspend()  # goes to its end even if it is cancelled
+            finally:
+                memory.give_planes_back()
+
+
+async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
+    """See Service.wake."""
+    with parts.lifecycle.alone(Tier.DEVICE), memory.changing():
+        if not parts.lifecycle.is_asleep:
+            raise OwnershipError("the device does not sleep")
+        before = parts.tiers.pools[Tier.DEVICE].capacity
+        # An integer, perhaps NumPy's.
+        count = before if device_blocks is None else operator.index(device_blocks)
+        if count < 1:
+            raise ConfigError(f"a device has 1 block or more, not {count}")
+        planes = await memory.new_planes(count)
+        try:
+            await parts.mover.reopen(planes)
+        except BaseException:
+            try:
+                await parts.mover.suspend()
+            finally:
+                planes.close()
+            raise
+        memory.use(planes)
+        parts.lifecycle.refill_device(count)
+        parts.scheduler.unpause(why=_WHY)

@@ -1,31 +1,37 @@
-"""The cache service: opens device, tiers, storage, scheduler and hand-off; forwards to them."""
+"""The cache service: opens device, tiers, storage, scheduler and hand-off; and looks, without a
+request, at what one would find."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 
+from tierkv.cache.copies import CopyState
 from tierkv.cache.keys import Fingerprint, Prompt
+from tierkv.cache.node import Quota, Tier
 from tierkv.clock import Clock, SystemClock
-from tierkv.gpu.protocol import Device, Planes
+from tierkv.errors import StoreUnavailableError
+from tierkv.gpu.protocol import Device, Event, Planes
 from tierkv.observe import Lookup, Stats
 from tierkv.pd.claims import ClaimPolicy, Claims
-from tierkv.pd.handoff import Handoff
+from tierkv.pd.handoff import Handoff, Published
+from tierkv.pd.ledger import TicketView
 from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.status import TicketStatus
+from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.events import CacheEvents
-from tierkv.sched.explain import Explanation
+from tierkv.sched.explain import Explanation, Surroundings, explain
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.stored import stored_beyond, tokens_beyond
 from tierkv.sched.tenants import Limits
-from tierkv.service import sleeping
 from tierkv.service.handing import Handing, Publishings
-from tierkv.service.looking import explain_now, look_up, stored_blocks
 from tierkv.service.memory import Memory
-from tierkv.service.opening import check, opened
-from tierkv.service.parts import MadeOf, Parts
+from tierkv.service.parts import MadeOf, Parts, check, opened, sleep, wake
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
@@ -86,22 +92,7 @@ class Service:
         self.scheduler, self.fetcher = parts.scheduler, parts.fetcher
         self.estimator, self.tenants = parts.estimator, parts.tenants
         self._arriving = parts.arriving
-        handing = Handing(self._made_of.handoff, parts.tiers, parts.handoff, parts.claims)
-        self._handing = handing
-        # What needs nothing of the service goes straight to the part that does it, and is
-        # described there.
-        scheduler, tenants, lifecycle = parts.scheduler, parts.tenants, parts.lifecycle
-        self.commit, self.end, self.extend = scheduler.commit, scheduler.end, scheduler.extend
-        self.preempt, self.abandon = scheduler.preempt, scheduler.abandon
-        self.pause, self.unpause = scheduler.pause, scheduler.unpause
-        self.space_of_tenant = tenants.space_of
-        self.set_quota, self.quota_of = tenants.set_quota, tenants.quota_of
-        self.reset, self.forget = lifecycle.reset, lifecycle.forget
-        self.resize = lifecycle.resize
-        self.publish, self.stream = handing.publish, handing.stream
-        self.ticket_state, self.forget_ticket = handing.ticket_state, handing.forget_ticket
-        self.acknowledge, self.issued_tickets = handing.acknowledge, handing.issued_tickets
-        self.check_ticket_is_free = handing.check_ticket_is_free
+        self._handing = Handing(self._made_of.handoff, parts.tiers, parts.handoff, parts.claims)
 
     @property
     def planes(self) -> Planes:
@@ -178,6 +169,18 @@ class Service:
         self.scheduler.forget_limits(space)
         return num_copies
 
+    def space_of_tenant(self, tenant: str) -> str:
+        """The space of a tenant's prompts, opened on first use; see Tenants.space_of."""
+        return self.tenants.space_of(tenant)
+
+    def quota_of(self, space: str) -> Quota:
+        """Also of a space that was given one and is closed now."""
+        return self.tenants.quota_of(space)
+
+    def set_quota(self, space: str, quota: Quota) -> None:
+        """The most device and host blocks that a space may have; see Tenants.set_quota."""
+        self.tenants.set_quota(space, quota)
+
     def set_limits(self, space: str, limits: Limits) -> None:
         """What a space may have running from now on, also after it was closed for others. Raises
         BadRequestError if it is closed, and was given neither limits nor a quota before that."""
@@ -207,6 +210,19 @@ class Service:
         """What the names of a space's stored blocks begin with, as `tierkv storage` takes it."""
         return f"{self._made_of.handoff.prefix}:{space or self.fingerprint.short}"
 
+    async def resize(self, tier: Tier, capacity: int) -> None:
+        """Let the tier have `capacity` slots, within the memory there is; see Lifecycle.resize."""
+        await self._parts.lifecycle.resize(tier, capacity)
+
+    def reset(self) -> int:
+        """Forget every cached block that nobody holds, in one turn of the loop; see
+        Lifecycle.reset."""
+        return self._parts.lifecycle.reset()
+
+    async def forget(self) -> int:
+        """As `reset`, a slice in a turn of the loop. What others use meanwhile may stay."""
+        return await self._parts.lifecycle.forget()
+
     async def free(self, *, clears_storage: bool = False) -> int:
         """Forget all that nobody holds, as `forget`; with `clears_storage` also every value of this
         service's fingerprints in every attached store, for all nodes that share it. How many stored
@@ -233,16 +249,23 @@ class Service:
         room; the rest, and with False all of them, is forgotten. Cancelling it undoes it. Raises
         OwnershipError if it sleeps already.
         """
-        await sleeping.sleep(self._parts, self._memory, keeps_blocks=keeps_blocks)
+        await sleep(self._parts, self._memory, keeps_blocks=keeps_blocks)
 
     async def wake(self, device_blocks: int | None = None) -> None:
         """Take device memory again, for `device_blocks`, None for as many as before, and admit,
         unless the node was paused.
         `planes` is another object then. Raises ConfigError, still asleep, if there is no room, and
         OwnershipError if it does not sleep."""
-        await sleeping.wake(self._parts, self._memory, device_blocks)
+        await wake(self._parts, self._memory, device_blocks)
 
-    # Requests
+    def pause(self) -> None:
+        """Admit nobody until `unpause`; see Scheduler.pause."""
+        self.scheduler.pause()
+
+    def unpause(self) -> None:
+        self.scheduler.unpause()
+
+    # Requests: what a Session is made of
 
     async def admit(
         self,
@@ -276,6 +299,26 @@ class Service:
         return await self._arriving.brought(
             spec.request_id, spec.prompt.space, fetch, lambda brought: brought.release()
         )
+
+    async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
+        """KV of `tokens` is in the block table once `after` is done; see Scheduler.commit."""
+        await self.scheduler.commit(request, tokens, after=after)
+
+    async def extend(self, request: Request, num_tokens: int) -> None:
+        """More room in the block table; see Scheduler.extend."""
+        await self.scheduler.extend(request, num_tokens)
+
+    def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
+        """Give all blocks back for a while; see Scheduler.preempt."""
+        self.scheduler.preempt(request, after=after)
+
+    def abandon(self, request: Request) -> None:
+        """A preempted request will not come back."""
+        self.scheduler.abandon(request)
+
+    def end(self, request: Request, *, after: Sequence[Event] = ()) -> None:
+        """Give everything back; what was committed stays cached. See Scheduler.end."""
+        self.scheduler.end(request, after=after)
 
     async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
         """Get a preempted request's blocks again, with what is cached of it on any tier; see
@@ -344,6 +387,44 @@ class Service:
     def claims(self) -> Claims | None:
         return self._handing.claims
 
+    async def publish(
+        self,
+        request: Request,
+        ticket_id: str,
+        first_tokens: Sequence[int],
+        *,
+        after: Sequence[Event] = (),
+        sampling: Mapping[str, str] | None = None,
+    ) -> Published:
+        """Store the request's computed prompt, and a ticket for it; see Handing.publish."""
+        return await self._handing.publish(
+            request, ticket_id, first_tokens, after=after, sampling=sampling
+        )
+
+    def stream(self, request: Request, ticket_id: str) -> Stream | None:
+        """Publish the prompt while it is computed; None if the settings say otherwise."""
+        return self._handing.stream(request, ticket_id)
+
+    async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
+        """Raises DuplicateRequestError if another prompt's ticket of this id can be claimed."""
+        await self._handing.check_ticket_is_free(ticket_id, prompt)
+
+    async def ticket_state(self, ticket_id: str) -> TicketStatus:
+        """How a ticket stands, of whatever node it is; without waiting for it."""
+        return await self._handing.ticket_state(ticket_id)
+
+    async def forget_ticket(self, ticket_id: str) -> bool:
+        """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""
+        return await self._handing.forget_ticket(ticket_id)
+
+    async def acknowledge(self, ticket_id: str) -> None:
+        """Say that a ticket was claimed by an engine that did not do so through `claim`."""
+        await self._handing.acknowledge(ticket_id)
+
+    def issued_tickets(self) -> list[TicketView]:
+        """What became of the last tickets of this node, the newest first."""
+        return self._handing.issued_tickets()
+
     # Looking
 
     async def lookup(self, prompt: Prompt) -> Lookup:
@@ -378,3 +459,65 @@ class Service:
     def verify(self) -> list[str]:
         """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
         return self._parts.verify()
+
+
+async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
+    """See Service.lookup."""
+    match, size = parts.index.match(prompt), prompt.block_size
+    partial = match.partial
+    is_on_device = False
+    if partial is not None:  # looked at before the wait, after which it may be gone
+        [state] = parts.index.states(Tier.DEVICE, partial.node, partial.block, partial.block + 1)
+        is_on_device = state is CopyState.READY
+    storage, stored = parts.tiers.storage, 0
+    is_known = True
+    if storage is not None:
+        try:
+            stored = await tokens_beyond(parts.tiers, storage, prompt, match)
+        except StoreUnavailableError:
+            is_known = False
+    device = (match.device_blocks + match.loading_blocks) * size
+    host = match.host_blocks * size
+    if partial is not None and not stored:  # else storage has more of that block
+        if is_on_device:
+            device += partial.num_tokens
+        else:
+            host += partial.num_tokens
+    return Lookup(prompt.num_tokens, device, host, stored if is_known else None)
+
+
+async def stored_blocks(parts: Parts, prompt: Prompt, deadline_s: float) -> range | None:
+    """Which blocks storage has beyond the local match; None if it does not say so in time."""
+    storage, match = parts.tiers.storage, parts.index.match(prompt)
+    if storage is not None:
+        with suppress(StoreUnavailableError, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                stored, _ = await stored_beyond(parts.tiers, storage, prompt, match)
+                return range(match.num_blocks, match.num_blocks + stored)
+    return None
+
+
+def explain_now(
+    parts: Parts,
+    prompt: Prompt,
+    fingerprints: Mapping[str, Fingerprint] | None,
+    stored: range | None = None,
+) -> Explanation:
+    """See Service.explain. fingerprints: those of which the caller may hear. stored: blocks that
+    storage has, if it was asked."""
+    fetcher, computing = parts.fetcher, parts.scheduler.computing
+
+    def is_fetching(asked: Prompt, block: int) -> bool:
+        if not fetcher.num_in_flight:
+            return False
+        keys = parts.tiers.prompt_keys(asked)
+        return block < len(keys) and fetcher.is_fetching(keys[block].digest)
+
+    around = Surroundings(
+        fetching=is_fetching,
+        computing=lambda match, asked: computing.find(match, asked, asked.num_blocks) is not None,
+        fingerprints=fingerprints,
+        stored=stored,
+        now=asyncio.get_running_loop().time(),
+    )
+    return explain(parts.index, prompt, parts.tiers.history, around)
