@@ -58,7 +58,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO
 

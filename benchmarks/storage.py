@@ -53,7 +53,7 @@ from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileSettings
 from tierkv.storage.protocol import Buffer, GetItem, GetStatus, PutItem, PutStatus, Store
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.threads import WorkerThreads
 from tierkv.transfer.storage_io import made_ahead
 

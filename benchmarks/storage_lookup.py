@@ -18,7 +18,7 @@ from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuHostSlots
 from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
 from tierkv.storage.protocol import PutItem, Store
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings
 from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO

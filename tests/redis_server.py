@@ -20,7 +20,7 @@ import pytest
 import redis
 
 from tierkv.storage.factory import StoreSettings
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis.store import RedisSettings
 
 _START_S = 10.0
 # For stores whose deadlines are not what is tested, and which a busy machine must not miss.

@@ -29,7 +29,7 @@ from tierkv.storage import maintenance
 from tierkv.storage.codec_keyed import parse_key
 from tierkv.storage.factory import urls_in
 from tierkv.storage.protocol import Store, check_ttl
-from tierkv.storage.redis_tls import TlsFiles
+from tierkv.storage.redis.url import TlsFiles
 
 
 @click.group()

@@ -18,8 +18,8 @@ from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, StoredValue, check_prefix
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_tls import TlsFiles
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import TlsFiles
 from tierkv.storage.resilient import ResilienceSettings
 
 T = TypeVar("T")

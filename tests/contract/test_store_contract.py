@@ -43,7 +43,7 @@ from tierkv.storage.protocol import (
     StoredValue,
     Usage,
 )
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings
 
 KINDS = (

@@ -30,8 +30,8 @@ from tierkv.sched import plan_wire
 from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity, read_identity
 from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
 from tierkv.storage.codec_small import SmallCodec
-from tierkv.storage.redis_url import parse_redis_url
-from tierkv.storage.resp import LANDED, NotRedisError, OtherLength, Replies, Reply
+from tierkv.storage.redis.resp import LANDED, NotRedisError, OtherLength, Replies, Reply
+from tierkv.storage.redis.url import parse_redis_url
 
 Target = Callable[[bytes], None]
 

@@ -17,7 +17,7 @@ from tierkv.clock import SystemClock
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import StoreSettings, open_resilient_store
 from tierkv.storage.protocol import Store
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings
 
 PROMPT = text(100)

@@ -26,7 +26,7 @@ from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.places import AttachedStores, RoutedStore, SwitchStore
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store, Usage
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 STORED = PutStatus.STORED

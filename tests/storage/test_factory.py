@@ -14,7 +14,7 @@ from tierkv.storage.layered import LayeredSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake import MooncakeSettings
 from tierkv.storage.protocol import Store
-from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis.store import RedisSettings, RedisStore
 
 
 def opened(url: str) -> Store:

@@ -15,8 +15,8 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage import maintenance
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import GetStatus, PutStatus, Store, Usage
-from tierkv.storage.redis import RedisSettings
-from tierkv.storage.redis_slots import slot_of
+from tierkv.storage.redis.cluster import slot_of
+from tierkv.storage.redis.store import RedisSettings
 
 OURS = [f"t:f:{index:02}:0" for index in range(30)]
 # No names that a store accepts, but keys that Redis does.

@@ -12,8 +12,8 @@ import pytest
 from tests.redis_server import redis_server
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import parse_redis_url
 
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 

@@ -16,8 +16,10 @@ from tests.storage.test_redis_only_connection import open_all
 from tests.storage.test_redis_traffic import AWAY, HOME, slow_server
 from tests.storage.values import content_of, landing
 from tierkv.storage.protocol import PutItem, PutStatus
-from tierkv.storage.redis_bulk import WRITE_BYTES, finished
-from tierkv.storage.redis_exchange import (
+from tierkv.storage.redis.pool import WRITE_BYTES, finished
+from tierkv.storage.redis.requests import get_whole_request, put_request
+from tierkv.storage.redis.socket import PlainPipe
+from tierkv.storage.redis.wire import (
     LONG_BYTES,
     MOST_BYTES,
     Failure,
@@ -25,11 +27,9 @@ from tierkv.storage.redis_exchange import (
     Request,
     Traffic,
     Turn,
+    Wire,
     WireStats,
 )
-from tierkv.storage.redis_requests import get_whole_request, put_request
-from tierkv.storage.redis_socket import PlainPipe
-from tierkv.storage.redis_wire import Wire
 
 LONG, VERY_LONG = 512 << 10, 8 << 20
 NAMES = [f"t:f:{index:02}:0" for index in range(5)]

@@ -23,19 +23,19 @@ from tests.storage.test_redis_traffic import AWAY, HOME, SlowServer
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_bulk import (
+from tierkv.storage.redis.pool import (
     WRITE_BYTES,
-    BulkLanes,
+    ConnectionPool,
     Dialer,
     FixedAddress,
     Login,
     finished,
 )
-from tierkv.storage.redis_exchange import Failure, Pace, Request, Turn, WireStats
-from tierkv.storage.redis_requests import get_whole_request, put_request, question
-from tierkv.storage.redis_socket import Address
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.requests import get_whole_request, put_request, question
+from tierkv.storage.redis.socket import Address
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import parse_redis_url
+from tierkv.storage.redis.wire import Failure, Pace, Request, Turn, WireStats
 
 LONG, SHORT = 512 << 10, 16 << 10
 NAMES = [f"t:f:{index:02}:0" for index in range(4)]
@@ -46,7 +46,7 @@ class Lanes:
     """Connections to a slow server, and what has been sent over them."""
 
     slow: SlowServer
-    lanes: BulkLanes
+    lanes: ConnectionPool
     stats: WireStats
     turn: Turn
 
@@ -80,7 +80,9 @@ async def lanes_to(
         dialer = Dialer(where, Login(password=password), None, 5.0, Pace(30.0, 1e6), stats, turn)
         if writes:
             dialer = replace(dialer, max_on_one=WRITE_BYTES, least_on_one=1)
-        lanes = BulkLanes(dialer, num_connections=connections, max_waiting=99, url="redis://slow")
+        lanes = ConnectionPool(
+            dialer, num_connections=connections, max_waiting=99, url="redis://slow"
+        )
         async with lanes.running(), asyncio.timeout(60):
             yield Lanes(slow, lanes, stats, turn)
 
@@ -318,7 +320,9 @@ async def test_what_is_begun_on_connections_that_are_all_reset_goes_over_new_one
         accepting = asyncio.create_task(server.accept(listener))
         where, stats = FixedAddress(Address(HOME, listener.getsockname()[1])), WireStats()
         dialer = Dialer(where, Login(), None, 5.0, Pace(30.0, 1e6), stats)
-        lanes = BulkLanes(dialer, num_connections=connections, max_waiting=999, url="redis://x")
+        lanes = ConnectionPool(
+            dialer, num_connections=connections, max_waiting=999, url="redis://x"
+        )
         async with asyncio.timeout(60), lanes.running():
             while stats.connections < connections:
                 await lanes.ask([question("PING") for _ in range(2 * connections)])

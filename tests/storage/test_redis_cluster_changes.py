@@ -18,8 +18,8 @@ from tierkv.storage import maintenance
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.guard import BreakerState
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store, Usage
-from tierkv.storage.redis import RedisSettings
-from tierkv.storage.redis_slots import slot_of
+from tierkv.storage.redis.cluster import slot_of
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 NAMES = [f"t:f:{index:03}:0" for index in range(150)]

@@ -19,8 +19,8 @@ from tests.storage.values import Taken, content_of, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import parse_redis_url
 
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 VALUE_BYTES = 200_000

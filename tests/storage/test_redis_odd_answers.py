@@ -20,12 +20,11 @@ from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F
 from tests.storage.values import get_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
-from tierkv.storage.notify_redis import RedisNotifier
 from tierkv.storage.protocol import GetStatus
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_connection import ask_once
-from tierkv.storage.redis_lanes import Command, Reply
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.control import Command, Reply, ask_once
+from tierkv.storage.redis.notify import RedisNotifier
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import parse_redis_url
 
 _VERB = re.compile(rb"\*\d+\r\n\$\d+\r\n([A-Z]+)\r\n")
 _USUAL = {b"PING": b"+PONG\r\n", b"CLIENT": b"+OK\r\n"}

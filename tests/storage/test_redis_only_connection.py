@@ -15,12 +15,11 @@ from tests.latch import finish, turns, until
 from tests.storage.test_redis_traffic import AWAY, HOME, SlowServer, slow_server
 from tests.storage.values import content_of
 from tierkv.storage.protocol import PutItem, PutStatus
-from tierkv.storage.redis import RedisStore
-from tierkv.storage.redis_bulk import WRITE_BYTES
-from tierkv.storage.redis_exchange import Failure, Pace, Request, Traffic, Turn, WireStats
-from tierkv.storage.redis_requests import put_request
-from tierkv.storage.redis_socket import PlainPipe
-from tierkv.storage.redis_wire import Wire
+from tierkv.storage.redis.pool import WRITE_BYTES
+from tierkv.storage.redis.requests import put_request
+from tierkv.storage.redis.socket import PlainPipe
+from tierkv.storage.redis.store import RedisStore
+from tierkv.storage.redis.wire import Failure, Pace, Request, Traffic, Turn, Wire, WireStats
 
 LONG = 512 << 10
 NAMES = [f"t:f:{index:02}:0" for index in range(5)]

@@ -16,8 +16,8 @@ from tests.latch import until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import parse_redis_url
 
 MANY = 64  # as many as are on their way on one connection at a time
 NAMES = [f"t:f:{index:02}:0" for index in range(MANY + 8)]

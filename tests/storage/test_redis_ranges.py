@@ -10,9 +10,14 @@ import pytest
 from tests.storage.values import Taken, content_of
 from tierkv.storage.buffers import cut_buffers
 from tierkv.storage.protocol import GetItem, GetStatus
-from tierkv.storage.redis_ranges import LONGEST_WHOLE, RangesDigest, range_sizes
-from tierkv.storage.redis_requests import get_outcome, get_requests
-from tierkv.storage.resp import Landed, Reply
+from tierkv.storage.redis.requests import (
+    LONGEST_WHOLE,
+    RangesDigest,
+    get_outcome,
+    get_requests,
+    range_sizes,
+)
+from tierkv.storage.redis.resp import Landed, Reply
 
 NUM_BYTES = 1000
 NAME = "t:f:a:0"

@@ -41,10 +41,9 @@ from tierkv.errors import (
     StoreUnavailableError,
 )
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_socket import Address, open_pipe
-from tierkv.storage.redis_tls import TlsFiles
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.socket import Address, open_pipe
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import TlsFiles, parse_redis_url
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)

@@ -23,9 +23,8 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.notify import LOOK
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_tls import TlsFiles
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import TlsFiles, parse_redis_url
 
 
 def tls_words(certificates: Path, port: int) -> list[str]:

@@ -13,12 +13,12 @@ from tests.latch import until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_bulk import WRITE_BYTES, BulkLanes, Dialer, FixedAddress, Login
-from tierkv.storage.redis_exchange import Batch, Pace, WireStats
-from tierkv.storage.redis_requests import put_request
-from tierkv.storage.redis_socket import Address
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.pool import WRITE_BYTES, ConnectionPool, Dialer, FixedAddress, Login
+from tierkv.storage.redis.requests import put_request
+from tierkv.storage.redis.socket import Address
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import parse_redis_url
+from tierkv.storage.redis.wire import Batch, Pace, WireStats
 
 LONG = 3 << 19
 SHORT = 16 << 10
@@ -206,7 +206,7 @@ async def test_the_next_value_is_sent_before_anybody_hears_of_the_one_before() -
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
         dialer = Dialer(FixedAddress(address), Login(), None, 5.0, Pace(30.0, 1e6), stats)
         one_by_one = replace(dialer, max_on_one=WRITE_BYTES, least_on_one=1)
-        lanes = BulkLanes(one_by_one, num_connections=1, max_waiting=9, url="redis://slow")
+        lanes = ConnectionPool(one_by_one, num_connections=1, max_waiting=9, url="redis://slow")
         async with lanes.running(), asyncio.timeout(60):
             requests = [put_request(PutItem(name, (bytes(LONG),))) for name in NAMES]
             for request in requests:

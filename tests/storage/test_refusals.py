@@ -16,8 +16,8 @@ from tests.storage.test_redis_store import certificates, tls_redis  # noqa: F401
 from tierkv.clock import SystemClock
 from tierkv.errors import TierKVError
 from tierkv.storage.factory import StoreSettings, open_store
-from tierkv.storage.redis import RedisSettings
-from tierkv.storage.redis_tls import TlsFiles
+from tierkv.storage.redis.store import RedisSettings
+from tierkv.storage.redis.url import TlsFiles
 from tierkv.storage.resilient import ResilienceSettings
 
 

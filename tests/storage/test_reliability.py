@@ -35,8 +35,8 @@ from tierkv.storage.guard import BreakerState
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import SwitchStore
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, is_name
-from tierkv.storage.redis import RedisSettings, RedisStore
-from tierkv.storage.redis_url import parse_redis_url
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import parse_redis_url
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 CODEC = PlainCodec()

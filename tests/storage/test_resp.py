@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.storage.values import Taken
 from tierkv.storage.buffers import copy_into
-from tierkv.storage.resp import (
+from tierkv.storage.redis.resp import (
     LANDED,
     Landed,
     NotRedisError,

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError
-from tierkv.storage import mooncake, redis_url
+from tierkv.storage import mooncake
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -17,7 +17,9 @@ from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
 from tierkv.storage.places import LateStore
 from tierkv.storage.protocol import Store
-from tierkv.storage.redis import RedisSettings, RedisStore
+from tierkv.storage.redis.store import RedisSettings, RedisStore
+from tierkv.storage.redis.url import ACCEPTED as REDIS_ACCEPTED
+from tierkv.storage.redis.url import REDIS_SCHEMES, parse_redis_url
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 
@@ -54,7 +56,7 @@ def _file(url: str, settings: StoreSettings, clock: Clock) -> Store:
 
 
 def _redis(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    return RedisStore(redis_url.parse_redis_url(url), settings.redis, clock)
+    return RedisStore(parse_redis_url(url), settings.redis, clock)
 
 
 def _mooncake(url: str, settings: StoreSettings, clock: Clock) -> Store:  # noqa: ARG001
@@ -89,7 +91,7 @@ _FILE = "file:///absolute/directory or file:relative/directory"
 _STORES = {
     "memory": _Row("memory://", _memory),
     "file": _Row(_FILE, _file),
-    **{scheme: _Row(redis_url.ACCEPTED, _redis) for scheme in redis_url.REDIS_SCHEMES},
+    **{scheme: _Row(REDIS_ACCEPTED, _redis) for scheme in REDIS_SCHEMES},
     "mooncake": _Row(mooncake.ACCEPTED, _mooncake),
     "layered": _Row(_LAYERED, _layered),
     "mirrored": _Row(_MIRRORED, _mirrored),

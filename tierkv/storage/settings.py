@@ -13,7 +13,7 @@ from tierkv.storage.file import FileSettings
 from tierkv.storage.layered import LayeredSettings
 from tierkv.storage.memory import MemorySettings
 from tierkv.storage.mooncake import MooncakeSettings
-from tierkv.storage.redis import RedisSettings
+from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.resilient import ResilienceSettings
 
 

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.notify import LOOK, Listener, Topics, check_message
-from tierkv.storage.redis_lanes import Command, RedisConnection
+from tierkv.storage.redis.control import Command, RedisConnection
 from tierkv.tasks import background
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The Redis protocol (RESP2) without I/O: requests as pieces, replies received where they belong.
 
-    $2097240 \\r\\n | header | host slot ............ | \\r\\n +OK\\r\\n $...
+    $2097240 \r\n | header | host slot ............ | \r\n +OK\r\n $...
     '- scratch -'  '------ the caller's buffers ----'  '--- scratch ---'
 
 A parser says where the next bytes shall be received, so that a value lands in the caller's buffers

@@ -17,7 +17,6 @@ from redis.exceptions import RedisError
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.notify import Notifier
-from tierkv.storage.notify_redis import RedisNotifier
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -34,23 +33,25 @@ from tierkv.storage.protocol import (
     check_prefix,
     check_ttl,
 )
-from tierkv.storage.redis_bulk import FixedAddress, Login
-from tierkv.storage.redis_cluster import ClusterRouter
-from tierkv.storage.redis_connection import connection_factory
-from tierkv.storage.redis_exchange import Failure, WireStats
-from tierkv.storage.redis_lanes import RedisConnection
-from tierkv.storage.redis_node import (
+from tierkv.storage.redis.cluster import ClusterRouter
+from tierkv.storage.redis.control import RedisConnection, connection_factory
+from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
     Access,
-    Lane,
+    Call,
+    OneNode,
+    Purpose,
     RedisNode,
     RedisSettings,
+    Router,
     cut,
     described,
     expect,
     understood,
 )
-from tierkv.storage.redis_requests import (
+from tierkv.storage.redis.notify import RedisNotifier
+from tierkv.storage.redis.pool import FixedAddress, Login
+from tierkv.storage.redis.requests import (
     get_outcome,
     get_requests,
     get_whole_request,
@@ -59,10 +60,10 @@ from tierkv.storage.redis_requests import (
     put_request,
     question,
 )
-from tierkv.storage.redis_router import Call, OneNode, Router
-from tierkv.storage.redis_sentinel import SentinelLocator
-from tierkv.storage.redis_url import RedisUrl, Setup
-from tierkv.storage.resp import OtherLength, Refused, Reply
+from tierkv.storage.redis.resp import OtherLength, Refused, Reply
+from tierkv.storage.redis.sentinel import SentinelLocator
+from tierkv.storage.redis.url import RedisUrl, Setup
+from tierkv.storage.redis.wire import Failure, WireStats
 
 _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
 # To take the answers of so many writes, and to make the next, keeps the loop for as long as the
@@ -130,7 +131,7 @@ class RedisStore:
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         calls = [[Call(item.name, make) for make in get_requests(item)] for item in items]
-        replies = iter(await self._carry_out([one for some in calls for one in some], Lane.READ))
+        replies = iter(await self._carry_out([one for some in calls for one in some], Purpose.READ))
         outcomes = [
             get_outcome(item, list(islice(replies, len(some))))
             for item, some in zip(items, calls, strict=True)
@@ -143,14 +144,14 @@ class RedisStore:
         ]
         if unsure:
             whole = [Call(items[at].name, partial(get_whole_request, items[at])) for at in unsure]
-            for at, reply in zip(unsure, await self._carry_out(whole, Lane.READ), strict=True):
+            for at, reply in zip(unsure, await self._carry_out(whole, Purpose.READ), strict=True):
                 outcomes[at] = get_outcome(items[at], [reply])
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
         call = Call(name, lambda: question("GET", name, num_bytes=max_bytes))
-        [reply] = await self._carry_out([call], Lane.QUESTION)
+        [reply] = await self._carry_out([call], Purpose.QUESTION)
         match understood(reply, ("GET", name)):
             case None:
                 return None
@@ -173,7 +174,7 @@ class RedisStore:
         self._num_puts += 1
         try:
             calls = [Call(item.name, partial(put_request, item)) for item in items]
-            replies = await self._carry_out(calls, Lane.WRITE)
+            replies = await self._carry_out(calls, Purpose.WRITE)
         finally:
             self._num_puts -= 1
         return [put_outcome(item, reply) for item, reply in zip(items, replies, strict=True)]
@@ -223,7 +224,9 @@ class RedisStore:
         ]
         told = [
             understood(reply, (call.name,))
-            for call, reply in zip(calls, await self._carry_out(calls, Lane.QUESTION), strict=True)
+            for call, reply in zip(
+                calls, await self._carry_out(calls, Purpose.QUESTION), strict=True
+            )
         ]
         now = self._clock.wall()
         found = (
@@ -255,7 +258,7 @@ class RedisStore:
         # A server of a cluster refuses names of two slots, there or not. No other command that
         # says so is among those that a user must be allowed.
         request = question("EXISTS", f"{prefix}a", f"{prefix}b")
-        [outcome] = await node.lanes[Lane.QUESTION].ask([request])
+        [outcome] = await node.pools[Purpose.QUESTION].ask([request])
         if isinstance(outcome, Failure):
             raise StoreUnavailableError(outcome.reason)
         return isinstance(outcome[0], Refused) and outcome[0].code == "CROSSSLOT"
@@ -293,10 +296,12 @@ class RedisStore:
             return connection
         raise failure
 
-    async def _carry_out(self, calls: Sequence[Call], lane: Lane) -> Sequence[Reply | Failure]:
+    async def _carry_out(
+        self, calls: Sequence[Call], purpose: Purpose
+    ) -> Sequence[Reply | Failure]:
         if self._router is None:
             return [Failure(f"{self.url} is closed")] * len(calls)
-        return await self._router.carry_out(calls, lane)
+        return await self._router.carry_out(calls, purpose)
 
     async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
         """What `verb name more` says of each name. Raises StoreUnavailableError."""

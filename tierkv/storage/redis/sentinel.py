@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis_bulk import Login
-from tierkv.storage.redis_connection import ask_once, connection_factory
-from tierkv.storage.redis_node import Access
-from tierkv.storage.redis_socket import Address, port_of
-from tierkv.storage.redis_url import RedisUrl
+from tierkv.storage.redis.control import ask_once, connection_factory
+from tierkv.storage.redis.node import Access
+from tierkv.storage.redis.pool import Login
+from tierkv.storage.redis.socket import Address, port_of
+from tierkv.storage.redis.url import RedisUrl
 
 _ADDRESS_PARTS = 2
 

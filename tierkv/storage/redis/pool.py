@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from ssl import SSLContext
 from typing import Protocol
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.redis_exchange import (
+from tierkv.storage.redis.resp import Argument, Refused, pack
+from tierkv.storage.redis.socket import Address, open_pipe
+from tierkv.storage.redis.wire import (
     Batch,
     Failure,
     Outcome,
@@ -19,14 +21,11 @@ from tierkv.storage.redis_exchange import (
     Request,
     Traffic,
     Turn,
+    Wire,
     WireStats,
 )
-from tierkv.storage.redis_serving import serving
-from tierkv.storage.redis_socket import Address, open_pipe
-from tierkv.storage.redis_wire import Wire
-from tierkv.storage.resp import Argument, Refused, pack
 from tierkv.storage.unreachable import why_unreachable
-from tierkv.tasks import outlast
+from tierkv.tasks import background, outlast
 
 # Of one request, whose connection the peer ended: all others may have ended too, as yet unnoticed.
 _MAX_RETRIES = 3
@@ -99,7 +98,7 @@ class Dialer:
     most_at_home: int = _READ_AT_HOME
 
 
-class BulkLanes:
+class ConnectionPool:
     """`num_connections` connections, opened when first needed and again after a failure.
 
     A connection that fails takes the requests with it that wait for one: the server that is silent
@@ -352,3 +351,36 @@ async def finished(requests: Sequence[Request]) -> list[Outcome]:
         assert request.outcome is not None, "all have ended"
         outcomes.append(request.outcome)
     return outcomes
+
+
+class Lanes(Protocol):
+    """is_open: requests are taken."""
+
+    is_open: bool
+
+    @property
+    def num_connections(self) -> int: ...
+
+    @property
+    def url(self) -> str: ...
+
+    def serve(self) -> Coroutine[None, None, None]:
+        """Own one connection."""
+
+    def fail_waiting(self, reason: str) -> None:
+        """Let whoever waits for a connection know that there is none."""
+
+
+@asynccontextmanager
+async def serving(lanes: Lanes) -> AsyncIterator[None]:
+    """Leaving closes the connections; whoever still waits is told so."""
+    tasks = {f"tierkv-redis-{lane}": lanes.serve() for lane in range(lanes.num_connections)}
+    try:
+        async with background(tasks):
+            lanes.is_open = True
+            try:
+                yield
+            finally:
+                lanes.is_open = False
+    finally:
+        lanes.fail_waiting(f"{lanes.url} is closed")
