@@ -25,8 +25,8 @@ from tierkv.cache.layout import Layout, Plane
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, LayoutError, ShuttingDownError, StoreUnavailableError
 from tierkv.gpu.protocol import Ids
+from tierkv.storage.base import present
 from tierkv.storage.factory import StoreSettings, open_resilient_store
-from tierkv.storage.presence import present
 from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.transfer.storage_io import StorageIO, StorageStats
 
