@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.status import Standing
 from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import PutItem
 
 SETTINGS = HandoffSettings(
     publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, claimed_ttl_s=30
@@ -210,6 +212,81 @@ async def test_a_ticket_leaves_nothing_but_what_has_a_time_to_live() -> None:
         kinds = {value.name.split(":")[1] for value in page.values}
         assert kinds == {prefill.service.fingerprint.short, "ticket", "ack"}
         assert Names("tierkv", "").open_ticket("ticket") not in {v.name for v in page.values}
+
+
+async def copied(node: World, source: str, target: str) -> None:
+    """Put what lies under one name under another, as a mistake or a restored backup does."""
+    value = await finish(node.the_store.get(source, max_bytes=1 << 20))
+    assert value is not None
+    await finish(node.the_store.put([PutItem(target, (value,), ttl_s=60, keep_existing=False)]))
+
+
+async def test_a_ticket_under_another_tickets_name_is_damaged() -> None:
+    async with pair() as (prefill, decode):
+        names = Names("tierkv", "")
+        await publish(prefill, tokens(9), "other")
+        await copied(prefill, names.ticket("other"), names.ticket("ticket"))
+        with pytest.raises(HandoffError, match="other") as refused:
+            await claim(decode, tokens(9))
+        assert refused.value.reason == "damaged"
+        state = await finish(decode.service.ticket_state("ticket"))
+        assert state.state is Standing.DAMAGED
+        assert (
+            await finish(decode.the_store.get(names.acknowledgement("other"), max_bytes=99)) is None
+        )
+        await publish(prefill, tokens(9))  # which replaces what is damaged
+        await claim(decode, tokens(9))
+
+
+async def test_an_open_ticket_under_another_tickets_name_is_damaged() -> None:
+    async with pair() as (prefill, decode):
+        names, handoff = Names("tierkv", ""), prefill.service.handoff
+        assert handoff is not None
+        opened = handoff.tickets.new_open("other", prefill.prompt(tokens(9)), "incarnation")
+        await finish(handoff.tickets.put(opened))
+        await copied(prefill, names.open_ticket("other"), names.open_ticket("ticket"))
+        with pytest.raises(HandoffError, match="other") as refused:
+            await claim(decode, tokens(9))
+        assert refused.value.reason == "damaged"
+        state = await finish(decode.service.ticket_state("ticket"))
+        assert state.state is Standing.DAMAGED
+
+
+async def test_an_acknowledgement_under_another_tickets_name_says_nothing() -> None:
+    clock = TurnedClock()  # both tickets are of the same second
+    async with pair(clock) as (prefill, decode):
+        names = Names("tierkv", "")
+        await publish(prefill, tokens(9), "other")
+        await publish(prefill, tokens(9))
+        request, _ = await finish(
+            decode.service.claim("claim", "other", decode.prompt(tokens(9)), max_new_tokens=1)
+        )
+        decode.service.end(request)
+        await decode.settle()
+        await copied(prefill, names.acknowledgement("other"), names.acknowledgement("ticket"))
+        state = await finish(decode.service.ticket_state("ticket"))
+        assert state.state is Standing.WHOLE
+
+
+@pytest.mark.parametrize("has_ttl", [True, False])
+async def test_a_lease_under_another_producers_name_says_nothing_and_an_old_one_still_does(
+    monkeypatch: pytest.MonkeyPatch, *, has_ttl: bool
+) -> None:
+    async with pair() as (prefill, decode):
+        names, store = Names("tierkv", ""), prefill.the_store
+        capabilities = replace(store.capabilities, has_ttl=has_ttl)
+        monkeypatch.setattr(MemoryStore, "capabilities", property(lambda _: capabilities))
+        assert prefill.service.handoff is not None
+        assert decode.service.handoff is not None
+        ours, theirs = prefill.service.handoff.lease, decode.service.handoff.lease
+        with ours.held():
+            await finish(ours.is_said())
+            assert await finish(theirs.is_alive(ours.incarnation))
+            await copied(prefill, names.producer(ours.incarnation), names.producer("another"))
+            assert not await finish(theirs.is_alive("another"))
+        old = f"{time.time() + 60:.3f}".encode()  # as nodes wrote it before it named its producer
+        await finish(store.put([PutItem(names.producer("old"), (old,), ttl_s=60)]))
+        assert await finish(theirs.is_alive("old"))
 
 
 @pytest.mark.parametrize("ticket_id", ["\ud800", "chat-\udcff", "a" * 100_000 + "\udfff"])

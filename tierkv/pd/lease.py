@@ -4,6 +4,7 @@ while it has open tickets."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -21,6 +22,25 @@ _BEATS_PER_LEASE = 3
 _MAX_BYTES = 64
 _GOODBYE_S = 0.5
 _AGAIN_S = 0.2
+_DECIMALS, _DIGITS = 3, 20
+
+
+def _until(until: float, incarnation: str) -> bytes:
+    """A decimal number, as it always was: seconds with three decimals. The 20 digits behind them
+    say whose it is."""
+    return f"{until:.3f}{_digits_of(incarnation)}".encode()
+
+
+def _is_of(value: bytes, incarnation: str) -> bool:
+    """Whether it is this producer's, not another's under its name; it is believed of a value that
+    ends after the third decimal, as older nodes write it."""
+    digits = value.partition(b".")[2][_DECIMALS:]
+    return not digits or digits == _digits_of(incarnation).encode()
+
+
+def _digits_of(incarnation: str) -> str:
+    number = int.from_bytes(hashlib.sha256(incarnation.encode()).digest(), "big")
+    return f"{number % 10**_DIGITS:0{_DIGITS}}"
 
 
 class ProducerLease:
@@ -84,7 +104,7 @@ class ProducerLease:
             value = await self._values.get(name, max_bytes=_MAX_BYTES)
         except StoreCorruptError:
             return False
-        if value is None:
+        if value is None or not _is_of(value, incarnation):
             return False
         if self._storage.store.capabilities.has_ttl:
             return True
@@ -106,7 +126,7 @@ class ProducerLease:
         was away may have let the lease run out, and is back."""
         while True:
             await self._wanted.wait()
-            until = f"{self._clock.wall() + self.lease_s:.3f}".encode()
+            until = _until(self._clock.wall() + self.lease_s, self.incarnation)
             pause_s = min(_AGAIN_S, self.beat_s)
             with suppress(TimeoutError, StoreUnavailableError):
                 async with asyncio.timeout(self.lease_s):

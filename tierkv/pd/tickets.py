@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from tierkv.cache.keys import Fingerprint, Prompt, StoredKey, differences
 from tierkv.clock import Clock
@@ -32,6 +33,8 @@ from tierkv.storage.protocol import PutOutcome, PutStatus
 from tierkv.transfer.storage_io import StorageIO
 
 _MAX_ACKNOWLEDGEMENT_BYTES = 64 << 10
+_Handed = TypeVar("_Handed", Ticket, OpenTicket)
+_Named = TypeVar("_Named", Ticket, OpenTicket, Acknowledgement)
 
 # What is told under a ticket's name.
 WHOLE, FAILED, PROGRESS = "whole", "failed", "p"
@@ -153,29 +156,20 @@ class Tickets:
     # The decode node's side
 
     async def read(self, ticket_id: str) -> Ticket | None:
-        """Raises HandoffError if it is damaged, BadRequestError, and StoreUnavailableError."""
-        check_id(ticket_id)
-        value = await self._get(self.names.ticket(ticket_id))
-        try:
-            return None if value is None else Ticket.decode(value)
-        except StoreCorruptError as error:
-            raise _damaged(error) from error
+        """Raises HandoffError if it is damaged or another's, BadRequestError, and
+        StoreUnavailableError."""
+        return await self._read(ticket_id, self.names.ticket, Ticket)
 
     async def read_open(self, ticket_id: str) -> OpenTicket | None:
-        """Raises HandoffError if it is damaged, BadRequestError, and StoreUnavailableError."""
-        check_id(ticket_id)
-        value = await self._get(self.names.open_ticket(ticket_id))
-        try:
-            return None if value is None else OpenTicket.decode(value)
-        except StoreCorruptError as error:
-            raise _damaged(error) from error
+        """Raises HandoffError if it is damaged or another's, BadRequestError, and
+        StoreUnavailableError."""
+        return await self._read(ticket_id, self.names.open_ticket, OpenTicket)
 
     async def read_acknowledgement(self, ticket_id: str) -> Acknowledgement | None:
         """Who claimed the ticket, None if nobody did. Raises StoreUnavailableError."""
         name = self.names.acknowledgement(ticket_id)
         try:
-            value = await self._values.get(name, max_bytes=_MAX_ACKNOWLEDGEMENT_BYTES)
-            return None if value is None else Acknowledgement.decode(value)
+            return await self._value(ticket_id, name, Acknowledgement, _MAX_ACKNOWLEDGEMENT_BYTES)
         except StoreCorruptError:
             return None
 
@@ -238,11 +232,25 @@ class Tickets:
             topic = self.names.producer(ticket.incarnation)
             await self.notifier.tell(topic, acknowledged_hint(ticket.ticket_id))
 
-    async def _get(self, name: str) -> bytes | None:
+    async def _read(
+        self, ticket_id: str, name_of: Callable[[str], str], kind: type[_Handed]
+    ) -> _Handed | None:
+        check_id(ticket_id)
         try:
-            return await self._values.get(name, max_bytes=MAX_TICKET_BYTES)
+            return await self._value(ticket_id, name_of(ticket_id), kind, MAX_TICKET_BYTES)
         except StoreCorruptError as error:
-            raise _damaged(error) from error
+            raise HandoffError(ClaimProblem.DAMAGED.value, f"the ticket: {error}") from error
+
+    async def _value(
+        self, ticket_id: str, name: str, kind: type[_Named], max_bytes: int
+    ) -> _Named | None:
+        """Raises StoreCorruptError if it is damaged, or another ticket's: whoever restored or moved
+        values, a trusted store too may have one under another's name."""
+        value = await self._values.get(name, max_bytes=max_bytes)
+        found = None if value is None else kind.decode(value)
+        if found is not None and found.ticket_id != ticket_id:
+            raise StoreCorruptError(f"what lies under its name is {found.ticket_id[:80]!r}'s")
+        return found
 
 
 def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
@@ -252,7 +260,3 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
             raise StoreUnavailableError(
                 f"{storage.store.url} did not take a block: {outcome.reason}"
             )
-
-
-def _damaged(error: StoreCorruptError) -> HandoffError:
-    return HandoffError(ClaimProblem.DAMAGED.value, f"the ticket: {error}")
