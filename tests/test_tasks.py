@@ -1,13 +1,14 @@
-"""Errors come out of a group of tasks as who waits for it expects them."""
+"""Errors come out of a group of tasks, or of an abandoned wait, as who waits expects them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
 
-from tierkv.errors import StoreUnavailableError, TierKVError
-from tierkv.tasks import task_group
+from tierkv.errors import ShuttingDownError, StoreUnavailableError, TierKVError
+from tierkv.tasks import abandonable, task_group
 
 
 async def _all_fail(errors: list[Exception]) -> None:
@@ -43,3 +44,59 @@ async def test_nothing_unexpected_hides_behind_an_expected_error() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await _all_fail([StoreUnavailableError("lost"), ValueError("a bug")])
     assert caught.group_contains(ValueError)
+
+
+async def _in_a_group(
+    group: asyncio.TaskGroup, work: Callable[[], Awaitable[int]], name: str = "work"
+) -> int:
+    return await abandonable(lambda coro, name: group.create_task(coro, name=name), work, name)
+
+
+async def test_an_expected_failure_is_for_who_waits_and_not_for_the_group_that_owns_the_task() -> (
+    None
+):
+    async def work() -> int:
+        raise StoreUnavailableError("lost")
+
+    async with asyncio.TaskGroup() as group:
+        with pytest.raises(StoreUnavailableError, match="lost"):
+            await _in_a_group(group, work)
+
+
+async def test_a_cancelled_wait_ends_at_once_however_long_its_work_takes_to_end() -> None:
+    let_go, is_cancelled = asyncio.Event(), asyncio.Event()
+
+    async def work() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+            await let_go.wait()
+        return 1
+
+    async with asyncio.TaskGroup() as group:
+        waiting = asyncio.ensure_future(_in_a_group(group, work))
+        await asyncio.wait([waiting], timeout=0)
+        waiting.cancel()
+        await asyncio.wait([waiting], timeout=5)
+        assert waiting.cancelled()
+        await is_cancelled.wait()
+        let_go.set()
+
+
+async def test_work_that_is_cancelled_by_its_owner_tells_who_waits_for_it() -> None:
+    owned: list[asyncio.Task[None]] = []
+
+    async def work() -> int:
+        owned[0].cancel()
+        await asyncio.Event().wait()
+        return 1
+
+    async with asyncio.TaskGroup() as group:
+
+        def start(coro: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+            owned.append(group.create_task(coro, name=name))
+            return owned[0]
+
+        with pytest.raises(ShuttingDownError):
+            await abandonable(start, work, "work")

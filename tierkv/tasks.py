@@ -1,13 +1,17 @@
-"""Tasks and deadlines of the body of a `with`, and a wait that outlasts a cancel."""
+"""Tasks and deadlines of the body of a `with`, waits that outlast a cancel, and waits that end
+before the work does."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from tierkv.errors import TierKVError
+from tierkv.errors import ShuttingDownError, TierKVError
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -74,3 +78,48 @@ async def outlast(
             if not future.cancelled():
                 future.exception()  # seen: the cancel is what the caller hears of
         raise cancelled
+
+
+async def expected(work: Awaitable[T]) -> T | TierKVError:
+    """What `work` returns, or the TierKVError that it raises, as a value: for the task of a group
+    whose expected failure concerns who waits for it, not the group."""
+    try:
+        return await work
+    except TierKVError as error:
+        return error
+
+
+async def abandonable(
+    start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
+    work: Callable[[], Awaitable[T]],
+    name: str,
+    *,
+    ended: Callable[[], TierKVError] = lambda: ShuttingDownError("this node is shutting down"),
+) -> T:
+    """What `work()` returns or raises, run in a task that its owner `start`s under `name`.
+
+    A cancel is raised at once. It cancels `work` too, which may take longer to end: a thread in a
+    system call on a disk that hangs cannot be cancelled, and what it uses stays in use until then.
+    Raises what `ended` makes if the task ends without an outcome, as when its group is cancelled.
+    """
+    outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    async def carry_out() -> None:
+        result = await expected(work())
+        if outcome.done():
+            return
+        if isinstance(result, TierKVError):
+            outcome.set_exception(result)
+        else:
+            outcome.set_result(result)
+
+    def tell(_: asyncio.Task[None]) -> None:
+        if not outcome.done():
+            outcome.set_exception(ended())
+
+    task = start(carry_out(), name)
+    task.add_done_callback(tell)
+    try:
+        return await outcome
+    finally:
+        task.cancel()

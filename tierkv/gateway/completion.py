@@ -6,11 +6,10 @@ import codecs
 from collections.abc import Awaitable, Callable, Sequence
 
 from tierkv.gateway import relay
-from tierkv.gateway.failures import GatewayError
 from tierkv.gateway.gateway import Backend
 from tierkv.gateway.openai import FinishReason, Job
 from tierkv.gateway.relay import Delivery
-from tierkv.tasks import task_group
+from tierkv.tasks import expected, task_group
 
 
 class StopFinder:
@@ -89,7 +88,7 @@ class PromptAnswer:
         async with self._backend.admission.slot():
             delivery = Delivery(self.job, self._backend)
             async with task_group() as tasks:
-                task = tasks.create_task(_outcome(delivery), name="tierkv-relay")
+                task = tasks.create_task(expected(relay.run(delivery)), name="tierkv-relay")
                 task.add_done_callback(delivery.wake)
                 while not task.done() or self.num_tokens < len(delivery.tokens):
                     text = self._read(await delivery.news(self.num_tokens))
@@ -118,12 +117,3 @@ class PromptAnswer:
             if self._stops.has_stopped:
                 break
         return "".join(text)
-
-
-async def _outcome(delivery: Delivery) -> GatewayError | None:
-    """A failure is returned: tokens that came before it are delivered first."""
-    try:
-        await relay.run(delivery)
-    except GatewayError as error:
-        return error
-    return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -25,10 +25,10 @@ import msgspec
 
 from tierkv.cache.tokens import pack
 from tierkv.client.streams import ServerEvent
+from tierkv.errors import TierKVError
 from tierkv.gateway.calls import UNREADABLE
 from tierkv.gateway.failures import (
     AttemptError,
-    GatewayError,
     HandoffRefusedError,
     NodeBusyError,
     NodeFailedError,
@@ -42,7 +42,7 @@ from tierkv.gateway.openai import Job
 from tierkv.gateway.routing import Held, choose_decode, choose_prefill, prefill_seconds
 from tierkv.pd.ticket import ClaimProblem
 from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.tasks import deadline, task_group
+from tierkv.tasks import deadline, expected, task_group
 
 log = logging.getLogger("tierkv.gateway")
 
@@ -216,15 +216,15 @@ class Delivery:
 _TICKET_PART = 0.9  # of the time that a claim has for its first token
 _LONGEST_CLAIM_S = 3600.0  # what a node takes
 
-Failure = AttemptError | GatewayError
+Failure = TierKVError  # as a value: which of several matters is decided where all are seen
 
 
 async def hand_over(delivery: Delivery, held: Mapping[str, Held]) -> None:
     """Get all tokens. Raises AttemptError, noted, or GatewayError; both calls have ended then."""
     ticket_id = delivery.next_id()
     async with task_group() as tasks:
-        prefill = tasks.create_task(_outcome(_prefill(delivery, ticket_id, held)))
-        decode = tasks.create_task(_outcome(_decode(delivery, ticket_id, held)))
+        prefill = tasks.create_task(expected(_prefill(delivery, ticket_id, held)))
+        decode = tasks.create_task(expected(_decode(delivery, ticket_id, held)))
         running = {prefill, decode}
         failure: Failure | None = None
         while running and failure is None and not decode.done():
@@ -238,15 +238,6 @@ async def hand_over(delivery: Delivery, held: Mapping[str, Held]) -> None:
             task.cancel()
     if failure is not None:
         raise failure
-
-
-async def _outcome(work: Coroutine[None, None, None]) -> Failure | None:
-    """Failures are returned: which of them matters is decided where both are seen."""
-    try:
-        await work
-    except (AttemptError, GatewayError) as error:
-        return error
-    return None
 
 
 # The prefill side
@@ -278,7 +269,7 @@ class _Prefills:
         return max(deadlines.hedge_s, deadlines.hedge_factor * expected)
 
     async def at(self, node: BackendNode) -> Failure | None:
-        return await _outcome(_prefill_at(self._delivery, node, self._ticket_id, self._held))
+        return await expected(_prefill_at(self._delivery, node, self._ticket_id, self._held))
 
 
 async def _prefill(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) -> None:

@@ -25,7 +25,6 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event
 from tierkv.pd import issuing
-from tierkv.pd.abandon import abandonable
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.lease import ProducerLease
@@ -36,7 +35,7 @@ from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id, check_written
 from tierkv.sched.request import Request
 from tierkv.sched.tiers import Tiers
-from tierkv.tasks import task_group
+from tierkv.tasks import abandonable, task_group
 from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.handoff")
@@ -211,7 +210,7 @@ class Handoff:
                     return
                 group = partial(self._stage_and_flush, request, keys, blocks, after)
                 try:
-                    await abandonable(self._tiers, group, "tierkv-publish-group")
+                    await abandonable(self._tiers.started, group, "tierkv-publish-group")
                 except (StoreUnavailableError, TransferError) as problem:
                     problems.append(problem)
 

@@ -16,7 +16,6 @@ from tierkv.errors import (
     StoreCorruptError,
     StoreUnavailableError,
 )
-from tierkv.pd.abandon import abandonable
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.settings import EXPIRED_GRACE_S
 from tierkv.pd.small import SmallValues
@@ -30,6 +29,7 @@ from tierkv.pd.ticket import (
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import PutOutcome, PutStatus
+from tierkv.tasks import abandonable
 from tierkv.transfer.storage_io import StorageIO
 
 _MAX_ACKNOWLEDGEMENT_BYTES = 64 << 10
@@ -129,7 +129,7 @@ class Tickets:
         name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
         name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + EXPIRED_GRACE_S
         put = partial(self._values.put, name, ticket.encode(), ttl_s=ttl_s, only_new=only_new)
-        return await abandonable(self._tiers, put, "tierkv-write-ticket")
+        return await abandonable(self._tiers.started, put, "tierkv-write-ticket")
 
     async def forget_ended(self, ticket_id: str) -> None:
         """What a hand-off of this id left that was written to its end. Raises

@@ -22,7 +22,7 @@ from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.tiers import Tiers
-from tierkv.tasks import task_group
+from tierkv.tasks import expected, task_group
 
 log = logging.getLogger("tierkv.handoff")
 
@@ -197,11 +197,10 @@ class Publishings:
 
 
 async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKVError:
-    try:
-        return await work
-    except TierKVError as error:
-        log.warning("a prompt was not published: %s", error)
-        return error
+    outcome = await expected(work)
+    if isinstance(outcome, TierKVError):
+        log.warning("a prompt was not published: %s", outcome)
+    return outcome
 
 
 def _no_storage() -> HandoffError:

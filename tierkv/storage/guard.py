@@ -21,7 +21,7 @@ from typing import TypeVar
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError, TierKVError
 from tierkv.storage.protocol import Store
-from tierkv.tasks import background, task_group
+from tierkv.tasks import abandonable, background, task_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +346,13 @@ class Guard:
         in a system call on a disk that hangs cannot be cancelled."""
         if self._tasks is None:
             raise StoreUnavailableError(f"{self.url} is closed")
-        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        task = self._tasks.create_task(_settle(ask, outcome), name="tierkv-store-question")
-        try:
-            return await outcome
-        finally:
-            task.cancel()
+        tasks = self._tasks
+        return await abandonable(
+            lambda work, name: tasks.create_task(work, name=name),
+            ask,
+            "tierkv-store-question",
+            ended=lambda: StoreUnavailableError(f"{self.url} is closed"),
+        )
 
     async def _until_its_turn(self) -> None:
         """Take one of `max_reads` places. Raises StoreUnavailableError if too many wait for one, or
@@ -436,14 +437,3 @@ class Guard:
         except StoreUnavailableError as error:
             return str(error)
         return None
-
-
-async def _settle(ask: Callable[[], Awaitable[T]], outcome: asyncio.Future[T]) -> None:
-    try:
-        answer = await ask()
-    except TierKVError as error:
-        if not outcome.done():
-            outcome.set_exception(error)
-    else:
-        if not outcome.done():
-            outcome.set_result(answer)
