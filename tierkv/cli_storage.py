@@ -167,7 +167,7 @@ def verify(
 ) -> None:
     """Read every value and check it against its name, its length and its checksum.
 
-    Of several stores (layered:, mirrored:) each one's copies, and it is said whose. Exits with 1 if
+    Of a layered store each part's copies, and it is said whose. Exits with 1 if
     a value is damaged and was not removed, or could not be read, or one of several stores did not
     answer.
     """
@@ -256,7 +256,7 @@ def rm(
 def sweep(url: str, prefix: str, ttl: float) -> None:
     """Give values that live for ever a time to live, so that what nobody uses goes.
 
-    Of several stores (layered:, mirrored:) each one's copies. Exits with 1 if one of several did
+    Of a layered store each part's copies. Exits with 1 if one of several did
     not answer.
     """
     try:

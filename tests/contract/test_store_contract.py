@@ -54,7 +54,6 @@ KINDS = (
     "cluster",
     pytest.param("mooncake", marks=pytest.mark.slow),  # 3 s a test to connect and close
     "layered",
-    "mirrored",
     "routed",
     "switch",
     "resilient",
@@ -69,7 +68,6 @@ class Ground:
 
     is_exact: of those who put one name at once one is told that its value was stored; of those who
         replace it, all. Otherwise some can be told that theirs failed.
-    tells_first: of those who put a new one at once, one at most is told that it was stored.
     replaces_whole: who reads a value into buffers while it is replaced sees one of the two.
     """
 
@@ -77,7 +75,6 @@ class Ground:
     clock: Clock
     server: RedisServer | None = None
     is_exact: bool = True
-    tells_first: bool = True
     replaces_whole: bool = True
     has_empty_values: bool = True
     lifetimes: AsyncExitStack = field(default_factory=AsyncExitStack)
@@ -118,13 +115,11 @@ def local_ground(kind: str, root: Path) -> Ground:
         "memory": lambda: at("memory://"),
         "file": lambda: at(files[0]),
         "layered": lambda: at(f"layered:memory://|{files[0]}"),
-        "mirrored": lambda: at(f"mirrored:{files[0]}|{files[1]}"),
         "routed": lambda: RoutedStore({"t:f": at(files[0]), "t:abc": at(files[1])}, at(files[2])),
         "switch": lambda: SwitchStore(at(files[0])),
         "resilient": lambda: open_resilient_store(files[0], settings, clock),
     }
-    is_one = kind != "mirrored"
-    return Ground(makers[kind], clock, is_exact=is_one, tells_first=is_one)
+    return Ground(makers[kind], clock)
 
 
 @pytest.fixture(params=KINDS)
@@ -567,7 +562,7 @@ async def test_of_concurrent_writers_of_one_name_one_is_kept_whole(
             for i in range(12)
         ]
     statuses = [writer.result() for writer in writers]
-    if how == "only_new" and ground.tells_first:
+    if how == "only_new":
         assert statuses.count(PutStatus.STORED) == 1
     if is_first_kept and not ground.is_exact:
         winner = await stores[0].get("t:f:a:0", max_bytes=300_001) or b""

@@ -9,16 +9,14 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import until
-from tests.storage.values import content_of, get_one, put_one
+from tests.storage.values import get_one, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import StoreRefusedError
 from tierkv.storage import factory
 from tierkv.storage.base import forget_damaged
 from tierkv.storage.factory import StoreSettings, open_resilient_store
 from tierkv.storage.guard import BreakerState
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus, PutItem, PutOutcome, PutStatus
 from tierkv.storage.resilient import ResilienceSettings
 
@@ -27,27 +25,13 @@ NAME = "t:f:a:0"
 NAMES = [f"t:f:{index:02}:0" for index in range(10)]
 
 
-class ReadOnly(FaultyStore):
-    """What is there can be read, and not removed."""
-
-    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        raise StoreRefusedError(f"{names} cannot be removed")
-
-
 def memory() -> FaultyStore:
     return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
 
 
-def composed(kind: str, first: FaultyStore, second: FaultyStore) -> LayeredStore | MirroredStore:
-    if kind == "layered":
-        return LayeredStore(first, second, LayeredSettings())
-    return MirroredStore([first, second])
-
-
-@pytest.mark.parametrize("kind", ["layered", "mirrored"])
-async def test_damage_in_one_store_is_told_though_the_other_has_no_copy(kind: str) -> None:
+async def test_damage_in_one_store_is_told_though_the_other_has_no_copy() -> None:
     first, second = memory(), memory()
-    async with (store := composed(kind, first, second)).running():
+    async with (store := LayeredStore(first, second, LayeredSettings())).running():
         assert await put_one(first, NAME, b"cut") is STORED
         assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED
         second.fail_items(NAME)
@@ -56,50 +40,9 @@ async def test_damage_in_one_store_is_told_though_the_other_has_no_copy(kind: st
         assert await first.exists([NAME]) == 0
 
 
-@pytest.mark.parametrize("damaged", [0, 1])
-async def test_a_mirrors_copy_of_the_wrong_length_goes_where_another_has_it_whole(
-    damaged: int,
-) -> None:
-    parts = [memory() for _ in range(3)]
-    async with (store := MirroredStore(parts)).running():
-        for at, part in enumerate(parts):
-            assert await put_one(part, NAME, b"cut" if at <= damaged else b"whole") is STORED
-        assert await get_one(store, NAME, 5) == (GetStatus.HIT, b"whole")
-        are_there = [await part.exists([NAME]) == 1 for part in parts]
-        assert are_there == [at > damaged for at in range(3)]
-
-
-async def test_a_rotten_copy_that_a_mirror_cannot_remove_is_passed_by_from_then_on() -> None:
-    first, second = ReadOnly(MemoryStore(MemorySettings(), SystemClock())), memory()
-    async with (store := MirroredStore([first, second])).running():
-        for part, content in ((first, b"rotten"), (second, b"whole!")):
-            assert await put_one(part, NAME, content) is STORED
-        assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"rotten")
-        assert await forget_damaged(store, [NAME]) == [True]
-        asked = first.num_operations
-        for _ in range(3):
-            assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"whole!")
-        assert first.num_operations == asked
-        await second.delete([NAME])  # then it is better than nothing, and its checksum tells
-        assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"rotten")
-
-
-async def test_a_good_copy_in_a_mirror_that_did_not_answer_is_not_taken_for_the_rotten_one() -> (
-    None
-):
+async def test_two_who_find_one_copy_rotten_cost_that_copy() -> None:
     first, second = memory(), memory()
-    async with (store := MirroredStore([first, second])).running():
-        assert await put_one(store, NAME, b"value") is STORED
-        first.fail_next(1)
-        assert (await get_one(store, NAME, 5))[0] is GetStatus.HIT  # of the second, which is rotten
-        await forget_damaged(store, [NAME])
-        assert [await part.exists([NAME]) for part in (first, second)] == [1, 0]
-
-
-@pytest.mark.parametrize("kind", ["layered", "mirrored"])
-async def test_two_who_find_one_copy_rotten_cost_that_copy(kind: str) -> None:
-    first, second = memory(), memory()
-    async with (store := composed(kind, first, second)).running():
+    async with (store := LayeredStore(first, second, LayeredSettings())).running():
         for part, content in ((first, b"rotten"), (second, b"whole!")):
             assert await put_one(part, NAME, content) is STORED
         for _ in range(2):
@@ -108,47 +51,6 @@ async def test_two_who_find_one_copy_rotten_cost_that_copy(kind: str) -> None:
             assert await forget_damaged(store, [NAME, NAME]) == [True, True]
         assert [await part.exists([NAME]) for part in (first, second)] == [0, 1]
         assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"whole!")
-
-
-@pytest.mark.parametrize("fails", [0, 1])
-async def test_of_a_replaced_value_no_mirror_gives_the_old_one(fails: int) -> None:
-    parts = [memory(), memory()]
-    async with (store := MirroredStore(parts)).running():
-        assert await put_one(store, NAME, b"old", keep_existing=False) is STORED
-        parts[fails].fail_next(1)
-        assert await put_one(store, NAME, b"new", keep_existing=False) is STORED
-        assert await store.get(NAME, max_bytes=10) == b"new"
-        parts[1 - fails].fail_next(1)
-        assert await store.get(NAME, max_bytes=10) is None
-
-
-async def test_a_touch_counts_what_only_one_of_the_mirrors_has() -> None:
-    parts = [memory(), memory()]
-    async with (store := MirroredStore(parts)).running():
-        for part, name in zip(parts, NAMES, strict=False):
-            assert await put_one(part, name, b"x") is STORED
-        assert await store.touch(NAMES[:3], ttl_s=60.0) == 2
-
-
-@pytest.mark.parametrize("kind", ["layered", "mirrored"])
-@pytest.mark.parametrize("silent", [0, 1])
-async def test_a_store_that_comes_back_during_a_listing_hides_no_value(
-    kind: str, silent: int
-) -> None:
-    parts = [memory(), memory()]
-    async with (store := composed(kind, *parts)).running():
-        for part in parts:
-            await part.put([PutItem(name, (b"x",)) for name in NAMES])
-        first_listed = parts if kind == "mirrored" else parts[::-1]
-        if kind == "layered" and silent == 0:
-            return  # the far store has to answer
-        first_listed[silent].fail_next(1)
-        page = await store.list("t:", limit=3)
-        names = [value.name for value in page.values]
-        while page.cursor is not None:
-            page = await store.list("t:", limit=3, cursor=page.cursor)
-            names += [value.name for value in page.values]
-        assert sorted(names) == NAMES
 
 
 class Gated(MemoryStore):
@@ -248,14 +150,11 @@ class Slow(MemoryStore):
 def parts(monkeypatch: pytest.MonkeyPatch) -> Sequence[Slow]:
     """The stores of `memory://|memory://`."""
     parts = Slow(), Slow()
-    # `layered:` opens its near store once, and its far one twice.
-    opened = {"mirrored": [*parts], "layered": [parts[0], parts[1], parts[1]]}
     kinds = factory.open_store
 
     def open_part(url: str, settings: StoreSettings, clock: SystemClock) -> object:
-        kind = url.partition(":")[0]
-        if kind in opened:
-            waiting[:] = opened[kind]
+        if url.startswith("layered:"):
+            waiting[:] = parts
             return kinds(url, settings, clock)
         return waiting.pop(0)
 
@@ -264,12 +163,11 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Sequence[Slow]:
     return parts
 
 
-@pytest.mark.parametrize("kind", ["layered", "mirrored"])
 async def test_a_store_whose_writes_are_late_costs_the_others_nothing_they_have_stored(
-    kind: str, parts: Sequence[Slow]
+    parts: Sequence[Slow],
 ) -> None:
     settings = StoreSettings(resilience=ResilienceSettings(timeout_s=40.0, write_timeout_s=4.0))
-    store = open_resilient_store(f"{kind}:memory://|memory://", settings, SystemClock())
+    store = open_resilient_store("layered:memory://|memory://", settings, SystemClock())
     async with store.running():
         parts[0].write_s = 1000.0
         async with asyncio.TaskGroup() as group:
@@ -277,15 +175,3 @@ async def test_a_store_whose_writes_are_late_costs_the_others_nothing_they_have_
         assert [put.result() for put in puts] == [STORED] * 2
         assert store.snapshot().breaker.state is BreakerState.CLOSED
         assert await parts[1].exists(NAMES) == 2
-
-
-async def test_behind_a_silent_store_the_next_has_time_for_its_bytes(parts: Sequence[Slow]) -> None:
-    resilience = ResilienceSettings(timeout_s=0.2, slowest_bytes_per_s=20_000)
-    store = open_resilient_store(
-        "mirrored:memory://|memory://", StoreSettings(resilience=resilience), SystemClock()
-    )
-    async with store.running():
-        content = content_of(NAME, 60_000)  # 3.8 s, with what each value costs
-        assert await put_one(parts[1], NAME, content) is STORED
-        parts[0].read_s, parts[1].read_s = 1000.0, 1.5
-        assert await get_one(store, NAME, 60_000) == (GetStatus.HIT, content)

@@ -16,7 +16,6 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.base import StoreAround, forget_damaged, present
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.places import RoutedStore, SwitchStore
 from tierkv.storage.protocol import (
     Capabilities,
@@ -98,8 +97,7 @@ class Model:
         self.kind = kind
         stores: dict[str, Store] = {
             "layered": LayeredStore(one, two, LayeredSettings()),
-            "mirrored": MirroredStore([one, two, three]),
-            "routed": RoutedStore({"t:a": MirroredStore([one, two])}, three),
+            "routed": RoutedStore({"t:a": LayeredStore(one, two, LayeredSettings())}, three),
             "switch": SwitchStore(one),
         }
         self.store = stores[kind]
@@ -108,7 +106,7 @@ class Model:
         one, two, three = self.parts
         if self.kind == "routed":
             return (one, two) if name.startswith("t:a") else (three,)
-        return {"layered": (one, two), "mirrored": (one, two, three), "switch": (one,)}[self.kind]
+        return {"layered": (one, two), "switch": (one,)}[self.kind]
 
     async def have(self) -> dict[str, list[bool]]:
         return {
@@ -192,7 +190,7 @@ class Model:
             assert has_other or not (any(have[name]) and self.is_well)
 
 
-@pytest.mark.parametrize("kind", ["layered", "mirrored", "routed", "switch"])
+@pytest.mark.parametrize("kind", ["layered", "routed", "switch"])
 async def test_outcomes_are_of_their_items_and_true_whatever_fails(kind: str) -> None:
     for seed in range(60):
         model = Model(kind, random.Random(seed))

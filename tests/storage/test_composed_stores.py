@@ -1,4 +1,4 @@
-"""Stores made of stores: files in front of Redis, mirrors, and stores exchanged at run time."""
+"""Stores made of stores: files in front of Redis, and stores exchanged at run time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import until
-from tests.redis_server import redis_server
 from tests.storage.test_hung_disk import HungReads, all_locked
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, StoreCorruptError, StoreRefusedError, StoreUnavailableError
+from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage import places
 from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.guard import BreakerState
 from tierkv.storage.layered import LayeredSettings, LayeredStore
-from tierkv.storage.maintenance import values_under
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.places import AttachedStores, RoutedStore, SwitchStore
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store, Usage
-from tierkv.storage.redis.store import RedisSettings
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 STORED = PutStatus.STORED
@@ -42,7 +38,7 @@ async def fill(store: Store) -> None:
     assert {put.status for put in puts} == {PutStatus.STORED}
 
 
-async def check(store: LayeredStore | MirroredStore | SwitchStore) -> None:
+async def check(store: LayeredStore | SwitchStore) -> None:
     landings = [landing(name, 500) for name in NAMES]
     outcomes = await store.get_into([item for item, _ in landings])
     assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
@@ -73,12 +69,11 @@ async def test_a_near_store_that_fails_is_a_slower_far_one() -> None:
         await check(store)
 
 
-@pytest.mark.parametrize("kind", ["layered", "mirrored"])
 async def test_a_first_store_that_hangs_leaves_the_second_one_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = StoreSettings(resilience=ResilienceSettings(timeout_s=1.0))
-    url = f"{kind}:{(tmp_path / 'first').as_uri()}|{(tmp_path / 'second').as_uri()}"
+    url = f"layered:{(tmp_path / 'first').as_uri()}|{(tmp_path / 'second').as_uri()}"
     store = open_resilient_store(url, settings, SystemClock())
     async with store.running():
         for name in NAMES[:9]:
@@ -100,9 +95,8 @@ async def test_a_first_store_that_hangs_leaves_the_second_one_in_use(
                 disk.release()
 
 
-@pytest.mark.parametrize("kind", ["layered", "mirrored"])
 async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
-    tmp_path: Path, kind: str
+    tmp_path: Path,
 ) -> None:
     resilience = ResilienceSettings(timeout_s=20.0, write_timeout_s=0.2)
     urls = [(tmp_path / name).as_uri() for name in ("first", "second")]
@@ -111,7 +105,7 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
         await fill(first)  # so that there are directories to lock
         await first.delete(NAMES)
     settings = StoreSettings(resilience=resilience)
-    store = open_resilient_store(f"{kind}:{'|'.join(urls)}", settings, SystemClock())
+    store = open_resilient_store(f"layered:{'|'.join(urls)}", settings, SystemClock())
     async with store.running(), asyncio.TaskGroup() as group:
         with all_locked(tmp_path / "first"):  # as by a process that was stopped in the middle
             puts = []
@@ -124,14 +118,13 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
             assert not all(put.done() for put in puts)  # some buffers are the first store's yet
 
 
-@pytest.mark.parametrize(("kind", "down"), [("layered", 0), ("mirrored", 0), ("mirrored", 1)])
 async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, down: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "_RETRY_S", 0.02)
     paths = [tmp_path / "first", tmp_path / "second"]
-    paths[down].touch()  # where a directory has to be
-    url = f"{kind}:{'|'.join(path.as_uri() for path in paths)}"
+    paths[0].touch()  # where a directory has to be
+    url = f"layered:{'|'.join(path.as_uri() for path in paths)}"
     settings = StoreSettings(
         resilience=ResilienceSettings(timeout_s=40.0, write_timeout_s=20.0, probe_interval_s=0.02)
     )
@@ -140,25 +133,14 @@ async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is
         for name in NAMES[:10]:
             assert await put_one(store, name, b"value") is STORED
             assert await get_one(store, name, 5) == (GetStatus.HIT, b"value")
-        assert store.weakest()[0] == paths[down].as_uri()
+        assert store.weakest()[0] == paths[0].as_uri()
         assert store.snapshot().breaker.num_opened == 0
-        paths[down].unlink()
+        paths[0].unlink()
         await until(lambda: store.weakest()[1].state is BreakerState.CLOSED, "all stores in use")
         assert store.weakest()[1].degraded_s > 0
         assert await put_one(store, NAMES[10], b"value") is STORED
-    async with (back := open_store(paths[down].as_uri(), settings, SystemClock())).running():
+    async with (back := open_store(paths[0].as_uri(), settings, SystemClock())).running():
         assert await get_one(back, NAMES[10], 5) == (GetStatus.HIT, b"value")
-
-
-async def test_mirrors_of_which_none_can_be_opened_are_refused(tmp_path: Path) -> None:
-    paths = [tmp_path / "first", tmp_path / "second"]
-    for path in paths:
-        path.touch()
-    url = f"mirrored:{'|'.join(path.as_uri() for path in paths)}"
-    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=40.0))
-    with pytest.raises(StoreUnavailableError, match="first is no directory"):
-        async with open_resilient_store(url, settings, SystemClock()).running():
-            raise AssertionError("it opens")
 
 
 async def test_a_prompt_that_is_partly_near_is_found_whole() -> None:
@@ -193,50 +175,10 @@ async def test_copies_beyond_the_limit_are_not_made() -> None:
         assert store.num_fills_dropped >= len(NAMES) - 3
 
 
-async def test_a_mirror_answers_for_one_that_fails_or_has_lost_values() -> None:
-    first, second = memory(), memory()
-    store = MirroredStore([first, second])
-    async with store.running():
-        await fill(store)
-        first.fail_next(1)
-        await check(store)
-        await first.delete(NAMES[3:9])
-        await check(store)
-        assert await store.exists(NAMES) == len(NAMES)
-        first.fail_next(1)
-        assert await put_one(store, "t:f:new:0", b"x") is PutStatus.STORED
-        first.fail_next(1)
-        assert await store.get("t:f:new:0", max_bytes=1) == b"x"
-        first.fail_next(1)
-        second.fail_next(1)
-        with pytest.raises(StoreUnavailableError):
-            await store.exists(NAMES)
-
-
-async def test_values_that_only_the_mirrors_together_have_are_one_run() -> None:
-    first, second = memory(), memory()
-    store = MirroredStore([first, second])
-    async with store.running():
-        await first.put([PutItem(name, (b"x",)) for name in (*NAMES[:3], *NAMES[6:9])])
-        await second.put([PutItem(name, (b"x",)) for name in NAMES[3:6]])
-        assert await store.exists(NAMES) == 9
-        second.fail_next(1)
-        assert await store.exists(NAMES) == 3
-        first.fail_next(1)
-        assert await store.exists(NAMES) == 0
-
-
-@pytest.mark.parametrize("kind", [LayeredStore, MirroredStore])
-async def test_stores_with_holes_where_the_other_has_values_are_asked_a_few_times(
-    kind: type[LayeredStore | MirroredStore],
-) -> None:
+async def test_stores_with_holes_where_the_other_has_values_are_asked_a_few_times() -> None:
     """Each evicts what it likes; asked in turns from hole to hole, they would be too slow."""
     first, second = memory(), memory()
-    store = (
-        MirroredStore([first, second])
-        if kind is MirroredStore
-        else LayeredStore(first, second, LayeredSettings())
-    )
+    store = LayeredStore(first, second, LayeredSettings())
     async with store.running():
         for part, names in ((first, NAMES[::2]), (second, NAMES[1::2])):
             await part.put([PutItem(name, (b"x",)) for name in names])
@@ -247,65 +189,26 @@ async def test_stores_with_holes_where_the_other_has_values_are_asked_a_few_time
         assert await store.exists([]) == 0
 
 
-async def test_a_mirror_is_well_as_long_as_one_of_its_stores_is() -> None:
-    first, second = memory(), memory()
-    store = MirroredStore([first, second])
-    async with store.running():
-        first.fail_next(1)
-        await store.ping()
-        first.fail_next(1)
-        second.fail_next(1)
-        with pytest.raises(StoreUnavailableError):
-            await store.ping()
-
-
-@pytest.mark.parametrize(("kind", "down"), [("layered", 0), ("mirrored", 0), ("mirrored", 1)])
-async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_others(
-    kind: str, down: int
-) -> None:
+async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_others() -> None:
     """Such as touches of a long prompt that is used, in batches."""
     parts = [memory(), memory()]
-    store = (
-        MirroredStore(parts)
-        if kind == "mirrored"
-        else LayeredStore(parts[0], parts[1], LayeredSettings())
-    )
+    store = LayeredStore(parts[0], parts[1], LayeredSettings())
     guarded = ResilientStore(store, ResilienceSettings(timeout_s=20.0), SystemClock())
     async with guarded.running():
         await fill(guarded)
         for number in range(10):
-            parts[down].fail_next(1_000)
+            parts[0].fail_next(1_000)
             assert await guarded.touch(NAMES[number:], ttl_s=60.0) == len(NAMES) - number
             with pytest.raises(StoreRefusedError, match="does not answer"):
                 await guarded.delete([NAMES[number]])
-            parts[down].fail_next(0)
-            assert await parts[1 - down].exists([NAMES[number]]) == 0
+            parts[0].fail_next(0)
+            assert await parts[1].exists([NAMES[number]]) == 0
         assert guarded.snapshot().breaker.num_opened == 0
         assert await get_one(guarded, NAMES[15], 500) == (GetStatus.HIT, content_of(NAMES[15], 500))
         for part in parts:
             part.fail_next(1_000)
         with pytest.raises(StoreUnavailableError):
             await guarded.touch(NAMES, ttl_s=60.0)
-
-
-async def test_mirrors_list_and_count_what_those_have_that_answer() -> None:
-    parts = [memory() for _ in range(3)]
-    store = MirroredStore(parts)
-    async with store.running():
-        await fill(store)
-        for down in ((0,), (1,), (2,), (0, 1), (1, 2), (0, 2)):
-            for at in down:
-                parts[at].fail_next(1_000)
-            names = [value.name async for value in values_under(store, "t")]
-            assert sorted(names) == NAMES, down
-            assert await store.usage("t") == Usage(len(NAMES), len(NAMES) * 500)
-            for part in parts:
-                part.fail_next(0)
-        for part in parts:
-            part.fail_next(1_000)
-        for ask in (store.usage("t"), store.list("t", limit=7)):
-            with pytest.raises(StoreUnavailableError, match="does not answer"):
-                await ask
 
 
 async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() -> None:
@@ -319,65 +222,12 @@ async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() 
                 await ask
 
 
-async def test_a_frozen_first_mirror_is_left_alone_and_the_second_answers() -> None:
-    with redis_server() as first, redis_server() as second:
-        url = f"mirrored:{first.url}|{second.url}"
-        settings = StoreSettings(
-            redis=RedisSettings(timeout_s=1.0, connect_timeout_s=1.0),
-            resilience=ResilienceSettings(timeout_s=1.1, probe_interval_s=0.05),
-        )
-        store = open_resilient_store(url, settings, SystemClock())
-        async with store.running():
-            assert await put_one(store, "t:f:1:0", b"value") is PutStatus.STORED
-            first.pause()
-            try:
-                for _ in range(5):  # as many as the breaker takes to open
-                    await get_one(store, "t:f:1:0", 5)
-                started = time.monotonic()
-                for _ in range(20):
-                    assert await get_one(store, "t:f:1:0", 5) == (GetStatus.HIT, b"value")
-                assert time.monotonic() - started < 5, "each waits out the frozen store's 1 s"
-            finally:
-                first.resume()
-
-
 async def answers(store: FaultyStore) -> bool:
     try:
         await store.ping()
     except StoreUnavailableError:
         return False
     return True
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-async def test_a_mirror_that_has_lost_a_ticket_does_not_let_another_be_the_first(lost: int) -> None:
-    parts = [memory(), memory()]
-    store = MirroredStore(parts)
-    async with store.running():
-        assert await put_one(store, NAMES[0], b"one", keep_existing=False, only_new=True) is STORED
-        await parts[lost].delete(NAMES[:1])
-        later = await put_one(store, NAMES[0], b"two", keep_existing=False, only_new=True)
-        assert later is PutStatus.EXISTED
-        assert await store.get(NAMES[0], max_bytes=10) == b"one"
-        outcomes = await store.put(
-            [
-                PutItem(NAMES[1], (b"block",)),
-                PutItem(NAMES[0], (b"three",), keep_existing=False, only_new=True),
-                PutItem(NAMES[2], (b"ticket",), keep_existing=False, only_new=True),
-            ]
-        )
-        assert [one.status for one in outcomes] == [STORED, PutStatus.EXISTED, STORED]
-
-
-async def test_a_small_value_that_is_too_long_in_one_mirror_is_had_from_the_next() -> None:
-    parts = [memory(), memory()]
-    store = MirroredStore(parts)
-    async with store.running():
-        await put_one(parts[0], NAMES[0], bytes(100))
-        with pytest.raises(StoreCorruptError):
-            await store.get(NAMES[0], max_bytes=10)
-        await put_one(parts[1], NAMES[0], b"right")
-        assert await store.get(NAMES[0], max_bytes=10) == b"right"
 
 
 async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
@@ -453,7 +303,8 @@ async def test_a_store_that_cannot_be_opened_leaves_the_old_one_in_place(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "url", ["layered:memory://", "layered:a|b", "mirrored:memory://", "layered:memory://|x|y"]
+    "url",
+    ["layered:memory://", "layered:a|b", "layered:memory://|x|y", "mirrored:memory://|memory://"],
 )
 def test_urls_of_composed_stores_that_make_no_sense_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):

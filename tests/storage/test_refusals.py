@@ -51,7 +51,7 @@ def sentinels() -> Iterator[SentinelGroup]:
 @pytest.mark.parametrize(
     "url_at", [
         "redis://127.0.0.1:{}", "redis+cluster://127.0.0.1:{}", "redis+sentinel://127.0.0.1:{}/kv",
-        "rediss://127.0.0.1:{}", "mirrored:redis://127.0.0.1:{0}|redis://127.0.0.1:{0}",
+        "rediss://127.0.0.1:{}", "layered:memory://|redis://127.0.0.1:{0}",
     ],
 )  # fmt: skip
 async def test_where_nobody_listens(url_at: str) -> None:

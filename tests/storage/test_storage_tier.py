@@ -23,8 +23,8 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
 from tierkv.storage.guard import BreakerState
+from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.notify import notifier_of
 from tierkv.storage.places import AttachedStores
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
@@ -220,8 +220,9 @@ async def test_a_store_that_came_back_empty_is_written_to_again() -> None:
 async def test_one_of_several_stores_that_is_left_alone_is_told() -> None:
     """The others do without it, so that nobody would know."""
     parts = [memory(), memory()]
-    mirrored = MirroredStore([guarded(part, probe_interval_s=100.0) for part in parts])
-    store = ResilientStore(mirrored, ResilienceSettings(timeout_s=20.0), SystemClock())
+    near = guarded(parts[0], probe_interval_s=100.0)
+    layered = LayeredStore(near, parts[1], LayeredSettings())
+    store = ResilientStore(layered, ResilienceSettings(timeout_s=20.0), SystemClock())
     async with tier(store) as here:
         [state] = here.service.storage_state()
         assert (state.circuit, state.part) == (BreakerState.CLOSED.value, "")

@@ -23,7 +23,6 @@ from tierkv.gpu.protocol import HostSlots
 from tierkv.storage.base import StoreAround, forget_damaged
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.places import RoutedStore, SwitchStore
 from tierkv.storage.protocol import Capabilities, GetItem, GetStatus, PutItem, Store
 from tierkv.storage.resilient import ResilienceSettings, ResilientStore
@@ -118,7 +117,7 @@ async def ground(
         yield Ground(io, parts, host, [names.name(key) for key in keys], keys)
 
 
-@pytest.mark.parametrize("compose", [layered, MirroredStore, around])
+@pytest.mark.parametrize("compose", [layered, around])
 async def test_a_rotten_first_copy_goes_and_the_good_one_is_read_and_stays(
     compose: Callable[[Sequence[Store]], Store],
 ) -> None:
@@ -132,7 +131,7 @@ async def test_a_rotten_first_copy_goes_and_the_good_one_is_read_and_stays(
         assert here.io.stats.damaged_blocks == 1
 
 
-@pytest.mark.parametrize("compose", [layered, MirroredStore, around])
+@pytest.mark.parametrize("compose", [layered, around])
 async def test_of_copies_that_are_all_rotten_none_is_served_and_none_stays(
     compose: Callable[[Sequence[Store]], Store],
 ) -> None:
@@ -152,14 +151,6 @@ async def test_a_value_that_is_rotten_afar_leaves_no_copy_behind() -> None:
         assert (await here.have(1))[0] is False
         await until(lambda: here.parts[0].num_operations > 5, "the copies of the others")
         assert (await here.have(0))[0] is False
-
-
-async def test_the_last_of_three_mirrors_can_be_the_one_that_is_whole() -> None:
-    async with ground(MirroredStore, 3) as here:
-        for part in range(2):
-            await here.rot(part, 0)
-        assert await here.fetched() == [GetStatus.HIT] * 3
-        assert [(await here.have(part))[0] for part in range(3)] == [False, False, True]
 
 
 async def test_a_rotten_near_copy_that_cannot_be_removed_is_passed_by() -> None:

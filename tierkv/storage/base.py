@@ -79,11 +79,6 @@ def use_memory(store: Store, pools: Sequence[memoryview]) -> None:
         store.use_memory(pools)
 
 
-# Stores of which each has holes where another has values are asked about every name after so many
-# turns: half of 1,000 names in either of two Redis servers took 500 turns, and now takes 10 ms.
-MAX_TURNS = 3
-
-
 @runtime_checkable
 class TellsEach(Protocol):
     """A store that tells of many names at once."""

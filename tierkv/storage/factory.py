@@ -13,7 +13,6 @@ from tierkv.storage import mooncake
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mirrored import MirroredStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
 from tierkv.storage.places import LateStore
 from tierkv.storage.protocol import Store
@@ -67,26 +66,19 @@ def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
     urls = urls_in(url)
     if len(urls) != 2:  # noqa: PLR2004 - near and far
         raise ConfigError(f"a layered store needs two URLs; accepted: {_LAYERED}")
-    [near, _] = _with_breakers(urls, settings, clock)
-    return LayeredStore(near, open_store(urls[1], settings, clock), settings.layered)
-
-
-def _mirrored(url: str, settings: StoreSettings, clock: Clock) -> Store:
-    return MirroredStore(_with_breakers(urls_in(url), settings, clock))
-
-
-def _with_breakers(urls: Sequence[str], settings: StoreSettings, clock: Clock) -> Sequence[Store]:
-    """Stores that are asked one after the other, each with its part of the time and a breaker of
-    its own: one that is silent would use up the others' time as well. Nor do these wait for one
-    that cannot be opened yet."""
+    near, far = [open_store(one, settings, clock) for one in urls]
     resilience = settings.resilience
-    part = replace(resilience, timeout_s=resilience.timeout_s / len(urls))
-    stores = [LateStore(open_store(url, settings, clock)) for url in urls]
-    return [ResilientStore(store, part, clock) for store in stores]
+    # NEAR is asked before FAR: it has half the time and a breaker of its own, since one that is
+    # silent would use up all of it, and is done without until it can be opened.
+    part = replace(resilience, timeout_s=resilience.timeout_s / 2)
+    return LayeredStore(ResilientStore(LateStore(near), part, clock), far, settings.layered)
 
 
+_NO_MIRRORS = (
+    "there are no mirrored: stores any more: name one store, and let it keep the copies, such as "
+    "Redis with replicas (redis+sentinel://, redis+cluster://), or Mooncake"
+)
 _LAYERED = "layered:NEAR-URL|FAR-URL"
-_MIRRORED = "mirrored:URL|URL"
 _FILE = "file:///absolute/directory or file:relative/directory"
 _STORES = {
     "memory": _Row("memory://", _memory),
@@ -94,7 +86,6 @@ _STORES = {
     **{scheme: _Row(REDIS_ACCEPTED, _redis) for scheme in REDIS_SCHEMES},
     "mooncake": _Row(mooncake.ACCEPTED, _mooncake),
     "layered": _Row(_LAYERED, _layered),
-    "mirrored": _Row(_MIRRORED, _mirrored),
 }
 
 
@@ -104,6 +95,8 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     Raises ConfigError, with what is accepted, if the URL names none.
     """
     scheme, separator, _ = url.partition(":")
+    if separator and scheme == "mirrored":
+        raise ConfigError(_NO_MIRRORS)
     row = _STORES.get(scheme) if separator else None
     if row is None:
         accepted = "; ".join(dict.fromkeys(row.accepted for row in _STORES.values()))
@@ -115,7 +108,7 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
 def urls_in(url: str) -> Sequence[str]:
     """The URLs that one of several stores is made of; of a single store, itself."""
     scheme, _, rest = url.partition(":")
-    return rest.split("|") if scheme in {"layered", "mirrored"} else [url]
+    return rest.split("|") if scheme == "layered" else [url]
 
 
 def open_resilient_store(url: str, settings: StoreSettings, clock: Clock) -> ResilientStore:

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from tierkv.errors import BadRequestError, ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage.base import (
-    MAX_TURNS,
     Noted,
     StoreAround,
     forget_damaged,
@@ -41,12 +40,12 @@ from tierkv.storage.protocol import (
     check_ttl,
 )
 from tierkv.storage.threads import WorkerThreads
-from tierkv.storage.union import list_union, usage_of_union
 from tierkv.tasks import background
 
 _log = logging.getLogger(__name__)
 
 
+_PAGE = 1000
 _MAX_SUSPECTS = 10_000
 _IS_THERE = (GetStatus.HIT, GetStatus.DAMAGED)
 
@@ -124,13 +123,16 @@ class LayeredStore(StoreAround):
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
-        found = 0
-        for _ in range(MAX_TURNS):
-            near = await self._near_exists(names[found:])
-            far = await self._far.exists(names[found + near :]) if found + near < len(names) else 0
-            found += near + far
-            if far == 0 or found == len(names):
-                return found
+        near = 0
+        with suppress(StoreUnavailableError):
+            near = await self._near.exists(names)
+        if near == len(names):
+            return near
+        found = near + await self._far.exists(names[near:])
+        if found in (near, len(names)):
+            return found
+        # Each can have holes where the other has values: half of 1,000 names in either of two Redis
+        # servers took 500 turns when they were asked in turns, and takes 10 ms so.
         return found + num_leading(await self.present(names[found:]))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
@@ -144,12 +146,6 @@ class LayeredStore(StoreAround):
             for at, is_far in zip(left, answers, strict=True):
                 found[at] = is_far
         return found
-
-    async def _near_exists(self, names: Sequence[str]) -> int:
-        try:
-            return await self._near.exists(names)
-        except StoreUnavailableError:
-            return 0
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         suspects = self._suspects & {item.name for item in items}
@@ -223,12 +219,33 @@ class LayeredStore(StoreAround):
         """What only the near store still has comes last: it is read, so it can be removed."""
         check_prefix(prefix)
         check_limit(limit)
-        stores = (self._far, self._near)
-        return await list_union(stores, prefix, limit=limit, cursor=cursor, needs_first=True)
+        which, slash, inner = (cursor or "far/").partition("/")
+        if not slash or which not in {"far", "near"}:
+            raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
+        if which == "far":
+            page = await self._far.list(prefix, limit=limit, cursor=inner or None)
+            return ListPage(page.values, f"far/{page.cursor}" if page.cursor else "near/")
+        try:
+            page = await self._near.list(prefix, limit=limit, cursor=inner or None)
+        except StoreUnavailableError:
+            if inner:
+                raise
+            return ListPage((), None)  # nothing of it could be read
+        values = page.values
+        with suppress(StoreUnavailableError):
+            are_far = await present(self._far, [value.name for value in values])
+            values = tuple(one for one, is_far in zip(values, are_far, strict=True) if not is_far)
+        return ListPage(values, f"near/{page.cursor}" if page.cursor else None)
 
     async def usage(self, prefix: str) -> Usage:
-        check_prefix(prefix)
-        return await usage_of_union((self._far, self._near), prefix, needs_first=True)
+        num_values = num_bytes = 0
+        cursor: str | None = None
+        while True:
+            page = await self.list(prefix, limit=_PAGE, cursor=cursor)
+            num_values += len(page.values)
+            num_bytes += sum(value.num_bytes for value in page.values)
+            if (cursor := page.cursor) is None:
+                return Usage(num_values, num_bytes)
 
 
 class NearCopies:

@@ -421,7 +421,7 @@ class SwitchStore(StoreAround):
 
 class LateStore(SwitchStore):
     """`Store`. One that cannot be opened at the start is out of order until it can: a node starts
-    while one of its mirrors is down."""
+    while its near store is down."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__()

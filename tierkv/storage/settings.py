@@ -20,7 +20,7 @@ from tierkv.storage.resilient import ResilienceSettings
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSettings:
     """url: where the storage tier is: file:///directory, redis://host:port/0, memory://,
-        mooncake://..., layered:NEAR|FAR, mirrored:URL|URL, or none. Where it is empty, files in the
+        mooncake://..., layered:NEAR|FAR, or none. Where it is empty, files in the
         user's cache directory, which nodes of one machine share.
     trust: of whoever else can write to the store: trusted (values are checked for accidents),
         signed (and for forgeries), sealed (and nobody without the key can read them). All nodes
