@@ -97,7 +97,7 @@ class Model:
         self.kind = kind
         stores: dict[str, Store] = {
             "layered": LayeredStore(one, two, LayeredSettings()),
-            "routed": RoutedStore({"t:a": LayeredStore(one, two, LayeredSettings())}, three),
+            "routed": RoutedStore({"t:a": one}, three),
             "switch": SwitchStore(one),
         }
         self.store = stores[kind]
@@ -105,7 +105,7 @@ class Model:
     def parts_of(self, name: str) -> Sequence[Fickle]:
         one, two, three = self.parts
         if self.kind == "routed":
-            return (one, two) if name.startswith("t:a") else (three,)
+            return (one,) if name.startswith("t:a") else (three,)
         return {"layered": (one, two), "switch": (one,)}[self.kind]
 
     async def have(self) -> dict[str, list[bool]]:
