@@ -18,8 +18,8 @@ from tests.latch import finish, until
 from tests.redis_server import PATIENT, RedisServer, redis_server
 from tierkv.clock import SystemClock
 from tierkv.storage import notify_file
-from tierkv.storage.factory import open_store
-from tierkv.storage.notify import LOOK, Listener, Notifier, Polling, notifier_of
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.notify import LOOK, Listener, Notifier, notifier_of
 from tierkv.storage.notify_file import DIRECTORY, FileNotifier
 from tierkv.storage.protocol import PutItem, Store
 
@@ -129,13 +129,12 @@ async def test_a_store_in_memory_tells_within_its_process() -> None:
             assert await listener.next(1) == "x"
 
 
-async def test_a_store_that_cannot_tell_is_polled(tmp_path: Path) -> None:
-    async with opened("mooncake://m:1") as [(_, notifier)]:
-        assert isinstance(notifier, Polling)
-        with notifier.listen(TOPIC) as listener:
-            await notifier.tell(TOPIC, "x")
-            assert not listener.is_live
-            assert await listener.next(0.01) is None
+async def test_a_store_that_cannot_tell_is_polled() -> None:
+    notifier = notifier_of(open_store("mooncake://m:1", StoreSettings(), SystemClock()))
+    with notifier.listen(TOPIC) as listener:
+        await notifier.tell(TOPIC, "x")
+        assert not listener.is_live
+        assert await listener.next(0.01) is None
 
 
 async def test_hints_between_files_leave_no_file_behind(tmp_path: Path) -> None:
