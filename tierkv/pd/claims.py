@@ -11,24 +11,25 @@ from enum import Enum
 
 from tierkv.cache.keys import StoredKey, differences
 from tierkv.cache.node import Tier
-from tierkv.errors import HandoffError, StoreUnavailableError, TransferError
+from tierkv.errors import HandoffError, NoRoomError, StoreUnavailableError, TransferError
 from tierkv.pd.ahead import Ahead, LoadsAhead
 from tierkv.pd.direct.claimer import Claimer
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.lease import ProducerLease
+from tierkv.pd.portions import Portions
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id
 from tierkv.pd.watch import Watch
 from tierkv.sched.fetch import Fetched, Fetcher
+from tierkv.sched.fetch_groups import NO_ROOM
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
-from tierkv.storage.protocol import GetStatus
-from tierkv.tasks import background
+from tierkv.storage.protocol import GetOutcome, GetStatus
+from tierkv.tasks import background, deadline
 
 log = logging.getLogger("tierkv.handoff")
 
-_ATTEMPTS = 3
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 # Computing the prompt here would not be what the caller meant.
@@ -58,6 +59,7 @@ class Claims:
         fetcher: Fetcher,
         *,
         direct: Direct,
+        portions: Portions,
         fetch_deadline_s: float,
         stats: HandoffStats,
     ) -> None:
@@ -66,6 +68,7 @@ class Claims:
         self._scheduler = scheduler
         self._fetcher = fetcher
         self._direct = direct
+        self._portions = portions
         self._fetch_deadline_s = fetch_deadline_s
         self._stats = stats
 
@@ -155,30 +158,56 @@ class Claims:
         near: Claimer,
     ) -> Request:
         """The request, with every token or with what `policy` says. A store that fails is asked
-        again until the claim's time is over: its ticket said that all is there."""
-        prompt, attempts_left, pause_s = spec.prompt, _ATTEMPTS, _FIRST_PAUSE_S
-        loop = asyncio.get_running_loop()
+        again until the claim's time is over: its ticket said that all is there. What the host has
+        no room for, or has not any more when it is the request's turn, comes in portions."""
+        prompt, pause_s = spec.prompt, _FIRST_PAUSE_S
         while True:
             await near.ask(prompt)
             fetched = await self._fetch_and_load(spec, keys)
             fetched.earlier = tuple(near.came)
             near.came.append(fetched.tokens)  # this may not be the last attempt
             problem = fetched.first_problem
-            if problem is not None and problem.status is GetStatus.FAILED:
-                is_worth_a_wait = loop.time() + pause_s < give_up_at
-                if policy is ClaimPolicy.WHOLE and is_worth_a_wait:
-                    fetched.release()
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                    continue
-            request = await self._scheduler.admit(spec, fetched)
-            if request.cached_tokens == prompt.num_tokens or policy is ClaimPolicy.RECOMPUTE:
-                return request
+            if policy is not ClaimPolicy.WHOLE or not self._may_try_again(problem, give_up_at):
+                request = await self._admit(spec, fetched, give_up_at)
+                if problem is None or problem is NO_ROOM:
+                    problem = await self._rest(request, keys, give_up_at)
+                is_whole = request.cached_tokens == prompt.num_tokens
+                if is_whole or policy is not ClaimPolicy.WHOLE:
+                    return request
+                self._scheduler.end(request)
+                if not self._may_try_again(problem, give_up_at):
+                    raise _incomplete(request, problem)
+            fetched.release()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _may_try_again(self, problem: GetOutcome | None, give_up_at: float) -> bool:
+        """Whether the store did not answer, and there is time to ask it once more."""
+        has_failed = problem is not None and problem.status is GetStatus.FAILED
+        return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
+
+    async def _admit(self, spec: RequestSpec, fetched: Fetched, give_up_at: float) -> Request:
+        """Raises NoRoomError if the request is in line still when the claim's time is over."""
+        left_s = give_up_at - asyncio.get_running_loop().time()
+        async with deadline(left_s, _found_no_room):
+            return await self._scheduler.admit(spec, fetched)
+
+    async def _rest(
+        self, request: Request, keys: Sequence[StoredKey], give_up_at: float
+    ) -> GetOutcome | None:
+        """Bring what an admitted request lacks; why not all of it, if so."""
+        if request.cached_tokens == request.spec.prompt.num_tokens:
+            return None
+        try:
+            return await self._portions.bring(
+                request,
+                keys or self._scheduler.tiers.prompt_keys(request.spec.prompt),
+                give_up_at=give_up_at,
+                portion_s=self._fetch_deadline_s,
+            )
+        except BaseException:  # a load that failed, an abort, a cancel: nobody has the request yet
             self._scheduler.end(request)
-            attempts_left -= 1
-            # What was fetched whole can be evicted while the request waits for its turn.
-            if problem is not None or not attempts_left:
-                raise _incomplete(request, fetched)
+            raise
 
     async def _fetch_and_load(self, spec: RequestSpec, keys: Sequence[StoredKey]) -> Fetched:
         """What storage has of the prompt; what came first is on its way to the device by then."""
@@ -226,14 +255,21 @@ def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
         )
 
 
-def _incomplete(request: Request, fetched: Fetched) -> HandoffError:
-    problem = fetched.first_problem
+def _found_no_room() -> NoRoomError:
+    return NoRoomError(
+        ClaimProblem.NO_ROOM.value, "other requests had all of the room until the claim's deadline"
+    )
+
+
+def _incomplete(request: Request, problem: GetOutcome | None) -> HandoffError:
+    if problem is NO_ROOM:
+        return _found_no_room()
     reason = {
         GetStatus.DAMAGED: ClaimProblem.DAMAGED,
         GetStatus.FAILED: ClaimProblem.UNAVAILABLE,
     }.get(problem.status if problem else GetStatus.MISS, ClaimProblem.INCOMPLETE)
     return HandoffError(
         reason.value,
-        f"only {request.cached_tokens} of {request.prompt.num_tokens} prompt tokens could be "
-        f"loaded: {(problem.reason or 'not in storage') if problem else 'no room'}",
+        f"only {request.cached_tokens} of {request.spec.prompt.num_tokens} prompt tokens could be "
+        f"loaded: {(problem.reason if problem else '') or 'not in storage'}",
     )

@@ -31,7 +31,8 @@ class ClaimProblem(Enum):
     EXPIRED = "expired"  # there is one, but its time is over
     CLAIMED = "already_claimed"  # there was one; it was claimed and its time after that is over
     DAMAGED = "damaged"  # the ticket or a block is not what was written
-    INCOMPLETE = "incomplete"  # a block it lists is gone, or does not fit here
+    INCOMPLETE = "incomplete"  # a block it lists is gone
+    NO_ROOM = "no_room"  # this node had none for it before the deadline
     INCOMPATIBLE = "incompatible"  # made by a node whose KV cannot be used here
     OTHER_PROMPT = "other_prompt"  # it is for other tokens than the caller's
     PRODUCER_FAILED = "producer_failed"  # the prefill gave up, and said why

@@ -22,6 +22,7 @@ from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ledger import Ledger
+from tierkv.pd.portions import Portions
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.small import SmallValues
 from tierkv.pd.staging import STAGING_BLOCKS, Staging
@@ -139,10 +140,11 @@ class Parts:
             claimed_ttl_s=settings.claimed_ttl_s,
             name=made_of.name,
         )
+        staging = Staging(first_slot=made_of.settings.host_slots)
         self.handoff = Handoff(
             self.tiers,
             storage,
-            Staging(first_slot=made_of.settings.host_slots),
+            staging,
             tickets,
             lease=lease,
             ledger=Ledger(tickets, clock, incarnation=lease.incarnation),
@@ -155,6 +157,7 @@ class Parts:
             self.scheduler,
             self.fetcher,
             direct=direct,
+            portions=Portions(self.scheduler, storage, staging),
             fetch_deadline_s=made_of.settings.fetch_deadline_s,
             stats=stats,
         )

@@ -1,0 +1,144 @@
+"""On a healthy store a claim waits for room within its deadline, and goes on through few slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.latch import finish, turns
+from tests.world import World, world
+from tierkv.cache.eviction import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.ticket import ClaimProblem
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import Store
+
+SHORT = HandoffSettings(publish_deadline_s=20, claim_deadline_s=20, direct=DirectPath.OFF)
+
+
+def prompt_of(number: int, count: int) -> list[int]:
+    return [(number << 16) + at for at in range(count)]
+
+
+@pytest.fixture(params=["memory", "file"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore(MemorySettings(), SystemClock())
+        return
+    yield FileStore(tmp_path, FileSettings(), SystemClock())
+
+
+@asynccontextmanager
+async def published(
+    store: Store, prompts: list[list[int]], **settings: Any
+) -> AsyncIterator[World]:
+    """A decode node beside a store that has `prompts`, under tickets by their number."""
+    most = max(map(len, prompts)) // 4 + 1
+    async with world(store=store, handoff=SHORT, device_blocks=most, host_blocks=1) as prefill:
+        for number, prompt in enumerate(prompts):
+            request = await prefill.admit(prompt)
+            await prefill.prefill(request, prompt)
+            await finish(prefill.service.publish(request, str(number), [42]))
+            prefill.service.end(request)
+            await prefill.settle()
+    async with world(store=store, handoff=SHORT, **settings) as decode:
+        yield decode
+
+
+async def claim(
+    node: World, number: int, prompt: list[int], policy: ClaimPolicy = ClaimPolicy.WHOLE
+) -> None:
+    request, _ = await node.service.claim(
+        f"claim {number}", str(number), node.prompt(prompt), max_new_tokens=1, policy=policy
+    )
+    await request.gate.all_layers(20)
+    assert request.cached_tokens == len(prompt)
+    assert request.matched.total_tokens == len(prompt)
+    node.check_kv(request, prompt, len(prompt))
+    node.service.end(request)
+
+
+@pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
+@pytest.mark.parametrize(("count", "length"), [(10, 125), (16, 125), (10, 225)])
+async def test_of_a_burst_of_claims_none_is_refused_and_nothing_is_computed_again(
+    store: Store, count: int, length: int, policy: ClaimPolicy
+) -> None:
+    prompts = [prompt_of(number, length) for number in range(count)]
+    async with published(store, prompts, device_blocks=128, host_blocks=256) as node:
+        async with asyncio.TaskGroup() as claims:
+            for number, prompt in enumerate(prompts):
+                claims.create_task(claim(node, number, prompt, policy))
+        await node.settle()
+
+
+@pytest.mark.parametrize("host_write", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+@pytest.mark.parametrize(
+    ("device_blocks", "host_blocks", "length"), [(1000, 100, 427), (128, 32, 511), (128, 1, 510)]
+)
+async def test_a_prompt_up_to_the_devices_size_comes_through_a_small_host_tier(
+    store: Store, device_blocks: int, host_blocks: int, length: int, host_write: WritePolicy
+) -> None:
+    prompts = [prompt_of(1, length)]
+    settings = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+    async with published(store, prompts, **settings, host_write=host_write) as node:
+        await finish(claim(node, 0, prompts[0]))
+        await node.settle()
+        assert (await node.run(prompts[0])).device_tokens >= length - 4
+
+
+async def test_claims_of_one_prompt_come_through_a_small_host_tier_side_by_side(
+    store: Store,
+) -> None:
+    prompts = [prompt_of(1, 200)]
+    async with published(store, prompts, device_blocks=256, host_blocks=16) as node:
+
+        async def claim_it(name: str) -> None:
+            request, _ = await node.service.claim(
+                name, "0", node.prompt(prompts[0]), max_new_tokens=1
+            )
+            await request.gate.all_layers(20)
+            node.check_kv(request, prompts[0], 200)
+            node.service.end(request)
+
+        async with asyncio.TaskGroup() as claims:
+            for number in range(3):
+                claims.create_task(claim_it(f"claim {number}"))
+        await node.settle()
+
+
+async def test_a_claim_that_finds_no_room_until_its_deadline_says_so(store: Store) -> None:
+    prompts = [prompt_of(1, 100)]
+    async with published(store, prompts, device_blocks=32, host_blocks=32) as node:
+        running = await node.admit(prompt_of(2, 40))
+        with pytest.raises(HandoffError) as error:
+            await node.service.claim(
+                "claim", "0", node.prompt(prompts[0]), max_new_tokens=1, deadline_s=0.2
+            )
+        assert error.value.reason == ClaimProblem.NO_ROOM.value
+        node.service.end(running)
+        await finish(claim(node, 0, prompts[0]))
+        await node.settle()
+
+
+async def test_a_claim_that_is_cancelled_between_two_portions_leaves_nothing_behind() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    prompts = [prompt_of(1, 400)]
+    async with published(store, prompts, device_blocks=128, host_blocks=2) as node:
+        for num_turns in range(0, 120, 4):
+            claiming = asyncio.create_task(claim(node, 0, prompts[0]))
+            await turns(num_turns)
+            claiming.cancel()
+            await asyncio.wait([claiming])
+            await node.settle()
+            node.service.reset()
+        await finish(claim(node, 0, prompts[0]))
+        await node.settle()
