@@ -9,6 +9,7 @@ import pytest
 from tierkv.api.settings import NodeSettings
 from tierkv.config import load
 from tierkv.errors import ConfigError
+from tierkv.gateway.settings import GatewaySettings
 
 
 def file(folder: Path, text: str) -> Path:
@@ -70,3 +71,22 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load(NodeSettings, tmp_path / "missing.toml", {})
     with pytest.raises(ConfigError, match="cannot be read"):
         load(NodeSettings, tmp_path, {})
+
+
+def test_one_environment_and_one_file_serve_nodes_and_gateways(tmp_path: Path) -> None:
+    path = file(tmp_path, "[cache]\nblock_size = 32\n[limits]\nmax_batch = 3\n")
+    environ = {"TIERKV_HANDOFF__DIRECT": "off", "TIERKV_GATEWAY__MODEL": "m"}
+    node = load(NodeSettings, path, environ, beside=GatewaySettings)
+    front = load(GatewaySettings, path, environ, beside=NodeSettings)
+    assert (node.cache.block_size, node.handoff.direct.value) == (32, "off")
+    assert (front.limits.max_batch, front.gateway.model) == (3, "m")
+
+
+def test_a_key_that_neither_role_knows_is_named_by_both(tmp_path: Path) -> None:
+    environ = {"TIERKV_HANDOFF__DIRECTLY": "off"}
+    with pytest.raises(ConfigError, match=r"handoff\.directly"):
+        load(NodeSettings, None, environ, beside=GatewaySettings)
+    with pytest.raises(ConfigError, match=r"handoff\.directly"):
+        load(GatewaySettings, None, environ, beside=NodeSettings)
+    with pytest.raises(ConfigError, match="caches"):
+        load(GatewaySettings, file(tmp_path, "[caches]\nx = 1"), {}, beside=NodeSettings)

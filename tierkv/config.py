@@ -23,11 +23,15 @@ def load(
     path: Path | None,
     environ: Mapping[str, str],
     options: Iterable[tuple[str, str, object]] = (),
+    *,
+    beside: type | None = None,
 ) -> T:
     """Settings of type `kind` (a msgspec struct of sections) from `path`, from variables named
     TIERKV_SECTION__KEY, which win (TIERKV_STORAGE__REDIS__TIMEOUT_S is a nested one), and from
     `options`, each a section, a key and a value, which win over both.
 
+    beside: settings of another role, so that one environment or file serves both roles: a table
+    that only the other one has is left out, once its keys are known to exist there.
     Raises ConfigError, naming the file and the key, if a file cannot be read, a key is unknown or
     a value is not of its type.
     """
@@ -40,6 +44,10 @@ def load(
             where = f"{where} with {variable}"
     for section, key, value in options:
         _section(table, [section], where)[key] = value
+    others = {} if beside is None else get_type_hints(beside)
+    theirs = {name for name in table if name in others and name not in get_type_hints(kind)}
+    if beside is not None:
+        _refuse_unknown(beside, {name: table.pop(name) for name in theirs}, where, "")
     _refuse_unknown(kind, table, where, "")
     try:
         return msgspec.convert(table, kind, strict=False)

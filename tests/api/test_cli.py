@@ -18,7 +18,6 @@ from tests.redis_server import free_port
 from tierkv.cli import main
 
 COMMANDS = [
-    "compile",
     "demo",
     "doctor",
     "gateway",
@@ -108,6 +107,13 @@ async def test_client_commands_ask_a_node(tmp_path: Path) -> None:
         assert json.loads(out)["matched"]["device"] == 4
         status, out, _ = await run_to_end(tmp_path, "lookup", "hello", "--json", "--url", node.url)
         assert json.loads(out)["num_tokens"] == 5
+        status, out, _ = await run_to_end(tmp_path, "lookup", "hello", **asked)
+        assert [line.split() for line in out.splitlines()] == [
+            ["prompt", "5", "tokens"],
+            ["device", "5", "tokens"],
+            ["host", "0", "tokens"],
+            ["storage", "0", "tokens"],
+        ]
         status, out, _ = await run_to_end(tmp_path, "stats", **asked)
         assert "requests.admitted_requests 2\n" in out
         status, out, _ = await run_to_end(tmp_path, "verify", **asked)

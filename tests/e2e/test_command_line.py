@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +85,35 @@ def help_of(*command: str) -> list[str]:
     found = CliRunner().invoke(main, [*command, "--help"], prog_name="tierkv")
     assert found.exit_code == 0, found.output
     return found.stdout.splitlines()
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="has no /dev/zero")
+def test_a_prompt_file_without_an_end_is_refused_after_the_limit() -> None:
+    assert "more than 100000 tokens" in told("demo", "--prompt-file", "/dev/zero").stderr
+
+
+def test_a_prompt_of_standard_input_without_an_end_is_refused_after_the_limit() -> None:
+    command = [sys.executable, "-m", "tierkv", "generate", "-"]
+    with Path("/dev/zero").open("rb") as zeros:
+        found = subprocess.run(
+            command, stdin=zeros, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert found.returncode == 1
+    assert found.stderr == f"error: the prompt has more than {16 << 20} bytes\n"
+
+
+def test_ctrl_c_ends_a_command_with_one_sentence_and_status_130() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen(
+            [sys.executable, "-m", "tierkv", "stats", "--url", url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            silent.accept()[0].close()  # it has begun to ask
+            asking, _ = silent.accept()
+            with asking:
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "error: stopped by Ctrl-C\n")

@@ -14,8 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
-from tierkv.cli_storage import storage
-from tierkv.cli_storage_options import PATIENT
+from tierkv.cli.storage import PATIENT, storage
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage import maintenance

@@ -15,7 +15,7 @@ from redis.crc import key_slot
 from tests.redis_groups import RedisCluster, redis_cluster, sentinel_group, wait_until
 from tests.redis_server import RedisServer, redis_server
 from tests.storage.values import cancelled_after, content_of, get_one, landing, put_one
-from tierkv.cli_storage import storage
+from tierkv.cli.storage import storage
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus

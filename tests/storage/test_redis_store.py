@@ -32,7 +32,7 @@ from tests.redis_server import (  # noqa: F401 - fixtures
     redis_server,
 )
 from tests.storage.values import Taken, cancelled_after, content_of, get_one, landing, put_one
-from tierkv.cli_storage import storage
+from tierkv.cli.storage import storage
 from tierkv.clock import SystemClock
 from tierkv.errors import (
     ConfigError,

@@ -125,7 +125,13 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            raw = file.read(_MAX_PROMPT_TOKENS + 1)  # a device or a pipe may have no end
+        if len(raw) > _MAX_PROMPT_TOKENS:
+            raise ConfigError(
+                f"the prompt file {path} has more than {_MAX_PROMPT_TOKENS} tokens (one per byte)"
+            )
+        return raw.decode("utf-8")
     except FileNotFoundError as error:
         raise ConfigError(f"the prompt file {path} does not exist") from error
     except UnicodeDecodeError as error:

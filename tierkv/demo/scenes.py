@@ -11,8 +11,7 @@ from uuid import uuid4
 import msgspec
 
 from tierkv.api.types import DecodeBody, GenerateAnswer, GenerateBody, LookupBody, PrefillBody
-from tierkv.demo.fleet import Fleet
-from tierkv.demo.processes import DemoError, NodeProcess, gateway, node, stop, together
+from tierkv.demo.processes import DemoError, Fleet, NodeProcess, gateway, node, stop, together
 from tierkv.transfer.storage_io import StorageStats
 
 _GATEWAY_TOKENS = 120  # enough to be in the middle of

@@ -24,6 +24,7 @@ A = TypeVar("A")
 _Command = Callable[..., None]
 
 _TOKEN = "TIERKV_TOKEN"
+_MOST_PROMPT_BYTES = 16 << 20  # what nodes take of a body (node.max_body_bytes)
 _TIMEOUT_S = 300.0  # a person watches, and may end it
 
 
@@ -140,11 +141,11 @@ def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
     """
     body = LookupBody(prompt=_text(prompt))
     answer = node.ask(lambda client: client.lookup(body))
-    stored = "no answer" if answer.storage_tokens is None else answer.storage_tokens
+    stored = "no answer" if answer.storage_tokens is None else f"{answer.storage_tokens} tokens"
     lines = (
-        f"num        {answer.num_tokens}",
-        f"device     {answer.device_tokens}",
-        f"host       {answer.host_tokens}",
+        f"prompt     {answer.num_tokens} tokens",
+        f"device     {answer.device_tokens} tokens",
+        f"host       {answer.host_tokens} tokens",
         f"storage    {stored}",
     )
     _print(answer, "\n".join(lines), as_json=as_json)
@@ -174,7 +175,9 @@ def verify(*, node: Target, as_json: bool) -> None:
 
 
 def _text(prompt: str) -> str:
-    raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    raw = sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1) if prompt == "-" else os.fsencode(prompt)
+    if len(raw) > _MOST_PROMPT_BYTES:
+        raise ConfigError(f"the prompt has more than {_MOST_PROMPT_BYTES} bytes")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,0 +1,101 @@
+"""The command `tierkv`: which commands it has. A command's module is imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from contextlib import suppress
+from typing import IO, Any, ClassVar
+
+import click
+
+from tierkv import __version__
+from tierkv.errors import TierKVError
+
+_EPILOG = (
+    "Exit codes: 0 all went well, 1 it failed (one line on stderr says why), 2 wrong usage, 130 "
+    "stopped by Ctrl-C."
+)
+
+
+class _Failure(click.ClickException):
+    """An expected failure: one sentence, exit code 1."""
+
+    def show(self, file: IO[str] | None = None) -> None:
+        click.echo(f"error: {self.format_message()}", err=True, file=file)
+
+
+class _InterruptedError(_Failure):
+    exit_code = 130  # 128 and the number of SIGINT, as shells count
+
+
+class _Commands(click.Group):
+    """Expected errors become a sentence; what is heavy to import is imported when it is called."""
+
+    later: ClassVar = {
+        "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
+        "doctor": ("tierkv.gpu.doctor", "Tell what this machine's GPUs and memory allow."),
+        "generate": ("tierkv.cli.node", "Generate text that follows a prompt."),
+        "gateway": ("tierkv.cli.serving", "One OpenAI-compatible address in front of nodes."),
+        "lookup": ("tierkv.cli.node", "Tell in which tiers the tokens of a prompt are."),
+        "serve": ("tierkv.cli.serving", "Run a node until SIGTERM or Ctrl-C."),
+        "stats": ("tierkv.cli.node", "Print what a node has counted."),
+        "storage": ("tierkv.cli.storage", "Look into a store: list, measure, verify, remove."),
+        "token": ("tierkv.cli.token", "Give callers tokens, and take them back."),
+        "verify": ("tierkv.cli.node", "Let a node recount its blocks and leases."),
+    }
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - click's
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # of what is written, by `--help` too: a full disk, say
+            where = f": {error.filename}" if error.filename else ""
+            click.echo(f"error: {error.strerror or error}{where}", err=True)
+            with suppress(OSError, ValueError):  # what is left goes nowhere, or Python tries again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except TierKVError as error:
+            raise _Failure(str(error)) from error
+        except KeyboardInterrupt as error:
+            raise _InterruptedError("stopped by Ctrl-C") from error
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self.later])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.later:
+            return super().get_command(ctx, cmd_name)
+        module, _ = self.later[cmd_name]
+        command = getattr(importlib.import_module(module), cmd_name)
+        assert isinstance(command, click.Command), "the module holds a command of that name"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(ctx):
+            if name in self.later:
+                rows.append((name, self.later[name][1]))
+            elif command := self.get_command(ctx, name):
+                rows.append((name, command.get_short_help_str(80)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=_Commands, epilog=_EPILOG)
+@click.version_option(__version__, prog_name="tierkv", message="%(prog)s %(version)s")
+def main() -> None:
+    """Keep the KV cache of LLM inference in three tiers: Device, Host and Storage.
+
+    `tierkv demo` shows what it does; `tierkv serve` runs a node.
+    """
+
+
+@main.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"tierkv {__version__}")

@@ -1,0 +1,222 @@
+"""The commands that listen, `tierkv serve` and `tierkv gateway`, and the options of both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tierkv.api.settings import NodeSettings
+from tierkv.config import load
+from tierkv.gateway.settings import GatewaySettings
+from tierkv.http.process import log_to_stderr
+
+_Decorator = Callable[[Any], Any]
+F = TypeVar("F")
+
+_WHO_MAY_CALL: tuple[_Decorator, ...] = (
+    click.option(
+        "--auth",
+        "auth_file",
+        metavar="FILE",
+        help="Who may call, as `tierkv token` writes it. Without it nobody is asked who they are.",
+    ),
+    click.option("--tls-cert", metavar="FILE", help="Serve TLS with this certificate (PEM)."),
+    click.option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file."),
+    click.option(
+        "--client-ca",
+        metavar="FILE",
+        help="Clients must bring a certificate that one of these signed (mutual TLS).",
+    ),
+)
+_LAST: tuple[_Decorator, ...] = (
+    click.option(
+        "--insecure",
+        is_flag=True,
+        help="Listen on an address that other machines can reach, although no caller is asked who "
+        "it is. For a private network only.",
+    ),
+    click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        show_default=True,
+        help="How much goes to the log, on stderr.",
+    ),
+)
+_SETTINGS = {  # of options that are called otherwise than their setting
+    "auth_file": ("auth", "file"),
+    "tls_cert": ("tls", "cert"),
+    "tls_key": ("tls", "key"),
+    "client_ca": ("tls", "client_ca"),
+    "storage": ("storage", "url"),
+}
+
+
+def _settings_in(
+    options: Mapping[str, object], *, table: str, insecure: bool
+) -> Iterator[tuple[str, str, object]]:
+    """Of the options that were given, as `config.load` takes them. table: of most of them."""
+    if insecure:
+        yield table, "allow_insecure_bind", True
+    for name, value in options.items():
+        # What was not given is None, False or empty; port 0 is none of these.
+        if not (value is None or value is False or value == ()):
+            section, key = _SETTINGS.get(name, (table, name))
+            yield section, key, value
+
+
+def _address(port: int) -> _Decorator:
+    """--host and --port, whose default is `port`."""
+    host_and_port = (
+        click.option("--host", help="The address to listen on.  [default: 127.0.0.1]"),
+        click.option(
+            "--port",
+            type=click.IntRange(0, 65535),
+            help=f"The port to listen on; 0 takes a free one.  [default: {port}]",
+        ),
+    )
+    return lambda command: _with(command, host_and_port)
+
+
+def _who_may_call(command: F) -> F:
+    """--auth, --tls-cert, --tls-key, --client-ca."""
+    return _with(command, _WHO_MAY_CALL)
+
+
+def _insecure_and_log_level(command: F) -> F:
+    return _with(command, _LAST)
+
+
+def _with(command: F, options: Sequence[_Decorator]) -> F:
+    for option in reversed(options):  # the help lists them in the order given
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option(
+    "--role",
+    type=click.Choice(["prefill", "decode", "both"]),
+    help="Which half of the work this node takes.  [default: both]",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Settings, as TOML with the tables node, auth, tls, cache, handoff, storage, model and "
+    "engine. Everything has a default.",
+)
+@_address(NodeSettings().node.port)
+@click.option(
+    "--device",
+    help="Where the device tier is: cuda is an NVIDIA GPU (cuda:1 the second), cpu plays one in "
+    "RAM.  [default: cpu]",
+)
+@click.option(
+    "--storage",
+    metavar="URL",
+    help="The storage tier: file:///DIRECTORY, redis://HOST:PORT/DB, memory:// or none. Nodes "
+    "hand prompts over through it.  [default: files in $XDG_CACHE_HOME/tierkv/store, which is "
+    "~/.cache/tierkv/store if that is not set]",
+)
+@click.option("--name", help="What this node is called in logs and tickets.")
+@_who_may_call
+@click.option(
+    "--unix-socket", metavar="PATH", help="Listen on this socket too; only its owner may connect."
+)
+@click.option("--no-tcp", is_flag=True, help="Listen on the Unix socket only.")
+@_insecure_and_log_level
+def serve(
+    log_level: str,
+    *,
+    insecure: bool,
+    no_tcp: bool,
+    config: Path | None,
+    **options: str | int | None,
+) -> None:
+    """Run a node until SIGTERM or Ctrl-C.
+
+    Prints one line to stdout with the URL it listens on, once it answers there; the log goes to
+    stderr. Options win over environment variables (TIERKV_NODE__PORT is the key port of table
+    node), and these over the config file.
+
+    On SIGTERM the node says at /readyz that it is not ready, takes no more work, lets what runs
+    finish within node.drain_grace_s, and exits with 0. A second SIGTERM does not wait. It exits
+    with 1 where a store or a device hangs for longer than node.close_limit_s.
+    """
+    from tierkv.api.server import run  # noqa: PLC0415 - a gateway needs no node
+
+    options["listens_tcp"] = "false" if no_tcp else None
+    given = _settings_in(options, table="node", insecure=insecure)
+    settings = load(NodeSettings, config, os.environ, given, beside=GatewaySettings)
+    log_to_stderr(log_level.upper())
+
+    def announce(url: str) -> None:
+        click.echo(f"tierkv {settings.node.role.value} listening on {url}")
+
+    run(settings, announce)
+
+
+@click.command()
+@click.option(
+    "--prefill",
+    multiple=True,
+    metavar="URL",
+    help="A node that computes prompts: http://, https:// or unix:/PATH. Give it again for more.",
+)
+@click.option("--decode", multiple=True, metavar="URL", help="A node that goes on from there.")
+@click.option("--both", multiple=True, metavar="URL", help="A node that does both.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Settings, as TOML with the tables gateway, auth, tls, limits, deadlines and "
+    "health. Everything but the nodes has a default.",
+)
+@_address(GatewaySettings().gateway.port)
+@_who_may_call
+@click.option(
+    "--node-ca",
+    metavar="FILE",
+    help="For https to the nodes: who signed their certificates (PEM).  [default: the system's]",
+)
+@click.option(
+    "--node-cert",
+    metavar="FILE",
+    help="For nodes that ask for one: the gateway's certificate (PEM).",
+)
+@click.option("--node-key", metavar="FILE", help="Its key, if it is not in the same file.")
+@click.option(
+    "--forward-authorization",
+    is_flag=True,
+    help="Hand each caller's own Authorization header on to the nodes, which then decide who it "
+    "is and whose blocks it works with.",
+)
+@_insecure_and_log_level
+def gateway(
+    log_level: str,
+    *,
+    insecure: bool,
+    config: Path | None,
+    **options: str | int | bool | tuple[str, ...] | None,
+) -> None:
+    """Put one OpenAI-compatible address in front of prefill and decode nodes.
+
+    Prints one line to stdout with the URL it listens on; the log goes to stderr. Options win over
+    environment variables (TIERKV_GATEWAY__DECODE is the key decode of table gateway; several URLs
+    with spaces between), and these over the config file. A bearer token for the nodes belongs into
+    TIERKV_GATEWAY__NODE_TOKEN.
+
+    A node that dies is replaced in the middle of an answer. On SIGTERM the gateway takes no more
+    work, lets streams end within gateway.drain_grace_s, and exits with 0.
+    """
+    from tierkv.gateway.server import run  # noqa: PLC0415 - a node needs no gateway
+
+    log_to_stderr(log_level.upper())
+    given = _settings_in(options, table="gateway", insecure=insecure)
+    settings = load(GatewaySettings, config, os.environ, given, beside=NodeSettings)
+    run(settings, lambda url: click.echo(f"tierkv gateway listening on {url}"))
