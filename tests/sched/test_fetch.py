@@ -396,3 +396,31 @@ async def test_what_came_from_the_store_is_not_written_there_again() -> None:
         held = here.service.tiers.storing.bytes_in_flight
         here.the_store.release()
         assert held == 0
+
+
+@pytest.mark.parametrize("device_blocks", [32, 64])
+async def test_what_was_fetched_stays_and_counts_as_storages_on_a_full_node_that_writes_back(
+    device_blocks: int,
+) -> None:
+    prompt, back = tokens(99, 10_000), WritePolicy.WRITE_BACK
+    store = await filled(prompt)
+    async with world(
+        store=store,
+        device_blocks=device_blocks,
+        host_blocks=64,
+        host_write=back,
+        storage_write=back,
+    ) as here:
+        for turn in range(6):
+            for number in range(8):  # fills both tiers with what must be written first
+                await here.run(tokens(96, 100_000 * (turn + 1) + 1_000 * number))
+            assert (await here.run(prompt)).storage_tokens == 98
+
+
+async def test_a_prompt_that_ends_in_anothers_stored_tail_is_fetched_whole_without_a_problem() -> (
+    None
+):
+    async with world(store=await filled(tokens(19))) as here:
+        fetched = await here.service.fetcher.fetch(here.prompt(tokens(18)), deadline_s=PATIENT_S)
+        assert (fetched.tokens, fetched.first_problem) == (range(18), None)
+        fetched.release()

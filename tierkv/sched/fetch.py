@@ -274,6 +274,8 @@ class Fetcher:
             self._groups.settled(slots, space)
         if progress.tail is not None:
             progress.num_tokens += found.num_shared
+            if progress.first_token + progress.num_tokens == prompt.num_tokens:
+                progress.first_problem = None  # what was missing came by another name
 
     async def _wait_for_others(
         self,

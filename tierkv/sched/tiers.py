@@ -178,10 +178,10 @@ class WriteBack(Room):
         try:
             await self._end_flush(flush)
         finally:
-            end()
+            self._on_the_way[Tier.HOST] -= len(flush.slots)
             self.allowance.look(asyncio.get_running_loop().time())
             self.allowance.is_waiting = False  # who waits asks again now
-            self._on_the_way[Tier.HOST] -= len(flush.slots)
+            end()  # last: who is woken by it must not count on slots that are free already
             self.capacity_changed()
         self._free_ahead(Tier.HOST)
 
