@@ -18,7 +18,7 @@ from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.status import Standing
 from tierkv.refmodel.sampling import Sampling
-from tierkv.refmodel.text import decode as decode_text
+from tierkv.refmodel.sampling import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 PROMPT = text(100)

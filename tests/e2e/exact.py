@@ -19,8 +19,7 @@ from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
 from tierkv.refmodel.generation import GenerateRequest, Generation
 from tierkv.refmodel.model import ReferenceModel
-from tierkv.refmodel.sampling import Sampling, sample
-from tierkv.refmodel.text import encode
+from tierkv.refmodel.sampling import Sampling, encode, sample
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service

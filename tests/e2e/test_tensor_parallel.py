@@ -24,13 +24,12 @@ from tierkv.demo.processes import node, stop
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.pd.settings import HandoffSettings
+from tierkv.ranks.ranked import RankedDevice, RankedEvent
 from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.sampling import Sampling
-from tierkv.refmodel.text import decode as decode_text
-from tierkv.sched.ranked import RankedDevice
-from tierkv.sched.ranked_events import RankedEvent
+from tierkv.refmodel.sampling import decode as decode_text
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore

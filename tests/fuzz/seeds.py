@@ -10,7 +10,6 @@ import msgspec
 
 from tests.fuzz.targets import BODIES
 from tierkv.pd.ticket import Acknowledgement, OpenTicket, Ticket
-from tierkv.sched import plan_wire
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 
 _HEAD_BYTES = 22  # of a record of `tierkv.wire`; targets put a right one in front
@@ -47,14 +46,6 @@ def seeds() -> dict[str, list[bytes]]:
         "expires_at": 2.0,
         "producer": "p",
     }
-    request = plan_wire.RequestPlan(
-        "r", b"\1\0\0\0", 16, 1, (plan_wire.Moves("load", b"\0" * 4, b"\1" * 4),)
-    )
-    plans: list[plan_wire.Record] = [
-        request,
-        plan_wire.BatchPlan(1, (request,), request.moves),
-        plan_wire.MatchResult(3, 1, 0, 2, 4, 5),
-    ]
     payload = bytes(100)
     header, _ = PlainCodec().encode(payload, ValueIdentity(bytes(16), bytes(32), 16))
     prompt = b'{"tokens": [1, 2, 3, 255], "request_id": "a"}'
@@ -68,10 +59,18 @@ def seeds() -> dict[str, list[bytes]]:
                 _HEAD_BYTES:
             ]
         ],
-        "plan": [plan_wire.encode(plan)[_HEAD_BYTES:] for plan in plans],
         "worker_record": [
             msgpack.packb({"type": "report", "number": 3, "problem": "no"}),
             msgpack.packb({"type": "alive"}),
+            msgpack.packb(
+                {
+                    "type": "plan",
+                    "number": 1,
+                    "kind": "load",
+                    "source": b"\0" * 4,
+                    "target": b"\1\0\0\0",
+                }
+            ),
         ],
         "json_body": [
             bytes([i]) + msgspec.json.encode(some(kind)) for i, kind in enumerate(BODIES)

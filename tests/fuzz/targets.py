@@ -18,7 +18,6 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.client.errors import read_problem
 from tierkv.client.streams import EventReader
-from tierkv.embed import link
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierKVError
 from tierkv.gateway.completion import StopFinder
 from tierkv.gateway.failures import InvalidRequestError
@@ -26,7 +25,7 @@ from tierkv.gateway.openai import CompletionBody
 from tierkv.http.bodies import JSON, MSGPACK, decode, decode_large
 from tierkv.http.callers import AuthFile
 from tierkv.pd.ticket import Acknowledgement, OpenTicket, Ticket
-from tierkv.sched import plan_wire
+from tierkv.ranks import link
 from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity, read_identity
 from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
 from tierkv.storage.codec_small import SmallCodec
@@ -75,17 +74,6 @@ def _ticket(data: bytes) -> None:
                 ticket = kind.decode(value)
                 assert len(ticket.keys()) == len(ticket.digests)
                 assert kind.decode(ticket.encode()) == ticket
-
-
-def _plan(data: bytes) -> None:
-    for value in (data, framed(plan_wire.MAGIC, plan_wire.VERSION, data)):
-        with suppress(StoreCorruptError):
-            plan = plan_wire.decode(value)
-            assert plan_wire.decode(plan_wire.encode(plan)) == plan
-            if not isinstance(plan, plan_wire.MatchResult):
-                for moves in plan.moves:
-                    source, target = moves.slots()
-                    assert len(source) == len(target)
 
 
 def _body(content_type: str, data: bytes) -> None:
@@ -223,7 +211,6 @@ def _auth_file(data: bytes) -> None:
 TARGETS: dict[str, Target] = {
     "ticket": _ticket,
     "acknowledgement": partial(_record, b"TKVA", Acknowledgement.decode),
-    "plan": _plan,
     "worker_record": partial(_record, link.MAGIC, link.read),
     "json_body": partial(_body, JSON),
     "msgpack_body": partial(_body, MSGPACK),

@@ -19,7 +19,7 @@ from tests.e2e.test_processes import Cluster, cluster
 from tests.redis_server import RedisServer, redis_server
 from tierkv.demo.processes import DemoError, NodeProcess
 from tierkv.refmodel.sampling import Sampling
-from tierkv.refmodel.text import decode as decode_text
+from tierkv.refmodel.sampling import decode as decode_text
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.model import ReferenceModel
-from tierkv.refmodel.sampling import Sampling, sample
-from tierkv.refmodel.text import encode
+from tierkv.refmodel.sampling import Sampling, encode, sample
 
 KVDtype = Literal["float32", "float16", "bfloat16"]
 Tokens = npt.NDArray[np.int32]

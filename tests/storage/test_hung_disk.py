@@ -23,7 +23,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.refmodel.text import decode as decode_text
+from tierkv.refmodel.sampling import decode as decode_text
 from tierkv.sched import slots
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service

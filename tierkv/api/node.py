@@ -23,9 +23,9 @@ from tierkv.http.callers import request_name
 from tierkv.http.loop import Heartbeat
 from tierkv.http.problems import NotReadyError
 from tierkv.http.process import Working
+from tierkv.ranks.ranked import RankedDevice
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
-from tierkv.sched.ranked import RankedDevice
 from tierkv.service import Service
 from tierkv.storage.factory import open_resilient_store
 from tierkv.storage.protocol import Store

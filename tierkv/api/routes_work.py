@@ -26,7 +26,7 @@ from tierkv.http.callers import Access
 from tierkv.http.problems import WrongRoleError, log_if_unexpected, problem_of
 from tierkv.http.route import Route
 from tierkv.refmodel.generation import GenerateRequest, OnTokens
-from tierkv.refmodel.text import decode
+from tierkv.refmodel.sampling import decode
 from tierkv.tasks import task_group
 
 Work = Callable[[OnTokens], Awaitable[msgspec.Struct]]

@@ -17,8 +17,7 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
 from tierkv.pd.ticket import Ticket
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled
-from tierkv.refmodel.sampling import Sampling
-from tierkv.refmodel.text import encode
+from tierkv.refmodel.sampling import Sampling, encode
 from tierkv.transfer.tier import StoreState
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]

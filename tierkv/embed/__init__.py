@@ -3,7 +3,7 @@
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
 from tierkv.embed.requests import Admitted, Until
-from tierkv.embed.settings import (
+from tierkv.embed.thread import (
     CloseTimeoutError,
     EmbedSettings,
     ForkedError,

@@ -1,28 +1,24 @@
-"""The whole cache service in a thread of an engine's process, driven by calls that never block."""
+"""The whole cache service in a thread of an engine's process, driven by calls that never block.
+
+What an engine hands over is looked at on its own thread: on the service's a value of the wrong kind
+is an error nobody expects, and stops the service; here its traceback shows where it came from.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import Enum
+from numbers import Integral, Real
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import Tokens, pack
-from tierkv.embed.arguments import (
-    check_choice,
-    check_count,
-    check_deadline,
-    check_integer,
-    check_text,
-    events,
-    texts,
-    token_ids,
-)
 from tierkv.embed.exchange import Call
 from tierkv.embed.requests import Admitted, Requests, Until
-from tierkv.embed.settings import EmbedSettings
-from tierkv.embed.thread import ServiceThread
-from tierkv.errors import TierKVError
+from tierkv.embed.thread import EmbedSettings, ServiceThread
+from tierkv.errors import BadRequestError, TierKVError
 from tierkv.gpu.protocol import Event
 from tierkv.observe import Lookup, Stats
 from tierkv.pd.claims import ClaimPolicy
@@ -292,3 +288,86 @@ def _packed(tokens: Tokens) -> bytes:
 
 def _frozen(tokens: Tokens | Prompt) -> bytes | Prompt:
     return tokens if isinstance(tokens, Prompt) else _packed(tokens)
+
+
+@runtime_checkable
+class _Waitable(Protocol):
+    def block_until_done(self, timeout_s: float) -> None: ...
+
+
+def check_text(**values: str) -> None:
+    """Strings that can be written as UTF-8, since they become names in storage."""
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise _wrong(name, "a string", value)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _wrong(name, "text that UTF-8 can write", value) from None
+
+
+def check_count(**values: int) -> None:
+    """0 or more."""
+    check_integer(**values)
+    for name, value in values.items():
+        if value < 0:
+            raise BadRequestError(f"{name} must not be negative: {value}")
+
+
+def check_integer(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Integral):
+            raise _wrong(name, "an integer", value)
+
+
+def check_choice(kind: type[Enum], **values: Enum) -> None:
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise _wrong(name, f"a {kind.__name__}", value)
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Seconds, or None for the one that is set."""
+    if deadline_s is None:
+        return
+    if not isinstance(deadline_s, Real):
+        raise _wrong("deadline_s", "a number of seconds", deadline_s)
+    if not (math.isfinite(deadline_s) and deadline_s >= 0):
+        raise BadRequestError(f"deadline_s must be a number not below 0, not {deadline_s}")
+
+
+def events(after: Sequence[Event]) -> tuple[Event, ...]:
+    """A copy that nobody changes."""
+    if not isinstance(after, list | tuple):
+        raise _wrong("after", "a sequence of events", after)
+    for event in after:
+        if not isinstance(event, _Waitable):
+            raise _wrong("after", "a sequence of events", event)
+    return tuple(after)
+
+
+def token_ids(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """A copy that nobody changes, of plain integers, whatever kind they came as."""
+    try:
+        copy = tuple(values)
+    except TypeError:
+        raise _wrong(name, "a sequence of token ids", values) from None
+    for value in copy:
+        if not (isinstance(value, Integral) and 0 <= value < 2**31):
+            raise _wrong(name, "a sequence of token ids", value)
+    return tuple(int(value) for value in copy)
+
+
+def texts(name: str, values: Mapping[str, str] | None) -> dict[str, str]:
+    """A copy that nobody changes; empty for None."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise _wrong(name, "a mapping of texts to texts", values)
+    for key, value in values.items():
+        check_text(**{f"a name in {name}": key, f"a value in {name}": value})
+    return dict(values)
+
+
+def _wrong(name: str, expected: str, found: object) -> BadRequestError:
+    return BadRequestError(f"{name} must be {expected}, not {found!r:.80}")

@@ -3,26 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
+import math
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
+import msgspec
 import uvloop
 
-from tierkv.embed import ends
+from tierkv.config import all_above_zero
 from tierkv.embed.exchange import AbortedError, Call, Exchange, Work
 from tierkv.embed.requests import Requests
-from tierkv.embed.settings import (
-    CloseTimeoutError,
-    EmbedSettings,
-    ForkedError,
-    ServiceFailedError,
-)
 from tierkv.errors import ConfigError, DeviceFailedError, ShuttingDownError, TierKVError
 from tierkv.service import Service
 from tierkv.tasks import task_group
+
+
+class ServiceFailedError(TierKVError):
+    """The service stopped after an error nobody expected (its cause): start another one."""
+
+
+class ForkedError(TierKVError):
+    """This process is a fork, and the service's thread is in its parent: open one here, or fork
+    before one is opened."""
+
+
+class CloseTimeoutError(TierKVError):
+    """Closing takes longer than its deadline; it goes on in its thread. The memory that copies in
+    flight touch is not given back before they are done."""
+
+
+class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """max_calls: calls open at a time, those done that nobody has taken included.
+    load_timeout_s: cached blocks that take longer to arrive are computed instead.
+    open_deadline_s, close_deadline_s: how long `open` and `close` wait, for memory and the store to
+        be there, and for copies to end. grace_s: how long calls may go on once it closes.
+    """
+
+    max_calls: int = 4096
+    load_timeout_s: float = 30.0
+    open_deadline_s: float = 60.0
+    close_deadline_s: float = 60.0
+    grace_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.max_calls < 1:
+            raise ConfigError("embed.max_calls must be at least 1")
+        all_above_zero("embed", self, "load_timeout_s", "open_deadline_s", "close_deadline_s")
+        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
+            raise ConfigError("embed.grace_s must be a number that is not negative")
+
 
 log = logging.getLogger("tierkv.embed")
 
@@ -60,7 +95,7 @@ class ServiceThread:
         if self._thread is not None:
             raise ConfigError("an embedded service is opened once")
         self._thread = threading.Thread(target=self._live, name="tierkv-embed", daemon=True)
-        ends.watch(self)
+        watch(self)
         self._thread.start()
         if not self._opened.wait(self.settings.open_deadline_s):
             self._ask_to_close()
@@ -141,7 +176,7 @@ class ServiceThread:
             log.error("the embedded service has failed: %s", self._problem, exc_info=error)
         finally:
             self.exchange.fail(self._problem or ShuttingDownError("this service is closed"))
-            ends.unwatch(self)
+            unwatch(self)
             self._opened.set()
             self._ended.set()
 
@@ -259,3 +294,46 @@ def _as_failure(error: BaseException) -> TierKVError:
     failure = ServiceFailedError(f"the service stopped after {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
+
+
+class Ending(Protocol):
+    def forked(self) -> None:
+        """Called in a forked child: the loop's thread does not exist here."""
+
+    def exiting(self) -> None:
+        """Called when the interpreter is about to exit, before any thread pool has ended."""
+
+
+_open: WeakSet[Ending] = WeakSet()
+
+
+def watch(service: Ending) -> None:
+    """Tell `service` of forks and of the exit until it is garbage or `unwatch`ed."""
+    _open.add(service)
+
+
+def unwatch(service: Ending) -> None:
+    _open.discard(service)
+
+
+def _on_fork() -> None:
+    for service in list(_open):
+        service.forked()
+    _open.clear()
+
+
+def _on_exit() -> None:
+    for service in list(_open):
+        service.exiting()
+
+
+def _before_thread_pools_end(call: Callable[[], None]) -> None:
+    """`atexit` comes too late: by then concurrent.futures has ended every pool of the process, and
+    with them the lanes that the service needs to finish its copies. What it uses itself to be
+    called early runs in reverse order of registration, so that we, who import it, come first."""
+    early: Callable[[Callable[[], None]], object] | None = vars(threading).get("_register_atexit")
+    (early or atexit.register)(call)
+
+
+os.register_at_fork(after_in_child=_on_fork)
+_before_thread_pools_end(_on_exit)

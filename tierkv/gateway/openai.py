@@ -13,7 +13,7 @@ from tierkv.cache.tokens import count, pack, unpack
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.refmodel.text import encode
+from tierkv.refmodel.sampling import encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from tierkv.errors import BadRequestError
 from tierkv.pd.handoff import Published
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.paged import Floats
-from tierkv.refmodel.sampling import Sampling, sample
-from tierkv.refmodel.text import decode
+from tierkv.refmodel.sampling import Sampling, decode, sample
 from tierkv.sched.request import Matched
 from tierkv.service.session import Session
 

@@ -13,14 +13,12 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.refmodel.checks import check_planes, check_tokens, used_blocks
-from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.paged import BlockTable, Floats, PlaneArray
-from tierkv.refmodel.ranks import split_heads
-from tierkv.refmodel.rope import Rope
-from tierkv.refmodel.text import PRINTABLE
-from tierkv.refmodel.tiles import CHUNK, TILE, Span
-from tierkv.refmodel.weights import LayerWeights, make_weights
+from tierkv.cache.layout import Layout
+from tierkv.errors import BadRequestError, LayoutError
+from tierkv.refmodel.config import VOCAB_SIZE, ModelConfig
+from tierkv.refmodel.paged import CHUNK, TILE, BlockTable, Floats, PlaneArray, Span
+from tierkv.refmodel.sampling import PRINTABLE
+from tierkv.refmodel.weights import LayerWeights, make_weights, split_heads
 
 _HOST_STACK_TILES = 64  # bounds temporaries: 64 tiles make 1 MiB of gate and up at ffn = 128
 _EPSILON = np.float32(1e-6)
@@ -194,3 +192,81 @@ class ReferenceModel:
         square = (rows * rows).sum(axis=-1, keepdims=True) / np.float32(rows.shape[-1])
         normed: Floats = rows / self._xp.sqrt(square + _EPSILON)
         return normed
+
+
+def check_planes(planes: Sequence[PlaneArray], layout: Layout) -> None:
+    """Raises LayoutError unless `planes` are the layout's, all of as many blocks."""
+    if len(planes) != len(layout.planes):
+        raise LayoutError(f"the model has {len(layout.planes)} planes, not {len(planes)}")
+    for plane, array in zip(layout.planes, planes, strict=True):
+        where = f"layer {plane.layer} {plane.role}"
+        shape = (len(planes[0]), plane.block_bytes)
+        if array.shape != shape or array.dtype != np.uint8:
+            raise LayoutError(f"{where}: needs uint8 {shape}, not {array.dtype} {array.shape}")
+        if array.strides[1] != 1:
+            raise LayoutError(f"{where}: the bytes of a block must lie side by side")
+
+
+def check_tokens(tokens: npt.NDArray[np.integer], start: int, *, max_positions: int) -> None:
+    """Raises BadRequestError unless `tokens` are bytes at positions that the model has."""
+    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        raise BadRequestError("tokens must be a list of one integer or more")
+    if tokens.min() < 0 or tokens.max() >= VOCAB_SIZE:
+        raise BadRequestError(f"a token must be in [0, {VOCAB_SIZE})")
+    end = start + len(tokens)
+    if start < 0 or end > max_positions:
+        raise BadRequestError(
+            f"positions [{start}, {end}) are not within the model's {max_positions}"
+        )
+
+
+def used_blocks(
+    block_table: npt.NDArray[np.integer], *, num_tokens: int, block_size: int, num_blocks: int
+) -> npt.NDArray[np.int64]:
+    """The ids that hold the first `num_tokens` tokens.
+
+    Raises BadRequestError if the table is too short, or one of them is out of range or repeated.
+    """
+    needed = -(-num_tokens // block_size)
+    if block_table.ndim != 1 or not np.issubdtype(block_table.dtype, np.integer):
+        raise BadRequestError("a block table must be a list of integers")
+    if len(block_table) < needed:
+        raise BadRequestError(
+            f"{num_tokens} tokens need a table of {needed} blocks, not {len(block_table)}"
+        )
+    used = block_table[:needed].astype(np.int64)
+    if used.min() < 0 or used.max() >= num_blocks:
+        raise BadRequestError(f"a block id in the table is not in [0, {num_blocks})")
+    if len(np.unique(used)) != needed:
+        raise BadRequestError("a block is in the table twice")
+    return used
+
+
+class Rope:
+    """Cosines and sines of every position the model has, in memory of `xp` (NumPy or CuPy).
+
+    Computed once, in float64 on the host, so that a position's row never depends on a call.
+    """
+
+    def __init__(self, config: ModelConfig, xp: ModuleType) -> None:
+        rows = Span(0, config.max_positions).padded_end
+        pairs = np.arange(0, config.head_dim, 2) / config.head_dim
+        angles = np.arange(rows, dtype=np.float64)[:, None] * config.rope_theta**-pairs
+        self._xp = xp
+        self._cos: Floats = xp.asarray(np.cos(angles).astype(np.float32))
+        self._sin: Floats = xp.asarray(np.sin(angles).astype(np.float32))
+
+    def turn(self, heads: Floats, *, first_tile: int) -> Floats:
+        """`heads` [num_tiles, TILE, num_heads, head_dim], with pairs (i, i + head_dim / 2) turned.
+
+        first_tile: the absolute tile of heads[0].
+        """
+        num_tiles, half = len(heads), heads.shape[-1] // 2
+        rows = slice(first_tile * TILE, (first_tile + num_tiles) * TILE)
+        cos = self._cos[rows].reshape(num_tiles, TILE, 1, half)
+        sin = self._sin[rows].reshape(num_tiles, TILE, 1, half)
+        left, right = heads[..., :half], heads[..., half:]
+        turned: Floats = self._xp.concatenate(
+            [left * cos - right * sin, right * cos + left * sin], axis=-1
+        )
+        return turned

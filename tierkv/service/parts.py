@@ -28,10 +28,10 @@ from tierkv.pd.small import SmallValues
 from tierkv.pd.staging import STAGING_BLOCKS, Staging
 from tierkv.pd.stats import HandoffStats
 from tierkv.pd.tickets import Tickets
+from tierkv.ranks.ranked import RankedDevice
 from tierkv.sched.arrivals import Arrivals
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.lifecycle import Lifecycle
-from tierkv.sched.ranked import RankedDevice
 from tierkv.sched.scheduler import Scheduler
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Tenants

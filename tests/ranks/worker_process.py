@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tests.embed.planes import shard_planes
 from tests.world import GQA
-from tierkv.embed.memory import EnginePlanes
-from tierkv.embed.worker import Worker, serve_in_thread
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
+from tierkv.ranks.memory import EnginePlanes
+from tierkv.ranks.worker import Worker, serve_in_thread
 
 
 def _fail_if_told(flag: Path, copy: BlockCopy) -> None:

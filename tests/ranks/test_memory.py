@@ -12,9 +12,9 @@ from tests.latch import PATIENCE_S
 from tests.world import GQA, fingerprint, kv_of
 from tierkv.cache.eviction import WritePolicy
 from tierkv.embed import Embedded
-from tierkv.embed.memory import EngineCpuDevice, EnginePlanes, SharedSlots, shared_memory
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.pd.settings import HandoffSettings
+from tierkv.ranks.memory import EngineCpuDevice, EnginePlanes, SharedSlots, shared_memory
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 

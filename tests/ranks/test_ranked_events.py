@@ -14,8 +14,7 @@ from tierkv.cache.shards import ShardScheme
 from tierkv.errors import BadRequestError, DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
-from tierkv.sched.ranked import RankedDevice
-from tierkv.sched.ranked_events import Ledger, RankedEvent, RankedStream, part_of
+from tierkv.ranks.ranked import Ledger, RankedDevice, RankedEvent, RankedStream, part_of
 
 
 class Told(ManualEvent):

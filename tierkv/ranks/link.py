@@ -11,12 +11,17 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from typing import Literal
 
 import msgspec
+import numpy as np
 
-from tierkv.errors import TransferError
+from tierkv.cache.pool import Ids
+from tierkv.errors import StoreCorruptError, TransferError
 from tierkv.pd.direct.neighbour import credentials
 from tierkv.wire import seal, unseal
+
+Kind = Literal["load", "offload", "copy"]
 
 MAGIC = b"TKWK"
 VERSION = 1
@@ -53,7 +58,33 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """Sent by a worker every second, whatever its copies do."""
 
 
-Record = Hello | Memory | Report | Alive
+class Plan(msgspec.Struct, frozen=True, tag="plan"):
+    """Copies of one kind, reported by `number`. kind: "load" (host to device), "offload" (device to
+    host), "copy" (within the device). source, target: little-endian int32 slots, one of each for
+    every block."""
+
+    number: int
+    kind: Kind
+    source: bytes
+    target: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.source) != len(self.target):
+            raise StoreCorruptError("a plan needs one target for every source")
+        if self.number < 0:
+            raise StoreCorruptError("a plan cannot count fewer than 0")
+        _check_slots(self.source)
+        _check_slots(self.target)
+
+    @classmethod
+    def of(cls, number: int, kind: Kind, source: Ids, target: Ids) -> Plan:
+        return cls(number, kind, _packed(source), _packed(target))
+
+    def slots(self) -> tuple[Ids, Ids]:
+        return _slots(self.source), _slots(self.target)
+
+
+Record = Hello | Memory | Report | Alive | Plan
 
 
 class LinkClosedError(TransferError):
@@ -144,3 +175,22 @@ class Link:
 def read(value: bytes) -> Record:
     """Raises StoreCorruptError if it is no such record."""
     return unseal(MAGIC, VERSION, value, Record)  # type: ignore[arg-type]
+
+
+def _packed(slots: Ids) -> bytes:
+    given = np.asarray(slots)
+    packed = given.astype("<i4")
+    if not np.array_equal(packed, given):
+        raise StoreCorruptError("a slot's number is whole, and below 2**31")
+    return packed.tobytes()
+
+
+def _slots(packed: bytes) -> Ids:
+    return np.frombuffer(packed, "<i4").astype(np.int32)
+
+
+def _check_slots(packed: bytes) -> None:
+    if len(packed) % 4:
+        raise StoreCorruptError("slots are whole numbers, of 4 bytes each")
+    if packed and _slots(packed).min() < 0:
+        raise StoreCorruptError("a slot's number cannot be below 0")

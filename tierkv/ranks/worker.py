@@ -8,11 +8,19 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from tierkv.embed.link import Alive, Hello, Link, LinkClosedError, Memory, Report, read
-from tierkv.embed.memory import SharedSlots
 from tierkv.errors import ConfigError, StoreCorruptError, TierKVError
 from tierkv.gpu.protocol import BlockCopy, Device, Direction, Event, Lane, Planes
-from tierkv.sched.plan_wire import BatchPlan, Moves, decode
+from tierkv.ranks.link import (
+    Alive,
+    Hello,
+    Link,
+    LinkClosedError,
+    Memory,
+    Plan,
+    Report,
+    read,
+)
+from tierkv.ranks.memory import SharedSlots
 
 log = logging.getLogger("tierkv.worker")
 
@@ -109,23 +117,22 @@ class Worker:
         lanes: dict[Direction, Lane],
         waiters: dict[str, ThreadPoolExecutor],
     ) -> None:
-        plan = decode(record)
-        if not isinstance(plan, BatchPlan) or len(plan.moves) != 1:
-            raise StoreCorruptError("a worker is sent plans of one kind of moves each")
-        (moves,) = plan.moves
+        plan = read(record)
+        if not isinstance(plan, Plan):
+            raise StoreCorruptError("a worker that serves is sent nothing but plans")
         try:
-            event = self._submit(moves, lanes)
+            event = self._submit(plan, lanes)
         except TierKVError as error:
             link.send(Report(plan.number, str(error)))
             return
-        waiters[moves.kind].submit(_report, link, plan.number, event)
+        waiters[plan.kind].submit(_report, link, plan.number, event)
 
-    def _submit(self, moves: Moves, lanes: dict[Direction, Lane]) -> Event:
-        source, target = moves.slots()
-        if moves.kind == "copy":
+    def _submit(self, plan: Plan, lanes: dict[Direction, Lane]) -> Event:
+        source, target = plan.slots()
+        if plan.kind == "copy":
             return self._device.copy_blocks(self._planes, source, target)
         after = (self._device.compute_stream.record(),)
-        if moves.kind == "load":
+        if plan.kind == "load":
             return lanes[Direction.LOAD].submit(BlockCopy(Direction.LOAD, source, target, after))[
                 -1
             ]

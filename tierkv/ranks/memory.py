@@ -1,10 +1,19 @@
-"""Memory that is not the service's own: host slots that processes share, planes of an engine."""
+"""Memory of several processes as one: host slots that they share, and planes of an engine's own.
+
+The blocks of several ranks are one block: each rank's shard whole, one behind the other.
+
+    host slot   | rank 0: its layers, in order | rank 1: its layers, in order | ...
+
+So one decision maker counts one block, one value in storage holds all of it, and every rank copies
+one contiguous piece of each slot. To the service the layers of rank 1 follow those of rank 0.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -83,3 +92,26 @@ class EngineCpuDevice(CpuDevice):
         if planes.num_blocks != num_blocks:
             raise ConfigError(f"the engine has {planes.num_blocks} blocks, not {num_blocks}")
         return planes
+
+
+def side_by_side(shards: Sequence[Layout]) -> Layout:
+    """The layout of blocks whose shard r has layout `shards[r]`; of one shard, that one.
+
+    Raises LayoutError if there are none, or their block sizes differ.
+    """
+    if not shards or len({shard.block_size for shard in shards}) != 1:
+        raise LayoutError("shards of one block have one block size, and there is at least one")
+    planes, first = [], 0
+    for shard in shards:
+        planes += [replace(plane, layer=first + plane.layer) for plane in shard.planes]
+        first += shard.num_layers
+    return Layout(shards[0].block_size, tuple(planes))
+
+
+def pieces(shards: Sequence[Layout]) -> list[slice]:
+    """For each rank, its bytes of a host slot."""
+    found, at = [], 0
+    for shard in shards:
+        found.append(slice(at, at + shard.block_bytes))
+        at += shard.block_bytes
+    return found

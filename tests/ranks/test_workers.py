@@ -26,14 +26,13 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint
 from tierkv.clock import SystemClock
 from tierkv.embed import Admitted, Embedded
-from tierkv.embed.link import MAGIC, VERSION, Alive, Link
-from tierkv.embed.memory import EnginePlanes
-from tierkv.embed.shards import pieces, side_by_side
-from tierkv.embed.worker import Worker, serve_in_thread
-from tierkv.embed.workers import WorkerDevice
 from tierkv.errors import ConfigError, DeviceFailedError, LayoutError, StoreCorruptError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
+from tierkv.ranks.link import MAGIC, VERSION, Alive, Link
+from tierkv.ranks.memory import EnginePlanes, pieces, side_by_side
+from tierkv.ranks.worker import Worker, serve_in_thread
+from tierkv.ranks.workers import WorkerDevice
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
@@ -100,7 +99,7 @@ def _kv(rank: int, tokens: Sequence[int]) -> list[np.ndarray]:
 
 
 def _worker(folder: Path, rank: int) -> subprocess.Popen[bytes]:
-    program = [sys.executable, "-m", "tests.embed.worker_process"]
+    program = [sys.executable, "-m", "tests.ranks.worker_process"]
     arguments = [str(folder / "socket"), str(rank), str(folder), str(DEVICE_BLOCKS)]
     return subprocess.Popen([*program, *arguments], cwd=ROOT)
 

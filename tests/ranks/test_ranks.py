@@ -13,9 +13,8 @@ from tierkv.cache.shards import ShardScheme
 from tierkv.errors import BadRequestError, TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuLane
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids, Planes
-from tierkv.sched.ranked import RankedDevice
-from tierkv.sched.ranked_events import RankedEvent
-from tierkv.sched.ranks import Outcome, Ranks
+from tierkv.ranks.ledger import Outcome, Ranks
+from tierkv.ranks.ranked import RankedDevice, RankedEvent
 
 
 def ranks(count: int = 3) -> Ranks:

@@ -1,0 +1,69 @@
+"""Records between a scheduler and its workers: what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tierkv.errors import StoreCorruptError
+from tierkv.ranks.link import MAGIC, VERSION, Alive, Hello, Memory, Plan, Report, read
+from tierkv.wire import seal
+
+RECORDS = [
+    Hello(1, 8, b"digest", 77),
+    Memory(4, 64, 0, 32),
+    Report(3),
+    Report(3, "it broke"),
+    Alive(),
+    Plan.of(5, "load", np.array([3, 1]), np.array([0, 2**31 - 1])),
+]
+BODY = {"type": "plan", "number": 1, "kind": "copy", "source": b"\0" * 4, "target": b"\1\0\0\0"}
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_comes_back_as_it_was(record: Hello | Memory | Report | Alive | Plan) -> None:
+    assert read(seal(MAGIC, VERSION, record)) == record
+
+
+def test_a_plan_names_the_slots_it_was_made_of() -> None:
+    found = read(seal(MAGIC, VERSION, RECORDS[-1]))
+    assert isinstance(found, Plan)
+    source, target = found.slots()
+    assert (source.tolist(), target.tolist()) == ([3, 1], [0, 2**31 - 1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "swap"},
+        {"number": -1},
+        {"source": b"\0" * 8},
+        {"source": b"\0" * 3, "target": b"\0" * 3},
+        {"target": b"\xff" * 4},
+        {"source": "text"},
+        {"type": "shout"},
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_be_is_refused_when_it_is_read(change: dict[str, object]) -> None:
+    assert isinstance(read(seal(MAGIC, VERSION, BODY)), Plan)
+    with pytest.raises(StoreCorruptError):
+        read(seal(MAGIC, VERSION, BODY | change))
+
+
+@pytest.mark.parametrize("version", [VERSION, VERSION + 1])
+def test_a_damaged_record_or_one_of_another_version_is_refused(version: int) -> None:
+    whole = seal(MAGIC, version, RECORDS[-1])
+    damaged = whole if version != VERSION else whole[:-1] + bytes([whole[-1] ^ 1])
+    with pytest.raises(StoreCorruptError):
+        read(damaged)
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 0.5])
+def test_a_slot_that_cannot_be_becomes_no_other_slot(number: float) -> None:
+    with pytest.raises(StoreCorruptError):
+        Plan.of(1, "copy", np.array([number]), np.array([0]))
+
+
+def test_fields_that_are_not_known_are_passed_over() -> None:
+    assert isinstance(read(seal(MAGIC, VERSION, BODY | {"later": 1})), Plan)
