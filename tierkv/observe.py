@@ -10,7 +10,7 @@ from tierkv.cache.node import Tier
 from tierkv.cache.pool import PoolStats
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Handoff
-from tierkv.pd.stats import HandoffStats
+from tierkv.pd.ledger import HandoffStats
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
 from tierkv.sched.slots import Decisions

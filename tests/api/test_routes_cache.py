@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.api.nodes import Answer, Client, Here, here
 from tests.latch import until
@@ -223,7 +224,7 @@ async def test_a_ticket_whose_producer_died_is_lost_and_not_open() -> None:
         handoff = on.node.service.handoff
         assert handoff is not None
         prompt = on.node.prompt(pack(TOKENS), "")
-        of_the_dead = handoff.tickets.new_open("t", prompt, "a node that is gone")
+        of_the_dead = replace(handoff.tickets.new_open("t", prompt), incarnation="gone")
         await handoff.tickets.put(of_the_dead)
         state = (await on.client.get("/v1/tickets/t")).body
         assert (state["state"], state["num_tokens"]) == ("lost", len(TOKENS))

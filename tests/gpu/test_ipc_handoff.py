@@ -15,7 +15,7 @@ from tests.gpu.cuda import cupy_or_skip
 from tests.pd.direct_producer import claim, no_leases, producer
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Ids, SharedPlanes
-from tierkv.pd.direct.planes import OpenPlanes
+from tierkv.pd.direct.landing import OpenPlanes
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import StoreSettings, open_store
 

@@ -125,7 +125,7 @@ async def test_two_hundred_hand_offs_at_once_are_exact_and_leave_nothing(
         assert background_tasks() <= running | {"tierkv-redis-subscribe", "tierkv-redis-hear"}
         prefill = nodes[0].service.handoff
         assert prefill is not None
-        assert prefill.lease.num_held == 0
+        assert prefill.tickets.lease.num_held == 0
     assert background_tasks() == tasks
     await until(lambda: len(os.listdir("/proc/self/fd")) <= open_before, "closed files")
     names = server.execute("KEYS", "*")

@@ -24,12 +24,19 @@ from tierkv.gpu import process_memory
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.process_memory import CpuSharing
 from tierkv.gpu.protocol import Direction, Ids, Planes, SharedPlane, SharedPlanes
-from tierkv.pd.direct import landing, neighbour
-from tierkv.pd.direct.address import Ask, Channel, DirectAddress
-from tierkv.pd.direct.landing import Landing
-from tierkv.pd.direct.planes import OpenPlanes, ShownPlanes
+from tierkv.pd.direct import landing
+from tierkv.pd.direct.address import (
+    Ask,
+    Channel,
+    DirectAddress,
+    connect_near,
+    name_of,
+    near_listener,
+    uid_of_peer,
+)
+from tierkv.pd.direct.landing import Landing, OpenPlanes, ShownPlanes
+from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.stats import HandoffStats
 from tierkv.sched.request import Request
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
@@ -337,7 +344,7 @@ async def test_a_device_that_fails_while_it_is_read_is_not_believed(held_reads: 
 async def shown(address: DirectAddress, machine: str, *, is_near: bool) -> int:
     """How many blocks of the device are shown to who asks so."""
     if is_near:
-        streams = await finish(neighbour.connect(address.name))
+        streams = await finish(connect_near(address.name))
     else:
         streams = await finish(asyncio.open_connection(address.host, address.port))
     channel = Channel(*streams)
@@ -382,14 +389,14 @@ async def test_the_kernel_says_who_is_at_the_other_end() -> None:
     seen: asyncio.Queue[int | None] = asyncio.Queue()
 
     def came(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.put_nowait(neighbour.uid_of_peer(writer))
+        seen.put_nowait(uid_of_peer(writer))
         writer.close()
 
-    here = neighbour.listener(1)
+    here = near_listener(1)
     assert here is not None
     async with await asyncio.start_unix_server(came, sock=here):
-        name = neighbour.name_of(here)
-        _, writer = await finish(neighbour.connect(name))
+        name = name_of(here)
+        _, writer = await finish(connect_near(name))
         assert await finish(seen.get()) == 0
         writer.close()
         command = [sys.executable, "-c", _CONNECTS, name]

@@ -16,7 +16,7 @@ from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
-from tierkv.pd import ahead
+from tierkv.pd import claims
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.staging import GROUP_BLOCKS, NUM_GROUPS
 from tierkv.sched.request import Request
@@ -112,7 +112,7 @@ async def test_a_publish_that_is_cancelled_stops_all_of_its_groups() -> None:
 async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ahead, "LEAST_BYTES", 1)
+    monkeypatch.setattr(claims, "LEAST_BYTES", 1)
     store = memory()
     async with computed(store) as (there, request):
         await finish(there.service.publish(request, "t", [1]))
@@ -146,7 +146,7 @@ async def test_what_has_been_fetched_is_loaded_when_it_is_worth_a_load(
         gated = GatedReads(store)
         async with node(gated) as here, asyncio.TaskGroup() as group:
             worth = groups * GROUP_BLOCKS * here.layout.block_bytes
-            monkeypatch.setattr(ahead, "LEAST_BYTES", worth)
+            monkeypatch.setattr(claims, "LEAST_BYTES", worth)
             claiming = group.create_task(
                 here.service.claim("c", "t", here.prompt(PROMPT), max_new_tokens=0)
             )
@@ -171,7 +171,7 @@ async def test_what_has_been_fetched_is_loaded_when_it_is_worth_a_load(
 async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ahead, "LEAST_BYTES", 1)
+    monkeypatch.setattr(claims, "LEAST_BYTES", 1)
     store = memory()
     async with computed(store) as (there, request):
         await finish(there.service.publish(request, "t", [1]))

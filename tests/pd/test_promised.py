@@ -202,7 +202,6 @@ async def test_who_waits_for_a_ticket_does_not_keep_its_keys() -> None:
         assert handoff is not None
         watch = Watch(
             handoff.tickets,
-            handoff.lease,
             "nobody's",
             decode.prompt(PROMPT),
             on_progress=lambda _: None,

@@ -13,8 +13,8 @@ from tests.world import BLOCK, World, fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.status import Standing
 from tierkv.pd.ticket import Acknowledgement, Ticket
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
@@ -149,11 +149,11 @@ async def test_an_acknowledgement_or_a_lease_without_the_key_says_nothing(
         names = handoff.tickets.names
         await put(store, names.acknowledgement("ticket"), forged.encode())
         assert await finish(handoff.tickets.read_acknowledgement("ticket")) is None
-        with handoff.lease.held():
-            await finish(handoff.lease.is_said())
-            assert await finish(handoff.lease.is_alive(handoff.lease.incarnation))
+        with handoff.tickets.lease.held():
+            await finish(handoff.tickets.lease.is_said())
+            assert await finish(handoff.tickets.lease.is_alive(handoff.tickets.lease.incarnation))
         await put(store, names.producer("somebody"), b"99999999999.000")
-        assert not await finish(handoff.lease.is_alive("somebody"))
+        assert not await finish(handoff.tickets.lease.is_alive("somebody"))
 
 
 @pytest.mark.parametrize("other", [(Trust.TRUSTED, None), (Trust.SEALED, OTHER_KEY)])

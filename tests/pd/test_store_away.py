@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from tests.e2e.exact import ExactNode, exact_node, text, truth
 from tests.latch import until
@@ -73,7 +74,7 @@ async def waiting(server: RedisServer, *, lease_s: float) -> AsyncIterator[Waiti
         prompt = Prompt.of(PROMPT, ticket.block_size)
         lease = tickets.names.producer(PRODUCER)
         await tickets.forget("t")
-        await tickets.put(tickets.new_open("t", prompt, PRODUCER))
+        await tickets.put(replace(tickets.new_open("t", prompt), incarnation=PRODUCER))
         server.execute("SET", lease, "lives")
 
         async def claim() -> None:

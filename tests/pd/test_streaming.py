@@ -20,8 +20,8 @@ from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
+from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.status import Standing
 from tierkv.pd.stream import Stream
 from tierkv.sched.request import Matched, Request
 from tierkv.storage.memory import MemorySettings, MemoryStore

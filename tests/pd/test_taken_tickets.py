@@ -15,8 +15,8 @@ from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.errors import DuplicateRequestError
 from tierkv.pd.handoff import Published
+from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.status import Standing
 from tierkv.pd.ticket import OpenTicket, Ticket
 from tierkv.storage.factory import open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore

@@ -21,8 +21,8 @@ from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.errors import BadRequestError, HandoffError
 from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.status import Standing
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
 
@@ -242,7 +242,7 @@ async def test_an_open_ticket_under_another_tickets_name_is_damaged() -> None:
     async with pair() as (prefill, decode):
         names, handoff = Names("tierkv", ""), prefill.service.handoff
         assert handoff is not None
-        opened = handoff.tickets.new_open("other", prefill.prompt(tokens(9)), "incarnation")
+        opened = handoff.tickets.new_open("other", prefill.prompt(tokens(9)))
         await finish(handoff.tickets.put(opened))
         await copied(prefill, names.open_ticket("other"), names.open_ticket("ticket"))
         with pytest.raises(HandoffError, match="other") as refused:
@@ -278,7 +278,7 @@ async def test_a_lease_under_another_producers_name_says_nothing_and_an_old_one_
         monkeypatch.setattr(MemoryStore, "capabilities", property(lambda _: capabilities))
         assert prefill.service.handoff is not None
         assert decode.service.handoff is not None
-        ours, theirs = prefill.service.handoff.lease, decode.service.handoff.lease
+        ours, theirs = prefill.service.handoff.tickets.lease, decode.service.handoff.tickets.lease
         with ours.held():
             await finish(ours.is_said())
             assert await finish(theirs.is_alive(ours.incarnation))

@@ -33,7 +33,7 @@ from tierkv.http.loop import in_turns
 from tierkv.http.problems import UnknownIdError
 from tierkv.http.route import Disconnect, Route
 from tierkv.pd.handoff import Handoff
-from tierkv.pd.status import Standing
+from tierkv.pd.ledger import Standing
 from tierkv.sched.explain import Explanation, Miss
 
 

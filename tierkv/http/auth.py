@@ -28,7 +28,7 @@ from tierkv.http.callers import (
 )
 from tierkv.http.process import watching
 from tierkv.http.route import access_of
-from tierkv.pd.direct.neighbour import credentials
+from tierkv.pd.direct.address import credentials
 
 log = logging.getLogger("tierkv.auth")
 

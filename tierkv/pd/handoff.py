@@ -24,13 +24,10 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Event
-from tierkv.pd import issuing
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.direct.direct import Direct
-from tierkv.pd.lease import ProducerLease
-from tierkv.pd.ledger import Ledger
+from tierkv.pd.ledger import HandoffStats, Ledger
 from tierkv.pd.staging import NUM_GROUPS, Staging, groups_of
-from tierkv.pd.stats import HandoffStats
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id, check_written
 from tierkv.sched.request import Request
@@ -61,7 +58,7 @@ class Published:
 
 
 class Handoff:
-    """tickets, lease, ledger: of this node; they live inside `running()`."""
+    """tickets, ledger: of this node; they live inside `running()`, and its lease."""
 
     def __init__(  # noqa: PLR0913 - collaborators
         self,
@@ -70,7 +67,6 @@ class Handoff:
         staging: Staging,
         tickets: Tickets,
         *,
-        lease: ProducerLease,
         ledger: Ledger,
         direct: Direct,
         stats: HandoffStats,
@@ -79,7 +75,6 @@ class Handoff:
         self._storage = storage
         self._staging = staging
         self.tickets = tickets
-        self.lease = lease
         self.ledger = ledger
         self.direct = direct
         self.stats = stats
@@ -89,8 +84,8 @@ class Handoff:
         wrong = []
         if self._staging.num_free_groups != NUM_GROUPS:
             wrong.append("nothing runs, but staging slots are still lent")
-        if self.lease.num_held:
-            wrong.append(f"nothing runs, but {self.lease.num_held} tickets are open")
+        if self.tickets.lease.num_held:
+            wrong.append(f"nothing runs, but {self.tickets.lease.num_held} tickets are open")
         return wrong + self.direct.findings()
 
     @asynccontextmanager
@@ -98,7 +93,7 @@ class Handoff:
         """Leaving says at once that this node's open tickets will not come."""
         async with (
             self.tickets.notifier.running(),
-            self.lease.running(),
+            self.tickets.lease.running(),
             self.direct.running(),
             self.ledger.running(),
         ):
@@ -141,11 +136,9 @@ class Handoff:
                 self._show(request, 0, present)
                 await self.store(request, keys, present, len(keys), after)
                 with self._offered(ticket_id, prompt) as direct:
-                    opened = self.tickets.new_open(
-                        ticket_id, prompt, self.lease.incarnation, direct
-                    )
+                    opened = self.tickets.new_open(ticket_id, prompt, direct)
                     ticket = self.tickets.new(opened, first_tokens, sampling)
-                    await issuing.complete(self.tickets, self.lease, ticket)
+                    await self.tickets.complete(ticket)
         except TimeoutError as error:
             self.stats.failed_publishes += 1
             raise HandoffError(

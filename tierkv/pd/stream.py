@@ -22,7 +22,6 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Event
-from tierkv.pd import issuing
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.staging import GROUP_BLOCKS
 from tierkv.pd.ticket import ClaimProblem, OpenTicket
@@ -109,12 +108,11 @@ class Stream:
         open_ticket = tickets.new_open(
             self._ticket_id,
             prompt,
-            handoff.lease.incarnation,
             handoff.direct.offer(self._ticket_id, prompt, handoff.ledger),
         )
         keys = tickets.keys_of(prompt)
         handoff.ledger.opened(open_ticket)
-        with handoff.lease.held():
+        with tickets.lease.held():
             try:
                 published = await self._publish(open_ticket, keys)
             except TierKVError as error:
@@ -159,8 +157,8 @@ class Stream:
     async def _open(self, open_ticket: OpenTicket) -> None:
         handoff = self._handoff
         try:
-            await handoff.lease.is_said()
-            await issuing.begin(handoff.tickets, handoff.lease, open_ticket)
+            await handoff.tickets.lease.is_said()
+            await handoff.tickets.begin(open_ticket)
         except StoreUnavailableError as error:
             log.warning("ticket %s is not announced: %s", self._ticket_id, error)
         except DuplicateRequestError:
@@ -204,4 +202,4 @@ class Stream:
         """Tell those who wait why there will be no ticket, if the store takes it."""
         with suppress(TimeoutError, StoreUnavailableError, HandoffError):
             async with asyncio.timeout(_LAST_WORD_S):
-                await issuing.give_up(self._handoff.tickets, open_ticket, failure or "it failed")
+                await self._handoff.tickets.give_up(open_ticket, failure or "it failed")

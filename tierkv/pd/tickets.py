@@ -8,15 +8,19 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from tierkv.cache.keys import Fingerprint, Prompt, StoredKey, differences
 from tierkv.clock import Clock
 from tierkv.errors import (
     BadRequestError,
+    DuplicateRequestError,
     HandoffError,
     StoreCorruptError,
     StoreUnavailableError,
 )
 from tierkv.pd.direct.address import DirectAddress
+from tierkv.pd.lease import ProducerLease
 from tierkv.pd.settings import EXPIRED_GRACE_S
 from tierkv.pd.small import SmallValues
 from tierkv.pd.ticket import (
@@ -54,7 +58,8 @@ def check_id(ticket_id: str) -> None:
 
 
 class Tickets:
-    """fingerprints: of every space, "" being the service's own; grows with the service.
+    """lease: of this node. fingerprints: of every space, "" being the service's own; grows with the
+    service.
 
     ticket_ttl_s: how long a decode node has to claim. claimed_ttl_s: how long a ticket stays after
     it was acknowledged, for a node that has to claim once more. name: this node's, for people.
@@ -68,6 +73,7 @@ class Tickets:
         fingerprints: Mapping[str, Fingerprint],
         clock: Clock,
         *,
+        lease: ProducerLease,
         ticket_ttl_s: float,
         claimed_ttl_s: float,
         name: str,
@@ -75,6 +81,7 @@ class Tickets:
         self._storage = storage
         self._values = values
         self._tiers = tiers
+        self.lease = lease
         self._fingerprints = fingerprints
         self._clock = clock
         self._ticket_ttl_s = ticket_ttl_s
@@ -106,9 +113,9 @@ class Tickets:
         self,
         ticket_id: str,
         prompt: Prompt,
-        incarnation: str,
         direct: DirectAddress | None = None,
     ) -> OpenTicket:
+        """Of a prompt of this node: see `begin`."""
         now = self._clock.wall()
         return OpenTicket(
             ticket_id=ticket_id,
@@ -119,7 +126,7 @@ class Tickets:
             created_at=now,
             expires_at=now + self._ticket_ttl_s,
             producer=self._name,
-            incarnation=incarnation,
+            incarnation=self.lease.incarnation,
             direct=direct,
         )
 
@@ -152,6 +159,71 @@ class Tickets:
 
     async def tell(self, ticket_id: str, message: str) -> None:
         await self.notifier.tell(self.names.ticket(ticket_id), message)
+
+    # Of several prompts that come under one id, the first one has it, as far as the store keeps the
+    # first of several values.
+
+    async def check_free(self, ticket_id: str, digests: Sequence[bytes]) -> None:
+        """Raise DuplicateRequestError if somebody may still claim another prompt than the one of
+        these blocks under this id: it is whole and nobody claimed it, or is being computed. The
+        same prompt may be handed over again. What cannot be read is in nobody's way."""
+        with suppress(HandoffError, StoreUnavailableError):
+            # In the order opposite to that in which they are written: one of the two is seen.
+            for found in (
+                await self._coming(ticket_id),
+                await self._unclaimed(ticket_id),
+            ):
+                if found is None or self.has_expired(found) or found.digests == tuple(digests):
+                    continue
+                raise DuplicateRequestError(
+                    f"the ticket id is in use by {found.producer}, for another prompt of "
+                    f"{found.num_tokens} tokens that nobody has claimed yet"
+                )
+
+    async def begin(self, ticket: OpenTicket) -> None:
+        """Say that a ticket will come, in the place of what an earlier hand-off of its id left.
+        Raises DuplicateRequestError if another prompt was faster, and StoreUnavailableError."""
+        if await self._is_there(ticket.ticket_id):
+            await self.check_free(ticket.ticket_id, ticket.digests)
+            await self.forget_ended(ticket.ticket_id)
+        await self._take(ticket)
+        await self.tell(ticket.ticket_id, f"{PROGRESS}0")
+
+    async def complete(self, ticket: Ticket) -> None:
+        """Write the ticket of a prompt of which every block is stored. Raises as `begin` does."""
+        await self._take(ticket)
+        await self.tell(ticket.ticket_id, WHOLE)
+
+    async def give_up(self, ticket: OpenTicket, failure: str) -> None:
+        """Tell those who wait why there will be no ticket, unless another producer has begun it
+        meanwhile. Raises StoreUnavailableError, and HandoffError if what is there is damaged."""
+        found = await self.read_open(ticket.ticket_id)
+        if found is None or found == ticket:
+            await self.put(msgspec.structs.replace(ticket, failure=failure))
+            await self.tell(ticket.ticket_id, FAILED)
+
+    async def _take(self, ticket: Ticket | OpenTicket) -> None:
+        """Put it where nothing is, which the store knows best, or what is in nobody's way."""
+        if not await self.put(ticket, only_new=True):
+            await self.check_free(ticket.ticket_id, ticket.digests)
+            await self.put(ticket)
+
+    async def _is_there(self, ticket_id: str) -> bool:
+        try:
+            return await self.read(ticket_id) is not None
+        except HandoffError:  # damaged
+            return True
+
+    async def _unclaimed(self, ticket_id: str) -> Ticket | None:
+        ticket = await self.read(ticket_id)
+        return None if ticket is None or await self.is_claimed(ticket) else ticket
+
+    async def _coming(self, ticket_id: str) -> OpenTicket | None:
+        """The open ticket, if somebody still computes its prompt."""
+        opened = await self.read_open(ticket_id)
+        if opened is None or opened.failure or not await self.lease.is_alive(opened.incarnation):
+            return None
+        return opened
 
     # The decode node's side
 

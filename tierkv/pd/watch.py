@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import HandoffError, StoreUnavailableError
-from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ticket import ClaimProblem, OpenTicket, Ticket
 from tierkv.pd.tickets import PROGRESS, Tickets
 
@@ -30,7 +29,6 @@ class Watch:
     def __init__(
         self,
         tickets: Tickets,
-        lease: ProducerLease,
         ticket_id: str,
         prompt: Prompt,
         *,
@@ -38,7 +36,7 @@ class Watch:
         on_open: Callable[[OpenTicket], None],
     ) -> None:
         self._tickets = tickets
-        self._lease = lease
+        self._lease = tickets.lease
         self._ticket_id = ticket_id
         self._prompt = prompt
         self._on_progress = on_progress
@@ -50,7 +48,7 @@ class Watch:
         self._over_since = 0.0
         self._patience_s = 0.0  # until it is believed
         # A store that was flushed or restarted has lost the lease until the next beat.
-        self._lost_after_s = lease.beat_s + _GRACE_S
+        self._lost_after_s = self._lease.beat_s + _GRACE_S
 
     async def ticket(self, *, deadline_s: float) -> Ticket:
         """The ticket, as soon as it is there. Raises HandoffError, its reason a ClaimProblem."""

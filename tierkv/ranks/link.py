@@ -18,7 +18,7 @@ import numpy as np
 
 from tierkv.cache.pool import Ids
 from tierkv.errors import StoreCorruptError, TransferError
-from tierkv.pd.direct.neighbour import credentials
+from tierkv.pd.direct.address import credentials
 from tierkv.wire import seal, unseal
 
 Kind = Literal["load", "offload", "copy"]

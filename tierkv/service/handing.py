@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from tierkv.cache.keys import Prompt
 from tierkv.errors import HandoffError, ShuttingDownError, TierKVError
 from tierkv.gpu.protocol import Event
-from tierkv.pd import issuing, status
+from tierkv.pd import ledger
 from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
-from tierkv.pd.ledger import TicketView
+from tierkv.pd.ledger import TicketStatus, TicketView
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.status import TicketStatus
 from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.sched.request import Request, RequestSpec
@@ -100,15 +99,15 @@ class Handing:
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
         """How a ticket stands, of whatever node it is; without waiting for it."""
         handoff = self._the_handoff()
-        return await status.look(handoff.tickets, handoff.lease, ticket_id)
+        return await ledger.look(handoff.tickets, ticket_id)
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """See issuing.check_free. A store that does not answer in time is in nobody's way."""
+        """See Tickets.check_free. A store that does not answer in time is in nobody's way."""
         handoff = self._the_handoff()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.lookup_deadline_s):
                 digests = [key.digest for key in handoff.tickets.keys_of(prompt)]
-                await issuing.check_free(handoff.tickets, handoff.lease, ticket_id, digests)
+                await handoff.tickets.check_free(ticket_id, digests)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
         """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""

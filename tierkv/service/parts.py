@@ -21,12 +21,11 @@ from tierkv.pd.claims import Claims
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.lease import ProducerLease
-from tierkv.pd.ledger import Ledger
+from tierkv.pd.ledger import HandoffStats, Ledger
 from tierkv.pd.portions import Portions
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.small import SmallValues
 from tierkv.pd.staging import STAGING_BLOCKS, Staging
-from tierkv.pd.stats import HandoffStats
 from tierkv.pd.tickets import Tickets
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.sched.arrivals import Arrivals
@@ -136,6 +135,7 @@ class Parts:
             self.tiers,
             made_of.fingerprints,
             clock,
+            lease=lease,
             ticket_ttl_s=settings.ticket_ttl_s,
             claimed_ttl_s=settings.claimed_ttl_s,
             name=made_of.name,
@@ -146,14 +146,12 @@ class Parts:
             storage,
             staging,
             tickets,
-            lease=lease,
-            ledger=Ledger(tickets, clock, incarnation=lease.incarnation),
+            ledger=Ledger(tickets, clock),
             direct=direct,
             stats=stats,
         )
         self.claims = Claims(
             tickets,
-            lease,
             self.scheduler,
             self.fetcher,
             direct=direct,

@@ -17,9 +17,8 @@ from tierkv.gpu.protocol import Device, Event, Planes
 from tierkv.observe import Lookup, Stats
 from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
-from tierkv.pd.ledger import TicketView
+from tierkv.pd.ledger import TicketStatus, TicketView
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.status import TicketStatus
 from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.events import CacheEvents

@@ -11,8 +11,7 @@ import numpy as np
 
 from tierkv.cache.keys import Prompt
 from tierkv.errors import StoreCorruptError
-from tierkv.pd.direct import neighbour
-from tierkv.pd.direct.address import MAX_BLOCKS, Answer, Ask, Channel, DirectAddress
+from tierkv.pd.direct.address import MAX_BLOCKS, Answer, Ask, Channel, DirectAddress, connect_near
 from tierkv.pd.direct.landing import Landing
 from tierkv.pd.direct.offers import Offer, Offers, Peer
 from tierkv.sched.tiers import Tiers
@@ -132,7 +131,7 @@ class Claimer:
         try:
             if self._channel is None:
                 if self._is_near and address.name:
-                    streams = await neighbour.connect(address.name)
+                    streams = await connect_near(address.name)
                 else:
                     streams = await asyncio.open_connection(address.host, address.port)
                 self._channel = Channel(*streams)

@@ -17,16 +17,13 @@ from tierkv.gpu import process_memory
 from tierkv.gpu.process_memory import CPU_PLACE
 from tierkv.gpu.protocol import HostSlots, Sharing
 from tierkv.pd.direct.address import DirectAddress, this_machine
-from tierkv.pd.direct.answers import Answers
 from tierkv.pd.direct.claimer import Claimer
-from tierkv.pd.direct.engine import TransferEngine
-from tierkv.pd.direct.landing import Landing
+from tierkv.pd.direct.landing import Landing, ShownPlanes
+from tierkv.pd.direct.network import TransferEngine
 from tierkv.pd.direct.offers import Offers
-from tierkv.pd.direct.planes import ShownPlanes
-from tierkv.pd.direct.serve import DirectServer
-from tierkv.pd.ledger import Ledger
+from tierkv.pd.direct.producer import Answers, DirectServer
+from tierkv.pd.ledger import HandoffStats, Ledger
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.stats import HandoffStats
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.codec import Codec, PlainCodec
 from tierkv.transfer.storage_io import StorageIO

@@ -16,8 +16,8 @@ from tierkv.errors import StoreCorruptError, StoreUnavailableError, TransferErro
 from tierkv.gpu import process_memory
 from tierkv.gpu.process_memory import NotPermittedError, Piece
 from tierkv.gpu.protocol import HostSlots, Ids
-from tierkv.pd.direct.engine import TransferEngine
-from tierkv.pd.stats import HandoffStats
+from tierkv.pd.direct.network import TransferEngine
+from tierkv.pd.ledger import HandoffStats
 from tierkv.storage.codec import PlainCodec
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.storage.threads import WorkerThreads

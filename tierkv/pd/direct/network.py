@@ -1,8 +1,7 @@
 """Reads another machine's memory with Mooncake's transfer engine, over TCP.
 
-It needs no process on the other side to do anything, listens on two ports of its own, on every
-address of the machine, and asks nobody who reads or writes what was registered: for networks that
-only the operator uses.
+It needs no process on the other side to do anything, listens on two ports of its own, and asks
+nobody who reads or writes what was registered: for networks that only the operator uses.
 """
 
 from __future__ import annotations
