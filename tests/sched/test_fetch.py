@@ -16,6 +16,7 @@ from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
 from tierkv.observe import Lookup
+from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetItem, GetOutcome
@@ -243,7 +244,9 @@ class StuckReads(MemoryStore):
 
 async def test_a_stuck_fetch_keeps_its_slots_until_the_store_is_done() -> None:
     store = StuckReads(await filled(tokens(18)))
-    async with world(store=store, host_blocks=8, fetch_deadline_s=1.0) as here:
+    async with world(
+        store=store, host_blocks=8, fetch_policy=FetchPolicy.DEADLINE, fetch_deadline_s=1.0
+    ) as here:
         request = await here.admit(tokens(18))
         assert len(here.service.tiers.lent_slots(Tier.HOST)) == 5
         assert here.service.stats().host.free == 3

@@ -103,7 +103,7 @@ async def test_fetches_teach_the_estimate_and_leave_no_queue_behind() -> None:
         await here.run(tokens(40))
         estimator = here.service.estimator
         assert estimator.transfer.is_known
-        assert estimator.queued_bytes == 0
+        assert estimator.findings() == []
         assert estimator.transfer.x == pytest.approx(10 * here.layout.block_bytes, rel=0.2)
 
 

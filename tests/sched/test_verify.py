@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -286,13 +287,15 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
         elif what == "being_stored":
             undo = put(service.tiers, "_num_reads", 1)
         elif what == "queued":
-            undo = put(service.estimator, "queued_bytes", 10.0)
+            queued = service.estimator.begin_transfer(10, 0.0)
+            undo = partial(service.estimator.end_transfer, queued, 1.0, is_late=False)
         elif what == "at_work":
             undo = put(service.tiers, "_at_work", Counter({"": 1}))
         elif what == "loading":
             undo = put(service.scheduler.loads, "_number_of", np.array([0, 7]))
         else:
-            undo = put(service.fetcher, "_in_flight", {b"x": asyncio.Future()})
+            shared = service.fetcher._shared
+            undo = partial(shared.finish, shared.claim(here.keys(range(16)), 0))
         found = service.verify()
         undo()
         assert any(words in one for one in found), found

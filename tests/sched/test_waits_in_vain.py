@@ -12,7 +12,7 @@ from tests.sched.test_fetch import filled, tokens
 from tests.simulated import simulate, simulated_world
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.sched.worth import MOST_IN_VAIN, SHARE, Purse
+from tierkv.sched.worth import MOST_IN_VAIN, SHARE
 
 THROUGH = WritePolicy.WRITE_THROUGH
 COMPUTE_S = 1.0  # for each of the prompts
@@ -109,18 +109,3 @@ async def test_a_tail_is_shared_by_a_node_that_knows_how_fast_it_computes() -> N
         here.check_kv(request, tokens(3), 3)
         here.service.end(request)
         await here.settle()
-
-
-def test_what_a_purse_has_is_bounded_both_ways() -> None:
-    purse = Purse()
-    assert not purse.allow(0.0), "who computes in no time waits for nobody"
-    assert purse.allow(1.0)
-    purse.add(1e9)  # an estimate that was far off, say
-    purse.add(-2 * MOST_IN_VAIN)
-    assert not purse.allow(1.0)
-    purse.add(-1e9)  # a wait of hours
-    num_refused = sum(not purse.allow(1.0) for _ in range(1000))
-    assert num_refused <= 2 * MOST_IN_VAIN / SHARE
-    assert purse.allow(float("inf")) or purse.allow(1.0), "nothing odd sticks"
-    purse.fill()
-    assert purse.seconds == MOST_IN_VAIN

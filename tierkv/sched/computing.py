@@ -7,6 +7,7 @@ every wait has an end of its own.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from tierkv.cache.match import Match
 from tierkv.cache.node import Node
 from tierkv.cache.tokens import common_blocks
 from tierkv.sched.slots import Decisions
-from tierkv.sched.worth import HEDGE, Line, Purse
+from tierkv.sched.worth import HEDGE, Prefill, Regret
 
 _Key = tuple[str, int, bytes, bytes]  # space, node, extra keys and tokens of the next block
 _MAX_CAUTION = 6
@@ -58,12 +59,13 @@ class Wait:
 class Computing:
     """All promises. on_progress: called when a promise has come further that somebody waits for.
 
-    prefill: seconds that computing takes, by tokens; as long as it is not known, nobody waits.
+    prefill: what computing takes; each promise that is kept shows it. As long as no engine tells
+    it, nobody waits.
     """
 
     def __init__(
         self,
-        prefill: Line,
+        prefill: Prefill,
         on_progress: Callable[[], None],
         decisions: Decisions | None = None,
     ) -> None:
@@ -73,7 +75,7 @@ class Computing:
         self._promises: dict[_Key, list[Promise]] = {}
         self._lost = 0  # waits in a row that came to nothing
         self._skip = 0  # chances to wait that are passed by because of them
-        self._purse = Purse()
+        self._regret = Regret()
         self.num_promises = 0
 
     def promises(self) -> list[Promise]:
@@ -86,7 +88,7 @@ class Computing:
             return None
         key = _key(node, first, prompt)
         promise = Promise(prompt, first, prompt.num_blocks, now, key, first)
-        self._purse.allow(self._prefill.seconds((prompt.num_blocks - first) * prompt.block_size))
+        self._regret.allow(self._prefill.seconds((prompt.num_blocks - first) * prompt.block_size))
         self._promises.setdefault(key, []).append(promise)
         self.num_promises += 1
         return promise
@@ -96,6 +98,7 @@ class Computing:
         if promise.is_over or first <= promise.first:
             return
         if first >= promise.stop:
+            self._observe(promise)
             promise.first = first
             self.end(promise)
             return
@@ -114,6 +117,14 @@ class Computing:
         self.num_promises -= 1
         if promise.num_waiting:
             self._on_progress()
+
+    def _observe(self, promise: Promise) -> None:
+        """What it took shows how fast the engine is, if it was most of the prompt: the few tokens
+        after a long match take as long as everything else that a request has to wait for."""
+        num_blocks = promise.stop - promise.begun_at
+        if 2 * num_blocks >= promise.stop:
+            took_s = asyncio.get_running_loop().time() - promise.begun
+            self._prefill.observe(num_blocks * promise.prompt.block_size, took_s)
 
     def _remove(self, promise: Promise) -> None:
         promises = self._promises[promise.key]
@@ -136,7 +147,7 @@ class Computing:
 
     def possible_wait(self, match: Match, prompt: Prompt, stop: int, now: float) -> Wait | None:
         """What could be waited for instead of computing it again. Changes nothing."""
-        if not self._promises or not self._prefill.is_known:
+        if not self._promises or not self._prefill.is_told:
             return None
         found = self.find(match, prompt, stop)
         if found is None:
@@ -155,9 +166,9 @@ class Computing:
         A wait that comes to nothing costs what its owner was expected to need still, which is less
         than computing the same here, and HEDGE of the latter. After each such wait in a row twice
         as many chances are passed by, so that owners who never deliver cost ever less. Nobody waits
-        while all that were lost have cost more than the others brought (see Purse).
+        while all that were lost have cost more than the others brought (see Regret).
         """
-        return wait.is_sooner and not self._skip and self._purse.seconds > 0
+        return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
     def passed_by(self, wait: Wait) -> None:
         """A request has started without it."""
@@ -170,10 +181,10 @@ class Computing:
 
     def note_wait(self, wait: Wait, waited_s: float, *, was_worth_it: bool) -> None:
         if was_worth_it:
-            self._purse.add(max(wait.compute_s - waited_s, 0.0))
+            self._regret.add(max(wait.compute_s - waited_s, 0.0))
             self._lost = self._skip = 0
         else:
-            self._purse.add(-waited_s)
+            self._regret.add(-waited_s)
             self._lost = min(self._lost + 1, _MAX_CAUTION)
             self._skip = (1 << self._lost) - 1
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tierkv.cache.history import Event, Fate
-from tierkv.cache.index import Index, Lease
+from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import StoreUnavailableError
-from tierkv.sched.fetch_groups import NO_ROOM, FetchGroups, Progress, SharedTails, Source
+from tierkv.sched.fetch_groups import NO_ROOM, FetchGroups, Landed, SharedTails, Source
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.tiers import Tiers
-from tierkv.sched.worth import Decision, Estimator, FetchPolicy
+from tierkv.sched.worth import Decision, Estimator, FetchPolicy, Transfer
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.fetcher")
+
 _FATES = {GetStatus.DAMAGED: Fate.DAMAGED, GetStatus.FAILED: Fate.FAILED}
 # How long a store that was told to stop may take to leave the buffers before the request goes on
 # without it. Most leave within a turn of the loop, and then the fetch ends as any other.
@@ -66,30 +66,33 @@ class Fetcher:
         source: Source | None = None,
     ) -> None:
         self._tiers = tiers
-        self._index: Index = tiers.index
-        self._storage = storage
-        self._source: Source = source or storage
-        self._groups = FetchGroups(tiers, self._source)
-        self.num_held = 0  # results that have not been released yet
-        self._in_flight: dict[bytes, asyncio.Future[None]] = {}
-        self._tails = SharedTails(tiers, storage)
-        self._worth = FetchWorth(tiers, estimator)
-        self._estimator = self._worth.estimator
+        self._shared = _Shared(
+            tiers,
+            storage,
+            source or storage,
+            estimator or Estimator(bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE),
+        )
+
+    @property
+    def num_held(self) -> int:
+        """Results that have not been released yet."""
+        return self._shared.num_held
 
     @property
     def num_in_flight(self) -> int:
         """Blocks that are being asked for or fetched."""
-        return len(self._in_flight)
+        return sum(len(run.keys) for run in self._shared.in_flight)
 
     def findings(self) -> list[str]:
         """What is wrong, in words, when nothing is on its way."""
         wrong = []
-        if self._in_flight:
-            wrong.append(f"nothing runs, but {len(self._in_flight)} blocks are marked as in flight")
-        return wrong + self._worth.findings()
+        if self.num_in_flight:
+            wrong.append(f"nothing runs, but {self.num_in_flight} blocks are marked as in flight")
+        return wrong + self._shared.estimator.findings()
 
-    def is_fetching(self, digest: bytes) -> bool:
-        return digest in self._in_flight
+    def is_fetching(self, key: StoredKey, block: int) -> bool:
+        """Whether `key`, of the prompt's block `block`, is being asked for or fetched."""
+        return self._shared.busy([key], block) is not None
 
     async def fetch(
         self,
@@ -110,306 +113,75 @@ class Fetcher:
         are fetched. promised: all keys of the prompt, where a ticket says that they are stored: it
         is not asked whether they are. Cancelling it leaves nothing held.
         """
-        outcome: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
-        self._tiers.start(
-            self._run(prompt, promised, deadline_s, policy, outcome, on_arrival),
-            name="tierkv-fetch",
-        )
+        one = _Fetch(self._shared, prompt, policy, promised, on_arrival)
+        self._tiers.start(one.run(deadline_s), name="tierkv-fetch")
         try:
-            return await asyncio.shield(outcome)
+            return await asyncio.shield(one.outcome)
         except asyncio.CancelledError:
-            outcome.add_done_callback(_let_go)
+            one.outcome.add_done_callback(_let_go)
             raise
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Keys that one fetch asks for: `keys` are those from block `start` of its prompt on."""
+
+    start: int
+    keys: Sequence[StoredKey]
+    ended: asyncio.Future[None]
+
+
+class _Shared:
+    """What all fetches of a node share: whom they ask, what is known of it, what is on its way."""
+
+    def __init__(
+        self, tiers: Tiers, storage: StorageIO, source: Source, estimator: Estimator
+    ) -> None:
+        self.tiers = tiers
+        self.storage = storage
+        self.source = source
+        self.estimator = estimator
+        self.groups = FetchGroups(tiers, source)
+        self.tails = SharedTails(tiers, storage)
+        self.in_flight: list[_Run] = []
+        self.num_held = 0
+        self.ended_early = LogThrottle(log, "fetch ended early (x%d): %s")
+
+    def busy(self, keys: Sequence[StoredKey], start: int) -> asyncio.Future[None] | None:
+        """Who fetches one of `keys`, of blocks from `start` on. A key fixes all before it, so two
+        runs have blocks in common if they have the first that both could have."""
+        for run in self.in_flight:
+            at = max(run.start, start)
+            if (
+                at - run.start < len(run.keys)
+                and at - start < len(keys)
+                and run.keys[at - run.start].digest == keys[at - start].digest
+            ):
+                return run.ended
+        return None
+
+    def claim(self, keys: Sequence[StoredKey], start: int) -> _Run:
+        """Who wants one of `keys` waits until `finish`."""
+        run = _Run(start, keys, asyncio.get_running_loop().create_future())
+        self.in_flight.append(run)
+        return run
+
+    def finish(self, run: _Run) -> None:
+        self.in_flight.remove(run)
+        run.ended.set_result(None)
+
+    def held(self, tokens: range, problem: GetOutcome | None, lease: Lease) -> Fetched:
+        """What `lease` holds, for the caller of a fetch."""
+        self.num_held += 1
+        return Fetched(tokens, problem, lambda: self._release(lease))
 
     def _release(self, lease: Lease) -> None:
-        self._index.release(lease)
+        self.tiers.index.release(lease)
         self.num_held -= 1
-        self._tiers.capacity_changed()
-
-    async def _run(  # noqa: PLR0917 - what was asked for, and where the answer goes
-        self,
-        prompt: Prompt,
-        promised: Sequence[StoredKey],
-        deadline_s: float,
-        policy: FetchPolicy,
-        outcome: asyncio.Future[Fetched],
-        on_arrival: Callable[[int], None],
-    ) -> None:
-        match = self._index.match(prompt)
-        progress = Progress(self._index.hold(match.node, match.num_blocks))
-        progress.first_token = match.num_blocks * self._index.block_size
-        give_up_at = asyncio.get_running_loop().time() + deadline_s
-        scope = asyncio.timeout(deadline_s)
-        try:
-            async with scope:
-                patience = Patience(
-                    scope, deadline_s, policy, lambda: self._go_on(prompt, progress, outcome)
-                )
-                with patience.watching():
-                    await self._fetch(prompt, promised, progress, patience, on_arrival)
-        except TimeoutError:
-            if not progress.is_whole:
-                progress.ends(Fate.LATE, "storage took too long")
-            # Before its deadline: the estimate was meant to end it.
-            progress.was_given_up = (scope.when() or 0.0) < give_up_at
-        except StoreUnavailableError as error:
-            progress.ends(Fate.FAILED, str(error))
-        except BaseException:
-            # Nothing expected: it goes up and stops the service, and who waits hears of that.
-            outcome.cancel()
-            raise
-        finally:
-            self._finish_claims(progress)
-        if outcome.done():  # the request went on without it
-            for lease in (progress.tail, progress.lease):
-                if lease is not None:
-                    self._index.release(lease)
-            self._tiers.capacity_changed()
-            return
-        self._worth.note(prompt, progress)
-        lease = progress.lease
-        if progress.tail is not None:
-            lease = progress.tail
-            self._index.release(progress.lease)
-        outcome.set_result(self._fetched(progress, lease))
-
-    def _go_on(self, prompt: Prompt, progress: Progress, outcome: asyncio.Future[Fetched]) -> None:
-        """The store has not left the buffers though it was told to: the request goes on with what
-        has arrived. The slots stay lent until the store is done with them, and nobody else waits
-        for it."""
-        if outcome.done():
-            return
-        progress.ends(Fate.LATE, "storage took too long, and still uses the host slots")
-        self._finish_claims(progress)
-        self._worth.note(prompt, progress)
-        end = progress.tail or progress.lease
-        outcome.set_result(self._fetched(progress, self._index.hold(end.node, end.num_blocks)))
-
-    def _fetched(self, progress: Progress, lease: Lease) -> Fetched:
-        start = progress.first_token
-        self.num_held += 1
-        return Fetched(
-            range(start, start + progress.num_tokens),
-            progress.first_problem,
-            lambda: self._release(lease),
-        )
-
-    async def _fetch(
-        self,
-        prompt: Prompt,
-        promised: Sequence[StoredKey],
-        progress: Progress,
-        patience: Patience,
-        on_arrival: Callable[[int], None],
-    ) -> None:
-        keys = await self._wait_for_others(prompt, promised, progress, patience)
-        if not keys:
-            return
-        missing = sum(key.num_tokens for key in keys)
-        question = self._estimator.decide_question(missing, patience.policy)
-        if not question.fetches:
-            self._worth.refuse(progress, question)
-            return
-        self._claim([key.digest for key in keys], progress)
-        patience.until(question.give_up_s)
-        self._begin_to_wait(progress, patience)
-        if promised and not self._storage.slices.peer_sizes:  # else of which size is a question
-            present = len(keys)
-        else:
-            asked = self._source.count_present(keys)
-            present = await self._worth.answer(asked, missing, question.give_up_s)
-        if present < len(keys):
-            progress.first_problem = GetOutcome(GetStatus.MISS, "not in storage")
-        # Where nothing is present the time for the answer is that for a shared tail, too.
-        if present and not self._is_worth_it(keys[:present], progress, patience):
-            return
-
-        def arrived() -> None:
-            patience.arrived()
-            self._worth.arrived(progress)
-            if progress.fate is None:  # else the request has gone on without it
-                on_arrival(progress.lease.num_blocks)
-
-        await self._groups.fetch(prompt, progress, keys[:present], arrived)
-        if progress.first_problem is None:
-            progress.is_whole = True
-        elif _is_gap(progress.first_problem):
-            progress.is_whole = True
-            await self._fetch_shared_tail(prompt, progress)
-
-    def _is_worth_it(
-        self, keys: Sequence[StoredKey], progress: Progress, patience: Patience
-    ) -> bool:
-        """Whether to fetch `keys`, and then until when."""
-        tokens = sum(key.num_tokens for key in keys)
-        decision = self._estimator.decide(tokens, patience.policy)
-        if not decision.fetches:
-            self._worth.refuse(progress, decision)
-            return False
-        self._worth.expect(progress, tokens)
-        is_bound = patience.policy is not FetchPolicy.DEADLINE
-        patience.until(decision.give_up_s if is_bound else None)
-        return True
-
-    async def _fetch_shared_tail(self, prompt: Prompt, progress: Progress) -> None:
-        """Bring a tail that another prompt left where this one goes on, if storage has one."""
-        found = await self._tails.find(prompt, progress.lease, missing=progress.claimed)
-        if found is None:
-            return
-        digest = found.key.digest
-        if busy := self._in_flight.get(digest):
-            await asyncio.shield(busy)
-            partial = self._index.match(prompt).partial
-            if partial is not None:
-                progress.tail = self._index.hold(partial.node, partial.block + 1)
-            return
-        self._claim([digest], progress)
-        space = self._index.root_of(prompt).space
-        slots = await self._groups.take(1, space)
-        if slots is None:
-            return
-        try:
-            progress.tail = await self._tails.fetch(prompt, progress.lease, found, slots)
-        finally:
-            self._groups.settled(slots, space)
-        if progress.tail is not None:
-            progress.num_tokens += found.num_shared
-            if progress.first_token + progress.num_tokens == prompt.num_tokens:
-                progress.first_problem = None  # what was missing came by another name
-
-    async def _wait_for_others(
-        self,
-        prompt: Prompt,
-        promised: Sequence[StoredKey],
-        progress: Progress,
-        patience: Patience,
-    ) -> Sequence[StoredKey]:
-        """The keys beyond the local match, once none of them is being fetched by another call."""
-        while True:
-            match = self._index.match(prompt)
-            keys = (promised or self._tiers.prompt_keys(prompt))[match.num_blocks :]
-            if match.num_blocks > progress.lease.num_blocks:
-                longer = self._index.hold(match.node, match.num_blocks)
-                self._index.release(progress.lease)
-                progress.lease = longer
-                progress.first_token = match.num_blocks * self._index.block_size
-            partial = match.partial
-            if keys and keys[0].is_tail and partial and partial.num_tokens >= keys[0].num_tokens:
-                progress.tail = self._index.hold(partial.node, partial.block + 1)
-                return []
-            busy = next((f for key in keys if (f := self._in_flight.get(key.digest))), None)
-            if busy is None:
-                return keys
-            tokens = sum(key.num_tokens for key in keys)
-            decision = self._estimator.decide(tokens, patience.policy)
-            if not decision.fetches:
-                self._worth.refuse(progress, decision)
-                return []
-            self._tiers.decisions.wait_storage += 1
-            patience.until(decision.give_up_s)
-            self._begin_to_wait(progress, patience)
-            await asyncio.shield(busy)
-
-    def _begin_to_wait(self, progress: Progress, patience: Patience) -> None:
-        could_compute = patience.policy is FetchPolicy.BEST_EFFORT
-        if could_compute and self._estimator.prefill.is_known and progress.waits_since is None:
-            progress.waits_since = patience.now()
-
-    def _claim(self, digests: Sequence[bytes], progress: Progress) -> None:
-        """Who wants these waits for this fetch, until `_finish_claims`."""
-        loop = asyncio.get_running_loop()
-        self._in_flight |= {digest: loop.create_future() for digest in digests}
-        progress.claimed += digests
-
-    def _finish_claims(self, progress: Progress) -> None:
-        for digest in progress.claimed:
-            self._in_flight.pop(digest).set_result(None)
-        progress.claimed.clear()
+        self.tiers.capacity_changed()
 
 
-class FetchWorth:
-    """estimator: decides, and learns; None: every fetch is worth its time."""
-
-    def __init__(self, tiers: Tiers, estimator: Estimator | None) -> None:
-        self._tiers = tiers
-        self._ended_early = LogThrottle(log, "fetch ended early (x%d): %s")
-        self.estimator = estimator or Estimator(
-            bytes_per_token=1.0, policy=FetchPolicy.WAIT_COMPLETE
-        )
-        self._arrived_bytes = 0.0  # since the start, for all fetches
-
-    def findings(self) -> list[str]:
-        """What is wrong, in words, when nothing is on its way."""
-        queued = self.estimator.queued_bytes
-        if abs(queued) < 1:
-            return []
-        return [f"nothing runs, but {queued:.0f} bytes are counted as queued for fetches"]
-
-    def refuse(self, progress: Progress, decision: Decision) -> None:
-        self._tiers.decisions.recompute_storage += 1
-        progress.ends(Fate.NOT_WORTH_IT, decision.reason)
-
-    async def answer(self, question: Awaitable[int], tokens: int, give_up_s: float | None) -> int:
-        """The tier's answer; how long it took is remembered. tokens: what is asked about.
-        give_up_s: how long it may take; a tier that fails before that is one that was waited for
-        so long in vain."""
-        loop = asyncio.get_running_loop()
-        began, in_time = loop.time(), False
-        try:
-            found = await question
-            in_time = True
-        finally:
-            took = loop.time() - began
-            waited = took if in_time else max(took, give_up_s or 0.0)
-            self.estimator.note_answer(tokens, waited, in_time=in_time)
-        return found
-
-    def expect(self, progress: Progress, tokens: int) -> None:
-        """So many are fetched from now on: others queue behind them."""
-        self._tiers.decisions.fetch_storage += tokens > 0
-        progress.began = asyncio.get_running_loop().time()
-        progress.queued_before = self.estimator.queued_bytes
-        progress.arrived_before = self._arrived_bytes
-        progress.expected_bytes = tokens * self.estimator.bytes_per_token
-        self.estimator.queued_bytes += progress.expected_bytes
-
-    def arrived(self, progress: Progress) -> None:
-        """More of it is here, or all that will be."""
-        num_bytes = progress.num_tokens * self.estimator.bytes_per_token
-        self._arrived_bytes += num_bytes - progress.arrived_bytes
-        progress.arrived_bytes = num_bytes
-
-    def note(self, prompt: Prompt, progress: Progress) -> None:
-        """What the fetch came to: for the estimate, for `explain`, and for the log."""
-        now = asyncio.get_running_loop().time()
-        self._tiers.decisions.recompute_late += progress.fate is Fate.LATE
-        if progress.waits_since is not None:
-            self.estimator.note_wait(progress.num_tokens, now - progress.waits_since)
-        if progress.expected_bytes:
-            self.arrived(progress)
-            self.estimator.queued_bytes -= progress.expected_bytes
-            moved = progress.arrived_bytes
-            if moved >= progress.expected_bytes or progress.fate is Fate.LATE:
-                # Of what was queued before it, only what came: if nothing did, the tier is slow.
-                by_others = self._arrived_bytes - progress.arrived_before - moved
-                queued = min(progress.queued_before, by_others)
-                is_whole = moved >= progress.expected_bytes
-                self.estimator.note_fetch(moved + queued, now - progress.began, is_whole=is_whole)
-        problem = progress.first_problem
-        if problem is None:
-            return
-        fate = progress.fate or _FATES.get(problem.status)
-        if fate is not None:
-            event = Event(fate, "storage", now, problem.reason)
-            self._tiers.history.record(prompt, progress.lease.num_blocks, event)
-        if problem.status is not GetStatus.MISS:
-            if progress.was_given_up:
-                log.debug("fetch ended early: %s", problem.reason)
-            else:
-                self._ended_early.warn(problem.reason)
-
-
-class Patience:
+class FetchDeadline:
     """When to give up: `deadline_s` after the start, or sooner; after each arrival, if the policy
     is to wait for all there is.
 
@@ -427,37 +199,293 @@ class Patience:
         self._scope = scope
         self._deadline_s = deadline_s
         self._on_stuck = on_stuck
+        self._loop = asyncio.get_running_loop()
         self._last = self.now() + deadline_s
         self._timer = self._timer_at(self._last)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Afterwards nobody is stuck."""
-        try:
-            yield
-        finally:
-            self._timer.cancel()
-
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._loop.time()
 
     def until(self, seconds: float | None) -> None:
         """Give up after so many seconds from now; None for the deadline."""
-        latest = self._last
-        self._reschedule(latest if seconds is None else min(latest, self.now() + seconds))
+        self._reschedule(self._last if seconds is None else self.now() + seconds)
 
     def arrived(self) -> None:
+        """Something has come: who waits for all there is has another deadline."""
         if self.policy is FetchPolicy.WAIT_COMPLETE:
             self._last = self.now() + self._deadline_s
             self._reschedule(self._last)
 
+    def end(self) -> None:
+        """The fetch has ended: it cannot be stuck any more."""
+        self._timer.cancel()
+
     def _reschedule(self, when: float) -> None:
+        when = min(when, self._last)
         self._scope.reschedule(when)
         self._timer.cancel()
         self._timer = self._timer_at(when)
 
     def _timer_at(self, when: float) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_at(when + LEAVE_S, self._on_stuck)
+        return self._loop.call_at(when + LEAVE_S, self._on_stuck)
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One call of `Fetcher.fetch`, in a task of its own; its caller waits for `outcome`.
+
+    is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
+    fate: why it goes no further, where that is not the store's answer. waits_since: on the loop's
+    clock, if the request could compute instead and has not waited for nothing yet.
+    """
+
+    shared: _Shared
+    prompt: Prompt
+    policy: FetchPolicy
+    promised: Sequence[StoredKey]
+    on_arrival: Callable[[int], None]
+    outcome: asyncio.Future[Fetched] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    landed: Landed = field(init=False)
+    deadline: FetchDeadline = field(init=False)
+    first_token: int = 0
+    claimed: list[_Run] = field(default_factory=list)
+    transfer: Transfer | None = None
+    waits_since: float | None = None
+    fate: Fate | None = None
+    is_whole: bool = False
+
+    async def run(self, deadline_s: float) -> None:
+        index = self.shared.tiers.index
+        match = index.match(self.prompt)
+        self.landed = Landed(index.hold(match.node, match.num_blocks))
+        self.first_token = match.num_blocks * index.block_size
+        give_up_at = asyncio.get_running_loop().time() + deadline_s
+        scope, was_given_up = asyncio.timeout(deadline_s), False
+        try:
+            async with scope:
+                self.deadline = FetchDeadline(scope, deadline_s, self.policy, self._go_on)
+                try:
+                    await self._bring()
+                finally:
+                    self.deadline.end()
+        except TimeoutError:
+            if not self.is_whole:
+                self._ends(Fate.LATE, "storage took too long")
+            # Before its deadline: the estimate was meant to end it.
+            was_given_up = (scope.when() or 0.0) < give_up_at
+        except StoreUnavailableError as error:
+            self._ends(Fate.FAILED, str(error))
+        except BaseException:
+            # Nothing expected: it goes up and stops the service, and who waits hears of that.
+            self.outcome.cancel()
+            raise
+        finally:
+            self._finish_claims()
+        landed = self.landed
+        if self.outcome.done():  # the request went on without it
+            for lease in (landed.tail, landed.lease):
+                if lease is not None:
+                    index.release(lease)
+            self.shared.tiers.capacity_changed()
+            return
+        self._learn(was_given_up=was_given_up)
+        lease = landed.lease
+        if landed.tail is not None:
+            index.release(landed.lease)
+            lease = landed.tail
+        self._tell(lease)
+
+    def _go_on(self) -> None:
+        """The store has not left the buffers though it was told to: the request goes on with what
+        has arrived. The slots stay lent until the store is done with them, and nobody else waits
+        for it."""
+        if self.outcome.done():
+            return
+        self._ends(Fate.LATE, "storage took too long, and still uses the host slots")
+        self._finish_claims()
+        self._learn(was_given_up=False)
+        end = self.landed.tail or self.landed.lease
+        self._tell(self.shared.tiers.index.hold(end.node, end.num_blocks))
+
+    def _tell(self, lease: Lease) -> None:
+        start = self.first_token
+        tokens = range(start, start + self.landed.num_tokens)
+        self.outcome.set_result(self.shared.held(tokens, self.landed.problem, lease))
+
+    def _ends(self, fate: Fate, reason: str) -> None:
+        """It goes no further, for a reason that is not the store's answer."""
+        status = GetStatus.MISS if fate is Fate.NOT_WORTH_IT else GetStatus.FAILED
+        self.landed.problem, self.fate = GetOutcome(status, reason), fate
+
+    # Asking and bringing
+
+    async def _bring(self) -> None:
+        shared, estimator = self.shared, self.shared.estimator
+        keys = await self._wait_for_others()
+        if not keys:
+            return
+        start = self.landed.lease.num_blocks
+        missing = self.prompt.num_tokens - start * self.prompt.block_size
+        question = estimator.decide_question(missing, self.policy)
+        if not question.fetches:
+            self._refuse(question)
+            return
+        self.claimed.append(shared.claim(keys, start))
+        self.deadline.until(question.give_up_s)
+        self._begin_to_wait()
+        if self.promised and not shared.storage.slices.peer_sizes:  # else of which size is asked
+            present = len(keys)
+        else:
+            present = await self._ask(keys, missing, question.give_up_s)
+        if present < len(keys):
+            self.landed.problem = GetOutcome(GetStatus.MISS, "not in storage")
+        # Where nothing is present the time for the answer is that for a shared tail, too.
+        if present and not self._goes_on(keys[:present], question):
+            return
+        await shared.groups.fetch(self.prompt, self.landed, keys[:present], self._arrived)
+        if self.landed.problem is None:
+            self.is_whole = True
+        elif _is_gap(self.landed.problem):
+            self.is_whole = True
+            await self._fetch_shared_tail(keys[-1])
+
+    async def _wait_for_others(self) -> Sequence[StoredKey]:
+        """The keys beyond the local match, once none of them is being fetched by another call."""
+        shared, landed = self.shared, self.landed
+        index = shared.tiers.index
+        while True:
+            match = index.match(self.prompt)
+            if match.num_blocks > landed.lease.num_blocks:
+                longer = index.hold(match.node, match.num_blocks)
+                index.release(landed.lease)
+                landed.lease = longer
+                self.first_token = match.num_blocks * index.block_size
+            keys = (self.promised or shared.tiers.prompt_keys(self.prompt))[match.num_blocks :]
+            partial = match.partial
+            if keys and keys[0].is_tail and partial and partial.num_tokens >= keys[0].num_tokens:
+                landed.tail = index.hold(partial.node, partial.block + 1)
+                return []
+            busy = shared.busy(keys, match.num_blocks)
+            if busy is None:
+                return keys
+            tokens = self.prompt.num_tokens - match.num_blocks * index.block_size
+            decision = shared.estimator.decide(tokens, self.policy)
+            if not decision.fetches:
+                self._refuse(decision)
+                return []
+            shared.tiers.decisions.wait_storage += 1
+            self.deadline.until(decision.give_up_s)
+            self._begin_to_wait()
+            await asyncio.shield(busy)
+
+    async def _ask(self, keys: Sequence[StoredKey], tokens: int, give_up_s: float | None) -> int:
+        """How many of `keys` the tier has, which is remembered. A tier that fails before
+        `give_up_s` is one that was waited for so long in vain."""
+        began, in_time = self.deadline.now(), False
+        try:
+            found = await self.shared.source.count_present(keys)
+            in_time = True
+        finally:
+            took = self.deadline.now() - began
+            waited = took if in_time else max(took, give_up_s or 0.0)
+            self.shared.estimator.note_answer(tokens, waited, in_time=in_time)
+        return found
+
+    def _goes_on(self, keys: Sequence[StoredKey], question: Decision) -> bool:
+        """Whether to fetch `keys`, and then until when."""
+        estimator, end = self.shared.estimator, self.landed.lease.num_blocks + len(keys)
+        end_token = min(end * self.prompt.block_size, self.prompt.num_tokens)
+        tokens = end_token - self.landed.lease.num_blocks * self.prompt.block_size
+        decision = estimator.decide(tokens, self.policy, is_try=question.is_try)
+        if not decision.fetches:
+            self._refuse(decision)
+            return False
+        self.shared.tiers.decisions.fetch_storage += 1
+        self.transfer = estimator.begin_transfer(tokens, self.deadline.now())
+        if self.policy is not FetchPolicy.BEST_EFFORT:
+            self.deadline.until(None)
+        elif decision.give_up_s is not None and self.waits_since is not None:
+            # From the question on never longer than computing takes, if that is known.
+            most_s = max(question.compute_s, question.give_up_s or 0.0)
+            left_s = most_s - (self.deadline.now() - self.waits_since)
+            self.deadline.until(min(decision.give_up_s, left_s))
+        return True
+
+    def _arrived(self) -> None:
+        self.deadline.arrived()
+        if self.transfer is not None:
+            self.shared.estimator.arrived(self.transfer, self.landed.num_tokens)
+        if self.fate is None:  # else the request has gone on without it
+            self.on_arrival(self.landed.lease.num_blocks)
+
+    async def _fetch_shared_tail(self, last: StoredKey) -> None:
+        """Bring a tail that another prompt left where this one goes on, if storage has one.
+        last: of the prompt's keys; a tail of its own, storage does not have."""
+        shared, landed = self.shared, self.landed
+        index, start = shared.tiers.index, landed.lease.num_blocks
+        missing = (last.digest,) if start == self.prompt.num_blocks else ()
+        found = await shared.tails.find(self.prompt, landed.lease, missing=missing)
+        if found is None:
+            return
+        if busy := shared.busy([found.key], start):
+            await asyncio.shield(busy)
+            partial = index.match(self.prompt).partial
+            if partial is not None:
+                landed.tail = index.hold(partial.node, partial.block + 1)
+            return
+        self.claimed.append(shared.claim([found.key], start))
+        space = index.root_of(self.prompt).space
+        slots = await shared.groups.take(1, space)
+        if slots is None:
+            return
+        try:
+            landed.tail = await shared.tails.fetch(self.prompt, landed.lease, found, slots)
+        finally:
+            shared.groups.settled(slots, space)
+        if landed.tail is not None:
+            landed.num_tokens += found.num_shared
+            if self.first_token + landed.num_tokens == self.prompt.num_tokens:
+                landed.problem = None  # what was missing came by another name
+
+    def _begin_to_wait(self) -> None:
+        if self.policy is FetchPolicy.BEST_EFFORT and self.waits_since is None:
+            self.waits_since = self.deadline.now()
+
+    def _refuse(self, decision: Decision) -> None:
+        self.shared.tiers.decisions.recompute_storage += 1
+        self._ends(Fate.NOT_WORTH_IT, decision.reason)
+
+    def _finish_claims(self) -> None:
+        for run in self.claimed:
+            self.shared.finish(run)
+        self.claimed.clear()
+
+    # What it came to
+
+    def _learn(self, *, was_given_up: bool) -> None:
+        """For the estimate, for `explain`, and for the log."""
+        now, tiers, estimator = self.deadline.now(), self.shared.tiers, self.shared.estimator
+        landed, problem = self.landed, self.landed.problem
+        is_late = self.fate is Fate.LATE
+        tiers.decisions.recompute_late += is_late
+        if self.waits_since is not None:
+            estimator.note_wait(landed.num_tokens, now - self.waits_since)
+        if self.transfer is not None:
+            estimator.arrived(self.transfer, landed.num_tokens)
+            estimator.end_transfer(self.transfer, now, is_late=is_late)
+        if problem is None:
+            return
+        fate = self.fate or _FATES.get(problem.status)
+        if fate is not None:
+            event = Event(fate, "storage", now, problem.reason)
+            tiers.history.record(self.prompt, landed.lease.num_blocks, event)
+        if problem.status is not GetStatus.MISS:
+            if was_given_up:
+                log.debug("fetch ended early: %s", problem.reason)
+            else:
+                self.shared.ended_early.warn(problem.reason)
 
 
 def _is_gap(problem: GetOutcome) -> bool:

@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 
 from tierkv.cache.copies import Mask
-from tierkv.cache.history import Fate
 from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.keys import Prompt, StoredKey, Tail
 from tierkv.cache.node import Space, Tier
@@ -38,36 +37,17 @@ class Source(Protocol):
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far a fetch has come. lease: of what the prompt has here by now, the tail aside.
+class Landed:
+    """How far a fetch has come.
 
-    is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
-    waits_since: on the loop's clock, if the request could compute instead and has not waited for
-        nothing yet.
-    queued_before, arrived_before: bytes that were queued, and that had come since the start, for
-    all other fetches when this one began.
+    lease, tail: of what the prompt has here by now. num_tokens: those of them that came from
+    storage. problem: why there is no more; None if it goes on, or all is there.
     """
 
     lease: Lease
-    fate: Fate | None = None
     tail: Lease | None = None
     num_tokens: int = 0
-    first_token: int = 0
-    first_problem: GetOutcome | None = None
-    is_whole: bool = False
-    waits_since: float | None = None
-    claimed: list[bytes] = field(default_factory=list)
-    was_given_up: bool = False
-    expected_bytes: float = 0.0
-    began: float = 0.0
-    queued_before: float = 0.0
-    arrived_before: float = 0.0
-    arrived_bytes: float = 0.0
-
-    def ends(self, fate: Fate, reason: str) -> None:
-        """It goes no further, for a reason that is not the store's answer."""
-        status = GetStatus.MISS if fate is Fate.NOT_WORTH_IT else GetStatus.FAILED
-        self.first_problem, self.fate = GetOutcome(status, reason), fate
+    problem: GetOutcome | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -118,14 +98,14 @@ class FetchGroups:
     async def fetch(
         self,
         prompt: Prompt,
-        progress: Progress,
+        landed: Landed,
         keys: Sequence[StoredKey],
         on_arrival: Callable[[], None],
     ) -> None:
-        """Fetch `keys`, which follow what `progress` has, in order.
+        """Fetch `keys`, which follow what `landed` has, in order.
 
         Two groups are on their way at a time, so that the store does not wait while one is taken
-        in. on_arrival: called with each that was. What is missing is `progress.first_problem`.
+        in. on_arrival: called with each that was. What is missing is `landed.problem`.
         """
         space = self._index.root_of(prompt).space
         before: asyncio.Task[bool] | None = None
@@ -135,12 +115,12 @@ class FetchGroups:
                 slots = await self.take(min(GROUP_BLOCKS, len(keys) - at), space)
                 if slots is None:
                     if await _arrived(before):
-                        progress.first_problem = NO_ROOM
+                        landed.problem = NO_ROOM
                     return
                 group = _Group(keys[at : at + len(slots)], slots, space)
                 self._tiers.lend(Tier.HOST, slots)
                 coming = tasks.create_task(
-                    self._fetch(prompt, progress, group, before, on_arrival),
+                    self._fetch(prompt, landed, group, before, on_arrival),
                     name="tierkv-fetch-group",
                 )
                 # Not at the end of the task: one that is cancelled at once never begins.
@@ -153,7 +133,7 @@ class FetchGroups:
     async def _fetch(
         self,
         prompt: Prompt,
-        progress: Progress,
+        landed: Landed,
         group: _Group,
         before: asyncio.Task[bool] | None,
         on_arrival: Callable[[], None],
@@ -168,31 +148,29 @@ class FetchGroups:
         arrived = 0
         for result in outcomes:
             if result.status is not GetStatus.HIT:
-                progress.first_problem = result
+                landed.problem = result
                 break
             arrived += 1
-        first = progress.lease.num_blocks
+        first = landed.lease.num_blocks
         blocks = sum(not key.is_tail for key in keys[:arrived])
         if blocks:
-            refused = index.insert(
-                Tier.HOST, progress.lease, prompt, first + blocks, slots[:blocks]
-            )
+            refused = index.insert(Tier.HOST, landed.lease, prompt, first + blocks, slots[:blocks])
             kept[:blocks] = True
             kept[list(refused)] = False
-            node = progress.lease.node
+            node = landed.lease.node
             for start, stop in runs_of(kept[:blocks]):  # others had, or bring, their own copies
                 tiers.events.tell(Happening.STORED, "host", node, first + start, first + stop)
-            index.mark_stored(progress.lease.node, first, first + blocks)
+            index.mark_stored(landed.lease.node, first, first + blocks)
         if arrived > blocks:
             tail, kept[blocks] = index.insert_tail(
-                Tier.HOST, progress.lease, prompt, int(slots[blocks])
+                Tier.HOST, landed.lease, prompt, int(slots[blocks])
             )
             if kept[blocks]:
                 tiers.events.tell(Happening.STORED, "host", tail, tail.start, tail.end)
-            progress.tail = index.hold(tail, tail.end)
+            landed.tail = index.hold(tail, tail.end)
             index.mark_stored(tail, tail.start, tail.end)
         self._end(group)  # with the insertion, or for a turn of the loop two would own the slots
-        progress.num_tokens += sum(key.num_tokens for key in keys[:arrived])
+        landed.num_tokens += sum(key.num_tokens for key in keys[:arrived])
         if arrived < len(keys):
             return False
         on_arrival()

@@ -27,7 +27,7 @@ from tierkv.sched.loads import Loads
 from tierkv.sched.request import Request, RequestSpec, RequestState, Running
 from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
-from tierkv.sched.worth import Line
+from tierkv.sched.worth import Prefill
 
 __all__ = ["Scheduler", "SchedulerStats"]
 
@@ -48,7 +48,7 @@ class Scheduler:
         limits: Mapping[str, Limits] | None = None,
         default: Limits | None = None,
         *,
-        prefill: Line | None = None,
+        prefill: Prefill | None = None,
     ) -> None:
         self.tiers = tiers
         self.index = tiers.index
@@ -58,7 +58,7 @@ class Scheduler:
         self._is_draining = False
         self._preempted: set[Request] = set()  # until they are resumed or abandoned
         self.loads = Loads(tiers)
-        self.computing = Computing(prefill or Line(), self._pump, tiers.decisions)
+        self.computing = Computing(prefill or Prefill(), self._pump, tiers.decisions)
         self._starting = Starting(tiers, self._running, self.loads, self.computing)
         self._commits = Commits(tiers, self._running, self.loads, self.computing)
         self._growing = Growing(

@@ -23,8 +23,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     background_copy_bytes: copies down by rule that may be on their way at once.
     fetch_deadline_s: how long a request waits for storage before it computes instead.
     fetch_policy: whether it waits so long, or only while that is estimated to be faster than
-        computing, which takes an engine that tells its speed (Service.note_prefill); until then
-        for a second.
+        computing, which the engine tells (Service.note_prefill), or else is observed.
     max_tenants: fingerprints that are open at once for tenants by name. tenant_*, request_blocks:
         what each of them may have, None for any: slots of a tier, requests that run, device blocks
         of those together, device blocks of one request.

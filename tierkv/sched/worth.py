@@ -1,14 +1,14 @@
-"""Fetch or recompute: running estimates of tiers and prefill, and what they say about a run.
+"""Fetch or recompute: what both take, as far as is known, and one bound on what waiting may cost.
 
-A transfer takes `latency + bytes / bandwidth`, behind what is queued; a prefill takes
-`tokens / speed`. Both are fitted to what was seen, the newest counting most. The cache must never
-be why a request is slower than without one, so waiting for a fetch is bounded whatever the
-estimate says.
+A fetch takes the answer (what the tier has) and the transfer (`latency + bytes / bandwidth`, behind
+what is queued); a prefill takes `tokens / speed`. All three are fitted to what was seen, the newest
+counting most. A request fetches where that is estimated to be faster than computing, and gives up
+after as long as computing takes: like who rents skis until that has cost as much as to buy them, it
+pays at most twice (Karlin, Manasse, Rudolph, Sleator, 1988). `Regret` bounds all of them together.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -18,24 +18,56 @@ SHARE = 0.02
 MOST_IN_VAIN = 2.0
 _FADING = 0.98  # of what was usual, with each request
 MOST_AT_ONCE_S = 0.5  # twice what is waited for one store that hangs
+# Beyond the estimate a request waits for this share of what computing takes.
+HEDGE = 0.25
+# Of the requests for whom the tier is estimated to be too slow one of so many tries it all the
+# same: a tier that got faster is noticed. That costs SHARE of computing at the most. It is a prime,
+# so that of small and big ones that come in turn not always the same are tried.
+PROBE_EVERY = 53
+# What all may wait, and one of them at the most, before anything is known of the engine's speed. In
+# ten times as much an H200 computes 300k tokens (8B model).
+FIRST_TRY_S = 1.0
+# Where the engine's speed is only observed: so much longer a fetch may take, which leaves the
+# engine to others, and so long it is waited for at the least.
+_OBSERVED_SLACK_S = 0.02
+_OBSERVED_LEAST_S = 0.1
+_SURPRISE = 2.0  # times faster or slower than expected
+_TICK_S = 0.001  # of uvloop's clock: what takes less has taken nothing, or twice that
+
+
+class FetchPolicy(Enum):
+    """BEST_EFFORT fetches what is estimated to be faster than computing, and gives up in time.
+    WAIT_COMPLETE fetches all there is, as long as some of it arrives before each deadline.
+    DEADLINE fetches, until its time is up."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    DEADLINE = "deadline"
 
 
 @dataclass(slots=True)
-class Purse:
-    """Seconds that requests may still wait for a tier in vain: what fetches have saved, less what
-    waiting for them and for answers has cost, and SHARE of what computing takes on top.
+class Regret:
+    """Seconds that requests may still wait in vain: what waits have saved, less what they have
+    cost, and SHARE of what computing takes on top.
 
-    Each wait is bounded by itself; this bounds all of them together, where a tier answers in time
-    and never has anything, or has nothing but damage.
+    So all requests together take at most 1 + SHARE times as long as if all computed, and once
+    MOST_IN_VAIN of the largest, and what those cost that were waiting when it was used up.
+    least_s: what may be lost in any case, as long as what is known of computing is uncertain.
     """
 
+    least_s: float = 0.0
     seconds: float = 0.0
     usual_s: float = 0.0  # what computing one of the larger requests took lately
     largest_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.seconds = self.least_s
+
     def allow(self, compute_s: float) -> bool:
         """Whether one more may wait, which could compute instead in so long."""
-        if math.isfinite(compute_s):
+        if 0 < compute_s < float("inf"):
+            if not self.largest_s:
+                self.seconds = self.least_s  # what was lost before could not be measured
             self.usual_s = max(compute_s, self.usual_s * _FADING)
             grown = max(compute_s - self.largest_s, 0.0)
             self.largest_s += grown
@@ -45,12 +77,16 @@ class Purse:
     def add(self, seconds: float) -> None:
         """So many were saved, or lost. One wait that was far too long is not held against a tier
         for ever."""
-        most = MOST_IN_VAIN * self.usual_s
+        most = self._most
         self.seconds = max(-most, min(self.seconds + seconds, most))
 
     def fill(self) -> None:
         """Nothing is known of the tier: as at the start."""
-        self.seconds = MOST_IN_VAIN * self.usual_s
+        self.seconds = self._most
+
+    @property
+    def _most(self) -> float:
+        return max(MOST_IN_VAIN * self.usual_s, self.least_s)
 
 
 @dataclass(slots=True)
@@ -70,20 +106,6 @@ class Allowance:
         spent = went_by if self.is_waiting else 0.0
         self.seconds = min(self.seconds + SHARE * went_by - spent, MOST_AT_ONCE_S)
         return self.seconds > 0
-
-
-class FetchPolicy(Enum):
-    """BEST_EFFORT fetches what is estimated to be faster than computing, and gives up in time.
-    WAIT_COMPLETE fetches all there is, as long as some of it arrives before each deadline.
-    DEADLINE fetches, until its time is up."""
-
-    BEST_EFFORT = "best_effort"
-    WAIT_COMPLETE = "wait_complete"
-    DEADLINE = "deadline"
-
-
-_SURPRISE = 2.0  # times faster or slower than expected
-_TICK_S = 0.001  # of uvloop's clock: what takes less has taken nothing, or twice that
 
 
 @dataclass(slots=True)
@@ -154,76 +176,154 @@ class Line:
         return self._spread <= 1e-9 * (self.x / self.weight) ** 2  # that much is rounding
 
 
+class Prefill:
+    """What computing takes, by tokens: as the engine tells, or else as requests were observed to
+    take from their admission to the commit of their last block."""
+
+    def __init__(self) -> None:
+        self._line = Line()
+        self.is_told = False
+
+    @property
+    def is_known(self) -> bool:
+        return self._line.is_known
+
+    def seconds(self, tokens: int) -> float:
+        """What so many tokens are expected to take; 0 as long as nothing is known."""
+        return self._line.seconds(tokens)
+
+    def tell(self, tokens: int, seconds: float) -> None:
+        """The engine says so; what was observed counts no longer."""
+        if not self.is_told:
+            self._line, self.is_told = Line(), True
+        self._line.add(tokens, seconds)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A request computed so many tokens in so long, whatever else it waited for."""
+        if not self.is_told:
+            self._line.add(tokens, seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """fetches: whether to; give_up_s: when to stop waiting and compute, None for never.
-    The estimates and the reason are for `explain`."""
+    """give_up_s: when to stop waiting and compute, 0 for at once, None for the deadline.
+    is_try: the tier is estimated to be too slow. The estimates and the reason are for `explain`."""
 
-    fetches: bool
     give_up_s: float | None
     fetch_s: float
     compute_s: float
     reason: str
+    is_try: bool = False
 
-
-# Waiting for a fetch that comes to nothing costs at most this share of what computing takes, but
-# for some of the rare tries.
-HEDGE = 0.25
-# After so many refusals one fetch is tried all the same: a tier that got faster is noticed. It is
-# a prime, so that of small and big ones that come in turn not always the same are tried.
-PROBE_EVERY = 31
-# One of so many tries has as long as computing takes, for a tier that is not HEDGE times as fast.
-_PATIENT_EVERY = 5
-# How long a request waits for the answer, and then for the bytes, as long as the engine has not
-# told its speed, so that nothing can be compared; what came by then is used. In ten times as much,
-# an H200 computes 300k tokens (8B model); in less, a machine that stands still is a slow store.
-FIRST_TRY_S = 1.0
+    @property
+    def fetches(self) -> bool:
+        return self.give_up_s != 0
 
 
 class Estimator:
-    """One tier's path to the device. bytes_per_token: KV bytes of a token. prefill: what computing
-    takes, by tokens, which others may look at, too."""
+    """One tier's path to the device. bytes_per_token: KV bytes of a token."""
 
     def __init__(
-        self,
-        *,
-        bytes_per_token: float,
-        policy: FetchPolicy,
-        deadline_s: float | None = None,
-        prefill: Line | None = None,
+        self, *, bytes_per_token: float, policy: FetchPolicy, deadline_s: float | None = None
     ) -> None:
         if policy is FetchPolicy.DEADLINE and deadline_s is None:
             raise ValueError("the deadline policy needs deadline_s")
         self.bytes_per_token = bytes_per_token
         self.policy = policy
         self.deadline_s = deadline_s
+        self.prefill = Prefill()
         self.transfer = Line()
-        self.prefill = prefill or Line()
-        self.queued_bytes = 0.0
-        self._refused = 0
         self._answers = Line()  # what a question takes, by the tokens that it is about
-        self._unasked = 0
-        self._purse = Purse()
+        self._queued_bytes = 0.0
+        self._arrived_bytes = 0.0  # since the start
+        self._refused = 0
+        self._regret = Regret(FIRST_TRY_S)
 
     def begin_anew(self) -> None:
         """The tier is another one, or has come back: nothing is known of it."""
         self.transfer, self._answers = Line(), Line()
-        self._purse.fill()
+        self._regret.fill()
 
-    def note_wait(self, tokens: int, seconds: float) -> None:
-        """A request has waited so long, from its question on, and has so many tokens for it."""
-        if self.prefill.is_known:
-            self._purse.add(self.prefill.seconds(tokens) - seconds)
+    def findings(self) -> list[str]:
+        """What is wrong, in words, when nothing is on its way."""
+        if abs(self._queued_bytes) < 1:
+            return []
+        queued = self._queued_bytes
+        return [f"nothing runs, but {queued:.0f} bytes are counted as queued for fetches"]
 
-    def note_fetch(self, num_bytes: float, seconds: float, *, is_whole: bool = True) -> None:
-        """A fetch moved so many bytes in so much time. Of one given up, what it had moved: that is
-        news only if it should have taken less. Of nothing at all it was waited for a share of what
-        computing takes, and it is taken to be no faster than that."""
-        if is_whole or seconds > self.transfer.seconds(num_bytes):
-            self.transfer.add(num_bytes, seconds if num_bytes else seconds / HEDGE)
+    # Deciding
+
+    def decide_question(self, tokens: int, policy: FetchPolicy | None = None) -> Decision:
+        """Whether to ask the tier for `tokens` missing tokens, and how long to wait for its answer
+        and for the bytes together. policy: None for the usual one."""
+        compute_s = self.prefill.seconds(tokens)
+        if (policy or self.policy) is not FetchPolicy.BEST_EFFORT:
+            return self._other_policy(tokens, policy or self.policy)
+        may_wait = self._regret.allow(compute_s)
+        if not self.prefill.is_known:
+            give_up_s = max(min(self._regret.seconds, FIRST_TRY_S), 0.0)
+            reason = "prefill speed not known yet: a try"
+            return Decision(give_up_s, 0.0, 0.0, reason)
+        fetch_s = self._answers.at_least(tokens) + self._transfer_s(tokens)
+        if not may_wait:
+            reason = "waiting for the tier has cost more than it has saved"
+            return Decision(0.0, fetch_s, compute_s, reason)
+        if self._is_faster(fetch_s, compute_s):
+            give_up_s = self._give_up_s(fetch_s, compute_s)
+            reason = "fetching is estimated to be faster"
+            return Decision(give_up_s, fetch_s, compute_s, reason)
+        self._refused += 1
+        if self._refused % PROBE_EVERY:
+            reason = "computing is estimated to be faster"
+            return Decision(0.0, fetch_s, compute_s, reason)
+        reason = "a try, whether it is still slower"
+        return Decision(compute_s, fetch_s, compute_s, reason, is_try=True)
+
+    def decide(
+        self, tokens: int, policy: FetchPolicy | None = None, *, is_try: bool = False
+    ) -> Decision:
+        """Whether to fetch `tokens` tokens that the tier has, and how long to wait for them, now
+        that it is known how many they are. is_try: see the question's Decision."""
+        if (policy or self.policy) is not FetchPolicy.BEST_EFFORT:
+            return self._other_policy(tokens, policy or self.policy)
+        compute_s, fetch_s = self.prefill.seconds(tokens), self._transfer_s(tokens)
+        if is_try or not self.prefill.is_known:
+            return Decision(None, fetch_s, compute_s, "a try")
+        if self._is_faster(fetch_s, compute_s):
+            give_up_s = self._give_up_s(fetch_s, compute_s)
+            reason = "fetching is estimated to be faster"
+            return Decision(give_up_s, fetch_s, compute_s, reason)
+        return Decision(0.0, fetch_s, compute_s, "computing is estimated to be faster")
+
+    def _other_policy(self, tokens: int, policy: FetchPolicy) -> Decision:
+        compute_s, fetch_s = self.prefill.seconds(tokens), self._transfer_s(tokens)
+        if policy is FetchPolicy.WAIT_COMPLETE:
+            return Decision(None, fetch_s, compute_s, "the policy waits for all there is")
+        return Decision(self.deadline_s, fetch_s, compute_s, "until the deadline")
+
+    def _transfer_s(self, tokens: int) -> float:
+        return self.transfer.seconds(tokens * self.bytes_per_token + self._queued_bytes)
+
+    def _is_faster(self, fetch_s: float, compute_s: float) -> bool:
+        return fetch_s < compute_s + self._slack_s
+
+    @property
+    def _slack_s(self) -> float:
+        return 0.0 if self.prefill.is_told else _OBSERVED_SLACK_S
+
+    def _give_up_s(self, fetch_s: float, compute_s: float) -> float:
+        """Of a tier that is not known yet as long as computing takes; else what lies too far beyond
+        the estimate is another tier's."""
+        is_known = self._answers.is_known and self.transfer.is_known
+        give_up_s = min(compute_s, fetch_s + HEDGE * compute_s) if is_known else compute_s
+        return give_up_s if self.prefill.is_told else max(give_up_s, _OBSERVED_LEAST_S)
+
+    # Learning
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
-        self.prefill.add(tokens, seconds)
+        """The engine says what computing so many tokens took."""
+        self.prefill.tell(tokens, seconds)
+        self._regret.least_s = 0.0
 
     def note_answer(self, tokens: int, seconds: float, *, in_time: bool) -> None:
         """The tier has said within `seconds` what it has of `tokens`, or was waited for so long in
@@ -233,51 +333,50 @@ class Estimator:
         elif seconds > self._answers.seconds(0):
             self._answers.add(0, 2 * seconds)
 
-    def decide_question(self, tokens: int, policy: FetchPolicy | None = None) -> Decision:
-        """Whether to ask the tier what it has of `tokens` missing tokens, and how long to wait for
-        the answer. Of those for whom it is estimated to come too late, one of PROBE_EVERY asks;
-        who can wait for more than twice as long as was waited in vain, at once. Nobody while the
-        waits of others have cost more than they brought."""
-        compute_s = self.prefill.seconds(tokens)
-        patience: float | None = compute_s * HEDGE
-        reason = "asked for a share of computing"
-        if (policy or self.policy) is not FetchPolicy.BEST_EFFORT:
-            patience, reason = None, "asked until the deadline"
-        elif not self.prefill.is_known:
-            patience, reason = FIRST_TRY_S, "prefill speed not known yet: a try"
-        elif not self._purse.allow(compute_s):
-            patience, reason = 0.0, "waiting for the tier has cost more than it has saved"
-        elif compute_s * HEDGE <= self._answers.at_least(tokens):
-            self._unasked += 1
-            if self._unasked % PROBE_EVERY:
-                patience, reason = 0.0, "the tier did not answer in time"
-        return Decision(patience != 0, patience, 0.0, compute_s, reason)
+    def note_fetch(self, num_bytes: float, seconds: float, *, is_whole: bool = True) -> None:
+        """A fetch moved so many bytes in so much time. Of one given up, what it had moved: that is
+        news only if it should have taken less. Of nothing at all it is taken to need twice that."""
+        if is_whole or seconds > self.transfer.seconds(num_bytes):
+            self.transfer.add(num_bytes, seconds if num_bytes else 2 * seconds)
 
-    def decide(self, tokens: int, policy: FetchPolicy | None = None) -> Decision:
-        """For a run of `tokens` tokens that the tier has. policy: None for the usual one."""
-        compute_s = self.prefill.seconds(tokens)
-        fetch_s = self.transfer.seconds(tokens * self.bytes_per_token + self.queued_bytes)
-        patience, reason = self._patience(fetch_s, compute_s, policy or self.policy)
-        return Decision(patience != 0, patience, fetch_s, compute_s, reason)
+    def note_wait(self, tokens: int, seconds: float) -> None:
+        """A request that could have computed has waited so long, from its question on, and has so
+        many tokens for it."""
+        saved_s = self.prefill.seconds(tokens) + (self._slack_s if tokens else 0.0)
+        self._regret.add(saved_s - seconds)
 
-    def _patience(  # noqa: PLR0911 - one return for each rule reads best
-        self, fetch_s: float, compute_s: float, policy: FetchPolicy
-    ) -> tuple[float | None, str]:
-        """How long to wait, None for as long as it takes, 0 for not at all; and why."""
-        if policy is FetchPolicy.WAIT_COMPLETE:
-            return None, "the policy waits for all there is"
-        if policy is FetchPolicy.DEADLINE:
-            return self.deadline_s, "until the deadline"
-        if not self.prefill.is_known:
-            return FIRST_TRY_S, "prefill speed not known yet: a try"
-        bound = compute_s * HEDGE
-        if not self.transfer.is_known:
-            return bound, "bandwidth not known yet: a try"
-        if fetch_s < compute_s:
-            # What is waited for beyond the estimate is lost if it comes to nothing.
-            return min(compute_s, fetch_s + bound), "fetching is estimated to be faster"
-        self._refused += 1
-        if self._refused % PROBE_EVERY == 0:
-            is_patient = self._refused // PROBE_EVERY % _PATIENT_EVERY == 0
-            return compute_s if is_patient else bound, "a try, whether it is still slower"
-        return 0.0, "computing is estimated to be faster"
+    def begin_transfer(self, tokens: int, now: float) -> Transfer:
+        """So many are fetched from now on: others queue behind them."""
+        num_bytes = tokens * self.bytes_per_token
+        transfer = Transfer(num_bytes, now, self._queued_bytes, self._arrived_bytes)
+        self._queued_bytes += num_bytes
+        return transfer
+
+    def arrived(self, transfer: Transfer, tokens: int) -> None:
+        """`tokens` of it are here by now."""
+        num_bytes = tokens * self.bytes_per_token
+        self._arrived_bytes += num_bytes - transfer.arrived_bytes
+        transfer.arrived_bytes = num_bytes
+
+    def end_transfer(self, transfer: Transfer, now: float, *, is_late: bool) -> None:
+        """No more of it comes. is_late: since it took too long."""
+        self._queued_bytes -= transfer.num_bytes
+        is_whole = transfer.arrived_bytes >= transfer.num_bytes
+        if is_whole or is_late:
+            # Of what was queued before it, only what came: if nothing did, the tier is slow.
+            by_others = self._arrived_bytes - transfer.arrived_before - transfer.arrived_bytes
+            queued = min(transfer.queued_before, by_others)
+            moved = transfer.arrived_bytes + queued
+            self.note_fetch(moved, now - transfer.began, is_whole=is_whole)
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One fetch's bytes on their way. queued_before, arrived_before: of all others, when it began:
+    bytes that were queued, and that had come since the start."""
+
+    num_bytes: float
+    began: float
+    queued_before: float
+    arrived_before: float
+    arrived_bytes: float = 0.0

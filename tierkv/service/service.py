@@ -332,8 +332,8 @@ class Service:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine took so long to compute so many prompt tokens. From these the node learns
-        what is worth fetching, or waiting for; without them every fetch has a second, and nobody
-        waits for blocks that another request is computing."""
+        what is worth fetching, or waiting for. Without them it goes by the time from admissions to
+        commits, and nobody waits for blocks that another request is computing."""
         if num_tokens > 0 and seconds > 0:
             self.estimator.note_prefill(num_tokens, seconds)
 
@@ -510,7 +510,7 @@ def explain_now(
         if not fetcher.num_in_flight:
             return False
         keys = parts.tiers.prompt_keys(asked)
-        return block < len(keys) and fetcher.is_fetching(keys[block].digest)
+        return block < len(keys) and fetcher.is_fetching(keys[block], block)
 
     around = Surroundings(
         fetching=is_fetching,

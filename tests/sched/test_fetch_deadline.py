@@ -13,7 +13,7 @@ from tests.faulty import FaultyStore
 from tests.simulated import LoopClock, simulate, simulated_world
 from tests.world import World
 from tierkv.cache.eviction import WritePolicy
-from tierkv.sched.fetch import LEAVE_S, Patience
+from tierkv.sched.fetch import LEAVE_S, FetchDeadline
 from tierkv.sched.tiers import GROUP_BLOCKS
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -102,7 +102,7 @@ def test_a_fetch_that_came_too_late_teaches_how_slow_the_tier_is() -> None:
 
 def test_of_two_fetches_at_once_the_second_knows_that_it_waited_for_the_first() -> None:
     async def scene() -> None:
-        async with fetching() as here:
+        async with fetching(fetch_policy=FetchPolicy.WAIT_COMPLETE) as here:
             await here.run(tokens(64))
             await here.run(tokens(64, 1000))
             here.service.reset()
@@ -151,7 +151,7 @@ def test_fetches_that_queue_behind_one_another_and_come_to_nothing_are_not_made_
                 for one in four:
                     here.service.end(await one)
                 waits.append(asyncio.get_running_loop().time() - began)
-            assert waits == [pytest.approx(0.25, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
+            assert waits == [pytest.approx(1.0, abs=0.01), *[pytest.approx(0.0, abs=0.01)] * 3]
             await here.settle()
 
     simulate(scene())
@@ -161,19 +161,19 @@ def test_no_later_wait_outlasts_the_requests_own_deadline_and_it_is_stuck_once()
     async def scene() -> None:
         loop, stuck = asyncio.get_running_loop(), list[float]()
         async with asyncio.timeout(None) as scope:
-            patience = Patience(
+            began = loop.time()
+            deadline = FetchDeadline(
                 scope, 1.0, FetchPolicy.DEADLINE, lambda: stuck.append(loop.time() - began)
             )
-            began = loop.time()
-            with patience.watching():
-                for at, seconds, end in ((0.0, 0.3, 0.3), (0.2, 5.0, 1.0), (0.4, None, 1.0)):
-                    await asyncio.sleep(began + at - loop.time())
-                    patience.until(seconds)
-                    assert scope.when() == pytest.approx(began + end)
-                patience.arrived()  # no news for a policy that has a deadline
-                assert scope.when() == pytest.approx(began + 1.0)
-                scope.reschedule(None)  # a store that does not leave when it is told to
-                await asyncio.sleep(3.0)
+            for at, seconds, end in ((0.0, 0.3, 0.3), (0.2, 5.0, 1.0), (0.4, None, 1.0)):
+                await asyncio.sleep(began + at - loop.time())
+                deadline.until(seconds)
+                assert scope.when() == pytest.approx(began + end)
+            deadline.arrived()  # no news for a policy that has a deadline
+            assert scope.when() == pytest.approx(began + 1.0)
+            scope.reschedule(None)  # a store that does not leave when it is told to
+            await asyncio.sleep(3.0)
+            deadline.end()
             assert stuck == [pytest.approx(1.0 + LEAVE_S)]
 
     simulate(scene())
@@ -181,16 +181,15 @@ def test_no_later_wait_outlasts_the_requests_own_deadline_and_it_is_stuck_once()
 
 def test_what_an_arrival_has_renewed_is_the_deadline_of_every_wait_after_it() -> None:
     async def scene() -> None:
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(None) as scope:
-            patience = Patience(scope, 1.0, FetchPolicy.WAIT_COMPLETE, lambda: None)
-            with patience.watching():
-                began = loop.time()
-                await asyncio.sleep(0.5)
-                patience.arrived()
-                patience.until(0.2)
-                assert scope.when() == pytest.approx(began + 0.7)
-                patience.until(None)
-                assert scope.when() == pytest.approx(began + 1.5)
+            deadline = FetchDeadline(scope, 1.0, FetchPolicy.WAIT_COMPLETE, lambda: None)
+            began = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.5)
+            deadline.arrived()
+            deadline.until(0.2)
+            assert scope.when() == pytest.approx(began + 0.7)
+            deadline.until(None)
+            assert scope.when() == pytest.approx(began + 1.5)
+            deadline.end()
 
     simulate(scene())

@@ -14,39 +14,13 @@ from tests.sched.test_loads import with_host_copies
 from tests.simulated import simulate, simulated_world
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
 from tierkv.gpu.protocol import Direction
 from tierkv.sched import lifecycle
-from tierkv.sched.computing import Computing, Wait
 from tierkv.sched.events import Happening
-from tierkv.sched.worth import MOST_IN_VAIN, SHARE, Estimator, FetchPolicy, Line, Purse
+from tierkv.sched.worth import MOST_IN_VAIN, SHARE, FetchPolicy
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 COMPUTE_S = 1.0
-
-
-def computing_and_a_wait() -> tuple[Computing, Wait]:
-    prefill, index, prompt = Line(), Index(4), Prompt.of(tokens(64), 4)
-    prefill.add(64.0, COMPUTE_S)
-    computing = Computing(prefill, lambda: None)
-    computing.begin(index.root, 0, prompt, 0.0)
-    wait = computing.possible_wait(index.match(prompt), prompt, 16, 0.01)
-    assert wait is not None
-    return computing, wait
-
-
-def test_waits_for_owners_that_deliver_pay_for_those_that_came_to_nothing() -> None:
-    computing, wait = computing_and_a_wait()
-    computing.note_wait(wait, 2.5 * COMPUTE_S, was_worth_it=False)
-    for _ in range(5):
-        assert not computing.is_worth_it(wait), "it has cost more than was to be had"
-        computing.passed_by(wait)
-    computing.note_wait(wait, 0.0, was_worth_it=True)
-    assert computing.is_worth_it(wait)
-    computing.note_wait(wait, 1.2 * COMPUTE_S, was_worth_it=False)
-    computing.note_wait(wait, 9.0 * COMPUTE_S, was_worth_it=True)
-    assert not computing.is_worth_it(wait), "one that took longer than computing has saved nothing"
 
 
 async def second_waits(here: World, *, owner_takes_s: float) -> bool:
@@ -72,32 +46,6 @@ def test_of_a_wait_in_vain_its_own_length_counts(owner_takes_s: float) -> None:
 
     is_short = owner_takes_s < COMPUTE_S
     assert simulate(scene()) == [True, False, True, False, False, False, is_short]
-
-
-def test_as_much_may_be_lost_at_first_as_computing_two_of_the_largest_takes() -> None:
-    estimator = Estimator(bytes_per_token=1000.0, policy=FetchPolicy.BEST_EFFORT)
-    estimator.note_prefill(1000, COMPUTE_S)
-
-    def num_asked() -> int:
-        asked = 0
-        while estimator.decide_question(1000).fetches:
-            estimator.note_wait(0, 0.25 * COMPUTE_S)
-            asked += 1
-        return asked
-
-    expected = round(MOST_IN_VAIN / (0.25 - SHARE))
-    assert abs(num_asked() - expected) <= 1
-    assert num_asked() == 0
-    estimator.begin_anew()
-    assert abs(num_asked() - expected) <= 1, "of another tier nothing is known"
-
-
-def test_what_one_large_request_has_lost_is_not_held_against_small_ones_for_ever() -> None:
-    purse = Purse()
-    assert purse.allow(100.0)
-    purse.add(-1e9)
-    num_refused = next(number for number in range(10_000) if purse.allow(1.0))
-    assert 50 < num_refused < 500
 
 
 async def fetched_nothing(here: World, policy: FetchPolicy, base: int) -> float:
