@@ -219,7 +219,7 @@ class LayeredStore(StoreAround):
         """What only the near store still has comes last: it is read, so it can be removed."""
         check_prefix(prefix)
         check_limit(limit)
-        which, slash, inner = (cursor or "far/").partition("/")
+        which, slash, inner = ("far/" if cursor is None else cursor).partition("/")
         if not slash or which not in {"far", "near"}:
             raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
         if which == "far":
