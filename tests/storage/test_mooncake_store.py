@@ -95,7 +95,8 @@ async def test_without_the_package_it_is_said_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     store = MooncakeStore("mooncake://127.0.0.1:1", MooncakeSettings())
-    with pytest.raises(StoreUnavailableError, match=r"pip install -e '\.\[mooncake\]'.*libibverbs1"):
+    remedy = r"pip install -e '\.\[mooncake\]'.*libibverbs1"
+    with pytest.raises(StoreUnavailableError, match=remedy):
         async with store.running():
             pass
 
