@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -112,7 +112,7 @@ class ScriptedNode:
         )
 
     async def _work(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body: Json = msgspec.msgpack.decode(await request.read())
         self.calls.append((request.path, body, request.headers.copy()))
         assert request.transport is not None
         self.peers.add(request.transport.get_extra_info("peername"))
@@ -142,7 +142,7 @@ class ScriptedNode:
             await response.prepare(request)
             await response.write(self.raw)
             return response
-        prompt = np.frombuffer(base64.b64decode(body["tokens"]), "<u4").tolist()
+        prompt = np.frombuffer(body["tokens"], "<u4").tolist()
         if request.path == "/v1/decode":
             await self.tickets.setdefault(body["ticket_id"], asyncio.Event()).wait()
         count = 1 if request.path == "/v1/prefill" else body["max_tokens"]

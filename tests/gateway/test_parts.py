@@ -14,6 +14,7 @@ from tierkv.gateway.completion import StopFinder
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
 from tierkv.gateway.routing import Held, PrefixMemory, choose_decode, choose_prefill
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
+from tierkv.http.loop import Heartbeat
 
 HEALTH = HealthSection(eject_s=1.0, eject_most_s=8.0)
 FEW_LETTERS = st.text("ab\n", max_size=30)
@@ -21,7 +22,7 @@ FEW_LETTERS = st.text("ab\n", max_size=30)
 
 def node(url: str = "http://n", role: Role = Role.BOTH) -> BackendNode:
     """One that is ready."""
-    one = BackendNode(url, role, HEALTH)
+    one = BackendNode(url, role, HEALTH, Heartbeat())
     one.says_ready()
     return one
 
@@ -219,4 +220,4 @@ def test_a_password_in_a_nodes_url_is_refused_and_not_repeated(url: str) -> None
 )
 def test_no_nodes_or_one_twice_is_a_wrong_setting(section: GatewaySection) -> None:
     with pytest.raises(ConfigError):
-        Nodes(section, HEALTH)
+        Nodes(section, HEALTH, Heartbeat())

@@ -26,7 +26,7 @@ from tierkv.client.errors import (
     read_problem,
     remote_error,
 )
-from tierkv.client.http import Http, Reply
+from tierkv.client.http import Body, Http, Reply
 from tierkv.client.routes import Call, Repeat
 from tierkv.client.streams import Events, EventStream, TokenStream
 from tierkv.errors import ConfigError, TierKVError
@@ -165,7 +165,7 @@ class Calls:
 
     def _prepared(
         self, call: Call[A], question: Question
-    ) -> tuple[str, bytes | None, dict[str, str]]:
+    ) -> tuple[str, Body | None, dict[str, str]]:
         path = call.path
         if question.name is not None:
             path = path.replace("{id}", quote(question.name, safe=""))
@@ -173,7 +173,7 @@ class Calls:
         if question.body is None:
             return path + question.query, None, headers
         headers["Content-Type"] = MSGPACK
-        return path + question.query, msgspec.msgpack.encode(_packed(question.body)), headers
+        return path + question.query, [msgspec.msgpack.encode(_packed(question.body))], headers
 
     def _read(self, call: Call[A], reply: Reply) -> A:
         if reply.status >= _FIRST_ERROR:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
 import aiohttp
@@ -21,6 +20,10 @@ from tierkv.client.errors import (
 )
 from tierkv.errors import ConfigError
 
+Body = Sequence[bytes]
+"""What a body consists of, in order; long parts may be those of other bodies, too."""
+
+_PIECE_BYTES = 64 << 10
 _UNIX = "unix:"
 _KEEP_S = 5.0  # below a node's own 10 s: a pooled connection is not closed as it is used again
 _CONNECT_S = 10.0  # all else is under the deadline of each call
@@ -130,7 +133,7 @@ class Http:
         )
 
     async def ask(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+        self, method: str, path: str, body: Body | None, headers: Mapping[str, str]
     ) -> Reply:
         """Raises a CallError."""
         async with self.opened(method, path, body, headers) as response:
@@ -138,18 +141,19 @@ class Http:
 
     @asynccontextmanager
     async def opened(
-        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+        self, method: str, path: str, body: Body | None, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The head of the answer; leaving early closes the connection. Raises a CallError if there
         is none; reading the answer raises what aiohttp does, see `translated`."""
         if self._session is None:
             raise CallError("this client is closed, or was not entered with `async with`")
+        if body is not None:
+            headers = {**headers, "Content-Length": str(sum(map(len, body)))}
         with translated(self.where):
             response = await self._session.request(
                 method,
                 self._base + path,
-                # aiohttp writes a file piece by piece, and bytes all at once.
-                data=body if body is None else BytesIO(body),
+                data=None if body is None else _in_pieces(body),
                 headers=headers,
                 allow_redirects=False,  # a token is for this node only
             )
@@ -173,6 +177,14 @@ class Http:
                         status=response.status,
                     )
         return Reply(response.status, response.content_type, response.headers, bytes(raw))
+
+
+async def _in_pieces(body: Body) -> AsyncIterator[memoryview]:
+    """aiohttp would write bytes all at once, and so keep a copy of what the peer does not take."""
+    for part in body:
+        view = memoryview(part)
+        for at in range(0, len(view), _PIECE_BYTES):
+            yield view[at : at + _PIECE_BYTES]
 
 
 @contextmanager

@@ -80,9 +80,9 @@ _TOKENS, _DONE, _ERROR = "tokens", "done", "error"
 
 
 class Events:
-    """The events of an open answer. gap_s: how long to wait for the next bytes."""
+    """The events of an open answer. gap_s: how long to wait for the next bytes, None for ever."""
 
-    def __init__(self, where: str, response: ClientResponse, gap_s: float) -> None:
+    def __init__(self, where: str, response: ClientResponse, gap_s: float | None) -> None:
         self._where = where
         self._content = response.content
         self._gap_s = gap_s
@@ -107,7 +107,7 @@ class Events:
         return self._ready.popleft()
 
     def _late(self) -> DeadlineError:
-        return DeadlineError(f"{self._where} told nothing for {self._gap_s:g} s")
+        return DeadlineError(f"{self._where} told nothing for {self._gap_s} s")
 
     def decoded(self, event: ServerEvent, kind: type[T]) -> T:
         """The data of `event`. Raises NotANodeError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import NoReturn
@@ -13,8 +13,8 @@ from typing import NoReturn
 import aiohttp
 import msgspec
 
-from tierkv.client.errors import CallError, DeadlineError, NotANodeError
-from tierkv.client.http import Http, Reply
+from tierkv.client.errors import CallError, NotANodeError, UnreachableError
+from tierkv.client.http import Body, Http, Reply
 from tierkv.client.streams import Events, ServerEvent
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gateway.failures import (
@@ -28,7 +28,8 @@ from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.openai import Job
 from tierkv.gateway.routing import Held
 from tierkv.gateway.settings import GatewaySettings, HealthSection, node_tls
-from tierkv.http.bodies import EVENT_STREAM, REQUEST_ID_HEADER
+from tierkv.http.bodies import EVENT_STREAM, MSGPACK, REQUEST_ID_HEADER
+from tierkv.http.loop import Heartbeat, patient_timeout
 from tierkv.tasks import background
 
 UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent
@@ -77,10 +78,11 @@ class NodeCalls:
     Raises ConfigError if a URL or a certificate cannot be used.
     """
 
-    def __init__(self, settings: GatewaySettings, nodes: Nodes) -> None:
+    def __init__(self, settings: GatewaySettings, nodes: Nodes, beat: Heartbeat) -> None:
         self._section = settings.gateway
         self._deadlines = settings.deadlines
         self._health = settings.health
+        self._beat = beat
         tls = node_tls(settings.gateway)
         self._pools = {
             node: Http(
@@ -101,6 +103,11 @@ class NodeCalls:
                 await stack.enter_async_context(pool.running())
             yield
 
+    @property
+    def late_s(self) -> float:
+        """By how much the gateway's own loop was late so far."""
+        return self._beat.late_s
+
     async def trouble(self, node: BackendNode) -> str | None:
         """What a node that takes work says is wrong with it, "" if nothing is; None if it takes no
         work. Raises AttemptError if its probe is not answered."""
@@ -116,7 +123,7 @@ class NodeCalls:
 
     async def _probe(self, node: BackendNode, path: str) -> Reply:
         try:
-            async with asyncio.timeout(self._health.probe_timeout_s):
+            async with patient_timeout(self._beat, self._health.probe_timeout_s):
                 return await self._pools[node].ask("GET", path, None, self._headers(None))
         except TimeoutError as error:
             limit_s = self._health.probe_timeout_s
@@ -136,7 +143,7 @@ class NodeCalls:
 
     async def lookup(self, node: BackendNode, job: Job) -> Held:
         """What the node has of the prompt. Raises AttemptError; nobody is blamed for it."""
-        body = msgspec.json.encode({"tokens": job.tokens})
+        body = job.body({})
         try:
             async with asyncio.timeout(self._deadlines.lookup_s):
                 reply = await self._pools[node].ask("POST", "/v1/lookup", body, self._headers(job))
@@ -148,9 +155,10 @@ class NodeCalls:
         return Held(found.device_tokens + found.host_tokens, found.storage_tokens or 0)
 
     async def stream(
-        self, node: BackendNode, path: str, job: Job, body: Mapping[str, object]
+        self, node: BackendNode, path: str, job: Job, body: Body
     ) -> AsyncGenerator[ServerEvent, None]:
-        """The events of a node's answer up to `done`, which is the last. Close it when done.
+        """The events of a node's answer to `body` up to `done`, which is the last. Close it when
+        done.
 
         Raises AttemptError if the node fails, is busy, or refuses a hand-off, and
         InvalidRequestError if the request can succeed at no node. What follows for the node's
@@ -167,16 +175,16 @@ class NodeCalls:
             raise
 
     async def _events(
-        self, node: BackendNode, path: str, job: Job, body: Mapping[str, object]
+        self, node: BackendNode, path: str, job: Job, body: Body
     ) -> AsyncGenerator[ServerEvent, None]:
-        pool, raw = self._pools[node], msgspec.json.encode(body)
+        pool, late_before_s = self._pools[node], self._beat.late_s
         try:
             async with AsyncExitStack() as stack:
-                opening = pool.opened("POST", path, raw, self._headers(job))
+                opening = pool.opened("POST", path, body, self._headers(job))
                 async with node.within(self._deadlines.first_token_s):
                     response = await stack.enter_async_context(opening)
                 await self._check(node, response)
-                events = Events(node.url, response, self._deadlines.stall_s)
+                events = Events(node.url, response, gap_s=None)  # see `_next`
                 while True:
                     event = await self._next(node, events)
                     if event.name == "done":
@@ -184,8 +192,12 @@ class NodeCalls:
                     yield event
                     if event.name == "done":
                         return
-        except (TimeoutError, DeadlineError) as error:
+        except TimeoutError as error:
             raise NodeFailedError(f"{node.url} says nothing any more") from error
+        except UnreachableError as error:
+            if self._beat.late_s > late_before_s:
+                raise NodeBusyError(f"{error}; this gateway itself was late meanwhile") from error
+            raise NodeFailedError(str(error)) from error
         except NotANodeError as error:
             raise NodeFailedError(f"{node.url} answers nonsense: {error}") from error
         except (CallError, ConfigError) as error:
@@ -202,7 +214,7 @@ class NodeCalls:
 
     async def _check(self, node: BackendNode, response: aiohttp.ClientResponse) -> None:
         if response.status != HTTPStatus.OK:
-            async with asyncio.timeout(self._deadlines.stall_s):
+            async with node.within(self._deadlines.stall_s):
                 reply = await self._pools[node].whole(response)
             self._refuse(node, reply.raw, reply.status)
         if response.content_type != EVENT_STREAM:
@@ -238,7 +250,7 @@ class NodeCalls:
         return NodeFailedError(f"{node.url} does not accept the gateway's token")
 
     def _headers(self, job: Job | None) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "Accept": "*/*"}
+        headers = {"Content-Type": MSGPACK, "Accept": "*/*"}
         if job is not None:
             headers[REQUEST_ID_HEADER] = job.request_id
         if job is not None and self._section.forward_authorization:
@@ -290,6 +302,7 @@ class _Probe:
 
     async def once(self) -> None:
         now, node = asyncio.get_running_loop().time, self.node
+        late_before_s = self._calls.late_s
         try:
             # What it computes comes first, each time: a node that was replaced by one of another
             # model must not go on with an answer that one of ours has begun.
@@ -302,6 +315,8 @@ class _Probe:
                 node.says_ready(trouble)
             self._unanswered = 0
         except AttemptError:
+            if self._calls.late_s > late_before_s:
+                return  # the fault may be ours; it is asked again soon
             node.has_failed(now())
             self._unanswered += 1
             if self._unanswered >= self._settings.gone_after_probes:

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tierkv.api.metrics import gauge
+from tierkv.cache.tokens import pack
 from tierkv.gateway.calls import NodeCalls, probing
 from tierkv.gateway.failures import (
     AttemptError,
@@ -21,8 +22,9 @@ from tierkv.gateway.failures import (
 )
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.openai import Job
-from tierkv.gateway.routing import Held, PrefixMemory
+from tierkv.gateway.routing import REMEMBERED_BYTES, Held, PrefixMemory
 from tierkv.gateway.settings import GatewaySettings, LimitsSection
+from tierkv.http.loop import Heartbeat
 from tierkv.http.process import Working
 
 
@@ -184,15 +186,20 @@ class Backend:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
-        self.nodes = Nodes(settings.gateway, settings.health)
-        self.calls = NodeCalls(settings, self.nodes)
+        self.beat = Heartbeat()
+        self.nodes = Nodes(settings.gateway, settings.health, self.beat)
+        self.calls = NodeCalls(settings, self.nodes, self.beat)
         self.memory = PrefixMemory()
         self.admission = Admission(settings.limits)
         self.metrics = GatewayMetrics(self.nodes, self.admission)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self.calls.running(), probing(self.nodes, self.calls, self.settings.health):
+        async with (
+            self.beat.running(),
+            self.calls.running(),
+            probing(self.nodes, self.calls, self.settings.health),
+        ):
             yield
 
     async def who_holds(self, job: Job, nodes: Sequence[BackendNode]) -> dict[str, Held]:
@@ -213,8 +220,10 @@ class Backend:
         except AttemptError:
             return None
 
-    def remember(self, node: BackendNode, tokens: bytes) -> None:
-        self.memory.remember(tokens, node.url, node.lives)
+    def remember(self, node: BackendNode, tokens: bytes, after: Sequence[int]) -> None:
+        """The node holds the packed `tokens` and those `after` them now."""
+        known = tokens if len(tokens) >= REMEMBERED_BYTES else tokens + pack(after)
+        self.memory.remember(known, node.url, node.lives)
 
 
 class Gateway:

@@ -11,6 +11,7 @@ from tierkv.api.settings import Role
 from tierkv.cache.keys import differences
 from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
+from tierkv.http.loop import Heartbeat, patient_timeout
 
 _FIRST_RATE = 5_000.0  # prompt tokens a second, until a node has shown its own
 _ENOUGH_TOKENS = 64  # of fewer, the time is that of the call
@@ -31,7 +32,7 @@ class BackendNode:
     rate: prompt tokens a second, as measured.
     """
 
-    def __init__(self, url: str, role: Role, settings: HealthSection) -> None:
+    def __init__(self, url: str, role: Role, settings: HealthSection, beat: Heartbeat) -> None:
         self.url = url
         self.role = role
         self.outstanding_tokens = 0
@@ -42,6 +43,7 @@ class BackendNode:
         self.fingerprint: dict[str, str] | None = None  # what it computes, as it says itself
         self.differs_in: tuple[str, ...] = ()  # fields of it, from what most others compute
         self._settings = settings
+        self._beat = beat
         self._ejected_until = 0.0
         self._is_ready = False  # until it has said so
         self._trouble = ""  # what it says is wrong with it, ready as it is
@@ -100,8 +102,9 @@ class BackendNode:
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Raises TimeoutError if the body takes longer, or when `is_gone` cuts it off."""
-        async with asyncio.timeout(seconds) as scope:
+        """Raises TimeoutError if the body takes longer, our own loop's delays apart, or when
+        `is_gone` cuts it off."""
+        async with patient_timeout(self._beat, seconds) as scope:
             self._waits[scope] = asyncio.get_running_loop().time()
             try:
                 yield
@@ -130,9 +133,9 @@ class BackendNode:
 class Nodes:
     """All nodes. Raises ConfigError if there is none, or one twice."""
 
-    def __init__(self, section: GatewaySection, health: HealthSection) -> None:
+    def __init__(self, section: GatewaySection, health: HealthSection, beat: Heartbeat) -> None:
         self.all = [
-            BackendNode(url, role, health)
+            BackendNode(url, role, health, beat)
             for role, given in (
                 (Role.PREFILL, section.prefill),
                 (Role.DECODE, section.decode),

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import msgspec
 
 from tierkv.cache.tokens import count, pack, unpack
+from tierkv.client.http import Body
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.sampling import encode
+
+_NO_BYTES = b"\xc4\x00"  # msgpack's short form, bin 8, of no bytes
+_BYTES = struct.Struct(">BI")  # its long form, bin 32: mark and length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +40,19 @@ class Job:
     def num_tokens(self) -> int:
         return count(self.tokens)
 
-    def body(self, after: Sequence[int] = ()) -> dict[str, object]:
-        """What any node is asked, for the prompt and the tokens `after` it."""
-        return {
-            "tokens": self.tokens + pack(after) if after else self.tokens,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "seed": self.seed,
-            "stream": True,
-        }
+    def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
+        """`fields`, and as `tokens` the prompt and the tokens `after` it, as msgpack. The prompt is
+        not copied, however often and of how many nodes it is asked."""
+        packed_after = pack(after)
+        head = msgspec.msgpack.encode({**fields, "tokens": b""})
+        assert head.endswith(_NO_BYTES), "the last value is empty"
+        size = len(self.tokens) + len(packed_after)
+        return head.removesuffix(_NO_BYTES) + _BYTES.pack(0xC6, size), self.tokens, packed_after
+
+    def work(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
+        """As `body`, with how to go on from there."""
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "seed": self.seed}
+        return self.body({**sampling, "stream": True, **fields}, after)
 
 
 FinishReason = Literal["stop", "length"]

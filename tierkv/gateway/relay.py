@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tierkv.cache.tokens import pack
+from tierkv.client.http import Body
 from tierkv.client.streams import ServerEvent
 from tierkv.errors import TierKVError
 from tierkv.gateway.calls import UNREADABLE
@@ -176,9 +176,7 @@ class Delivery:
 
     # Calls
 
-    async def read(
-        self, node: BackendNode, path: str, body: Mapping[str, object], *, offset: int
-    ) -> Done:
+    async def read(self, node: BackendNode, path: str, body: Body, *, offset: int) -> Done:
         """Take all tokens of one streamed answer, the first of which is number `offset`.
 
         Raises AttemptError, which is noted, or GatewayError.
@@ -204,13 +202,14 @@ class Delivery:
         except UNREADABLE as error:
             raise self._blame(node, f"answers nonsense: {error}") from error
 
-    def learn(self, node: BackendNode, done: Done, tokens: bytes) -> None:
-        """Note what an answer tells: what was cached, how fast the node is, what it holds now."""
+    def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
+        """Note what an answer tells: what was cached, how fast the node is, what it holds now,
+        which is the prompt and the tokens `after` it."""
         found = done.matched.device + done.matched.host + done.matched.storage
         if self.cached_tokens is None:
             self.cached_tokens = min(found, self.job.num_tokens)
         node.learn_rate(done.computed_tokens, done.time_to_first_token_s - done.queue_s)
-        self.backend.remember(node, tokens)
+        self.backend.remember(node, self.job.tokens, after)
 
 
 _TICKET_PART = 0.9  # of the time that a claim has for its first token
@@ -315,11 +314,11 @@ async def _prefill_at(
     delivery: Delivery, node: BackendNode, ticket_id: str, held: Mapping[str, Held]
 ) -> None:
     job = delivery.job
-    body = job.body() | {"request_id": delivery.next_id(), "ticket_id": ticket_id}
+    body = job.work({"request_id": delivery.next_id(), "ticket_id": ticket_id})
     # What storage has is on this node's way, too; only what is near need not be waited for.
     with node.working(max(job.num_tokens - held.get(node.url, Held()).near, 1)):
         done = await delivery.read(node, "/v1/prefill", body, offset=0)
-    delivery.learn(node, done, job.tokens)
+    delivery.learn(node, done)
 
 
 # The decode side
@@ -333,7 +332,7 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) 
         if not nodes:
             raise AttemptError("no decode node is left")
         node = choose_decode(nodes, held)
-        body = job.body() | {
+        asked = {
             "request_id": delivery.next_id(),
             "ticket_id": ticket_id,
             "max_tokens": job.max_tokens,
@@ -342,7 +341,7 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) 
         }
         try:
             with node.working(job.max_tokens):
-                done = await delivery.read(node, "/v1/decode", body, offset=0)
+                done = await delivery.read(node, "/v1/decode", job.work(asked), offset=0)
         except HandoffRefusedError:
             raise
         except AttemptError:
@@ -350,7 +349,7 @@ async def _decode(delivery: Delivery, ticket_id: str, held: Mapping[str, Held]) 
                 raise  # the rest is generated from what has been delivered
             await delivery.pause()
             continue
-        delivery.learn(node, done, job.tokens + pack(delivery.tokens[:-1]))
+        delivery.learn(node, done, delivery.tokens[:-1])
         return
 
 
@@ -438,7 +437,7 @@ async def _generate(delivery: Delivery, node: BackendNode, held: Mapping[str, He
     """Have one node go on from what has been delivered, and do all the rest."""
     job, offset = delivery.job, len(delivery.tokens)
     left = job.max_tokens - offset
-    body = job.body(delivery.tokens) | {"request_id": delivery.next_id(), "max_tokens": left}
+    body = job.work({"request_id": delivery.next_id(), "max_tokens": left}, delivery.tokens)
     near = held.get(node.url, Held()).near
     with node.working(max(job.num_tokens - near, 0) + left):
         done = await delivery.read(node, "/v1/generate", body, offset=offset)
@@ -446,4 +445,4 @@ async def _generate(delivery: Delivery, node: BackendNode, held: Mapping[str, He
         error = AttemptError(f"{node.url} ended its answer early")
         delivery.note(node, error)
         raise error
-    delivery.learn(node, done, job.tokens + pack(delivery.tokens[:-1]))
+    delivery.learn(node, done, delivery.tokens[:-1])

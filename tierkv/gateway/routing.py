@@ -65,6 +65,7 @@ def choose_decode(nodes: Sequence[BackendNode], held: Mapping[str, Held]) -> Bac
 
 _CHUNK_TOKENS = 64
 _CHUNK_BYTES = _CHUNK_TOKENS * TOKEN_BYTES
+REMEMBERED_BYTES = 1024 * _CHUNK_BYTES  # of a prompt: some 2 ms of the loop's time
 _MOST_CHUNKS = 1 << 16  # about 4 million tokens, some 20 MB
 
 
@@ -79,8 +80,9 @@ class PrefixMemory:
         self._most = most_chunks
 
     def remember(self, tokens: bytes, url: str, life: int) -> None:
-        """The node at `url`, in that life of it, has the packed tokens."""
-        for digest in _chain(tokens):
+        """The node at `url`, in that life of it, has the packed tokens, of which only the first
+        65,536 count."""
+        for digest in _chain(tokens[:REMEMBERED_BYTES]):
             self._seen.setdefault(digest, {})[url] = life
             self._seen.move_to_end(digest)
         while len(self._seen) > self._most:

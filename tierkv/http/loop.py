@@ -15,6 +15,7 @@ from tierkv.tasks import background
 T = TypeVar("T")
 
 TICK_S = 0.05
+_SHORT_S = 0.01  # any loop is late by so much
 _ITEMS = 64  # each of which takes some 20 us
 _TICKS = 1200  # one minute
 
@@ -30,6 +31,7 @@ class Heartbeat:
         self.on_beat = on_beat
         self._last: float | None = None
         self._late: deque[float] = deque(maxlen=_TICKS)
+        self._late_s = 0.0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -40,6 +42,13 @@ class Heartbeat:
     def age_s(self) -> float | None:
         """Since the last beat; None before the first."""
         return None if self._last is None else asyncio.get_running_loop().time() - self._last
+
+    @property
+    def late_s(self) -> float:
+        """By how much beats came late in all, with one that is late right now; short delays apart.
+        The difference of two readings is how late the loop was between them."""
+        now_late_s = 0.0 if self.age_s is None else self.age_s - TICK_S
+        return self._late_s + (now_late_s if now_late_s > _SHORT_S else 0.0)
 
     @property
     def worst_lag_s(self) -> float:
@@ -53,7 +62,32 @@ class Heartbeat:
             await asyncio.sleep(TICK_S)
             late_s = max(loop.time() - self._last - TICK_S, 0.0)
             self._late.append(late_s)
+            self._late_s += late_s if late_s > _SHORT_S else 0.0
             self.on_beat(late_s, min(late_s, time.thread_time() - worked_s))
+
+
+@asynccontextmanager
+async def patient_timeout(beat: Heartbeat, seconds: float) -> AsyncIterator[asyncio.Timeout]:
+    """As asyncio.timeout, plus the time by which this process' own loop was late meanwhile: nobody
+    else is blamed for that. `beat` must be running."""
+    loop = asyncio.get_running_loop()
+    seen_s = beat.late_s
+    timer: asyncio.TimerHandle
+    async with asyncio.timeout(None) as scope:
+
+        def look() -> None:
+            nonlocal seen_s, timer
+            late_s, seen_s = beat.late_s - seen_s, beat.late_s
+            if late_s > 0:
+                timer = loop.call_later(late_s, look)
+            elif not scope.expired():
+                scope.reschedule(loop.time())
+
+        timer = loop.call_later(seconds, look)
+        try:
+            yield scope
+        finally:
+            timer.cancel()
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
