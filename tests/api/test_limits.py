@@ -181,15 +181,13 @@ async def test_a_body_that_breaks_off_behind_a_refusal_is_not_logged_as_a_bug(
 async def test_a_client_that_goes_while_it_is_answered_is_no_error_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
         raise ClientConnectionResetError("Cannot write to closing transport")  # as aiohttp does
 
-    app = web.Application()
-    app.router.add_get("/livez", answer)
     section = NodeSection(port=0)
     listener = bind(section)
     async with (
-        serving(app, [listener], limits=Limits.of(section)),
+        serving(answer, [listener], limits=Limits.of(section)),
         connected(url_of(listener, has_tls=False)) as (reader, writer),
     ):
         writer.write(LIVE)
@@ -202,7 +200,7 @@ async def test_a_client_that_goes_while_it_is_answered_is_no_error_in_the_log(
 
 @TRIALS
 async def test_half_a_head_is_closed_in_time_however_slowly_it_comes(trials: int) -> None:
-    async with here(idle_timeout_s=2.0) as on:
+    async with here(head_timeout_s=2.0) as on:
 
         async def drip(number: int) -> float:
             """A byte now and then, for ever."""
@@ -227,13 +225,22 @@ async def test_half_a_head_is_closed_in_time_however_slowly_it_comes(trials: int
         await on.settle()
 
 
-def test_the_default_for_a_whole_head_is_ten_seconds() -> None:
-    assert NodeSection().idle_timeout_s <= 10
+async def test_a_connection_without_a_request_is_closed_in_time() -> None:
+    async with here(idle_timeout_s=0.3) as on:
+        for sent in (b"", LIVE):
+            async with connected(on.client.url) as (reader, writer):
+                writer.write(sent)
+                await until_closed(reader)
+
+
+def test_heads_have_ten_seconds_and_idle_connections_longer_than_load_balancers_keep_them() -> None:
+    assert NodeSection().head_timeout_s <= 10
+    assert NodeSection().idle_timeout_s > 60
 
 
 async def test_a_tls_handshake_that_never_ends_is_closed(tmp_path: Path) -> None:
     tls = TlsSection(cert=str(Authority(tmp_path).issue("node")))
-    section = NodeSection(port=0, idle_timeout_s=0.3)
+    section = NodeSection(port=0, head_timeout_s=0.3)
     async with guarded(None, tls=tls, section=section) as on:
         for sent in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
             async with connected(on.url) as (reader, writer):

@@ -353,7 +353,7 @@ async def test_nobody_there_is_told_at_the_end_of_all_attempts() -> None:
 
 
 async def test_a_call_ends_at_its_deadline_attempts_and_pauses_included() -> None:
-    async def never(_: web.Request) -> web.StreamResponse:
+    async def never(_: web.BaseRequest) -> web.StreamResponse:
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -341,7 +341,7 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
 
 
 OPERATIONS = ("generate", "prefill", "decode")
-_STATUS_CLASSES = ("2xx", "4xx", "5xx")
+_STATUS_CLASSES = (2, 4, 5)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -358,6 +358,7 @@ class Metrics:
             ("route", "status"),
             registry=self._registry,
         )
+        self._answers: dict[tuple[str, int], Counter] = {}
         self._first_token = Histogram(
             "tierkv_time_to_first_token_seconds",
             "From a request's arrival to the first token computed here",
@@ -407,10 +408,11 @@ class Metrics:
         """Begin counting these at 0."""
         for route in routes:
             for status in _STATUS_CLASSES:
-                self._http.labels(route, status)
+                self._answers[route, status] = self._http.labels(route, f"{status}xx")
 
     def count_answer(self, route: str, status: int) -> None:
-        self._http.labels(route, f"{status // 100}xx").inc()
+        """route: one that is known."""
+        self._answers[route, status // 100].inc()
 
     def observe(self, operation: str, generation: Generation) -> None:
         self._first_token.labels(operation).observe(generation.first_token_s)

@@ -19,6 +19,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
+from tierkv.http.bodies import BodyReader
 from tierkv.http.callers import request_name
 from tierkv.http.loop import Heartbeat
 from tierkv.http.problems import NotReadyError
@@ -89,6 +90,7 @@ class Node:
             ttl_s=_ANSWERS_TTL_S,
             now=lambda: asyncio.get_running_loop().time(),
         )
+        self.bodies = BodyReader(settings.node)
         self.heartbeat = Heartbeat()
         self.has_started = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from tierkv.api.metrics import Metrics
@@ -14,13 +15,15 @@ from tierkv.cache.keys import Prompt
 from tierkv.http import bodies
 from tierkv.http.auth import PRINCIPAL
 from tierkv.http.callers import Principal, ticket_name
+from tierkv.http.route import in_path
 
 T = TypeVar("T")
+P = TypeVar("P", bound=PromptBody)
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 
 
-def principal_of(request: web.Request) -> Principal:
+def principal_of(request: web.BaseRequest) -> Principal:
     """Who calls."""
     return request[PRINCIPAL]
 
@@ -29,39 +32,43 @@ class Routes:
     def __init__(self, node: Node, metrics: Metrics) -> None:
         self._node = node
         self._metrics = metrics
+        self._most_tokens = node.settings.node.max_prompt_tokens
 
-    async def _read(self, request: web.Request, kind: type[T]) -> T:
-        return await bodies.read_body(
-            request, kind, timeout_s=self._node.settings.node.body_timeout_s
-        )
+    async def _read(self, request: web.BaseRequest, kind: type[T]) -> T:
+        return await self._node.bodies.read(request, kind)
 
-    async def _read_optional(self, request: web.Request, kind: type[T]) -> T:
-        return await bodies.read_optional(
-            request, kind, timeout_s=self._node.settings.node.body_timeout_s
-        )
+    async def _read_prompt(self, request: web.BaseRequest, kind: type[P]) -> P:
+        """The tokens of a long body are packed off the event loop."""
+        return await self._node.bodies.read(request, kind, self._pack)
 
-    def _name(self, request: web.Request, given: str | None) -> str:
+    def _pack(self, body: P) -> P:
+        return msgspec.structs.replace(body, prompt=None, tokens=body.packed(self._most_tokens))
+
+    async def _read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
+        return await self._node.bodies.read_optional(request, kind)
+
+    def _name(self, request: web.BaseRequest, given: str | None) -> str:
         """The request's id: of the body, of Idempotency-Key, of X-Request-Id, or a new one."""
         if given is None:
             given = request.headers.get(IDEMPOTENCY_HEADER)
         return bodies.name_request(request, given)
 
-    def _key(self, request: web.Request) -> Key:
+    def _key(self, request: web.BaseRequest) -> Key:
         """Of what the path names, which belongs to the caller's tenant."""
-        return principal_of(request).tenant, bodies.check_id(request.match_info["id"], "the id")
+        return principal_of(request).tenant, bodies.check_id(in_path(request, "id"), "the id")
 
-    def _ticket(self, request: web.Request, ticket_id: str) -> str:
+    def _ticket(self, request: web.BaseRequest, ticket_id: str) -> str:
         """What a ticket that the caller calls so is called on all nodes. Raises FieldError or
         BadRequestError."""
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
 
-    def _held(self, request: web.Request) -> Held:
+    def _held(self, request: web.BaseRequest) -> Held:
         """Raises UnknownIdError."""
         key = self._key(request)
         bodies.name_request(request, key[1])
         return self._node.desk.find(key)
 
-    def _prompt(self, request: web.Request, body: PromptBody) -> Prompt:
+    def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
         """In the space of the caller's tenant. Raises FieldError or BadRequestError."""
-        return self._node.prompt(body.packed(), principal_of(request).tenant)
+        return self._node.prompt(body.packed(self._most_tokens), principal_of(request).tenant)

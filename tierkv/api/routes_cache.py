@@ -31,7 +31,7 @@ from tierkv.http import bodies
 from tierkv.http.callers import Access
 from tierkv.http.loop import in_turns
 from tierkv.http.problems import UnknownIdError
-from tierkv.http.route import Disconnect, Route
+from tierkv.http.route import Disconnect, Route, in_path
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.ledger import Standing
 from tierkv.sched.explain import Explanation, Miss
@@ -39,29 +39,29 @@ from tierkv.sched.explain import Explanation, Miss
 
 class LookRoutes(Routes):
     @Route("POST", "/v1/lookup", Access.READ, body=LookupBody, answer=LookupAnswer)
-    async def lookup(self, request: web.Request) -> LookupAnswer:
+    async def lookup(self, request: web.BaseRequest) -> LookupAnswer:
         """Tell where a prompt's leading tokens are cached."""
         async with self._node.work():
-            body = await self._read(request, LookupBody)
+            body = await self._read_prompt(request, LookupBody)
             request_id = self._name(request, body.request_id)
             found = await self._node.service.lookup(self._prompt(request, body))
         return LookupAnswer.of(request_id, found)
 
     @Route("POST", "/v1/explain", Access.READ, body=LookupBody, answer=Explanation)
-    async def explain(self, request: web.Request) -> Explanation:
+    async def explain(self, request: web.BaseRequest) -> Explanation:
         """Tell which block of a prompt is where, what is missing first, and why."""
         async with self._node.work():
-            body = await self._read(request, LookupBody)
+            body = await self._read_prompt(request, LookupBody)
             self._name(request, body.request_id)
             return await self._explain(request, self._prompt(request, body))
 
     @Route("GET", "/v1/requests/{id}/explain", Access.WRITE, answer=Explanation)
-    async def explain_request(self, request: web.Request) -> Explanation:
+    async def explain_request(self, request: web.BaseRequest) -> Explanation:
         """Explain what of a running request's prompt is cached now."""
         async with self._node.call():
             return await self._explain(request, self._held(request).running().whole_prompt)
 
-    async def _explain(self, request: web.Request, prompt: Prompt) -> Explanation:
+    async def _explain(self, request: web.BaseRequest, prompt: Prompt) -> Explanation:
         """What others have cached is told to those only who may see the blocks of all."""
         is_admin = principal_of(request).access >= Access.ADMIN
         found = await self._node.service.explain_with_storage(
@@ -87,11 +87,11 @@ class PrefetchRoutes(Routes):
         status=HTTPStatus.ACCEPTED,
         on_disconnect=Disconnect.DETACH,
     )
-    async def begin(self, request: web.Request) -> web.Response:
+    async def begin(self, request: web.BaseRequest) -> web.Response:
         """Begin to bring what storage has of a prompt to the host."""
         node = self._node
         async with node.work():
-            body = await self._read(request, PrefetchBody)
+            body = await self._read_prompt(request, PrefetchBody)
             prompt = self._prompt(request, body)
             key = (principal_of(request).tenant, self._name(request, body.request_id))
             prefetch = await node.prefetches.begin(
@@ -102,13 +102,13 @@ class PrefetchRoutes(Routes):
         return response
 
     @Route("GET", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
-    async def look(self, request: web.Request) -> PrefetchAnswer:
+    async def look(self, request: web.BaseRequest) -> PrefetchAnswer:
         """Tell how a prefetch stands."""
         self._node.check_started()
         return _answer(self._node.prefetches.find(self._key(request)))
 
     @Route("DELETE", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
-    async def cancel(self, request: web.Request) -> PrefetchAnswer:
+    async def cancel(self, request: web.BaseRequest) -> PrefetchAnswer:
         """Give a prefetch up."""
         self._node.check_started()
         prefetch = self._node.prefetches.find(self._key(request))
@@ -132,7 +132,7 @@ _PIN = "/v1/pins/{id}"
 
 class PinRoutes(Routes):
     @Route("GET", "/v1/pins", Access.WRITE, answer=PinsAnswer)
-    async def list(self, request: web.Request) -> PinsAnswer:
+    async def list(self, request: web.BaseRequest) -> PinsAnswer:
         """List the tenant's pins."""
         self._node.check_started()
         pins = self._node.pins.all_of(principal_of(request).tenant)
@@ -140,23 +140,23 @@ class PinRoutes(Routes):
         return PinsAnswer(told)
 
     @Route("PUT", _PIN, Access.WRITE, body=PinBody, answer=PinAnswer)
-    async def put(self, request: web.Request) -> PinAnswer:
+    async def put(self, request: web.BaseRequest) -> PinAnswer:
         """Keep what is cached of a prompt, for a while."""
         async with self._node.work():
             key = self._key(request)
-            body = await self._read(request, PinBody)
+            body = await self._read_prompt(request, PinBody)
             prompt = self._prompt(request, body)
             pin = self._node.pins.put(key, prompt, body.ttl_s, is_soft=body.soft)
         return self._answer(pin)
 
     @Route("GET", _PIN, Access.WRITE, answer=PinAnswer)
-    async def look(self, request: web.Request) -> PinAnswer:
+    async def look(self, request: web.BaseRequest) -> PinAnswer:
         """Tell what a pin keeps, and for how long."""
         self._node.check_started()
         return self._answer(self._node.pins.get(self._key(request)))
 
     @Route("DELETE", _PIN, Access.WRITE, answer=PinAnswer)
-    async def remove(self, request: web.Request) -> PinAnswer:
+    async def remove(self, request: web.BaseRequest) -> PinAnswer:
         """End a pin."""
         self._node.check_started()
         return self._answer(self._node.pins.remove(self._key(request)))
@@ -187,13 +187,13 @@ _STATES = {
 
 class TicketRoutes(Routes):
     @Route("GET", _TICKET, Access.WRITE, answer=TicketAnswer)
-    async def look(self, request: web.Request) -> TicketAnswer:
+    async def look(self, request: web.BaseRequest) -> TicketAnswer:
         """Tell how a ticket stands, without waiting for it."""
         async with self._node.call():
             return await self._state(request)
 
     @Route("DELETE", _TICKET, Access.WRITE, answer=TicketAnswer)
-    async def forget(self, request: web.Request) -> TicketAnswer:
+    async def forget(self, request: web.BaseRequest) -> TicketAnswer:
         """Forget a ticket; its blocks stay until their time is over."""
         async with self._node.call():
             answer = await self._state(request)
@@ -201,7 +201,7 @@ class TicketRoutes(Routes):
         return answer
 
     @Route("POST", f"{_TICKET}/ack", Access.WRITE, answer=TicketAnswer)
-    async def acknowledge(self, request: web.Request) -> TicketAnswer:
+    async def acknowledge(self, request: web.BaseRequest) -> TicketAnswer:
         """Say that a ticket was claimed, so that its producer holds nothing for it."""
         async with self._node.call():
             tickets = self._handoff().tickets
@@ -217,13 +217,13 @@ class TicketRoutes(Routes):
             raise StoreUnavailableError("this node has no storage tier, and so no tickets")
         return handoff
 
-    def _ticket_name(self, request: web.Request) -> str:
-        return self._ticket(request, request.match_info["id"])
+    def _ticket_name(self, request: web.BaseRequest) -> str:
+        return self._ticket(request, in_path(request, "id"))
 
-    def _unknown(self, request: web.Request) -> UnknownIdError:
-        return UnknownIdError(f"there is no ticket {request.match_info['id']!r}")
+    def _unknown(self, request: web.BaseRequest) -> UnknownIdError:
+        return UnknownIdError(f"there is no ticket {in_path(request, 'id')!r}")
 
-    async def _state(self, request: web.Request) -> TicketAnswer:
+    async def _state(self, request: web.BaseRequest) -> TicketAnswer:
         """Raises UnknownIdError and StoreUnavailableError."""
         handoff, name = self._handoff(), self._ticket_name(request)
         found = await self._node.service.ticket_state(name)
@@ -236,7 +236,7 @@ class TicketRoutes(Routes):
             present = await self._count_present(request, handoff, name)
             state = TicketState.WHOLE if present == found.num_blocks else TicketState.INCOMPLETE
         return TicketAnswer(
-            ticket_id=request.match_info["id"],
+            ticket_id=in_path(request, "id"),
             state=state,
             detail=found.detail,
             num_tokens=found.num_tokens,
@@ -247,7 +247,7 @@ class TicketRoutes(Routes):
             expires_at=found.expires_at,
         )
 
-    async def _count_present(self, request: web.Request, handoff: Handoff, name: str) -> int:
+    async def _count_present(self, request: web.BaseRequest, handoff: Handoff, name: str) -> int:
         space = self._node.space(principal_of(request).tenant)
         ticket = await handoff.tickets.read(name)
         keys = ticket.keys() if ticket else []

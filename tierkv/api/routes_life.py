@@ -21,21 +21,21 @@ from tierkv.tasks import deadline
 
 class LifeRoutes(Routes):
     @Route("POST", "/v1/drain", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
-    async def drain(self, _: web.Request) -> LifeAnswer:
+    async def drain(self, _: web.BaseRequest) -> LifeAnswer:
         """Take no more work; what runs goes on."""
         self._node.check_started()
         self._node.drain()
         return self._life()
 
     @Route("POST", "/v1/pause", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
-    async def pause(self, _: web.Request) -> LifeAnswer:
+    async def pause(self, _: web.BaseRequest) -> LifeAnswer:
         """Let new requests wait until /v1/resume."""
         self._node.check_started()
         self._node.service.pause()
         return self._life()
 
     @Route("POST", "/v1/resume", Access.ADMIN, answer=LifeAnswer, on_disconnect=Disconnect.DETACH)
-    async def resume(self, _: web.Request) -> LifeAnswer:
+    async def resume(self, _: web.BaseRequest) -> LifeAnswer:
         """Admit requests again."""
         self._node.check_started()
         if self._node.service.is_asleep:
@@ -57,7 +57,7 @@ class LifeRoutes(Routes):
     @Route(
         "POST", "/v1/sleep", Access.ADMIN, body=SleepBody, answer=LifeAnswer, is_body_optional=True
     )
-    async def sleep(self, request: web.Request) -> LifeAnswer:
+    async def sleep(self, request: web.BaseRequest) -> LifeAnswer:
         """Give the device's memory back until /v1/wake; requests wait."""
         async with self._node.work():
             body = await self._read_optional(request, SleepBody)
@@ -78,7 +78,7 @@ class LifeRoutes(Routes):
     @Route(
         "POST", "/v1/wake", Access.ADMIN, body=WakeBody, answer=LifeAnswer, is_body_optional=True
     )
-    async def wake(self, request: web.Request) -> LifeAnswer:
+    async def wake(self, request: web.BaseRequest) -> LifeAnswer:
         """Take device memory again, and admit requests."""
         async with self._node.work():
             body = await self._read_optional(request, WakeBody)
@@ -98,7 +98,7 @@ _MOST = 256  # events in one write
 
 class EventRoutes(Routes):
     @Route("GET", "/v1/events", Access.ADMIN, content_type=EVENT_STREAM)
-    async def stream(self, request: web.Request) -> web.StreamResponse:
+    async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
         """What happens to cached blocks, as server-sent events.
 
         Each event has an id; a client that comes back with it as Last-Event-ID goes on there.
@@ -111,7 +111,7 @@ class EventRoutes(Routes):
         epoch = int(known[1]) if known else None
         number = int(known[2]) if known else 0
         if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
-            return event_stream()
+            return event_stream(request)
         async with node.feed.reading(epoch, number) as reader:
             response = await open_stream(request)
             told = 0

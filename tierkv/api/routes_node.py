@@ -36,7 +36,7 @@ from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, Owners
 from tierkv.http import bodies
 from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError, WrongStateError
-from tierkv.http.route import Disconnect, Route
+from tierkv.http.route import Disconnect, Route, in_path
 from tierkv.tasks import deadline
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]
@@ -58,7 +58,7 @@ class NodeRoutes(Routes):
         self._listings = Listings()
 
     @Route("POST", "/v1/resize", Access.ADMIN, body=ResizeBody, answer=TiersAnswer)
-    async def resize(self, request: web.Request) -> TiersAnswer:
+    async def resize(self, request: web.BaseRequest) -> TiersAnswer:
         """Change the capacity of the device or host tier while running."""
         async with self._node.work():
             body = await self._read(request, ResizeBody)
@@ -78,7 +78,7 @@ class NodeRoutes(Routes):
         return self._tiers()
 
     @Route("POST", "/v1/reset", Access.ADMIN, answer=ResetAnswer, on_disconnect=Disconnect.DETACH)
-    async def reset(self, _: web.Request) -> ResetAnswer:
+    async def reset(self, _: web.BaseRequest) -> ResetAnswer:
         """Forget all cached blocks that nobody holds; storage keeps its own."""
         self._node.check_started()
         return ResetAnswer(await self._node.service.forget())
@@ -90,7 +90,7 @@ class NodeRoutes(Routes):
         answer=BlocksAnswer,
         query=(("cursor", str), ("limit", Limit)),
     )
-    async def blocks(self, request: web.Request) -> BlocksAnswer:
+    async def blocks(self, request: web.BaseRequest) -> BlocksAnswer:
         """List all cached blocks, of all tenants, in pages."""
         self._node.check_started()
         page = bodies.from_query(request, _Page)
@@ -98,7 +98,7 @@ class NodeRoutes(Routes):
         return self._listings.page(index, page.cursor, limit=page.limit)
 
     @Route("DELETE", "/v1/blocks", Access.ADMIN, answer=ResetAnswer, query=(("storage", bool),))
-    async def free(self, request: web.Request) -> ResetAnswer:
+    async def free(self, request: web.BaseRequest) -> ResetAnswer:
         """As /v1/reset; with ?storage=true also what the common store has of this node's
         fingerprints, for all nodes that share it."""
         async with self._node.work():
@@ -109,7 +109,7 @@ class NodeRoutes(Routes):
         return ResetAnswer(held, removed)
 
     @Route("GET", "/v1/config", Access.ADMIN, answer=ConfigAnswer)
-    async def config(self, _: web.Request) -> ConfigAnswer:
+    async def config(self, _: web.BaseRequest) -> ConfigAnswer:
         """The node's settings, secrets masked."""
         self._node.check_started()
         roots = self._node.service.roots()
@@ -117,13 +117,13 @@ class NodeRoutes(Routes):
         return ConfigAnswer(masked(self._node.settings), told)
 
     @Route("GET", "/v1/tiers", Access.READ, answer=TiersAnswer)
-    async def tiers(self, _: web.Request) -> TiersAnswer:
+    async def tiers(self, _: web.BaseRequest) -> TiersAnswer:
         """Tell each tier's capacity and state."""
         self._node.check_started()
         return self._tiers()
 
     @Route("PUT", "/v1/tiers/storage", Access.ADMIN, body=StorageBody, answer=TiersAnswer)
-    async def attach(self, request: web.Request) -> TiersAnswer:
+    async def attach(self, request: web.BaseRequest) -> TiersAnswer:
         """Use a store from now on, instead of the one there."""
         async with self._node.work():
             body = await self._read(request, StorageBody)
@@ -134,7 +134,7 @@ class NodeRoutes(Routes):
         return self._tiers()
 
     @Route("DELETE", "/v1/tiers/storage", Access.ADMIN, answer=TiersAnswer)
-    async def detach(self, _: web.Request) -> TiersAnswer:
+    async def detach(self, _: web.BaseRequest) -> TiersAnswer:
         """Go on without a store."""
         self._node.check_started()
         self._node.service.detach_storage()
@@ -260,7 +260,7 @@ _PATH = "/v1/quotas/{id}"  # a tenant's name
 
 class QuotaRoutes(Routes):
     @Route("PUT", _PATH, Access.ADMIN, body=QuotaBody, answer=QuotaAnswer)
-    async def put(self, request: web.Request) -> QuotaAnswer:
+    async def put(self, request: web.BaseRequest) -> QuotaAnswer:
         """Limit what a tenant has cached and in use."""
         async with self._node.work():
             tenant = self._tenant(request)
@@ -270,30 +270,30 @@ class QuotaRoutes(Routes):
         return self._answer(request, space)
 
     @Route("GET", _PATH, Access.ADMIN, answer=QuotaAnswer)
-    async def look(self, request: web.Request) -> QuotaAnswer:
+    async def look(self, request: web.BaseRequest) -> QuotaAnswer:
         """Tell a tenant's quota; null is no limit."""
         self._node.check_started()
         return self._answer(request, self._known_space(request))
 
     @Route("DELETE", _PATH, Access.ADMIN, answer=QuotaAnswer)
-    async def remove(self, request: web.Request) -> QuotaAnswer:
+    async def remove(self, request: web.BaseRequest) -> QuotaAnswer:
         """Let a tenant have as much as there is."""
         self._node.check_started()
         space = self._known_space(request)
         self._node.service.set_quota(space, (None, None))
         return self._answer(request, space)
 
-    def _tenant(self, request: web.Request) -> str:
-        return bodies.check_id(request.match_info["id"], "the tenant")
+    def _tenant(self, request: web.BaseRequest) -> str:
+        return bodies.check_id(in_path(request, "id"), "the tenant")
 
-    def _known_space(self, request: web.Request) -> str:
+    def _known_space(self, request: web.BaseRequest) -> str:
         """Looking opens no space. Raises UnknownIdError."""
         space = self._node.service.tenants.known_space_of(self._tenant(request))
         if space is None:
             raise UnknownIdError("no such tenant has asked for anything here, or was given a quota")
         return space
 
-    def _answer(self, request: web.Request, space: str) -> QuotaAnswer:
+    def _answer(self, request: web.BaseRequest, space: str) -> QuotaAnswer:
         service = self._node.service
         device, host = service.quota_of(space)
         return QuotaAnswer(

@@ -39,11 +39,11 @@ _PATH = "/v1/requests/{id}"
 
 class RequestRoutes(Routes):
     @Route("POST", "/v1/requests", Access.WRITE, body=AdmitBody, answer=RequestAnswer)
-    async def admit(self, request: web.Request) -> RequestAnswer:
+    async def admit(self, request: web.BaseRequest) -> RequestAnswer:
         """Admit a request: its block table, and what of its prompt is cached."""
         node = self._node
         async with node.work():
-            body = await self._read(request, AdmitBody)
+            body = await self._read_prompt(request, AdmitBody)
             request_id = self._name(request, body.request_id)
             prompt = self._prompt(request, body)
             tenant = principal_of(request).tenant
@@ -72,13 +72,13 @@ class RequestRoutes(Routes):
         return _answer(request, held)
 
     @Route("GET", _PATH, Access.WRITE, answer=RequestAnswer)
-    async def look(self, request: web.Request) -> RequestAnswer:
+    async def look(self, request: web.BaseRequest) -> RequestAnswer:
         """Tell how a request stands, and renew its lease."""
         self._node.check_started()
         return _answer(request, self._held(request))
 
     @Route("DELETE", _PATH, Access.WRITE, answer=EndAnswer, on_disconnect=Disconnect.DETACH)
-    async def abort(self, request: web.Request) -> EndAnswer:
+    async def abort(self, request: web.BaseRequest) -> EndAnswer:
         """Give a request's blocks back, and what it publishes up; or its place in the line, or what
         this node generates for it."""
         node = self._node
@@ -102,7 +102,7 @@ class RequestRoutes(Routes):
         answer=RequestAnswer,
         is_body_optional=True,
     )
-    async def commit(self, request: web.Request) -> RequestAnswer:
+    async def commit(self, request: web.BaseRequest) -> RequestAnswer:
         """Tell which tokens' KV is computed."""
         async with self._node.call():
             held = self._held(request)
@@ -111,7 +111,7 @@ class RequestRoutes(Routes):
         return _answer(request, held)
 
     @Route("POST", f"{_PATH}/extend", Access.WRITE, body=ExtendBody, answer=RequestAnswer)
-    async def extend(self, request: web.Request) -> RequestAnswer:
+    async def extend(self, request: web.BaseRequest) -> RequestAnswer:
         """Get room for more tokens."""
         async with self._node.call():
             held = self._held(request)
@@ -120,7 +120,7 @@ class RequestRoutes(Routes):
         return _answer(request, held)
 
     @Route("POST", f"{_PATH}/preempt", Access.WRITE, answer=RequestAnswer)
-    async def preempt(self, request: web.Request) -> RequestAnswer:
+    async def preempt(self, request: web.BaseRequest) -> RequestAnswer:
         """Give the blocks back for a while."""
         async with self._node.call():
             held = self._held(request)
@@ -135,7 +135,7 @@ class RequestRoutes(Routes):
         answer=RequestAnswer,
         is_body_optional=True,
     )
-    async def resume(self, request: web.Request) -> RequestAnswer:
+    async def resume(self, request: web.BaseRequest) -> RequestAnswer:
         """Get blocks again after a preemption."""
         async with self._node.work():
             held = self._held(request)
@@ -154,7 +154,7 @@ class RequestRoutes(Routes):
         is_body_optional=True,
         on_disconnect=Disconnect.DETACH,
     )
-    async def finish(self, request: web.Request) -> EndAnswer:
+    async def finish(self, request: web.BaseRequest) -> EndAnswer:
         """End a request, after a last commit if the body has one; what was committed stays
         cached."""
         async with self._node.call():
@@ -174,7 +174,7 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
     return digest.digest()
 
 
-def fields_of(request: web.Request, held: Held) -> dict[str, Any]:
+def fields_of(request: web.BaseRequest, held: Held) -> dict[str, Any]:
     """How a request stands. One that has ended has no block table: others may have its blocks."""
     matched = held.matched
     table: list[int] | bytes = []
@@ -197,7 +197,7 @@ def fields_of(request: web.Request, held: Held) -> dict[str, Any]:
     }
 
 
-def _answer(request: web.Request, held: Held) -> RequestAnswer:
+def _answer(request: web.BaseRequest, held: Held) -> RequestAnswer:
     return RequestAnswer(**fields_of(request, held))
 
 
@@ -215,7 +215,7 @@ class HandoffRoutes(Routes):
         is_body_optional=True,
         on_disconnect=Disconnect.DETACH,
     )
-    async def publish(self, request: web.Request) -> PublishAnswer:
+    async def publish(self, request: web.BaseRequest) -> PublishAnswer:
         """Store a request's committed prompt, and a ticket for it."""
         node = self._node
         async with node.call():
@@ -245,7 +245,7 @@ class HandoffRoutes(Routes):
         answer=StreamAnswer,
         is_body_optional=True,
     )
-    async def stream(self, request: web.Request) -> StreamAnswer:
+    async def stream(self, request: web.BaseRequest) -> StreamAnswer:
         """Store what is committed of the prompt from now on; publish ends it."""
         node = self._node
         async with node.call():
@@ -258,11 +258,11 @@ class HandoffRoutes(Routes):
         return StreamAnswer(request_id=held.key[1], ticket_id=ticket_id, streams=streams)
 
     @Route("POST", "/v1/claims", Access.WRITE, body=ClaimBody, answer=ClaimAnswer)
-    async def claim(self, request: web.Request) -> ClaimAnswer:
+    async def claim(self, request: web.BaseRequest) -> ClaimAnswer:
         """Wait for a published prompt, and admit a request for it."""
         node = self._node
         async with node.work():
-            body = await self._read(request, ClaimBody)
+            body = await self._read_prompt(request, ClaimBody)
             request_id = self._name(request, body.request_id)
             prompt = self._prompt(request, body)
             ticket = self._ticket(request, body.ticket_id)

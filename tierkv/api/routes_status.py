@@ -93,7 +93,7 @@ async def _of_store(node: Node, state: StoreState) -> Part:
 
 class StatusRoutes(Routes):
     @Route("GET", "/livez", Access.PUBLIC, answer=LiveAnswer)
-    async def live(self, _: web.Request) -> LiveAnswer:
+    async def live(self, _: web.BaseRequest) -> LiveAnswer:
         """Tell whether the process still turns.
 
         An answer at all is the point. How late the event loop was is told too."""
@@ -106,7 +106,7 @@ class StatusRoutes(Routes):
 
     @Route("GET", "/readyz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
     @Route("GET", "/healthz", Access.PUBLIC, answer=ReadyAnswer, query=(("verbose", bool),))
-    async def ready(self, request: web.Request) -> ReadyAnswer:
+    async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
         """Tell whether the node takes requests: 200 ok or degraded, else 503."""
         health = await health_of(self._node)
         states = [state for state, _ in health.values()]
@@ -124,7 +124,7 @@ class StatusRoutes(Routes):
         return ReadyAnswer(status.value, parts if is_verbose else None)
 
     @Route("GET", "/version", Access.PUBLIC, answer=VersionAnswer)
-    async def version(self, _: web.Request) -> VersionAnswer:
+    async def version(self, _: web.BaseRequest) -> VersionAnswer:
         """Tell version, role, and what two nodes that share must have equal."""
         node = self._node
         return VersionAnswer(
@@ -136,20 +136,20 @@ class StatusRoutes(Routes):
         )
 
     @Route("GET", "/metrics", Access.READ, content_type="text/plain")
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: web.BaseRequest) -> web.Response:
         """Counters and gauges, for Prometheus."""
         self._node.check_started()
         body, content_type = self._metrics.render(request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        return web.Response(body=body, headers=bodies.headers_of(request, content_type))
 
     @Route("GET", "/v1/stats", Access.READ, answer=Stats)
-    async def stats(self, _: web.Request) -> Stats:
+    async def stats(self, _: web.BaseRequest) -> Stats:
         """Everything that is counted."""
         self._node.check_started()
         return self._node.service.stats()
 
     @Route("GET", "/v1/verify", Access.ADMIN, answer=VerifyAnswer)
-    async def verify(self, _: web.Request) -> VerifyAnswer:
+    async def verify(self, _: web.BaseRequest) -> VerifyAnswer:
         """Recount blocks and leases; what is wrong with them, in words."""
         self._node.check_started()
         return VerifyAnswer(self._node.service.verify())
@@ -162,6 +162,6 @@ class OpenApiRoutes:
         self._document = msgspec.json.encode(document([*table, *routes_of(self)], EXAMPLES))
 
     @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
-    async def tell(self, _: web.Request) -> web.Response:
+    async def tell(self, request: web.BaseRequest) -> web.Response:
         """This document."""
-        return web.Response(body=self._document, content_type=JSON)
+        return web.Response(body=self._document, headers=bodies.headers_of(request, JSON))

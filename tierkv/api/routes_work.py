@@ -67,7 +67,7 @@ class _Feed:
         return self._tokens[sent:]
 
 
-async def stream(request: web.Request, work: Work) -> web.StreamResponse:
+async def stream(request: web.BaseRequest, work: Work) -> web.StreamResponse:
     """Run `work` and answer with its tokens. Raises its TierKVError if it fails before the first.
 
     A cancel, which is what a client that goes away causes, cancels `work`.
@@ -134,10 +134,10 @@ class WorkRoutes(Routes):
         answer=GenerateAnswer,
         is_stream=True,
     )
-    async def generate(self, request: web.Request) -> web.StreamResponse | GenerateAnswer:
+    async def generate(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
         """Generate with the reference model, from the cache as far as it goes."""
         async with self._node.work():
-            body = await self._read(request, GenerateBody)
+            body = await self._read_prompt(request, GenerateBody)
             work = self._work(request, "generate", body, body.max_tokens, uses_cache=body.use_cache)
 
         async def compute(job: GenerateRequest) -> GenerateAnswer:
@@ -150,11 +150,11 @@ class WorkRoutes(Routes):
     @Route(
         "POST", "/v1/prefill", Access.WRITE, body=PrefillBody, answer=PrefillAnswer, is_stream=True
     )
-    async def prefill(self, request: web.Request) -> web.StreamResponse | GenerateAnswer:
+    async def prefill(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
         """Compute a prompt's first token and publish the prompt's blocks."""
         self._check_role(Role.PREFILL, has_it=self._node.settings.node.role.prefills)
         async with self._node.work():
-            body = await self._read(request, PrefillBody)
+            body = await self._read_prompt(request, PrefillBody)
             work = self._work(request, "prefill", body)
             ticket_id = work.request_id if body.ticket_id is None else body.ticket_id
             name = self._ticket(request, ticket_id)
@@ -169,11 +169,11 @@ class WorkRoutes(Routes):
         return await self._answer(request, work, compute, streams=body.stream)
 
     @Route("POST", "/v1/decode", Access.WRITE, body=DecodeBody, answer=DecodeAnswer, is_stream=True)
-    async def decode(self, request: web.Request) -> web.StreamResponse | GenerateAnswer:
+    async def decode(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
         """Claim a published prompt and go on generating."""
         self._check_role(Role.DECODE, has_it=self._node.settings.node.role.decodes)
         async with self._node.work():
-            body = await self._read(request, DecodeBody)
+            body = await self._read_prompt(request, DecodeBody)
             work = self._work(request, "decode", body, body.max_tokens)
             name = self._ticket(request, body.ticket_id)
 
@@ -189,7 +189,7 @@ class WorkRoutes(Routes):
 
     def _work(
         self,
-        request: web.Request,
+        request: web.BaseRequest,
         operation: str,
         body: GenerateBody | PrefillBody | DecodeBody,
         max_tokens: int = 1,
@@ -205,7 +205,7 @@ class WorkRoutes(Routes):
 
     async def _answer(
         self,
-        request: web.Request,
+        request: web.BaseRequest,
         work: _Work,
         compute: Callable[[GenerateRequest], Awaitable[A]],
         *,

@@ -11,8 +11,6 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvloop
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 from msgspec.structs import replace
 
 from tierkv.api.metrics import Metrics
@@ -24,12 +22,12 @@ from tierkv.api.routes_requests import HandoffRoutes, RequestRoutes
 from tierkv.api.routes_status import OpenApiRoutes, StatusRoutes
 from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
-from tierkv.http.auth import Guard, auth_middleware
+from tierkv.http.auth import Guard
 from tierkv.http.listen import bind, is_loopback, make_room_for, server_tls, unix_listener, url_of
 from tierkv.http.loop import short_collections
-from tierkv.http.problems import add_headers, problem_middleware
+from tierkv.http.problems import fail
 from tierkv.http.process import told_to_end
-from tierkv.http.route import Route, register, routes_of
+from tierkv.http.route import NO_ROUTE, Route, Router, routes_of
 from tierkv.http.server import Limits, serving
 
 _KINDS = (
@@ -44,34 +42,15 @@ def routes(node: Node, metrics: Metrics) -> list[Route]:
     return [*table, *routes_of(OpenApiRoutes(table))]
 
 
-_NO_ROUTE = "none"
-
-
-def make_app(node: Node, guard: Guard) -> web.Application:
-    """The application over a node, which must be running when the first request comes.
+def router_of(node: Node, guard: Guard) -> Router:
+    """What answers for a node, which must be running when the first request comes.
 
     guard: knows who may call; it must be running too.
     """
     metrics = Metrics(node)
-    app = web.Application(
-        middlewares=[_counting(metrics), problem_middleware, auth_middleware(guard)],
-        client_max_size=node.settings.node.max_body_bytes,
-    )
-    register(routes(node, metrics), app)
-    metrics.know_routes([_NO_ROUTE, *(one.canonical for one in app.router.resources())])
-    app.on_response_prepare.append(add_headers)
-    return app
-
-
-def _counting(metrics: Metrics) -> Middleware:
-    @web.middleware
-    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-        response = await handler(request)
-        resource = request.match_info.route.resource
-        metrics.count_answer(resource.canonical if resource else _NO_ROUTE, response.status)
-        return response
-
-    return count
+    table = routes(node, metrics)
+    metrics.know_routes([NO_ROUTE, *(row.path for row in table)])
+    return Router(table, guard, fail, metrics.count_answer)
 
 
 log = logging.getLogger("tierkv.server")
@@ -166,6 +145,6 @@ async def listening(node: Node, *listeners: socket.socket) -> AsyncIterator[str]
     async with (
         guard.running(),
         server_tls(settings.tls) as tls,
-        serving(make_app(node, guard), listeners, limits=Limits.of(settings.node), tls=tls),
+        serving(router_of(node, guard).answer, listeners, limits=Limits.of(settings.node), tls=tls),
     ):
         yield url_of(listeners[0], has_tls=tls is not None)

@@ -10,6 +10,7 @@ from msgspec.structs import asdict
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import TOKEN_BYTES, pack
+from tierkv.errors import RequestTooLargeError
 from tierkv.http.bodies import FieldError
 from tierkv.http.problems import Problem
 from tierkv.observe import Lookup
@@ -31,14 +32,16 @@ class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prompt: str | None = None
     tokens: list[int] | bytes | None = None
 
-    def packed(self) -> bytes:
-        """The prompt's tokens, packed. Raises FieldError or BadRequestError."""
-        if (self.prompt is None) == (self.tokens is None):
+    def packed(self, most_tokens: int = 2**31 - 1) -> bytes:
+        """The prompt's tokens, packed. Raises FieldError, BadRequestError or RequestTooLargeError,
+        the latter before anything is packed."""
+        given = self.tokens if self.prompt is None else self.prompt
+        if given is None or (self.prompt is not None and self.tokens is not None):
             raise FieldError("give exactly one of prompt and tokens")
-        if self.prompt is not None:
-            return pack(encode(self.prompt))
-        assert self.tokens is not None, "one of the two is there"
-        return pack(self.tokens)
+        num_tokens = len(given) // TOKEN_BYTES if isinstance(given, bytes) else len(given)
+        if num_tokens > most_tokens:  # a character is one token or more
+            raise RequestTooLargeError(f"a prompt has at most {most_tokens} tokens here")
+        return pack(encode(given) if isinstance(given, str) else given)
 
 
 class LookupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,14 +7,15 @@ from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from msgspec.structs import asdict
 
 from tierkv.errors import TierKVError
-from tierkv.http.bodies import REQUEST_ID, first_id
+from tierkv.http.bodies import REQUEST_ID
 from tierkv.http.problems import (
+    FRAMING,
     AnswerError,
     Problem,
+    framing_problem,
     headers_of,
     log_if_unexpected,
     problem_of,
@@ -115,9 +116,6 @@ class HandoffRefusedError(AttemptError):
         self.reason = reason
 
 
-_MOST_ID = 200  # what nodes get is longer by the number of the call
-
-
 class OpenAIError(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     type: str
@@ -131,7 +129,7 @@ class Failure(Problem, frozen=True, kw_only=True):
     error: OpenAIError
 
 
-def failure_of(request: web.Request, error: Exception) -> Failure:
+def failure_of(request: web.BaseRequest, error: Exception) -> Failure:
     """What an error means for the caller."""
     found = problem_of(request, error, what_is_here="prompts go to POST /v1/completions")
     kind = (
@@ -146,18 +144,13 @@ def failure_of(request: web.Request, error: Exception) -> Failure:
     return Failure(**asdict(found), error=told)
 
 
-@web.middleware
-async def failure_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Name the request, and turn whatever a handler raises into a failure."""
-    request[REQUEST_ID] = first_id(request)[:_MOST_ID]
-    try:
-        return await handler(request)
-    except ConnectionError:
-        raise  # the client has gone: there is nobody to answer
-    except Exception as error:  # noqa: BLE001 - what nobody expected is logged
-        log_if_unexpected(request, error)
-        failure = failure_of(request, error)
-        headers = headers_of(error, failure)
-        if failure.status == HTTPStatus.UNAUTHORIZED:
-            headers["WWW-Authenticate"] = "Bearer"
-        return problem_response(failure, headers)
+def fail(request: web.BaseRequest, error: Exception) -> web.Response:
+    """The answer that tells of `error`; what nobody expected is logged."""
+    log_if_unexpected(request, error)
+    if isinstance(error, FRAMING):
+        return framing_problem(error.status, request[REQUEST_ID])
+    failure = failure_of(request, error)
+    headers = headers_of(error, failure)
+    if failure.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return problem_response(failure, headers)

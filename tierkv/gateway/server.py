@@ -23,7 +23,7 @@ from tierkv.gateway.failures import (
     GatewayShuttingDownError,
     NoNodesError,
     NoSuchModelError,
-    failure_middleware,
+    fail,
     failure_of,
 )
 from tierkv.gateway.gateway import Gateway
@@ -39,17 +39,18 @@ from tierkv.gateway.openai import (
 )
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies
-from tierkv.http.auth import Guard, auth_middleware
+from tierkv.http.auth import Guard
 from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.listen import bind, make_room_for, server_tls, url_of
 from tierkv.http.loop import in_turns
-from tierkv.http.problems import add_headers, log_if_unexpected
+from tierkv.http.problems import log_if_unexpected
 from tierkv.http.process import told_to_end
-from tierkv.http.route import Route, register, routes_of
+from tierkv.http.route import Route, Router, in_path, routes_of
 from tierkv.http.server import Limits, serving
 from tierkv.tasks import task_group
 
+_ID_CHARS = 200  # what nodes get is longer by the number of the call
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
 SayTo = Callable[[int, str], Awaitable[None]]
@@ -58,9 +59,10 @@ SayTo = Callable[[int, str], Awaitable[None]]
 class CompletionRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._bodies = bodies.BodyReader(gateway.settings.gateway)
 
     @Route("POST", "/v1/completions", Access.WRITE)
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, request: web.BaseRequest) -> web.StreamResponse:
         metrics = self._gateway.backend.metrics
         try:
             response = await self._answer(request)
@@ -74,12 +76,10 @@ class CompletionRoutes:
         metrics.count_request("ok")
         return response
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         settings = self._gateway.settings
         async with self._gateway.work():
-            body = await bodies.read_body(
-                request, CompletionBody, timeout_s=settings.gateway.body_timeout_s
-            )
+            body = await self._bodies.read(request, CompletionBody)
         if body.model not in (None, settings.gateway.model):
             raise NoSuchModelError(body.model, settings.gateway.model)
         jobs = body.jobs(
@@ -176,7 +176,7 @@ def usage_of(answers: Sequence[PromptAnswer]) -> Usage:
 class _Writer:
     """Writes the pieces of one answer; the head goes out with the first."""
 
-    def __init__(self, request: web.Request, model: str) -> None:
+    def __init__(self, request: web.BaseRequest, model: str) -> None:
         self.request = request
         self._id = f"cmpl-{request[bodies.REQUEST_ID]}"
         self._model = model
@@ -207,20 +207,13 @@ class _Writer:
         return self._response
 
 
-def make_app(gateway: Gateway, guard: Guard) -> web.Application:
-    """The application over a gateway, which must be running when the first request comes.
+def router_of(gateway: Gateway, guard: Guard) -> Router:
+    """What answers for a gateway, which must be running when the first request comes.
 
     guard: knows who may call; it must be running too.
     """
-    app = web.Application(
-        middlewares=[failure_middleware, auth_middleware(guard)],
-        client_max_size=gateway.settings.gateway.max_body_bytes,
-    )
-    register(
-        [row for kind in (CompletionRoutes, ProbeRoutes) for row in routes_of(kind(gateway))], app
-    )
-    app.on_response_prepare.append(add_headers)
-    return app
+    table = [row for kind in (CompletionRoutes, ProbeRoutes) for row in routes_of(kind(gateway))]
+    return Router(table, guard, fail, id_chars=_ID_CHARS)
 
 
 class ProbeRoutes:
@@ -229,12 +222,12 @@ class ProbeRoutes:
         self._started = int(time.time())
 
     @Route("GET", "/v1/models", Access.READ)
-    async def models(self, _: web.Request) -> ModelList:
+    async def models(self, _: web.BaseRequest) -> ModelList:
         return ModelList(data=(self._model(),))
 
     @Route("GET", "/v1/models/{model:.+}", Access.READ)  # such names may have slashes
-    async def model(self, request: web.Request) -> Model:
-        asked, ours = request.match_info["model"], self._model()
+    async def model(self, request: web.BaseRequest) -> Model:
+        asked, ours = in_path(request, "model"), self._model()
         if asked != ours.id:
             raise NoSuchModelError(asked, ours.id)
         return ours
@@ -243,12 +236,12 @@ class ProbeRoutes:
         return Model(id=self._gateway.settings.gateway.model, created=self._started)
 
     @Route("GET", "/livez", Access.PUBLIC)
-    async def live(self, _: web.Request) -> ReadyAnswer:
+    async def live(self, _: web.BaseRequest) -> ReadyAnswer:
         """An answer at all is the point: the event loop turns."""
         return ReadyAnswer("ok")
 
     @Route("GET", "/readyz", Access.PUBLIC)
-    async def ready(self, request: web.Request) -> ReadyAnswer:
+    async def ready(self, request: web.BaseRequest) -> ReadyAnswer:
         """200 as long as some node takes work; degraded if not all do, or one says that it is.
         ?verbose names each."""
         gateway = self._gateway
@@ -267,14 +260,14 @@ class ProbeRoutes:
         return ReadyAnswer(status, parts if is_verbose else None)
 
     @Route("GET", "/version", Access.PUBLIC)
-    async def version(self, _: web.Request) -> dict[str, str]:
+    async def version(self, _: web.BaseRequest) -> dict[str, str]:
         return {"version": tierkv.__version__, "role": "gateway"}
 
     @Route("GET", "/metrics", Access.READ)
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: web.BaseRequest) -> web.Response:
         accept = request.headers.get("Accept", "")
         body, content_type = self._gateway.backend.metrics.render(accept)
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        return web.Response(body=body, headers=bodies.headers_of(request, content_type))
 
 
 log = logging.getLogger("tierkv.gateway")
@@ -327,6 +320,6 @@ async def listening(gateway: Gateway, listener: socket.socket) -> AsyncIterator[
     async with (
         guard.running(),
         server_tls(gateway.settings.tls) as tls,
-        serving(make_app(gateway, guard), [listener], limits=limits, tls=tls),
+        serving(router_of(gateway, guard).answer, [listener], limits=limits, tls=tls),
     ):
         yield url_of(listener, has_tls=tls is not None)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler, Middleware
 
 from tierkv.http.callers import (
     ANYONE,
@@ -27,7 +26,6 @@ from tierkv.http.callers import (
     read,
 )
 from tierkv.http.process import watching
-from tierkv.http.route import access_of
 from tierkv.pd.direct.address import credentials
 
 log = logging.getLogger("tierkv.auth")
@@ -48,10 +46,6 @@ class Guard:
         self._file = file
         self._reload_s = reload_s
         self._keyring: Keyring | None = None
-
-    @property
-    def asks(self) -> bool:
-        return self._file is not None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -82,32 +76,17 @@ class Guard:
             return keyring.by_token(_token_of(given), now=time.time())
         return _by_connection(request, keyring)
 
-
-def auth_middleware(guard: Guard) -> Middleware:
-    """Sets `request[PRINCIPAL]`, or raises UnauthenticatedError or ForbiddenError."""
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        needed = access_of(request)
+    def admit(self, request: web.BaseRequest, needed: Access) -> None:
+        """Set `request[PRINCIPAL]`. Raises UnauthenticatedError or ForbiddenError."""
         if needed is Access.PUBLIC:
-            request[PRINCIPAL] = NOBODY if guard.asks else ANYONE
-            return await handler(request)
-        caller = guard.principal_of(request)
+            request[PRINCIPAL] = ANYONE if self._file is None else NOBODY
+            return
+        caller = self.principal_of(request)
         if caller.access < needed:
-            log.info(
-                "%s (%s) may not %s %s",
-                caller.name,
-                caller.access.name.lower(),
-                request.method,
-                request.path[:200],
-            )
-            raise ForbiddenError(
-                f"{caller.name} may {caller.access.name.lower()}; this needs {needed.name.lower()}"
-            )
+            has = caller.access.name.lower()
+            log.info("%s (%s) may not %s %s", caller.name, has, request.method, request.path[:200])
+            raise ForbiddenError(f"{caller.name} may {has}; this needs {needed.name.lower()}")
         request[PRINCIPAL] = caller
-        return await handler(request)
-
-    return check
 
 
 def _token_of(given: list[str]) -> bytes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import getrandbits
 from typing import TypeVar
 
@@ -12,7 +13,8 @@ import msgspec
 from aiohttp import web
 
 from tierkv.cache.tokens import pack
-from tierkv.errors import BadRequestError
+from tierkv.errors import BadRequestError, RequestTooLargeError, TierKVError
+from tierkv.http.settings import ListenSection
 from tierkv.tasks import deadline
 
 T = TypeVar("T")
@@ -21,6 +23,7 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 OCTETS = "application/octet-stream"
 REQUEST_ID_HEADER = "X-Request-Id"
+SERVER = "tierkv"  # in every answer: aiohttp would tell its version, and Python's
 REQUEST_ID = web.RequestKey("request_id", str)
 
 _ENCODINGS = ("identity", "gzip", "deflate")
@@ -50,10 +53,103 @@ class BodyTimeoutError(BadRequestError):
     """A body that did not arrive in time."""
 
 
-async def read_body(request: web.Request, kind: type[T], *, timeout_s: float) -> T:
-    """The request's body as `kind`, by its content type. application/octet-stream is the packed
-    tokens alone, with the other fields as query parameters. Raises BodyError, MediaTypeError,
-    BodyTimeoutError or FieldError."""
+class TooMuchInWorkError(TierKVError):
+    """The bodies of the requests under way fill what there is for them: ask again soon."""
+
+
+class BodyReader:
+    """Reads the bodies of one server's requests. Their bytes are counted until `let_go`: more than
+    `max_work_bytes` at a time are refused before they are read."""
+
+    def __init__(self, section: ListenSection) -> None:
+        self._section = section
+        self._long_one = asyncio.Semaphore()  # parsing takes several times a body's memory
+        self.num_bytes = 0
+
+    async def read(
+        self, request: web.BaseRequest, kind: type[T], finish: Callable[[T], T] = lambda body: body
+    ) -> T:
+        """The request's body as `kind`, by its content type. A long one is decoded in a thread,
+        where `finish` may do what takes time with it.
+
+        application/octet-stream is the packed tokens alone, with the other fields as query
+        parameters. Raises BodyError, MediaTypeError, BodyTimeoutError, TooMuchInWorkError, what
+        `finish` raises, or FieldError.
+        """
+        content_type = _media_type(request, kind)
+        raw = await self._receive(request)
+
+        def work() -> T:
+            if content_type == OCTETS:
+                return finish(from_query(request, kind, {"tokens": raw}))
+            most = self._section.max_prompt_tokens
+            return finish(decode(raw, kind, content_type=content_type, most_tokens=most))
+
+        if not raw and content_type != OCTETS:
+            raise BodyError("the body is empty")
+        if len(raw) <= LARGE_BYTES:
+            if content_type == OCTETS:
+                return from_query(request, kind, {"tokens": raw})
+            return decode(raw, kind, content_type=content_type)
+        async with self._long_one:
+            return await asyncio.to_thread(work)
+
+    async def read_optional(self, request: web.BaseRequest, kind: type[T]) -> T:
+        """As `read`; without a body, `kind` with its defaults."""
+        if not request.can_read_body:
+            return kind()
+        return await self.read(request, kind)
+
+    async def _receive(self, request: web.BaseRequest) -> bytes:
+        most, timeout_s = request.client_max_size, self._section.body_timeout_s
+        length = request.content_length or 0
+        if length > most:  # none of it need be read
+            raise web.HTTPRequestEntityTooLarge(most)
+        self._count(request, length)
+
+        def late() -> BodyTimeoutError:
+            return BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s")
+
+        pieces, size = [], 0
+        try:
+            async with deadline(timeout_s, late):
+                async for piece in request.content.iter_any():
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > most:
+                        raise web.HTTPRequestEntityTooLarge(most)
+                    if size > length:  # it came in chunks, or compressed
+                        self._count(request, len(piece))
+        except (web.RequestPayloadError, ValueError) as error:
+            raise BodyError("the body breaks off, or is not encoded as its headers say") from error
+        return b"".join(pieces)
+
+    def _count(self, request: web.BaseRequest, num_bytes: int) -> None:
+        if self.num_bytes + num_bytes > self._section.max_work_bytes:
+            raise TooMuchInWorkError(
+                f"the bodies in work have {self.num_bytes} bytes, and there is room for "
+                f"{self._section.max_work_bytes}"
+            )
+        self.num_bytes += num_bytes
+        _, before = request.get(_COUNTED, (self, 0))
+        request[_COUNTED] = self, before + num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
+_COUNTED = web.RequestKey("counted", tuple[BodyReader, int])
+
+
+def let_go(request: web.BaseRequest) -> None:
+    """The request is answered: its body counts no more."""
+    if _COUNTED in request:
+        reader, num_bytes = request[_COUNTED]
+        reader.give_back(num_bytes)
+
+
+def _media_type(request: web.BaseRequest, kind: type) -> str:
+    """Raises MediaTypeError if it is none that `kind` can be read from."""
     content_type = request.content_type
     if content_type not in (JSON, MSGPACK):
         # aiohttp says octets of a header that is missing or cannot be read, too.
@@ -63,34 +159,12 @@ async def read_body(request: web.Request, kind: type[T], *, timeout_s: float) ->
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() not in _ENCODINGS:  # aiohttp leaves those it does not know as they are
         raise MediaTypeError(f"bodies are encoded with gzip or deflate, not {encoding[:80]!r}")
-    if (request.content_length or 0) > request.client_max_size:  # none of it need be read
-        raise web.HTTPRequestEntityTooLarge(request.client_max_size)
-
-    def late() -> BodyTimeoutError:
-        return BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s")
-
-    try:
-        async with deadline(timeout_s, late):
-            raw = await request.read()
-    except (web.RequestPayloadError, ValueError) as error:
-        raise BodyError("the body breaks off, or is not encoded as its headers say") from error
-    if content_type == OCTETS:
-        return from_query(request, kind, {"tokens": raw})
-    if not raw:
-        raise BodyError("the body is empty")
-    if len(raw) > LARGE_BYTES:
-        return await asyncio.to_thread(decode_large, raw, kind, content_type)
-    return decode(raw, kind, content_type=content_type)
+    return content_type
 
 
-async def read_optional(request: web.Request, kind: type[T], *, timeout_s: float) -> T:
-    """As `read_body`; without a body, `kind` with its defaults."""
-    if not request.can_read_body:
-        return kind()
-    return await read_body(request, kind, timeout_s=timeout_s)
-
-
-def from_query(request: web.Request, kind: type[T], more: Mapping[str, bytes] | None = None) -> T:
+def from_query(
+    request: web.BaseRequest, kind: type[T], more: Mapping[str, bytes] | None = None
+) -> T:
     """The query parameters, and `more`, as `kind`. Raises FieldError."""
     try:
         return msgspec.convert({**request.query, **(more or {})}, kind, strict=False)
@@ -98,7 +172,7 @@ def from_query(request: web.Request, kind: type[T], more: Mapping[str, bytes] | 
         raise FieldError(str(error)) from error
 
 
-def is_set(request: web.Request, flag: str) -> bool:
+def is_set(request: web.BaseRequest, flag: str) -> bool:
     """Whether the query has this flag, be it alone or with a value that does not deny it."""
     return request.query.get(flag, "false").lower() not in ("false", "0")
 
@@ -107,43 +181,25 @@ def _has_tokens(kind: type) -> bool:
     return issubclass(kind, msgspec.Struct) and "tokens" in kind.__struct_fields__
 
 
-def decode_large(raw: bytes, kind: type[T], content_type: str) -> T:
-    """For a thread: JSON tokens are parsed in pieces, between which the loop's thread has a turn;
-    one call for 10 MB would hold the interpreter for 70 ms (2-core x86-64 VM, 2026-11-21)."""
-    if content_type == MSGPACK or not _has_tokens(kind):
-        return decode(raw, kind, content_type=content_type)
-    fields = decode(raw, dict[str, msgspec.Raw], content_type=JSON)
-    tokens = bytes(memoryview(fields.get("tokens", b"")))
-    if not tokens.startswith(b"["):
-        return decode(raw, kind, content_type=JSON)
-    packed = _pack_pieces(tokens)
-    rest = msgspec.json.encode({**fields, "tokens": b""})
-    body = decode(rest, kind, content_type=JSON)
-    assert isinstance(body, msgspec.Struct), "kinds with tokens are structs"
-    return msgspec.structs.replace(body, tokens=packed)
+def decode(raw: bytes, kind: type[T], *, content_type: str, most_tokens: int | None = None) -> T:
+    """`raw` as `kind`. Raises BodyError, FieldError, or RequestTooLargeError.
 
-
-def _pack_pieces(array: bytes) -> bytes:
-    """The packed tokens of a JSON array that has been checked to be one."""
-    packed, at, end = [], 1, len(array) - 1
-    while at < end:
-        comma = array.find(b",", min(at + _PIECE_BYTES, end))
-        stop = end if comma < 0 else comma
-        try:
-            piece = msgspec.json.decode(b"[" + array[at:stop] + b"]", type=list[int])
-        except msgspec.DecodeError as error:
-            raise FieldError("tokens must be integers") from error
-        packed.append(pack(piece))
-        at = stop + 1
-    return b"".join(packed)
-
-
-def decode(raw: bytes, kind: type[T], *, content_type: str) -> T:
-    """`raw` as `kind`. Raises BodyError, or FieldError."""
+    A long list of tokens is counted, then packed in pieces, between which the loop's thread has a
+    turn: one call for 10 MB would hold the interpreter for 70 ms (2-core x86-64 VM, 2026-11-21).
+    """
     try:
         if content_type == MSGPACK:
             return msgspec.msgpack.decode(raw, type=kind)
-        return msgspec.json.decode(raw, type=kind)
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        _refuse_twins(raw, fields)
+        if len(raw) <= LARGE_BYTES or not _has_tokens(kind):
+            return msgspec.json.decode(raw, type=kind)
+        tokens = memoryview(fields.get("tokens", b""))
+        if tokens[:1].tobytes() != b"[":
+            return msgspec.json.decode(raw, type=kind)
+        if most_tokens is not None and _count_commas(tokens) >= most_tokens:
+            raise RequestTooLargeError(f"a prompt has at most {most_tokens} tokens here")
+        rest = msgspec.json.decode(msgspec.json.encode({**fields, "tokens": b""}), type=kind)
     except msgspec.ValidationError as error:
         raise FieldError(str(error)) from error
     except UnicodeDecodeError as error:
@@ -152,18 +208,72 @@ def decode(raw: bytes, kind: type[T], *, content_type: str) -> T:
         raise BodyError(f"the body cannot be read: {error}") from error
     except RecursionError as error:
         raise BodyError("the body is nested too deeply") from error
+    assert isinstance(rest, msgspec.Struct), "kinds with tokens are structs"
+    return msgspec.structs.replace(rest, tokens=_pack_pieces(tokens))
 
 
-def answer(request: web.Request, value: object, *, status: int = 200) -> web.Response:
+def _pack_pieces(array: memoryview) -> bytes:
+    """The packed tokens of a JSON array that has been checked to be one."""
+    at, end, packed = 1, len(array) - 1, []
+    while at < end:
+        text = bytes(array[at : min(at + _PIECE_BYTES, end)])
+        if at + len(text) < end:
+            text = text[: text.rindex(b",")]
+        try:
+            packed.append(pack(msgspec.json.decode(b"[" + text + b"]", type=list[int])))
+        except msgspec.DecodeError as error:
+            raise FieldError("tokens must be integers") from error
+        at += len(text) + 1
+    return b"".join(packed)
+
+
+def _count_commas(array: memoryview) -> int:
+    pieces = range(0, len(array), _PIECE_BYTES)
+    return sum(bytes(array[at : at + _PIECE_BYTES]).count(b",") for at in pieces)
+
+
+def _refuse_twins(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> None:
+    """Raise BodyError if an object of the JSON text has a key twice: readers differ in which they
+    take, so one that checks and one that acts could see two different bodies.
+
+    fields: the object's, of which a key that is there twice has but one value, so the text is
+    longer than what they come to. Only where it is (or is spaced unusually) all is read again.
+    """
+    values = [memoryview(value) for value in fields.values()]
+    size = sum(map(len, values)) + sum(len(key.encode()) for key in fields) + 4 * len(fields) + 1
+    is_plain = len(raw) in (size, size + 2 * len(fields) - 1)  # {"a":1,"b":2} or {"a": 1, "b": 2}
+    if is_plain and not any(value[:1].tobytes() == b"{" for value in values):
+        return
+    longest = max(values, key=len, default=memoryview(b""))
+    if len(longest) > LARGE_BYTES and longest[:1].tobytes() == b"[":  # numbers, or no body of ours
+        raw = raw.replace(longest, b"0", 1)
+    json.loads(raw, object_pairs_hook=_no_twins, parse_int=len)  # of a long one, no number
+
+
+def _no_twins(pairs: list[tuple[str, object]]) -> None:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise BodyError("the body has a key twice in one object")
+
+
+def answer(request: web.BaseRequest, value: object, *, status: int = 200) -> web.Response:
     """`value` as JSON, or as msgpack if that is what the request accepts."""
     if wants_msgpack(request):
         body, content_type = msgspec.msgpack.encode(value), MSGPACK
     else:
         body, content_type = msgspec.json.encode(value), JSON
-    return web.Response(body=body, status=status, content_type=content_type)
+    return web.Response(body=body, status=status, headers=headers_of(request, content_type))
 
 
-def wants_msgpack(request: web.Request) -> bool:
+def headers_of(request: web.BaseRequest, content_type: str) -> dict[str, str]:
+    """What every answer has."""
+    return {
+        "Content-Type": content_type,
+        "Server": SERVER,
+        REQUEST_ID_HEADER: request[REQUEST_ID],
+    }
+
+
+def wants_msgpack(request: web.BaseRequest) -> bool:
     return MSGPACK in request.headers.get("Accept", "")
 
 
@@ -178,14 +288,14 @@ def check_id(text: str, field: str) -> str:
     return text
 
 
-def name_request(request: web.Request, given: str | None) -> str:
+def name_request(request: web.BaseRequest, given: str | None) -> str:
     """The request's id from now on: `given`, if it is, or the one of its header, or a new one."""
     if given is not None:
         request[REQUEST_ID] = check_id(given, "request_id")
     return request[REQUEST_ID]
 
 
-def first_id(request: web.Request) -> str:
+def first_id(request: web.BaseRequest) -> str:
     """The id of the request's header if it has a good one, or a new one."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     return given if is_id(given) else f"{getrandbits(128):032x}"  # uuid4 costs 10 times as much
@@ -195,20 +305,20 @@ EVENT_STREAM = "text/event-stream"
 _WRITE_TIMEOUT_S = 30.0  # a client that takes nothing for so long has gone
 
 
-def event_stream() -> web.StreamResponse:
+def event_stream(request: web.BaseRequest) -> web.StreamResponse:
     """An answer that is an event stream."""
     return web.StreamResponse(
         headers={
-            "Content-Type": EVENT_STREAM,
+            **headers_of(request, EVENT_STREAM),
             "Cache-Control": "no-store",
             "X-Accel-Buffering": "no",  # a proxy in between is not to collect events
         }
     )
 
 
-async def open_stream(request: web.Request) -> web.StreamResponse:
+async def open_stream(request: web.BaseRequest) -> web.StreamResponse:
     """The head of an event stream, on its way."""
-    response = event_stream()
+    response = event_stream(request)
     await response.prepare(request)
     return response
 

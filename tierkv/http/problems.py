@@ -11,7 +11,6 @@ from http import HTTPStatus
 
 import msgspec
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler
 
 from tierkv.errors import (
     BadRequestError,
@@ -30,11 +29,12 @@ from tierkv.errors import (
 from tierkv.http.bodies import (
     REQUEST_ID,
     REQUEST_ID_HEADER,
+    SERVER,
     BodyError,
     BodyTimeoutError,
     FieldError,
     MediaTypeError,
-    first_id,
+    TooMuchInWorkError,
 )
 from tierkv.http.callers import ForbiddenError, UnauthenticatedError, as_given
 from tierkv.pd.ticket import ClaimProblem
@@ -117,6 +117,7 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (DuplicateRequestError, 409, "duplicate_request", "This id is in use"),
     (RequestTooLargeError, 422, "request_too_large", "The request needs more than there is"),
     (BadRequestError, 400, "bad_request", "The request can never succeed"),
+    (TooMuchInWorkError, 503, "too_much_in_work", "The bodies in work fill their room"),
     (ShuttingDownError, 503, "shutting_down", "This node takes no more work"),
     (NotReadyError, 503, "not_ready", "This node takes no requests now"),
     (OutOfBlocksError, 503, "out_of_blocks", "There is no room now"),
@@ -132,25 +133,22 @@ HTTP_CODES = {
     405: "method_not_allowed",
     413: "body_too_large",
 }
+# Raised for a request that was read, but is no more ours than what could not be read.
+FRAMING = (web.HTTPVersionNotSupported, web.HTTPExpectationFailed)
 INTERNAL = (500, "internal_error", "tierkv has a bug")
 
 
-@web.middleware
-async def problem_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Name the request, and turn whatever a handler raises into a problem."""
-    request[REQUEST_ID] = first_id(request)
-    try:
-        return await handler(request)
-    except ConnectionError:
-        raise  # the client has gone: there is nobody to answer
-    except Exception as error:  # noqa: BLE001 - what nobody expected is logged
-        log_if_unexpected(request, error)
-        found = problem_of(request, error)
-        return problem_response(found, headers_of(error, found) | _challenge(error))
+def fail(request: web.BaseRequest, error: Exception) -> web.Response:
+    """The answer that tells of `error`; what nobody expected is logged."""
+    log_if_unexpected(request, error)
+    if isinstance(error, FRAMING):
+        return framing_problem(error.status, request[REQUEST_ID])
+    found = problem_of(request, error)
+    return problem_response(found, headers_of(error, found) | _challenge(error))
 
 
 def problem_of(
-    request: web.Request,
+    request: web.BaseRequest,
     error: Exception,
     *,
     what_is_here: str = "GET /openapi.json tells what there is",
@@ -188,7 +186,7 @@ def _row(error: Exception) -> tuple[int, str, str]:
     return INTERNAL
 
 
-def _sentence(request: web.Request, error: web.HTTPException, what_is_here: str) -> str:
+def _sentence(request: web.BaseRequest, error: web.HTTPException, what_is_here: str) -> str:
     """What is wrong, and what would be right."""
     path = request.path[:200]
     if isinstance(error, web.HTTPRequestEntityTooLarge):
@@ -200,7 +198,7 @@ def _sentence(request: web.Request, error: web.HTTPException, what_is_here: str)
     return f"{request.method} {path}: {error.reason}"
 
 
-def log_if_unexpected(request: web.Request, error: Exception) -> None:
+def log_if_unexpected(request: web.BaseRequest, error: Exception) -> None:
     """A traceback of what can only be a bug of ours."""
     if _row(error) == INTERNAL:
         log.error("request %s to %s failed", request[REQUEST_ID], request.path, exc_info=error)
@@ -236,15 +234,12 @@ def problem_response(found: Problem, headers: Mapping[str, str]) -> web.Response
     response = web.Response(
         body=msgspec.json.encode(found),
         status=found.status,
-        content_type=PROBLEM_JSON,
-        headers=headers,
+        headers={"Content-Type": PROBLEM_JSON, "Server": SERVER, **headers},
     )
     if found.status in (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.REQUEST_TIMEOUT):
         response.force_close()  # the rest of the body is not read
     return response
 
-
-SERVER = "tierkv"  # in every answer: aiohttp would tell its version, and Python's
 
 # status: code, title, detail. Details name no bytes of the client: they may be anything.
 PROBLEMS = {
@@ -263,18 +258,12 @@ PROBLEMS = {
 }
 
 
-async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """What every answer has. For an application's `on_response_prepare`."""
-    response.headers["Server"] = SERVER
-    if REQUEST_ID_HEADER not in response.headers:
-        response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-
-
 def framing_problem(status: int, request_id: str) -> web.Response:
     """One of the statuses above, else 500."""
     body = _body(status, request_id)
-    headers = {REQUEST_ID_HEADER: request_id, "Server": SERVER}
-    return problem_response(body, headers)
+    response = problem_response(body, {REQUEST_ID_HEADER: request_id})
+    response.force_close()
+    return response
 
 
 def overload_answer(request_id: str) -> bytes:

@@ -1,5 +1,10 @@
-"""Lets an application answer on sockets: how many connections, how long, how large, how many at
-once, and an answer in HTTP to what is no HTTP."""
+"""Answers on sockets in HTTP/1.1 and 1.0: how many connections, how long, how large, how many at
+once, and an answer in HTTP to what is no HTTP.
+
+aiohttp speaks HTTP. A `Connection` stands between the socket and aiohttp's own protocol:
+
+    socket -> Connection (counts, turns, deadlines) -> _Http (aiohttp) -> handle(request)
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -18,26 +23,134 @@ from uuid import uuid4
 
 from aiohttp import StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http import HttpVersion10, HttpVersion11, RawRequestMessage
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
 
 from tierkv.http.listen import BACKLOG
 from tierkv.http.problems import framing_problem, overload_answer
 from tierkv.http.settings import ListenSection
+from tierkv.tasks import background
 
-_FIRST = 32
-_MOST = 128
+log = logging.getLogger("tierkv.http")
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+MAX_LINE_BYTES = 8_192
+MAX_FIELD_BYTES = 16_384  # another number than a line's: by it the two errors are told apart
+MAX_FIELDS = 100
+_LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
+_LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
+_REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
+_MOST_EARLY_BYTES = 64 << 10  # of a connection whose turn has not come; then it is not read
+_MAX_REFUSALS = 64  # at a time; more are just closed
+_MOST_LOOK_S = 1.0  # between two looks at deadlines; shorter ones are looked at oftener
+_NO_LOG = logging.getLogger("tierkv.http.access")
+_NO_LOG.disabled = True  # what is asked is counted; a line for each would cost more than the answer
+_TOO_MANY_FIELDS = "Too many headers received"
+_FIRST_PER_TURN = 32
+_MOST_PER_TURN = 128
 _TURN_S = 0.01  # what a turn should take where there is more to do than it can
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_connections: of all listeners together. max_body_bytes: of one request, decompressed.
+    idle_timeout_s: between two requests. head_timeout_s: from the first byte of a request's head
+    to its last, and for the TLS handshake. send_timeout_s: for a client to take anything of what
+    is sent to it."""
+
+    max_connections: int
+    max_body_bytes: int
+    idle_timeout_s: float
+    head_timeout_s: float
+    send_timeout_s: float
+
+    @classmethod
+    def of(cls, section: ListenSection) -> Limits:
+        return cls(
+            section.max_connections,
+            section.max_body_bytes,
+            section.idle_timeout_s,
+            section.head_timeout_s,
+            section.send_timeout_s,
+        )
+
+
+@asynccontextmanager
+async def serving(
+    handle: Handle,
+    listeners: Sequence[socket.socket],
+    *,
+    limits: Limits,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[None]:
+    """`handle` answers on `listeners` while the body runs; TCP ones speak TLS if there is some.
+
+    handle: returns every answer, also of what fails; raises ConnectionError where nobody is left.
+    It is cancelled when its client goes. At the end, answers under way have two seconds.
+    """
+    loop = asyncio.get_running_loop()
+
+    def make_request(
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        assert isinstance(protocol, _Http), "no other protocol is made here"
+        protocol.front.head_has_come()
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, loop, client_max_size=limits.max_body_bytes
+        )
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        protocol = request.protocol
+        try:
+            return await handle(request)
+        finally:
+            if isinstance(protocol, _Http):
+                protocol.front.is_answered()
+
+    http = web.Server(answer, request_factory=make_request, handler_cancellation=True)
+    shared = _Shared(http, limits, Pace(loop))
+    servers: list[asyncio.Server] = []
+    async with background({"tierkv-http-deadlines": shared.keep_deadlines()}):
+        try:
+            for listener in listeners:
+                is_unix = listener.family == socket.AF_UNIX
+                context = None if is_unix else tls
+                listen = loop.create_unix_server if is_unix else loop.create_server
+                servers.append(
+                    await listen(
+                        lambda: Connection(shared),
+                        sock=listener,
+                        backlog=BACKLOG,
+                        ssl=context,
+                        ssl_handshake_timeout=limits.head_timeout_s if context else None,
+                    )
+                )
+            yield
+        finally:
+            for server in servers:
+                server.close()
+            await asyncio.sleep(0)  # what has come already is begun
+            http.pre_shutdown()
+            await http.shutdown(_LAST_ANSWERS_S)
+
+
 class Pace:
-    """Lets so many pieces through in each turn as make it last about 10 ms: between 1 and 128,
-    by what they have taken lately."""
+    """Lets so many pieces of work through in each turn of the event loop as make it last about
+    10 ms: between 1 and 128, by what they have taken lately.
+
+    Without it, 10,000 requests that arrive together are all parsed and begun in the one turn that
+    finds them, and nothing else has the loop for seconds: no timer, no copy, no probe.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._per_turn = _FIRST
-        self._left = _FIRST
+        self._per_turn = _FIRST_PER_TURN
+        self._left = _FIRST_PER_TURN
         self._began: float | None = None  # this turn, on a monotonic clock; None: nothing came yet
         self._waiting: deque[Callable[[], None]] = deque()
 
@@ -77,166 +190,55 @@ class Pace:
         if took_s > _TURN_S:
             self._per_turn = max(1, self._per_turn // 2)
         else:
-            self._per_turn = min(_MOST, self._per_turn + 4)
+            self._per_turn = min(_MOST_PER_TURN, self._per_turn + 4)
 
 
-log = logging.getLogger("tierkv.http")
+class _Shared:
+    """What the connections of one server have in common.
 
-MAX_LINE_BYTES = 8_192
-MAX_FIELD_BYTES = 16_384  # another number than a line's: by it the two errors are told apart
-MAX_FIELDS = 100
-_LINGER_S = 1.0  # a refused body is read on for so long, or its sender would not see the answer
-_REFUSAL_S = 0.5  # how long an excess connection may take to read that it is one
-_MOST_EARLY_BYTES = 64 << 10  # of a connection whose turn has not come; then it is not read
-_MAX_REFUSALS = 64  # at a time; more are just closed
-_NO_LOG = logging.getLogger("tierkv.http.access")
-_NO_LOG.disabled = True  # what is asked is counted; a line for each would cost more than the answer
-_TOO_MANY_FIELDS = "Too many headers received"
+    heads, sends: connections whose request head is incomplete, or whose client takes nothing, with
+    the time at which they are closed.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """max_connections: of all listeners together. idle_timeout_s: for a whole request head, and
-    for the TLS handshake. send_timeout_s: for a client to take anything of what is sent to it."""
-
-    max_connections: int
-    idle_timeout_s: float
-    send_timeout_s: float
-
-    @classmethod
-    def of(cls, section: ListenSection) -> Limits:
-        return cls(section.max_connections, section.idle_timeout_s, section.send_timeout_s)
-
-
-class Counted:
-    """How many connections there are, how many of too many are being told so, and whose turn it
-    is to be read."""
-
-    def __init__(self, limits: Limits, pace: Pace) -> None:
+    def __init__(self, http: web.Server, limits: Limits, pace: Pace) -> None:
+        self.http = http
         self.limits = limits
         self.pace = pace
         self.num_open = 0
         self.num_refused = 0
+        self.heads: dict[Connection, float] = {}
+        self.sends: dict[Connection, float] = {}
+
+    async def keep_deadlines(self) -> None:
+        """Close what is late, for ever."""
+        shortest_s = min(self.limits.head_timeout_s, self.limits.send_timeout_s)
+        while True:
+            await asyncio.sleep(min(_MOST_LOOK_S, shortest_s / 4))
+            now = time.monotonic()
+            for waiting in (self.heads, self.sends):
+                for connection in [one for one, end in waiting.items() if end <= now]:
+                    del waiting[connection]
+                    connection.cut_off()
 
 
-class Connection(web.RequestHandler):
-    """One connection. Whatever comes over it, the answer is HTTP with problem+json, and the log
-    says in one line what was wrong."""
+class _Http(web.RequestHandler):
+    """aiohttp's protocol of one connection. Whatever comes over it, the answer is HTTP with
+    problem+json, and the log says in one line what was wrong."""
 
-    __slots__ = ("_counted", "_early", "_is_counted", "_sending")
+    __slots__ = ("front",)
 
-    def __init__(
-        self, manager: web.Server, loop: asyncio.AbstractEventLoop, counted: Counted
-    ) -> None:
+    def __init__(self, front: Connection, shared: _Shared) -> None:
         super().__init__(
-            manager,
-            loop=loop,
+            shared.http,
+            loop=asyncio.get_running_loop(),
             access_log=_NO_LOG,
-            keepalive_timeout=counted.limits.idle_timeout_s,
+            keepalive_timeout=shared.limits.idle_timeout_s,
             lingering_time=_LINGER_S,
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_FIELD_BYTES,
             max_headers=MAX_FIELDS,
         )
-        self._counted = counted
-        self._is_counted = False
-        self._early = b""  # came before its turn
-        self._sending: asyncio.TimerHandle | None = None
-
-    # How many, and how many at once: a turn of the loop may find thousands that come or go
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        counted = self._counted
-        stream = cast("asyncio.Transport", transport)  # HTTP comes over a stream
-        if counted.num_open >= counted.limits.max_connections:
-            _refuse(stream, counted)
-            return
-        counted.num_open += 1
-        self._is_counted = True
-        if counted.pace.lets_through():
-            super().connection_made(transport)
-        else:
-            stream.pause_reading()
-            counted.pace.wait(lambda: self._begin(stream))
-
-    def _begin(self, transport: asyncio.Transport) -> None:
-        if not transport.is_closing():
-            super().connection_made(transport)
-            transport.resume_reading()
-
-    def eof_received(self) -> bool:  # type: ignore[override] # what the loop asks for
-        """The client has gone. Closing takes a system call or two, so it has its turn as well."""
-        transport, pace = self.transport, self._counted.pace
-        if transport is None or self.ssl_context is not None or pace.lets_through():
-            return False  # closed now
-        pace.wait(transport.close)
-        return True
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        if self._is_counted:
-            self._counted.num_open -= 1
-            self._is_counted = False
-        self._stop_clock()
-        pace = self._counted.pace
-        if pace.lets_through():
-            super().connection_lost(exc)
-        else:
-            pace.wait(lambda: super(Connection, self).connection_lost(exc))
-
-    # How much at once
-
-    def data_received(self, data: bytes) -> None:
-        """Now or, when enough was begun in this turn of the loop, in a later one; not much more is
-        read until then. Without data, aiohttp wants to go on with what it has."""
-        pace, transport = self._counted.pace, self.transport
-        if not data or transport is None or (not self._early and pace.lets_through()):
-            super().data_received(data)
-            return
-        if not self._early:
-            pace.wait(self._take_early)
-        self._early += data
-        if len(self._early) >= _MOST_EARLY_BYTES:
-            transport.pause_reading()
-
-    def _take_early(self) -> None:
-        data, self._early = self._early, b""
-        if self.transport is None or self.transport.is_closing():
-            return  # gone meanwhile
-        if len(data) >= _MOST_EARLY_BYTES:
-            self.transport.resume_reading()
-        super().data_received(data)
-
-    def _process_keepalive(self) -> None:
-        if self._early:  # what we let wait is not idle
-            loop = asyncio.get_running_loop()
-            self._next_keepalive_close_time = loop.time() + self._counted.limits.idle_timeout_s
-        super()._process_keepalive()
-
-    # How long: aiohttp closes what brings no whole head; this closes what takes no answer
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._sending is None:
-            self._sending = asyncio.get_running_loop().call_later(
-                self._counted.limits.send_timeout_s, self._give_up_sending
-            )
-
-    def resume_writing(self) -> None:
-        self._stop_clock()
-        super().resume_writing()
-
-    def _give_up_sending(self) -> None:
-        self._sending = None
-        if self.transport is not None:
-            log.info("a client took nothing of its answer in time, and is cut off")
-            self.transport.abort()
-
-    def _stop_clock(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
-
-    # What is no HTTP
+        self.front = front
 
     def handle_error(
         self,
@@ -245,7 +247,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,  # noqa: ARG002 - aiohttp's words, which may quote the client
     ) -> web.StreamResponse:
-        """What aiohttp could not read, or an error of what goes around our own middlewares. Raises
+        """What aiohttp could not read, or an error that `handle` did not answer. Raises
         ConnectionError where nobody is left to answer."""
         if isinstance(exc, ConnectionError):
             raise exc  # the client went while its answer was written, which is no error of ours
@@ -257,19 +259,7 @@ class Connection(web.RequestHandler):
             log.error("request %s failed", request_id, exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun already")
-        response = framing_problem(status, request_id)
-        response.force_close()
-        return response
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        if isinstance(
-            resp, web.HTTPException
-        ):  # raised before our middlewares: 417 of `Expect`, 505
-            resp = framing_problem(resp.status, uuid4().hex)
-            resp.force_close()
-        return await super().finish_response(request, resp, start_time)
+        return framing_problem(status, request_id)
 
     def log_exception(self, *args: object, **kw: object) -> None:
         """What a client sends is not our bug, and gets one line; the rest gets its traceback."""
@@ -278,6 +268,111 @@ class Connection(web.RequestHandler):
             log.info("a connection broke off in a bad body: %s", type(error).__name__)
         else:
             super().log_exception(*args, **kw)
+
+
+class Connection(asyncio.Protocol):
+    """Hands the events of one connection on to aiohttp, when it is their turn: one turn of the
+    loop may find thousands of clients that come, send or go."""
+
+    __slots__ = ("_early", "_http", "_is_busy", "_is_counted", "_shared", "_transport")
+
+    def __init__(self, shared: _Shared) -> None:
+        self._shared = shared
+        self._http = _Http(self, shared)
+        self._transport: asyncio.Transport | None = None
+        self._is_counted = False
+        self._is_busy = False  # with a request whose head has come
+        self._early = b""  # came before its turn
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        shared = self._shared
+        stream = cast("asyncio.Transport", transport)  # HTTP comes over a stream
+        if shared.num_open >= shared.limits.max_connections:
+            _refuse(stream, shared)
+            return
+        shared.num_open += 1
+        self._is_counted = True
+        self._transport = stream
+        if shared.pace.lets_through():
+            self._http.connection_made(stream)
+        else:
+            stream.pause_reading()
+            shared.pace.wait(self._begin)
+
+    def _begin(self) -> None:
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            self._http.connection_made(transport)
+            transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        """The client has gone. Closing takes a system call or two, so it has its turn as well."""
+        transport, pace = self._transport, self._shared.pace
+        is_tls = self._http.ssl_context is not None
+        if transport is None or is_tls or pace.lets_through():
+            return False  # closed now
+        pace.wait(transport.close)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        shared = self._shared
+        if self._is_counted:
+            shared.num_open -= 1
+            self._is_counted = False
+        self._transport = None
+        shared.heads.pop(self, None)
+        shared.sends.pop(self, None)
+        if shared.pace.lets_through():
+            self._http.connection_lost(exc)
+        else:
+            shared.pace.wait(lambda: self._http.connection_lost(exc))
+
+    def data_received(self, data: bytes) -> None:
+        """Now or, when enough was begun in this turn of the loop, in a later one; not much more is
+        read until then."""
+        shared, transport = self._shared, self._transport
+        if not self._is_busy and self not in shared.heads:
+            shared.heads[self] = time.monotonic() + shared.limits.head_timeout_s
+        if not self._early and shared.pace.lets_through():
+            self._http.data_received(data)
+            return
+        if not self._early:
+            shared.pace.wait(self._take_early)
+        self._early += data
+        if transport is not None and len(self._early) >= _MOST_EARLY_BYTES:
+            transport.pause_reading()
+
+    def _take_early(self) -> None:
+        data, self._early = self._early, b""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return  # gone meanwhile
+        if len(data) >= _MOST_EARLY_BYTES:
+            transport.resume_reading()
+        self._http.data_received(data)
+
+    def head_has_come(self) -> None:
+        """What comes until `is_answered` belongs to a request whose head is whole."""
+        self._is_busy = True
+        self._shared.heads.pop(self, None)
+
+    def is_answered(self) -> None:
+        self._is_busy = False
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+        shared = self._shared
+        shared.sends[self] = time.monotonic() + shared.limits.send_timeout_s
+
+    def resume_writing(self) -> None:
+        self._shared.sends.pop(self, None)
+        self._http.resume_writing()
+
+    def cut_off(self) -> None:
+        """Close it: it is late."""
+        if self._transport is not None:
+            log.info("a client sent no whole head, or took nothing, in time: it is cut off")
+            self._transport.abort()
 
 
 def _status_of(error: HttpProcessingError) -> int:
@@ -303,9 +398,9 @@ def _one_line(error: HttpProcessingError) -> str:
 class _Refusal(asyncio.Protocol):
     """Says 503 to one connection too many, and closes it when that has been read, or soon."""
 
-    def __init__(self, transport: asyncio.Transport, counted: Counted) -> None:
-        self._counted = counted
-        counted.num_refused += 1
+    def __init__(self, transport: asyncio.Transport, shared: _Shared) -> None:
+        self._shared = shared
+        shared.num_refused += 1
         transport.write(overload_answer(uuid4().hex))
         if transport.can_write_eof():
             transport.write_eof()  # not close: what the client has sent unread would reset it all
@@ -313,87 +408,12 @@ class _Refusal(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:  # noqa: ARG002
         self._timer.cancel()
-        self._counted.num_refused -= 1
+        self._shared.num_refused -= 1
 
 
-def _refuse(transport: asyncio.Transport, counted: Counted) -> None:
-    log.info("there are %d connections: one more is refused", counted.num_open)
-    if counted.num_refused >= _MAX_REFUSALS:
+def _refuse(transport: asyncio.Transport, shared: _Shared) -> None:
+    log.info("there are %d connections: one more is refused", shared.num_open)
+    if shared.num_refused >= _MAX_REFUSALS:
         transport.abort()
         return
-    transport.set_protocol(_Refusal(transport, counted))
-
-
-_LAST_ANSWERS_S = 2.0  # for answers that are on their way when the work is done
-_SPOKEN = (HttpVersion11, HttpVersion10)
-_OF_OTHER_VERSION = web.RequestKey("of_other_version", bool)
-
-
-@asynccontextmanager
-async def serving(
-    app: web.Application,
-    listeners: Sequence[socket.socket],
-    *,
-    limits: Limits,
-    tls: ssl.SSLContext | None = None,
-) -> AsyncIterator[None]:
-    """`app` answers on `listeners` while the body runs; TCP ones speak TLS if there is some."""
-    loop = asyncio.get_running_loop()
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,  # a client that has gone needs no tokens
-        shutdown_timeout=_LAST_ANSWERS_S,
-    )
-    await runner.setup()
-    handlers = runner.server
-    assert handlers is not None, "it has been set up"
-    _refuse_other_versions(handlers)
-    counted = Counted(limits, Pace(loop))
-    servers: list[asyncio.Server] = []
-    try:
-        for listener in listeners:
-            is_unix = listener.family == socket.AF_UNIX
-            context = None if is_unix else tls
-            listen = loop.create_unix_server if is_unix else loop.create_server
-            servers.append(
-                await listen(
-                    lambda: Connection(handlers, loop, counted),
-                    sock=listener,
-                    backlog=BACKLOG,
-                    ssl=context,
-                    ssl_handshake_timeout=limits.idle_timeout_s if context else None,
-                )
-            )
-        yield
-    finally:
-        for server in servers:
-            server.close()
-        await runner.cleanup()
-
-
-def _refuse_other_versions(handlers: web.Server) -> None:
-    """HTTP/0.9 and what calls itself HTTP/2.0 in one line reach no route: aiohttp would answer
-    them, in their own name. The answer is HTTP/1.0, which any client can tell from its own."""
-    make, handle = handlers.request_factory, handlers.request_handler
-
-    def make_request(
-        message: RawRequestMessage,
-        payload: StreamReader,
-        connection: web.RequestHandler,
-        writer: AbstractStreamWriter,
-        task: asyncio.Task[None],
-    ) -> web.BaseRequest:
-        if message.version in _SPOKEN:
-            return make(message, payload, connection, writer, task)
-        message = message._replace(version=HttpVersion10, should_close=True)
-        request = make(message, payload, connection, writer, task)
-        request[_OF_OTHER_VERSION] = True
-        return request
-
-    async def refuse_or_handle(request: web.BaseRequest) -> web.StreamResponse:
-        if _OF_OTHER_VERSION in request:
-            raise web.HTTPVersionNotSupported
-        return await handle(request)
-
-    handlers.request_factory, handlers.request_handler = make_request, refuse_or_handle
+    transport.set_protocol(_Refusal(transport, shared))

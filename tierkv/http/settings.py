@@ -19,8 +19,12 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         are; for a private network.
     drain_grace_s: how long running requests may go on after SIGTERM.
     max_body_bytes: a longer request body is refused; counted after decompression.
+    max_prompt_tokens: of one prompt; a longer one is refused before its tokens are packed.
+    max_work_bytes: of the bodies of all requests under way; what would be more is refused with 503.
     max_connections: one more is answered with 503 and closed.
-    idle_timeout_s: a connection that brings no complete request head for so long is closed.
+    idle_timeout_s: a connection without a request for so long is closed. Above the 60 s for which
+        load balancers commonly keep theirs, so that it is they who close an idle one.
+    head_timeout_s: how long the head of a request may take to arrive, and a TLS handshake.
     body_timeout_s: how long a request's body may take to arrive.
     send_timeout_s: a client that takes nothing of its answer for so long is cut off.
     """
@@ -30,8 +34,11 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     drain_grace_s: float
     allow_insecure_bind: bool = False
     max_body_bytes: int = 16 << 20
+    max_prompt_tokens: int = 1 << 20
+    max_work_bytes: int = 256 << 20
     max_connections: int = 16_384
-    idle_timeout_s: float = 10.0
+    idle_timeout_s: float = 75.0
+    head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
 
@@ -43,10 +50,15 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"{table}.host is empty: name an address, such as 127.0.0.1")
         if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
             raise ConfigError(f"{table}.drain_grace_s must be a number that is not negative")
-        for name in ("max_body_bytes", "max_connections"):
+        for name in (
+            *("max_body_bytes", "max_prompt_tokens", "max_work_bytes", "max_connections"),
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{table}.{name} must be at least 1")
-        all_above_zero(table, self, "idle_timeout_s", "body_timeout_s", "send_timeout_s")
+        all_above_zero(
+            *(table, self),
+            *("idle_timeout_s", "head_timeout_s", "body_timeout_s", "send_timeout_s"),
+        )
 
 
 class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
