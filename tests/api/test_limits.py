@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import json
 import logging
@@ -322,6 +323,48 @@ async def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes() -> N
         status, problem = await exchange(on.client.url, sent)
         assert (status, problem["code"]) == (413, "body_too_large")
         await on.settle()
+
+
+async def test_bodies_beyond_what_may_be_in_work_are_refused_until_others_are_done() -> None:
+    half = b'{"prompt": "a"' + b" " * 599_986
+    begun = HEAD.replace(b"generate", b"lookup") + b"Content-Length: 600001\r\n\r\n" + half
+    headers = {"Content-Type": "application/json"}
+    async with here(max_work_bytes=1_000_000) as on, connected(on.client.url) as (reader, writer):
+        writer.write(begun)
+        await writer.drain()
+        await until(lambda: on.node.bodies.num_bytes == 600_001, "the first to come")
+        for data in (half + b"}", pieces(half + b"}")):
+            answer = await on.client.ask("POST", "/v1/lookup", data=data, headers=headers)
+            assert (answer.status, answer.code) == (503, "too_much_in_work")
+        assert (await on.client.post("/v1/lookup", {"prompt": "a"})).status == 200
+        writer.write(b"}")
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        await until(lambda: on.node.bodies.num_bytes == 0, "all to be done")
+        answer = await on.client.ask("POST", "/v1/lookup", data=half + b"}", headers=headers)
+        assert answer.status == 200
+        await on.settle()
+
+
+async def pieces(data: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), 50_000):
+        yield data[at : at + 50_000]
+
+
+@pytest.mark.parametrize("num_tokens", [101, 200_000])
+async def test_a_prompt_with_too_many_tokens_is_refused_in_whatever_form_it_comes(
+    num_tokens: int,
+) -> None:
+    packed = base64.b64encode(bytes(4 * num_tokens)).decode()
+    forms = ({"tokens": [1] * num_tokens}, {"tokens": packed}, {"prompt": "a" * num_tokens})
+    async with here(max_prompt_tokens=100) as on:
+        for body in forms:
+            answer = await on.client.post("/v1/lookup", body)
+            assert (answer.status, answer.code) == (422, "request_too_large")
+        octets = {"Content-Type": "application/octet-stream"}
+        data = bytes(4 * num_tokens)
+        answer = await on.client.ask("POST", "/v1/lookup", data=data, headers=octets)
+        assert (answer.status, answer.code) == (422, "request_too_large")
+        assert (await on.client.post("/v1/lookup", {"tokens": [1] * 100})).status == 200
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"prompt": ["', b'{"tokens": [['])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +20,11 @@ from tests.api.nodes import here
 from tests.latch import until
 from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
 from tierkv.cache.keys import Prompt
-from tierkv.errors import BadRequestError
-from tierkv.http.bodies import JSON, MSGPACK, decode
+from tierkv.errors import BadRequestError, HandoffError
+from tierkv.http.bodies import JSON, MSGPACK, REQUEST_ID, decode
 from tierkv.http.callers import RoleName
-from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS
+from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, problem_of
+from tierkv.pd.ticket import ClaimProblem
 
 HUGE = "9" * 5000
 DEEP = b'{"prompt": ' + b"[" * 200_000
@@ -34,6 +36,11 @@ JSON_BODIES = [
     (b'{"prompt": "\xff\xfe"}', 400, "malformed_body"),
     (b'{"prompt": "\\ud800"}', 400, "malformed_body"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "malformed_body"),
+    (b'{"prompt": "a", "prompt": "a"}', 400, "malformed_body"),
+    (b'{"prompt":"a","seed":1,"seed":2}', 400, "malformed_body"),
+    (b'{ "prompt" : "a",\n "pr\\u006fmpt": "b" }', 400, "malformed_body"),
+    (b'{"tokens": [' + b"1, " * 200_000 + b'1], "seed": 1, "seed": 2}', 400, "malformed_body"),
+    (b'{"seed": 1, "tokens": [1], "tokens": [' + b"1," * 200_000 + b"1]}", 400, "malformed_body"),
     (b'{"prompt": "a", "temperature": -Infinity}', 400, "malformed_body"),
     (b'{"unknown": ' + b"[" * 200_000, 422, "invalid_body"),
     (b"[]", 422, "invalid_body"),
@@ -105,6 +112,31 @@ async def test_bad_bodies_are_refused_with_a_stable_code(
             assert (answer.body["detail"] == "the body is empty") == (not raw)
         await on.settle()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "status"), [(b'{"a": "1", "a": "2"}', 400), (b'{ "a":"1" , "b":"2"}', 502)]
+)
+async def test_a_key_twice_in_an_inner_object_is_refused_and_spacing_is_not(
+    sampling: bytes, status: int
+) -> None:
+    raw = b'{"ticket_id": "none", "prompt": "a", "deadline_s": 0.01, "sampling" : ' + sampling
+    async with here() as on:
+        headers = {"Content-Type": JSON}
+        answer = await on.client.ask("POST", "/v1/claims", data=raw + b"}", headers=headers)
+        assert answer.status == status
+        await on.settle()
+
+
+@pytest.mark.parametrize("problem", ClaimProblem)
+def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(problem: ClaimProblem) -> None:
+    callers_affair = {"other_prompt": 409, "incompatible": 409, "expired": 410}
+    callers_affair |= {"already_claimed": 410, "no_room": 503}
+    request = make_mocked_request("POST", "/v1/claims")
+    request[REQUEST_ID] = "r"
+    found = problem_of(request, HandoffError(problem.value, "why"))
+    assert (found.status, found.code) == (callers_affair.get(problem.value, 502), "handoff_failed")
+    assert found.reason == problem.value
 
 
 @pytest.mark.parametrize(

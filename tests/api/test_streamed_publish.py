@@ -189,7 +189,7 @@ async def test_a_ticket_says_how_its_first_tokens_were_sampled(streams: bool) ->
         assert (await on.client.post("/v1/requests/r/publish", last)).status == 200
         for policy in ("whole", "recompute"):
             refused = await claim(other, sampling=how | {"seed": "6"}, policy=policy)
-            assert (refused.status, refused.body["reason"]) == (502, "incompatible")
+            assert (refused.status, refused.body["reason"]) == (409, "incompatible")
             assert "seed" in refused.body["detail"]
             assert "temperature" not in refused.body["detail"]
         assert (await other.client.get("/v1/tickets/t")).body["state"] == "whole"  # not taken

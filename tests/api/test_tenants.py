@@ -144,7 +144,7 @@ async def test_tickets_of_the_same_id_are_each_tenants_own(callers: Callers) -> 
         for at, (tenant, prompt) in enumerate(zip(tenants, prompts, strict=True)):
             body = {"ticket_id": "same", "request_id": "c", "deadline_s": 5}
             other = await tenant.ask("POST", "/v1/claims", body | {"tokens": prompts[1 - at]})
-            assert (other.status, other.body["reason"]) == (502, "other_prompt")
+            assert (other.status, other.body["reason"]) == (409, "other_prompt")
             claimed = await tenant.ask("POST", "/v1/claims", body | {"tokens": prompt})
             assert (claimed.status, claimed.body["cached_tokens"]) == (200, len(prompt))
             assert (await tenant.ask("POST", "/v1/requests/c/finish")).status == 200

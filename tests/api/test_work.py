@@ -138,18 +138,20 @@ async def test_the_wrong_role_names_the_right_one(role: Role, path: str, right: 
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "status", "reason"),
     [
-        ({"ticket_id": "another", "deadline_s": 1.0}, "not_yet"),
-        ({"prompt": "another prompt"}, "other_prompt"),
-        ({"temperature": 0.9, "seed": 7}, "incompatible"),
+        ({"ticket_id": "another", "deadline_s": 1.0}, 502, "not_yet"),
+        ({"prompt": "another prompt"}, 409, "other_prompt"),
+        ({"temperature": 0.9, "seed": 7}, 409, "incompatible"),
     ],
 )
-async def test_a_claim_that_fails_says_why(change: dict[str, object], reason: str) -> None:
+async def test_a_claim_that_fails_says_why(
+    change: dict[str, object], status: int, reason: str
+) -> None:
     async with here() as on:
         await on.client.post("/v1/prefill", {"prompt": "hello", "ticket_id": "t"})
         answer = await on.client.post("/v1/decode", {"prompt": "hello", "ticket_id": "t"} | change)
-        assert (answer.status, answer.code) == (502, "handoff_failed")
+        assert (answer.status, answer.code) == (status, "handoff_failed")
         assert answer.body["reason"] == reason
         metrics = (await on.client.get("/metrics")).body.decode()
         counted = f'tierkv_handoff_failures_total{{reason="{reason}",side="claim"}} 1.0'
@@ -162,7 +164,7 @@ async def test_sampling_that_differs_from_the_tickets_is_named_field_by_field() 
         body = {"prompt": "hello", "ticket_id": "t"}
         await on.client.post("/v1/prefill", body | sampling)
         refused = await on.client.post("/v1/decode", body | sampling | {"seed": 8})
-        assert (refused.status, refused.body["reason"]) == (502, "incompatible")
+        assert (refused.status, refused.body["reason"]) == (409, "incompatible")
         assert "seed (here '8', there '7')" in refused.body["detail"]
         assert "top_k" not in refused.body["detail"]
         answer = await on.client.post("/v1/decode", body | sampling | {"max_tokens": 4})

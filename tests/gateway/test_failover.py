@@ -305,7 +305,7 @@ async def test_a_prompt_that_cannot_be_handed_over_is_one_nodes_work(reason: str
 async def test_nodes_of_different_models_never_make_one_answer_together(stream: bool) -> None:
     async with stage() as on:
         for node in on.decode:
-            node.refusal = (502, {"code": "handoff_failed", "reason": "incompatible"})
+            node.refusal = (409, {"code": "handoff_failed", "reason": "incompatible"})
             node.gate.clear()
         task = asyncio.create_task(answered(on, stream=stream))
         await until(lambda: any(node.finished for node in on.prefill), "the first token")

@@ -190,10 +190,12 @@ def decode(raw: bytes, kind: type[T], *, content_type: str, most_tokens: int | N
     try:
         if content_type == MSGPACK:
             return msgspec.msgpack.decode(raw, type=kind)
+        is_short = len(raw) <= LARGE_BYTES or not _has_tokens(kind)
+        body = msgspec.json.decode(raw, type=kind) if is_short else None
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         _refuse_twins(raw, fields)
-        if len(raw) <= LARGE_BYTES or not _has_tokens(kind):
-            return msgspec.json.decode(raw, type=kind)
+        if body is not None:
+            return body
         tokens = memoryview(fields.get("tokens", b""))
         if tokens[:1].tobytes() != b"[":
             return msgspec.json.decode(raw, type=kind)

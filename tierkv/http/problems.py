@@ -17,7 +17,6 @@ from tierkv.errors import (
     DeviceFailedError,
     DuplicateRequestError,
     HandoffError,
-    NoRoomError,
     OutOfBlocksError,
     RequestAbortedError,
     RequestTooLargeError,
@@ -121,12 +120,21 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (ShuttingDownError, 503, "shutting_down", "This node takes no more work"),
     (NotReadyError, 503, "not_ready", "This node takes no requests now"),
     (OutOfBlocksError, 503, "out_of_blocks", "There is no room now"),
-    (NoRoomError, 503, "handoff_failed", "There is no room for the prompt now"),
     (HandoffError, 502, "handoff_failed", "The prompt could not be handed over"),
     (DeviceFailedError, 503, "device_failed", "The device is unusable"),
     (TransferError, 503, "transfer_failed", "Blocks could not be moved"),
     (StoreError, 503, "store_unavailable", "The storage tier does not answer"),
 )
+
+# Reasons of hand-offs that are no failure of a producer or a store: 502, which balancers and alerts
+# take for an outage, is for those.
+HANDOFF_STATUS = {
+    ClaimProblem.OTHER_PROMPT.value: 409,
+    ClaimProblem.INCOMPATIBLE.value: 409,
+    ClaimProblem.EXPIRED.value: 410,
+    ClaimProblem.CLAIMED.value: 410,
+    ClaimProblem.NO_ROOM.value: 503,
+}
 
 HTTP_CODES = {
     404: "not_found",
@@ -182,6 +190,8 @@ def _row(error: Exception) -> tuple[int, str, str]:
         return error.status, error.code, error.title
     for kind, status, code, title in ERRORS:
         if isinstance(error, kind):
+            if isinstance(error, HandoffError):
+                status = HANDOFF_STATUS.get(error.reason, status)  # noqa: PLW2901 - more exactly
             return status, code, title
     return INTERNAL
 
