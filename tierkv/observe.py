@@ -81,7 +81,7 @@ def verify(scheduler: Scheduler, mover: Mover, fetcher: Fetcher, handoff: Handof
     is_busy = private or tiers.num_tasks or scheduler.num_waiting or mover.num_in_flight
     if is_busy or fetcher.num_held:
         return wrong
-    num_leases = index.num_held_leases - tiers.pins.num_leases - handoff.direct.num_leases
+    num_leases = index.num_held_leases - tiers.pins.num_leases - handoff.source.num_leases
     if num_leases:
         wrong.append(f"nothing runs, but {num_leases} leases are out")
     wrong += fetcher.findings() + scheduler.loads.findings()

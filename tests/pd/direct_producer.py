@@ -122,7 +122,7 @@ async def _main(url: str, fields: dict[str, Any]) -> None:
             else:
                 assert node.service.handoff is not None
                 answer = {
-                    "leases": node.service.handoff.direct.num_leases,
+                    "leases": node.service.handoff.source.num_leases,
                     "findings": node.service.verify(),
                     "shown": node.service.stats().handoff.shown_blocks,
                 }

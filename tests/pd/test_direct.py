@@ -18,8 +18,10 @@ from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import SharedPlanes
+from tierkv.pd.direct import offers
 from tierkv.pd.direct.address import Answer, Ask, Channel, DirectAddress, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.ticket import Ticket
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec_keyed import SealedCodec
@@ -64,17 +66,22 @@ async def claim(node: World, ticket: str = "t") -> None:
     await node.settle()
 
 
-async def address_of(node: World, ticket: str = "t") -> DirectAddress:
+async def ticket_of(node: World, ticket_id: str = "t") -> Ticket:
     assert node.service.handoff is not None
-    found = await finish(node.service.handoff.tickets.read(ticket))
+    found = await finish(node.service.handoff.tickets.read(ticket_id))
     assert found is not None
-    assert found.direct is not None
-    return found.direct
+    return found
+
+
+async def address_of(node: World, ticket_id: str = "t") -> DirectAddress:
+    address = (await ticket_of(node, ticket_id)).direct
+    assert address is not None
+    return address
 
 
 def leases(node: World) -> int:
     assert node.service.handoff is not None
-    return node.service.handoff.direct.num_leases
+    return node.service.handoff.source.num_leases
 
 
 @asynccontextmanager
@@ -187,9 +194,9 @@ async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
     async with pair() as (prefill, decode):
         address = await address_of(prefill)
         assert decode.service.handoff is not None
-        direct = decode.service.handoff.direct
-        with direct.claimer() as near:
-            near.learn(address)
+        source = decode.service.handoff.source
+        with source.supply() as near:
+            near.learn(await ticket_of(prefill))
             await finish(near.ask(decode.prompt(TOKENS)))
             async with connected(address) as channel:
                 answer = await ask(channel, address)
@@ -210,19 +217,18 @@ async def test_bytes_that_changed_since_are_fetched_from_storage() -> None:
 
 async def test_a_question_that_was_cancelled_anywhere_can_be_asked_again() -> None:
     async with pair() as (prefill, decode):
-        address = await address_of(prefill)
         assert decode.service.handoff is not None
-        direct = decode.service.handoff.direct
+        source = decode.service.handoff.source
         prompt = decode.prompt(TOKENS)
         for num_turns in range(30):
-            with direct.claimer() as near:
-                near.learn(address)
+            with source.supply() as near:
+                near.learn(await ticket_of(prefill))
                 asking = asyncio.create_task(near.ask(prompt))
                 await turns(num_turns)
                 asking.cancel()
                 await asyncio.wait([asking])
                 await finish(near.ask(prompt))
-                assert direct.offers.num_offers == BLOCKS
+                assert source.num_offered == BLOCKS
         await until(lambda: leases(prefill) == 0, "an end of what was held")
         await claim(decode)
 
@@ -339,3 +345,28 @@ def test_an_answer_names_only_blocks_of_the_device_that_it_shows(blocks: tuple[i
 def test_an_answer_says_as_much_of_each_block() -> None:
     with pytest.raises(ValueError, match="per block"):
         Answer(blocks=(1, 2), addresses=(1,), headers=(b"",))
+
+
+@pytest.mark.parametrize("is_in_storage", [True, False])
+async def test_storage_is_looked_at_beside_a_way_and_what_it_lacks_comes_that_way(
+    monkeypatch: pytest.MonkeyPatch, *, is_in_storage: bool
+) -> None:
+    """Once a way is known. See Speeds."""
+    monkeypatch.setattr(offers, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offers, "FAST_S_PER_BYTE", 0.0)
+    async with pair() as (prefill, decode):
+        await claim(decode)
+        assert decode.service.stats().handoff.memory_blocks == BLOCKS
+        decode.service.reset()
+        monkeypatch.setattr(offers, "AGAIN_S", 0.0)  # what storage gave of the tail is old
+        await publish(prefill, "again")
+        if not is_in_storage:
+            keys = prefill.service.tiers.prompt_keys(prefill.prompt(TOKENS))
+            assert prefill.service.handoff is not None
+            names = prefill.service.handoff.tickets.names.all(keys[:3])
+            await finish(decode.the_store.delete(names))
+        stored = decode.storage_stats.fetched_blocks
+        await claim(decode, "again")
+        more = 0 if is_in_storage else 3
+        assert decode.service.stats().handoff.memory_blocks == BLOCKS + more
+        assert decode.storage_stats.fetched_blocks - stored == BLOCKS + 1 - more

@@ -139,13 +139,13 @@ async def test_a_producer_that_dies_after_it_has_said_where_blocks_are_is_no_los
             assert handoff is not None
             ticket = await handoff.tickets.read("t")
             assert ticket is not None
-            with handoff.direct.claimer() as near:
-                near.learn(ticket.direct)
+            with handoff.source.supply() as near:
+                near.learn(ticket)
                 await near.ask(node.prompt(range(COUNT)))
-                assert handoff.direct.offers.num_offers == BLOCKS
+                assert handoff.source.num_offered == BLOCKS
                 other.kill()
                 await claim(node, COUNT)
-            assert handoff.direct.offers.num_offers == 0
+            assert handoff.source.num_offered == 0
         assert counts(node) == FROM_STORAGE
         assert node.service.stats().handoff.failed_direct_reads == 1
 

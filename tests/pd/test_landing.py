@@ -35,6 +35,7 @@ from tierkv.pd.direct.address import (
     uid_of_peer,
 )
 from tierkv.pd.direct.landing import Landing, OpenPlanes, ShownPlanes
+from tierkv.pd.direct.offers import Speeds
 from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.sched.request import Request
@@ -98,7 +99,7 @@ def counts(node: World) -> tuple[int, int, int]:
 
 def leases(node: World) -> int:
     assert node.service.handoff is not None
-    return node.service.handoff.direct.num_leases
+    return node.service.handoff.source.num_leases
 
 
 def overwrite(node: World) -> None:
@@ -112,6 +113,9 @@ def held_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     monkeypatch.setattr(process_memory, "read", reads)
     yield reads
     reads.go.set()
+
+
+NAMED = Speeds(is_named=True)
 
 
 class Reads:
@@ -180,7 +184,7 @@ async def test_an_id_that_another_prompt_uses_by_now_never_shows_its_blocks() ->
         await prefill.run(other)
         handoff = prefill.service.handoff
         assert handoff is not None
-        assert handoff.direct.offer("t", prefill.prompt(other), handoff.ledger) is not None
+        assert handoff.source.offer("t", prefill.prompt(other), handoff.ledger) is not None
         await claim(decode)  # every byte is looked at
 
 
@@ -206,7 +210,7 @@ async def test_blocks_whose_beginning_was_evicted_meanwhile_do_not_land() -> Non
     async with pair() as (prefill, decode):
         shown = ShownPlanes(CpuSharing(), lambda: prefill.service.planes).describe()
         prompt, ids = decode.prompt(TOKENS), np.arange(5, dtype=np.int32)
-        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), take=never)
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), NAMED, take=never)
         async with own.running():
             assert not await finish(own.land(prompt, 5, shown, ids, asked))
         assert decode.service.index.match(prompt).num_blocks == 0
@@ -242,7 +246,7 @@ async def test_blocks_land_within_the_tenants_quota_beside_what_its_requests_wri
         prompt, ids = decode.prompt(TOKENS[:16]), np.arange(4, dtype=np.int32)
         decode.service.set_quota("", (8, None))
         take = decode.service.scheduler.take_device
-        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), take=take)
+        own = Landing(decode.service.tiers, CpuSharing(), HandoffStats(), NAMED, take=take)
         async with own.running():
             request = await decode.admit(list(range(700, 724)))  # 6 blocks, to be computed
             assert not await finish(own.land(prompt, 0, shown, ids, asked))
@@ -499,10 +503,10 @@ def test_planes_are_described_once_and_anew_when_they_are_others() -> None:
 
 async def test_the_tier_that_blocks_landed_on_is_the_device() -> None:
     async with pair() as (_, decode):
-        with decode.service.handoff.direct.claimer() as near:  # type: ignore[union-attr]
+        with decode.service.handoff.source.supply() as near:  # type: ignore[union-attr]
             ticket = await finish(decode.service.handoff.tickets.read("t"))  # type: ignore[union-attr]
             assert ticket is not None
-            near.learn(ticket.direct)
+            near.learn(ticket)
             await finish(near.ask(decode.prompt(TOKENS)))
         match = decode.service.index.match(decode.prompt(TOKENS))
         assert (match.device_blocks, match.host_blocks) == (BLOCKS, 0)

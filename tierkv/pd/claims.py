@@ -12,10 +12,9 @@ from enum import Enum
 from tierkv.cache.keys import Prompt, StoredKey, differences
 from tierkv.cache.node import Tier
 from tierkv.errors import HandoffError, NoRoomError, StoreUnavailableError, TransferError
-from tierkv.pd.direct.claimer import Claimer
-from tierkv.pd.direct.direct import Direct
 from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.portions import Portions
+from tierkv.pd.source import Source, Supply
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id
 from tierkv.pd.watch import Watch
@@ -55,7 +54,7 @@ class Claims:
         scheduler: Scheduler,
         fetcher: Fetcher,
         *,
-        direct: Direct,
+        source: Source,
         portions: Portions,
         fetch_deadline_s: float,
         stats: HandoffStats,
@@ -63,7 +62,7 @@ class Claims:
         self._tickets = tickets
         self._scheduler = scheduler
         self._fetcher = fetcher
-        self._direct = direct
+        self._source = source
         self._portions = portions
         self._fetch_deadline_s = fetch_deadline_s
         self._stats = stats
@@ -104,7 +103,7 @@ class Claims:
         if policy is ClaimPolicy.RECOMPUTE_ALL:
             alone = replace(spec, needs_logits=True, uses_cache=False)
             return await self._scheduler.admit(alone), None
-        with self._direct.claimer(lambda: self._has_room(spec.num_blocks)) as near:
+        with self._source.supply(lambda: self._has_room(spec.num_blocks)) as near:
             try:
                 ticket, keys = await self._wait(spec, ticket_id, deadline_s, near)
                 _check_sampling(ticket, sampling)
@@ -113,7 +112,7 @@ class Claims:
                     raise
                 log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
                 return await self._without_ticket(spec, error, near.came), None
-            near.learn(ticket.direct)
+            near.learn(ticket)
             return await self._get(spec, keys, policy, give_up_at, near), ticket
 
     def _has_room(self, num_blocks: int) -> bool:
@@ -122,7 +121,7 @@ class Claims:
         return has_room and not self._scheduler.num_waiting
 
     async def _wait(
-        self, spec: RequestSpec, ticket_id: str, deadline_s: float, near: Claimer
+        self, spec: RequestSpec, ticket_id: str, deadline_s: float, near: Supply
     ) -> tuple[Ticket, Sequence[StoredKey]]:
         """The ticket, and the prompt's keys, which are its; blocks that are whole before it is are
         on their way meanwhile."""
@@ -139,7 +138,7 @@ class Claims:
             ticket_id,
             spec.prompt,
             on_progress=ahead.ready,
-            on_open=lambda opened: near.learn(opened.direct),
+            on_open=near.learn,
         )
         async with background({"tierkv-claim-ahead": ahead.run()}):
             return await watch.ticket(deadline_s=deadline_s), watch.keys
@@ -150,7 +149,7 @@ class Claims:
         keys: Sequence[StoredKey],
         policy: ClaimPolicy,
         give_up_at: float,
-        near: Claimer,
+        near: Supply,
     ) -> Request:
         """The request, with every token or with what `policy` says. A store that fails is asked
         again until the claim's time is over: its ticket said that all is there. What the host has

@@ -25,8 +25,8 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.direct.direct import Direct
 from tierkv.pd.ledger import HandoffStats, Ledger
+from tierkv.pd.source import Source
 from tierkv.pd.staging import NUM_GROUPS, Staging, groups_of
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id, check_written
@@ -68,7 +68,7 @@ class Handoff:
         tickets: Tickets,
         *,
         ledger: Ledger,
-        direct: Direct,
+        source: Source,
         stats: HandoffStats,
     ) -> None:
         self._tiers = tiers
@@ -76,7 +76,7 @@ class Handoff:
         self._staging = staging
         self.tickets = tickets
         self.ledger = ledger
-        self.direct = direct
+        self.source = source
         self.stats = stats
 
     def findings(self) -> list[str]:
@@ -86,7 +86,7 @@ class Handoff:
             wrong.append("nothing runs, but staging slots are still lent")
         if self.tickets.lease.num_held:
             wrong.append(f"nothing runs, but {self.tickets.lease.num_held} tickets are open")
-        return wrong + self.direct.findings()
+        return wrong + self.source.findings()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -94,7 +94,7 @@ class Handoff:
         async with (
             self.tickets.notifier.running(),
             self.tickets.lease.running(),
-            self.direct.running(),
+            self.source.running(),
             self.ledger.running(),
         ):
             yield
@@ -135,8 +135,8 @@ class Handoff:
                 present = await self.count_present(keys[: stored_blocks or None])
                 self._show(request, 0, present)
                 await self.store(request, keys, present, len(keys), after)
-                with self._offered(ticket_id, prompt) as direct:
-                    opened = self.tickets.new_open(ticket_id, prompt, direct)
+                with self._offered(ticket_id, prompt) as address:
+                    opened = self.tickets.new_open(ticket_id, prompt, address)
                     ticket = self.tickets.new(opened, first_tokens, sampling)
                     await self.tickets.complete(ticket)
         except TimeoutError as error:
@@ -163,7 +163,7 @@ class Handoff:
         """Where the prompt's blocks can be read; no more if its ticket is not written."""
         is_known = self.ledger.view(ticket_id) is not None
         try:
-            yield self.direct.offer(ticket_id, prompt, self.ledger)
+            yield self.source.offer(ticket_id, prompt, self.ledger)
         except BaseException:
             if not is_known:
                 self.ledger.failed(ticket_id, "its ticket was not written")
@@ -171,7 +171,7 @@ class Handoff:
 
     def _show(self, request: Request, start: int, stop: int) -> None:
         """Have the host keep these blocks too, if it has room, where a claimer can read them."""
-        if self.direct.shows_blocks:
+        if self.source.wants_host_copies:
             lease, room = request.lease, self._tiers.available(Tier.HOST)
             end = min(stop, lease.num_blocks, request.spec.prompt.num_blocks, start + room)
             self._tiers.save(lease.node, end, first=start)

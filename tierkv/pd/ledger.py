@@ -13,6 +13,7 @@ import msgspec
 
 from tierkv.clock import Clock
 from tierkv.errors import HandoffError, StoreUnavailableError
+from tierkv.pd.settings import DirectPath
 from tierkv.pd.ticket import OpenTicket, Ticket
 from tierkv.pd.tickets import Tickets, acknowledged_hint
 from tierkv.tasks import background
@@ -43,6 +44,13 @@ class HandoffStats:
     network_blocks: int = 0
     damaged_direct_blocks: int = 0
     failed_direct_reads: int = 0
+
+    def read_from_host_tier(self, path: DirectPath, num_blocks: int) -> None:
+        """So many blocks of another node's host tier came this way."""
+        if path is DirectPath.MEMORY:
+            self.memory_blocks += num_blocks
+        else:
+            self.network_blocks += num_blocks
 
 
 class Standing(Enum):

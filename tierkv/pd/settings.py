@@ -20,7 +20,7 @@ _MAX_PORT = 65_535
 class DirectPath(Enum):
     """How a claimer may get blocks other than through storage."""
 
-    AUTO = "auto"  # the ways below that this node has, the first of them first
+    AUTO = "auto"  # the first of the ways below that this node has, unless storage is faster
     DEVICE = "device"  # processes of one user and machine read each other's planes (CUDA IPC)
     MEMORY = "memory"  # processes of one user on one machine read each other's host tier
     NETWORK = "network"  # Mooncake's transfer engine; only where direct_host is set
@@ -37,8 +37,8 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     streams: blocks go out while the prompt is still being computed.
     direct: whether blocks go straight from one node's memory to another's, too.
     direct_host: the address at which other machines reach this one for that; "" for this machine
-        only. Naming it starts Mooncake's transfer engine, which listens on every address and asks
-        nobody who they are. direct_port: where questions are asked; 0 takes a free one.
+        only. Naming it starts Mooncake's transfer engine, which is reached at this address only, and
+        asks nobody who they are. direct_port: where questions are asked; 0 takes a free one.
     direct_lease_s: how long blocks are held for a claimer that asks for nothing more.
     """
 

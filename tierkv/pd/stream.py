@@ -108,7 +108,7 @@ class Stream:
         open_ticket = tickets.new_open(
             self._ticket_id,
             prompt,
-            handoff.direct.offer(self._ticket_id, prompt, handoff.ledger),
+            handoff.source.offer(self._ticket_id, prompt, handoff.ledger),
         )
         keys = tickets.keys_of(prompt)
         handoff.ledger.opened(open_ticket)

@@ -147,14 +147,14 @@ class Parts:
             staging,
             tickets,
             ledger=Ledger(tickets, clock),
-            direct=direct,
+            source=direct,
             stats=stats,
         )
         self.claims = Claims(
             tickets,
             self.scheduler,
             self.fetcher,
-            direct=direct,
+            source=direct,
             portions=Portions(self.scheduler, storage, staging),
             fetch_deadline_s=made_of.settings.fetch_deadline_s,
             stats=stats,

@@ -1,4 +1,4 @@
-"""One claim's connection to the node that computes its prompt."""
+"""One claim's connection to the node that computes its prompt. See Supply."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tierkv.errors import StoreCorruptError
 from tierkv.pd.direct.address import MAX_BLOCKS, Answer, Ask, Channel, DirectAddress, connect_near
 from tierkv.pd.direct.landing import Landing
 from tierkv.pd.direct.offers import Offer, Offers, Peer
+from tierkv.pd.ticket import OpenTicket, Ticket
 from tierkv.sched.tiers import Tiers
 
 log = logging.getLogger("tierkv.handoff")
@@ -22,8 +23,7 @@ _ANSWER_S = 1.0  # it takes some ms; storage is always there instead
 
 
 class Claimer:
-    """Asks the producer where blocks are, as soon as its address is known. What goes wrong means
-    that blocks come from storage, and nothing else."""
+    """Asks the producer where blocks are, as soon as its address is known."""
 
     def __init__(
         self,
@@ -49,18 +49,16 @@ class Claimer:
         self._mine: list[tuple[bytes, Offer]] = []
         self.came: list[range] = []  # tokens of the prompt that were brought for this claim so far
 
-    def learn(self, address: DirectAddress | None) -> None:
-        """From a ticket, or an open one; another address means another producer."""
+    def learn(self, ticket: Ticket | OpenTicket) -> None:
+        """Another address means another producer."""
+        address = ticket.direct
         if address is None or address == self._address:
             return
         self._hang_up()
-        self._address, self._peer, self._is_silent = address, None, False
-        is_near = self._is_near = address.machine == self._machine != ""
-        self._near = self._landing if is_near and address.place else None
-        if self._offers.may_read_memory and address.pid and is_near:
-            self._peer = Peer(address.pid, "")
-        elif self._offers.engine is not None and address.engine:
-            self._peer = Peer(None, address.engine)
+        self._address, self._is_silent = address, False
+        self._is_near = address.machine == self._machine != ""
+        self._near = self._landing if self._is_near and address.place else None
+        self._peer = self._offers.peer(address, is_near=self._is_near)
 
     async def ask(self, prompt: Prompt) -> None:
         """Bring blocks of `prompt` that this node has not to its device, or let the fetcher know
@@ -82,9 +80,11 @@ class Claimer:
         match = self._tiers.index.match(prompt)
         first, stop = match.device_blocks, prompt.num_blocks
         assert self._address is not None, "somebody is near"
-        if first >= stop or match.loading_blocks or not landing.can_reach(self._address.place):
-            return
         stop = min(stop, first + MAX_BLOCKS)
+        if first >= stop or match.loading_blocks:
+            return
+        if not landing.is_worth_it(self._address.place, stop - first):
+            return
         answer = await self._answer_to(first, stop, self._machine)
         if answer is None or answer.planes is None or not 0 < len(answer.block_ids) <= stop - first:
             return

@@ -20,7 +20,7 @@ from tierkv.pd.direct.address import DirectAddress, this_machine
 from tierkv.pd.direct.claimer import Claimer
 from tierkv.pd.direct.landing import Landing, ShownPlanes
 from tierkv.pd.direct.network import TransferEngine
-from tierkv.pd.direct.offers import Offers
+from tierkv.pd.direct.offers import MemoryWay, NetworkWay, Offers, Speeds
 from tierkv.pd.direct.producer import Answers, DirectServer
 from tierkv.pd.ledger import HandoffStats, Ledger
 from tierkv.pd.settings import DirectPath, HandoffSettings
@@ -35,7 +35,8 @@ _ENGINE_START_S = 10.0
 
 
 class Direct:
-    """`offers` is where a claimer gets blocks from; inside `running()` also from producers.
+    """See Source. `offers` is where this node's fetcher gets blocks from; inside `running()` also
+    from producers.
 
     codecs: how a fingerprint's blocks are stored, None for a plain checksum. A ticket lies in the
     store, so whoever reads the store may read what the ticket opens: blocks that are signed or
@@ -69,7 +70,8 @@ class Direct:
         self._engine: TransferEngine | None = None
         self._server: DirectServer | None = None
         self._num_claims = 0
-        self.offers = Offers(storage, slots, stats)
+        self.speeds = Speeds(is_named=settings.direct is not DirectPath.AUTO)
+        self.offers = Offers(storage, slots, stats, self.speeds)
 
     @property
     def _is_on(self) -> bool:
@@ -78,12 +80,14 @@ class Direct:
 
     @property
     def num_leases(self) -> int:
-        """Held for claimers of other nodes, right now."""
         return 0 if self._server is None else self._server.num_leases
 
+    @property
+    def num_offered(self) -> int:
+        return self.offers.num_offers
+
     def findings(self) -> list[str]:
-        """What is left over although nobody claims."""
-        left = 0 if self._num_claims else self.offers.num_offers
+        left = 0 if self._num_claims else self.num_offered
         return [f"nobody claims, but {left} blocks are offered by other nodes"] if left else []
 
     @asynccontextmanager
@@ -97,7 +101,8 @@ class Direct:
                 self._machine = await asyncio.to_thread(this_machine)
             if way in (DirectPath.AUTO, DirectPath.MEMORY) and process_memory.is_possible():
                 self._pid = os.getpid() if self._machine else 0
-                self.offers.may_read_memory = bool(self._machine)
+                if self._machine:
+                    self.offers.ways.append(MemoryWay())
             if way in (DirectPath.AUTO, DirectPath.DEVICE) and self._machine:
                 await self._share_device(stack)
             if way in (DirectPath.AUTO, DirectPath.NETWORK) and host:
@@ -119,7 +124,7 @@ class Direct:
             if is_asked_for:
                 log.warning("no direct hand-off from device to device: this one has no way to")
             return
-        self._landing = Landing(self._tiers, sharing, self._stats, take=self._take)
+        self._landing = Landing(self._tiers, sharing, self._stats, self.speeds, take=self._take)
         await stack.enter_async_context(self._landing.running())
         await self._show_planes(sharing)
 
@@ -139,18 +144,13 @@ class Direct:
         except (ConfigError, TimeoutError) as error:
             log.warning("no direct hand-off over the network: %s", error)
             return
-        stack.callback(self._end_engine)
-        self.offers.engine = self._engine
+        stack.callback(self._engine.close)
+        self.offers.ways.append(NetworkWay(self._engine))
         log.warning(
-            "the transfer engine (%s) listens on every address of this machine: once this node "
-            "publishes, whoever reaches it can read and write the host tier",
+            "the transfer engine listens on %s: once this node publishes, whoever reaches it there "
+            "can read and write the host tier",
             self._engine.name,
         )
-
-    def _end_engine(self) -> None:
-        assert self._engine is not None, "it was started"
-        self.offers.engine = None
-        self._engine.close()
 
     def _new_server(self, host: str) -> DirectServer:
         held_s = self._settings.direct_lease_s
@@ -176,8 +176,6 @@ class Direct:
         return bool(self._pid) or self._engine is not None
 
     def offer(self, ticket_id: str, prompt: Prompt, ledger: Ledger) -> DirectAddress | None:
-        """What to write into the prompt's ticket, and into its open one; None if this node shows
-        nothing. Goes on until `ledger` lets go of what is held for the ticket."""
         server = self._server
         if server is None or not self._is_plain(prompt.space):
             return None
@@ -209,17 +207,14 @@ class Direct:
         return isinstance(self._codecs(space or self._storage.names.fingerprint), PlainCodec)
 
     @property
-    def shows_blocks(self) -> bool:
-        """Whether blocks that are published should be on the host for that."""
+    def wants_host_copies(self) -> bool:
         is_enough = self._planes is not None and self._engine is None
         return self._server is not None and self._shows_host and not is_enough
 
     # The decode node's side
 
     @contextmanager
-    def claimer(self, may_land: Callable[[], bool] = lambda: True) -> Iterator[Claimer]:
-        """For one claim; at its end the producer lets go of what it held for it. may_land: whether
-        the device has room for the claim's blocks now."""
+    def supply(self, may_land: Callable[[], bool] = lambda: True) -> Iterator[Claimer]:
         claimer = Claimer(
             self._tiers,
             self.offers,

@@ -19,7 +19,9 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.errors import ConfigError, OutOfBlocksError, TransferError
 from tierkv.gpu.protocol import Ids, PeerPlanes, Planes, SharedPlanes, Sharing
+from tierkv.pd.direct.offers import Speeds
 from tierkv.pd.ledger import HandoffStats
+from tierkv.pd.settings import DirectPath
 from tierkv.sched.events import Happening
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.threads import WorkerThreads
@@ -116,6 +118,7 @@ class Landing:
         tiers: Tiers,
         sharing: Sharing,
         stats: HandoffStats,
+        speeds: Speeds,
         *,
         take: Callable[[Prompt, int], Ids],
     ) -> None:
@@ -123,6 +126,7 @@ class Landing:
         self._tiers = tiers
         self._take_now = take
         self._stats = stats
+        self._speeds = speeds
         self._threads = WorkerThreads("direct hand-off", 1)
         self._planes = OpenPlanes(sharing, lambda: tiers.mover.planes)
         self._was_used = asyncio.Event()
@@ -151,9 +155,11 @@ class Landing:
         self._planes.close_unused(CLOSE_UNUSED_S)
         return bool(self._planes.num_open)
 
-    def can_reach(self, place: str) -> bool:
-        """Whether it is worth to ask a producer whose planes lie there."""
-        return bool(place) and place not in self._unreachable
+    def is_worth_it(self, place: str, num_blocks: int) -> bool:
+        """Whether to ask a producer whose planes lie there for so many blocks."""
+        num_bytes = num_blocks * self._tiers.mover.planes.layout.block_bytes
+        can_reach = bool(place) and place not in self._unreachable
+        return can_reach and not self._speeds.prefers_storage(DirectPath.DEVICE, num_bytes)
 
     async def land(
         self,
@@ -193,9 +199,13 @@ class Landing:
                 tiers.lend(Tier.DEVICE, slots)
                 left = slots
                 try:
+                    began = time.monotonic()
                     problem = await self._copy(shared, source_ids, slots)
                     has_landed = problem is None and await was_held()
                     if has_landed:
+                        num_bytes = len(slots) * tiers.mover.planes.layout.block_bytes
+                        took_s = time.monotonic() - began
+                        self._speeds.note(DirectPath.DEVICE, num_bytes, took_s)
                         left = self._enter(path, prompt, slots)
                     else:
                         self._stats.failed_direct_reads += 1

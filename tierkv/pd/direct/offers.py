@@ -6,18 +6,23 @@ A block that does not come whole this way is fetched from storage, in the same c
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tierkv.cache.keys import StoredKey
 from tierkv.errors import StoreCorruptError, StoreUnavailableError, TransferError
 from tierkv.gpu import process_memory
 from tierkv.gpu.process_memory import NotPermittedError, Piece
 from tierkv.gpu.protocol import HostSlots, Ids
+from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.direct.network import TransferEngine
 from tierkv.pd.ledger import HandoffStats
+from tierkv.pd.settings import DirectPath
 from tierkv.storage.codec import PlainCodec
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.storage.threads import WorkerThreads
@@ -25,16 +30,104 @@ from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.handoff")
 
-_HIT = GetOutcome(GetStatus.HIT)
+_HIT, _ABSENT = GetOutcome(GetStatus.HIT), GetOutcome(GetStatus.MISS)
 _PLAIN = PlainCodec()
+
+LEAST_BYTES = 1 << 20  # of less, a call's time is not its bytes'
+AGAIN_S = 60.0
+FAST_S_PER_BYTE = 1 / 4e9  # no store has brought more (docs/benchmarks.md)
+
+
+Read = Callable[[Sequence[Piece]], None]  # of one producer's host tier, in a thread
+
+
+class Way(Protocol):
+    """How host tiers of other nodes can be read."""
+
+    @property
+    def path(self) -> DirectPath: ...
+
+    def reader(self, address: DirectAddress, *, is_near: bool) -> Read | None:
+        """Of the node at this address; None where it cannot be read so. What is returned raises
+        TransferError if not all came, NotPermittedError if none ever will."""
+
+
+class MemoryWay:
+    """The kernel copies from one process of this machine to another."""
+
+    path = DirectPath.MEMORY
+
+    def reader(self, address: DirectAddress, *, is_near: bool) -> Read | None:
+        if not is_near or not address.pid:
+            return None
+        return lambda pieces: process_memory.read(address.pid, pieces)
+
+
+class NetworkWay:
+    """Mooncake's transfer engine, over TCP."""
+
+    path = DirectPath.NETWORK
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+
+    def reader(self, address: DirectAddress, *, is_near: bool) -> Read | None:  # noqa: ARG002
+        if not address.engine:
+            return None
+        return lambda pieces: self._engine.read(address.engine, pieces)
+
+
+@dataclass(slots=True)
+class _Speed:
+    s_per_byte: float
+    noted_at: float
+
+
+class Speeds:
+    """What each way took for a byte lately, storage included: of ways that nobody named, one that
+    is slower than storage is not taken.
+
+    Each is tried once. Once a way is known and is not fast beyond doubt, storage is looked at, and
+    what was slower is looked at again after AGAIN_S: one fetch each.
+    """
+
+    def __init__(self, *, is_named: bool, now: Callable[[], float] = time.monotonic) -> None:
+        """is_named: the settings name one way, which is taken whatever it costs."""
+        self._is_named = is_named
+        self._now = now
+        self._of: dict[DirectPath | None, _Speed] = {}
+        self._looked_at = -math.inf
+
+    def note(self, path: DirectPath | None, num_bytes: int, took_s: float) -> None:
+        """So many bytes came this way; None is storage."""
+        if num_bytes < LEAST_BYTES:
+            return  # that was the time of a question, not of its bytes
+        found, now = took_s / num_bytes, self._now()
+        known = self._of.get(path)
+        if known is not None and now - known.noted_at < AGAIN_S:
+            found = (found + known.s_per_byte) / 2
+        self._of[path] = _Speed(found, now)
+
+    def prefers_storage(self, path: DirectPath, num_bytes: int) -> bool:
+        """Whether to bring so many bytes from storage although a producer shows them."""
+        way, storage, now = self._of.get(path), self._of.get(None), self._now()
+        if self._is_named or way is None or way.s_per_byte < FAST_S_PER_BYTE:
+            return False
+        may_look = num_bytes >= LEAST_BYTES and now - self._looked_at >= AGAIN_S
+        if storage is None or now - storage.noted_at >= AGAIN_S:
+            if may_look:
+                self._looked_at = now
+            return may_look
+        is_old = now - way.noted_at >= AGAIN_S
+        return way.s_per_byte > storage.s_per_byte and not is_old
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A producer, for one claim. pid: to read its memory on this machine; None: over the engine."""
+    """A producer, for one claim, and the way to its host tier."""
 
-    pid: int | None
-    engine: str
+    way: Way
+    read: Read
     is_given_up: bool = False
 
 
@@ -47,39 +140,49 @@ class Offer:
     header: bytes
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Read:
     at: int
     key: StoredKey
     slot: int
     offer: Offer
-    is_whole: bool = False
 
 
 class Offers:
     """What `Fetcher` gets blocks from: producers while they show them, else storage.
 
-    engine: reads over the network; None if this node does not. Only for nodes whose blocks are one
-    slice.
+    ways: to producers' host tiers, the first that leads to one is taken. Only for nodes whose
+    blocks are one slice.
     """
 
-    def __init__(self, storage: StorageIO, slots: HostSlots, stats: HandoffStats) -> None:
+    def __init__(
+        self, storage: StorageIO, slots: HostSlots, stats: HandoffStats, speeds: Speeds
+    ) -> None:
         self._storage = storage
         self._slots = slots
         self._stats = stats
+        self._speeds = speeds
         self._of: dict[bytes, list[Offer]] = {}
         self._threads = WorkerThreads("direct hand-off", 1)
-        self.engine: TransferEngine | None = None
-        self.may_read_memory = False
+        self.ways: list[Way] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with self._threads.running():
             yield
+        self.ways.clear()
 
     @property
     def num_offers(self) -> int:
         return len(self._of)
+
+    def peer(self, address: DirectAddress, *, is_near: bool) -> Peer | None:
+        """The node at this address; None if no way leads to its host tier."""
+        for way in self.ways:
+            read = way.reader(address, is_near=is_near)
+            if read is not None:
+                return Peer(way, read)
+        return None
 
     def add(self, digest: bytes, offer: Offer) -> None:
         self._of.setdefault(digest, []).append(offer)
@@ -113,22 +216,41 @@ class Offers:
     async def fetch(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
         """As StorageIO.fetch. Damage at a producer is no damage of what is stored."""
         if not self._of:
-            return await self._storage.fetch(keys, slot_ids)
+            return await self._from_storage(keys, slot_ids)
+        outcomes = [_ABSENT] * len(keys)
         reads = [
             _Read(at, key, int(slot), offer)
             for at, (key, slot) in enumerate(zip(keys, slot_ids, strict=True))
             if (offer := self._offer(key)) is not None
         ]
-        if reads:
-            await self._read(reads)
-        outcomes = [_HIT] * len(keys)
-        came = {read.at for read in reads if read.is_whole}
-        rest = [at for at in range(len(keys)) if at not in came]
+        num_bytes = len(reads) * self._block_bytes
+        later = {
+            peer.way.path
+            for peer in {read.offer.peer for read in reads}
+            if self._speeds.prefers_storage(peer.way.path, num_bytes)
+        }
+        now = [read for read in reads if read.offer.peer.way.path not in later]
+        await self._read(now, outcomes)
+        rest = [at for at, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
         if rest:
-            found = await self._storage.fetch([keys[at] for at in rest], slot_ids[rest])
+            found = await self._from_storage([keys[at] for at in rest], slot_ids[rest])
             for at, outcome in zip(rest, found, strict=True):
                 outcomes[at] = outcome
+        missing = [read for read in reads if outcomes[read.at].status is not GetStatus.HIT]
+        if later:  # what they show storage may not have, or not say
+            await self._read([one for one in missing if not one.offer.peer.is_given_up], outcomes)
         return outcomes
+
+    async def _from_storage(self, keys: Sequence[StoredKey], slot_ids: Ids) -> list[GetOutcome]:
+        began = time.monotonic()
+        outcomes = await self._storage.fetch(keys, slot_ids)
+        num_hits = sum(outcome.status is GetStatus.HIT for outcome in outcomes)
+        self._speeds.note(None, num_hits * self._block_bytes, time.monotonic() - began)
+        return outcomes
+
+    @property
+    def _block_bytes(self) -> int:
+        return int(self._slots.array.shape[1])
 
     def _offer(self, key: StoredKey) -> Offer | None:
         for offer in reversed(self._of.get(key.digest, ())):
@@ -136,47 +258,45 @@ class Offers:
                 return offer
         return None
 
-    async def _read(self, reads: Sequence[_Read]) -> None:
-        """Read into the slots and check what came; `is_whole` says of which."""
-        peers = {id(read.offer.peer): read.offer.peer for read in reads}
-        for peer in peers.values():
+    async def _read(self, reads: Sequence[_Read], outcomes: list[GetOutcome]) -> None:
+        """Read into the slots and check what came: a hit each."""
+        for peer in dict.fromkeys(read.offer.peer for read in reads):
             some = [read for read in reads if read.offer.peer is peer]
+            began = time.monotonic()
             try:
-                await self._threads.run(partial(self._read_and_check, peer, some))
+                whole = await self._threads.run(partial(self._read_and_check, peer, some))
             except TransferError as error:
                 peer.is_given_up = True
                 self._stats.failed_direct_reads += 1
-                if isinstance(error, NotPermittedError):
-                    self.may_read_memory = False
+                if isinstance(error, NotPermittedError) and peer.way in self.ways:
+                    self.ways.remove(peer.way)
                 log.warning("a prompt is claimed from storage from here on: %s", error)
                 continue
-            whole = sum(read.is_whole for read in some)
-            if peer.pid is not None:
-                self._stats.memory_blocks += whole
-            else:
-                self._stats.network_blocks += whole
-            if whole < len(some):
-                self._stats.damaged_direct_blocks += len(some) - whole
-                log.warning("%d blocks of a producer's host tier had changed", len(some) - whole)
+            num_bytes = len(whole) * self._block_bytes
+            self._speeds.note(peer.way.path, num_bytes, time.monotonic() - began)
+            self._stats.read_from_host_tier(peer.way.path, len(whole))
+            for at in whole:
+                outcomes[at] = _HIT
+            if len(whole) < len(some):
+                self._stats.damaged_direct_blocks += len(some) - len(whole)
+                log.warning(
+                    "%d blocks of a producer's host tier had changed", len(some) - len(whole)
+                )
 
-    def _read_and_check(self, peer: Peer, reads: Sequence[_Read]) -> None:
-        """In a thread."""
+    def _read_and_check(self, peer: Peer, reads: Sequence[_Read]) -> list[int]:
+        """Which came whole. In a thread."""
         part = self._storage.slices.parts[0]
         payloads = [part.payload(read.slot, read.key.num_tokens) for read in reads]
-        pieces = [
-            Piece(read.offer.address, int(payload.ctypes.data), payload.nbytes)
-            for read, payload in zip(reads, payloads, strict=True)
-        ]
-        if peer.pid is not None:
-            process_memory.read(peer.pid, pieces)
-        elif self.engine is not None:
-            self.engine.read(peer.engine, pieces)
-        else:
-            raise TransferError("this node has no transfer engine any more")
+        peer.read(
+            [
+                Piece(read.offer.address, int(payload.ctypes.data), payload.nbytes)
+                for read, payload in zip(reads, payloads, strict=True)
+            ]
+        )
+        whole = []
         for read, payload in zip(reads, payloads, strict=True):
             identity = self._storage.slices.identity(read.key, part.shard)
-            try:
+            with suppress(StoreCorruptError):
                 _PLAIN.decode(read.offer.header, payload.data, identity)
-            except StoreCorruptError:
-                continue
-            read.is_whole = True
+                whole.append(read.at)
+        return whole
