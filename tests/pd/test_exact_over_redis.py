@@ -18,7 +18,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
-from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.sampling import Sampling
 from tierkv.sched.worth import FetchPolicy
@@ -51,7 +51,9 @@ async def pair(
         "device_blocks": 1024,
         "storage_write": storage_write,
         "fetch_policy": FetchPolicy.WAIT_COMPLETE,
-        "handoff": HandoffSettings(publish_deadline_s=60, lookup_deadline_s=20),
+        "handoff": HandoffSettings(
+            direct=DirectPath.OFF, publish_deadline_s=60, lookup_deadline_s=20
+        ),
     }
     async with (
         exact_node(store(server, stores), **options) as prefill,

@@ -19,7 +19,7 @@ from tests.redis_server import PATIENT
 from tests.storage.test_notify import live, opened
 from tests.world import world
 from tierkv.clock import SystemClock
-from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import open_store
 from tierkv.storage.notify import Listener, Notifier
 
@@ -64,7 +64,9 @@ async def test_every_topic_is_heard_whichever_node_its_slot_is_on(url: str) -> N
 
 async def test_a_claim_hears_of_its_ticket(url: str) -> None:
     """Without hints it would look after 5 ms, 10 ms, ...; with them it looks once a second."""
-    settings = HandoffSettings(publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20)
+    settings = HandoffSettings(
+        direct=DirectPath.OFF, publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20
+    )
 
     def store() -> object:
         return open_store(url, PATIENT, SystemClock())
