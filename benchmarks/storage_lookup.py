@@ -16,10 +16,10 @@ from tierkv.cache.layout import attention_layout
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuHostSlots
-from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
+from tierkv.storage.factory import StoreSettings, open_guarded_store, open_store
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.protocol import PutItem, Store
 from tierkv.storage.redis.store import RedisSettings
-from tierkv.storage.resilient import ResilienceSettings
 from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO
 
@@ -64,7 +64,7 @@ async def _lookups_of_a_node(url: str, what: str, rounds: int) -> list[Row]:
     keys = stored_keys(who.root(), Prompt.of(range(NUM_BLOCKS * BLOCK), BLOCK))
     names = Names("v", who.short)
     host = CpuHostSlots(layout, 1)
-    store = open_resilient_store(url, SETTINGS, SystemClock())
+    store = open_guarded_store(url, SETTINGS, SystemClock())
     rows = []
     async with store.running():
         for there, peers in ((NUM_BLOCKS, (2, 4, 8)), (617, ()), (617, (2, 4, 8))):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.base import StoreAround, use_memory
-from tierkv.storage.notify import Notifier, notifier_of
+from tierkv.storage.base import StoreAround
 from tierkv.storage.protocol import (
-    Capabilities,
     GetItem,
     GetOutcome,
     GetStatus,
@@ -34,7 +31,7 @@ class FaultyStore(StoreAround):
     """
 
     def __init__(self, inner: Store) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._latch = asyncio.Event()
         self._latch.set()
         self._is_firm = False
@@ -110,33 +107,16 @@ class FaultyStore(StoreAround):
         """Keep only so many bytes of each of the next values written, and call it stored."""
         self._cuts.extend(lengths)
 
-    def notifier(self) -> Notifier:
-        return notifier_of(self._inner)
-
-    def use_memory(self, pools: Sequence[memoryview]) -> None:
-        use_memory(self._inner, pools)
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._inner.running()
-
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
         await self._pass()
-        return await ask(self._inner)
+        return await ask(self.inner)
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         try:
             await self._pass()
         except StoreUnavailableError as error:
             return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
-        outcomes = await self._inner.get_into(items)
+        outcomes = await self.inner.get_into(items)
         for at, item in enumerate(items):
             if item.name in self._failing:
                 outcomes[at] = GetOutcome(GetStatus.FAILED, f"{item.name} fails, as it was told")
@@ -148,7 +128,7 @@ class FaultyStore(StoreAround):
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         await self._pass()
-        content = await self._inner.get(name, max_bytes=max_bytes)
+        content = await self.inner.get(name, max_bytes=max_bytes)
         if content is None or not self._flips:
             return content
         flipped = bytearray(content)
@@ -160,14 +140,11 @@ class FaultyStore(StoreAround):
             await self._pass(is_write=True)
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
-        return await self._inner.put(
-            [
-                replace(item, parts=(b"".join(item.parts)[: self._cuts.pop(0)],), complete=None)
-                if self._cuts
-                else item
-                for item in items
-            ]
-        )
+        return await self.inner.put([self._cut(item) if self._cuts else item for item in items])
+
+    def _cut(self, item: PutItem) -> PutItem:
+        content = b"".join(item.completed())
+        return replace(item, parts=(content[: self._cuts.pop(0)],), complete=None)
 
     async def _pass(self, *, is_write: bool = False) -> None:
         """Wait and fail as asked. Raises StoreUnavailableError."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import TypeVar
 
 from tests.latch import until
 from tierkv.storage.base import StoreAround
 from tierkv.storage.memory import MemoryStore
-from tierkv.storage.protocol import Capabilities, GetItem, GetOutcome, GetStatus, Store
+from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus
 
 T = TypeVar("T")
 
@@ -22,21 +21,8 @@ class GatedReads(StoreAround):
     """
 
     def __init__(self, inner: MemoryStore) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.gates: list[asyncio.Future[GetStatus]] = []
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with self._inner.running():
-            yield
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         gate: asyncio.Future[GetStatus] = asyncio.get_running_loop().create_future()
@@ -44,10 +30,7 @@ class GatedReads(StoreAround):
         status = await gate
         if status is not GetStatus.HIT:
             return [GetOutcome(status, "as it was told")] * len(items)
-        return await self._inner.get_into(items)
+        return await self.inner.get_into(items)
 
     async def until_asked(self, count: int) -> None:
         await until(lambda: len(self.gates) >= count, f"{count} batches asked for")
-
-    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        return await ask(self._inner)

@@ -20,6 +20,7 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
 from tests.redis_groups import RedisCluster, redis_cluster
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.values import (
+    Routed,
     Taken,
     TurnedClock,
     cancelled_after,
@@ -30,9 +31,9 @@ from tests.storage.values import (
 )
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
-from tierkv.storage.base import present
-from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
-from tierkv.storage.places import RoutedStore, SwitchStore
+from tierkv.storage.factory import StoreSettings, open_guarded_store, open_store
+from tierkv.storage.guard import ResilienceSettings
+from tierkv.storage.places import Places
 from tierkv.storage.protocol import (
     Buffer,
     GetItem,
@@ -44,7 +45,6 @@ from tierkv.storage.protocol import (
     Usage,
 )
 from tierkv.storage.redis.store import RedisSettings
-from tierkv.storage.resilient import ResilienceSettings
 
 KINDS = (
     "memory",
@@ -55,7 +55,7 @@ KINDS = (
     pytest.param("mooncake", marks=pytest.mark.slow),  # 3 s a test to connect and close
     "layered",
     "routed",
-    "switch",
+    "places",
     "resilient",
 )
 SIZES = (0, 1, 15, 17, 4097, (1 << 20) + 3)
@@ -115,9 +115,9 @@ def local_ground(kind: str, root: Path) -> Ground:
         "memory": lambda: at("memory://"),
         "file": lambda: at(files[0]),
         "layered": lambda: at(f"layered:memory://|{files[0]}"),
-        "routed": lambda: RoutedStore({"t:f": at(files[0]), "t:abc": at(files[1])}, at(files[2])),
-        "switch": lambda: SwitchStore(at(files[0])),
-        "resilient": lambda: open_resilient_store(files[0], settings, clock),
+        "routed": lambda: Routed({"t:f": at(files[0]), "t:abc": at(files[1])}, at(files[2])),
+        "places": lambda: Places(at(files[0])),
+        "resilient": lambda: open_guarded_store(files[0], settings, clock),
     }
     return Ground(makers[kind], clock)
 
@@ -216,10 +216,10 @@ async def test_of_many_names_it_is_told_for_each_whether_it_has_a_value(store: S
     names = [f"t:f:{index:04}:0" for index in range(1_100)]
     there = {names[at] for at in (0, 1, 7, 500, 1_023, 1_024, 1_099)}
     await store.put([PutItem(name, (b"x",)) for name in sorted(there)])
-    assert await present(store, names) == [name in there for name in names]
-    assert await present(store, []) == []
+    assert await store.present(names) == [name in there for name in names]
+    assert await store.present([]) == []
     with pytest.raises(BadRequestError):
-        await present(store, ["t:f:1:0", "no name"])
+        await store.present(["t:f:1:0", "no name"])
 
 
 async def test_values_of_thousands_of_parts_come_back_whole(store: Store) -> None:
@@ -499,7 +499,7 @@ async def test_bad_names_are_refused_before_the_store_is_asked(name: str, ground
     with pytest.raises(BadRequestError):
         await store.touch(["good", name], ttl_s=1.0)
     with pytest.raises(BadRequestError):
-        await present(store, ["good", name])
+        await store.present(["good", name])
     if name != "a:":  # a prefix may end in a colon
         with pytest.raises(BadRequestError):
             await store.list(name, limit=1)
@@ -523,7 +523,7 @@ async def test_names_that_a_file_system_or_a_pattern_could_take_for_each_other_a
         assert {v.name for v in (await store.list("t:f:a.", limit=50)).values} == {"t:f:a.:0"}
         assert await store.usage("t:F") == Usage(1, len("t:F:a:0"))
     assert await store.delete([names[0], longest]) == 2
-    assert await present(store, names) == [name not in {names[0], longest} for name in names]
+    assert await store.present(names) == [name not in {names[0], longest} for name in names]
 
 
 @pytest.mark.parametrize("cursor", ["", "../../x", "-1", "x\0", "1" * 1_000, "9" * 20, "٣"])

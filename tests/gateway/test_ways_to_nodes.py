@@ -24,7 +24,7 @@ from tierkv.gateway.settings import GatewaySection, GatewaySettings, HealthSecti
 from tierkv.http.callers import RoleName
 from tierkv.http.settings import TlsSection
 from tierkv.refmodel.sampling import decode as decode_text
-from tierkv.storage.factory import StoreSettings, open_resilient_store
+from tierkv.storage.factory import StoreSettings, open_guarded_store
 
 PROMPT, LONG = text(100), text(500)
 BODY = {"prompt": decode_text(PROMPT), "max_tokens": 8}
@@ -114,7 +114,7 @@ async def test_a_node_that_never_ends_its_answer_does_not_hold_the_caller_up(
 async def test_without_a_store_to_hand_over_through_a_prompt_is_computed_once() -> None:
     with redis_server() as server:
         stores = [
-            open_resilient_store(server.url, StoreSettings(), SystemClock()) for _ in range(2)
+            open_guarded_store(server.url, StoreSettings(), SystemClock()) for _ in range(2)
         ]
         async with (
             here(Role.PREFILL, store=stores[0]) as prefill,

@@ -16,10 +16,10 @@ from tests.redis_server import RedisServer, redis_server
 from tierkv.cache.keys import Prompt
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.storage.factory import StoreSettings, open_resilient_store
+from tierkv.storage.factory import StoreSettings, open_guarded_store
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.store import RedisSettings
-from tierkv.storage.resilient import ResilienceSettings
 
 PROMPT = text(100)
 NEW = 4
@@ -59,7 +59,7 @@ async def waiting(server: RedisServer, *, lease_s: float) -> AsyncIterator[Waiti
     )
 
     def store() -> Store:
-        return open_resilient_store(server.url, UNHURRIED, SystemClock())
+        return open_guarded_store(server.url, UNHURRIED, SystemClock())
 
     async with (
         exact_node(store(), handoff=settings) as prefill,

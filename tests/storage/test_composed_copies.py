@@ -12,13 +12,19 @@ from tests.latch import until
 from tests.storage.values import get_one, put_one
 from tierkv.clock import SystemClock
 from tierkv.storage import factory
-from tierkv.storage.base import forget_damaged
-from tierkv.storage.factory import StoreSettings, open_resilient_store
-from tierkv.storage.guard import BreakerState
+from tierkv.storage.factory import StoreSettings, open_guarded_store
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus, PutItem, PutOutcome, PutStatus
-from tierkv.storage.resilient import ResilienceSettings
+from tierkv.storage.protocol import (
+    BreakerState,
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+)
 
 STORED = PutStatus.STORED
 NAME = "t:f:a:0"
@@ -36,7 +42,7 @@ async def test_damage_in_one_store_is_told_though_the_other_has_no_copy() -> Non
         assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED
         second.fail_items(NAME)
         assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED
-        await forget_damaged(store, [NAME])
+        await store.forget_damaged([NAME])
         assert await first.exists([NAME]) == 0
 
 
@@ -48,7 +54,7 @@ async def test_two_who_find_one_copy_rotten_cost_that_copy() -> None:
         for _ in range(2):
             assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"rotten")
         for _ in range(2):
-            assert await forget_damaged(store, [NAME, NAME]) == [True, True]
+            assert await store.forget_damaged([NAME, NAME]) == [True, True]
         assert [await part.exists([NAME]) for part in (first, second)] == [0, 1]
         assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"whole!")
 
@@ -167,11 +173,11 @@ async def test_a_store_whose_writes_are_late_costs_the_others_nothing_they_have_
     parts: Sequence[Slow],
 ) -> None:
     settings = StoreSettings(resilience=ResilienceSettings(timeout_s=40.0, write_timeout_s=4.0))
-    store = open_resilient_store("layered:memory://|memory://", settings, SystemClock())
+    store = open_guarded_store("layered:memory://|memory://", settings, SystemClock())
     async with store.running():
         parts[0].write_s = 1000.0
         async with asyncio.TaskGroup() as group:
             puts = [group.create_task(put_one(store, name, b"x")) for name in NAMES[:2]]
         assert [put.result() for put in puts] == [STORED] * 2
-        assert store.snapshot().breaker.state is BreakerState.CLOSED
+        assert store.health.circuit is BreakerState.CLOSED
         assert await parts[1].exists(NAMES) == 2

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import pytest
 
-from tests.storage.values import content_of, landing
+from tests.storage.values import Routed, content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.base import StoreAround, forget_damaged, present
+from tierkv.storage.base import StoreAround
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.places import RoutedStore, SwitchStore
+from tierkv.storage.places import Places
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
@@ -97,8 +97,8 @@ class Model:
         self.kind = kind
         stores: dict[str, Store] = {
             "layered": LayeredStore(one, two, LayeredSettings()),
-            "routed": RoutedStore({"t:a": one}, three),
-            "switch": SwitchStore(one),
+            "routed": Routed({"t:a": one}, three),
+            "places": Places(one),
         }
         self.store = stores[kind]
 
@@ -106,7 +106,7 @@ class Model:
         one, two, three = self.parts
         if self.kind == "routed":
             return (one,) if name.startswith("t:a") else (three,)
-        return {"layered": (one, two), "switch": (one,)}[self.kind]
+        return {"layered": (one, two), "places": (one,)}[self.kind]
 
     async def have(self) -> dict[str, list[bool]]:
         return {
@@ -159,7 +159,7 @@ class Model:
 
     async def ask(self, names: Sequence[str], had: dict[str, list[bool]]) -> None:
         found = await self.store.exists(names)
-        each = await present(self.store, names)
+        each = await self.store.present(names)
         expected = [any(had[name]) for name in names]
         assert all(expected[:found])
         assert [there for there, is_there in zip(expected, each, strict=True) if is_there] == (
@@ -183,14 +183,14 @@ class Model:
         bad = (GetStatus.HIT, GetStatus.DAMAGED)  # as whoever checks them may find
         read = [i.name for i, one in zip(items, outcomes, strict=True) if one.status in bad]
         had = await self.have()
-        others = await forget_damaged(self.store, read)
+        others = await self.store.forget_damaged(read)
         have = await self.have()
         for name, has_other in zip(read, others, strict=True):
             assert sum(had[name]) - sum(have[name]) <= 1
             assert has_other or not (any(have[name]) and self.is_well)
 
 
-@pytest.mark.parametrize("kind", ["layered", "routed", "switch"])
+@pytest.mark.parametrize("kind", ["layered", "routed", "places"])
 async def test_outcomes_are_of_their_items_and_true_whatever_fails(kind: str) -> None:
     for seed in range(60):
         model = Model(kind, random.Random(seed))

@@ -12,18 +12,17 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import until
 from tests.storage.test_hung_disk import HungReads, all_locked
-from tests.storage.values import content_of, get_one, landing, put_one
+from tests.storage.values import Routed, content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError
-from tierkv.storage import places
-from tierkv.storage.factory import StoreSettings, open_resilient_store, open_store
+from tierkv.storage import layered
+from tierkv.storage.factory import StoreSettings, open_guarded_store, open_store
 from tierkv.storage.file import FileSettings, FileStore
-from tierkv.storage.guard import BreakerState
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.places import AttachedStores, RoutedStore, SwitchStore
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.storage.places import Places
+from tierkv.storage.protocol import BreakerState, GetStatus, PutItem, PutStatus, Store
 
 STORED = PutStatus.STORED
 NAMES = [f"t:f:{index:02}:0" for index in range(20)]
@@ -38,7 +37,7 @@ async def fill(store: Store) -> None:
     assert {put.status for put in puts} == {PutStatus.STORED}
 
 
-async def check(store: LayeredStore | SwitchStore) -> None:
+async def check(store: Store) -> None:
     landings = [landing(name, 500) for name in NAMES]
     outcomes = await store.get_into([item for item, _ in landings])
     assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
@@ -74,7 +73,7 @@ async def test_a_first_store_that_hangs_leaves_the_second_one_in_use(
 ) -> None:
     settings = StoreSettings(resilience=ResilienceSettings(timeout_s=1.0))
     url = f"layered:{(tmp_path / 'first').as_uri()}|{(tmp_path / 'second').as_uri()}"
-    store = open_resilient_store(url, settings, SystemClock())
+    store = open_guarded_store(url, settings, SystemClock())
     async with store.running():
         for name in NAMES[:9]:
             assert await put_one(store, name, b"value") is PutStatus.STORED
@@ -105,7 +104,7 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
         await fill(first)  # so that there are directories to lock
         await first.delete(NAMES)
     settings = StoreSettings(resilience=resilience)
-    store = open_resilient_store(f"layered:{'|'.join(urls)}", settings, SystemClock())
+    store = open_guarded_store(f"layered:{'|'.join(urls)}", settings, SystemClock())
     async with store.running(), asyncio.TaskGroup() as group:
         with all_locked(tmp_path / "first"):  # as by a process that was stopped in the middle
             puts = []
@@ -121,23 +120,23 @@ async def test_a_first_store_whose_writes_hang_leaves_the_second_one_in_use(
 async def test_who_starts_while_one_of_several_stores_is_down_uses_it_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "_RETRY_S", 0.02)
+    monkeypatch.setattr(layered, "_RETRY_S", 0.02)
     paths = [tmp_path / "first", tmp_path / "second"]
     paths[0].touch()  # where a directory has to be
     url = f"layered:{'|'.join(path.as_uri() for path in paths)}"
     settings = StoreSettings(
         resilience=ResilienceSettings(timeout_s=40.0, write_timeout_s=20.0, probe_interval_s=0.02)
     )
-    store = open_resilient_store(url, settings, SystemClock())
+    store = open_guarded_store(url, settings, SystemClock())
     async with store.running():
         for name in NAMES[:10]:
             assert await put_one(store, name, b"value") is STORED
             assert await get_one(store, name, 5) == (GetStatus.HIT, b"value")
-        assert store.weakest()[0] == paths[0].as_uri()
-        assert store.snapshot().breaker.num_opened == 0
+        assert store.health.part == paths[0].as_uri()
+        assert store.health.num_opened == 0
         paths[0].unlink()
-        await until(lambda: store.weakest()[1].state is BreakerState.CLOSED, "all stores in use")
-        assert store.weakest()[1].degraded_s > 0
+        await until(lambda: store.health.circuit is BreakerState.CLOSED, "all stores in use")
+        assert store.health.degraded_s > 0
         assert await put_one(store, NAMES[10], b"value") is STORED
     async with (back := open_store(paths[0].as_uri(), settings, SystemClock())).running():
         assert await get_one(back, NAMES[10], 5) == (GetStatus.HIT, b"value")
@@ -193,7 +192,7 @@ async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_ot
     """Such as touches of a long prompt that is used, in batches."""
     parts = [memory(), memory()]
     store = LayeredStore(parts[0], parts[1], LayeredSettings())
-    guarded = ResilientStore(store, ResilienceSettings(timeout_s=20.0), SystemClock())
+    guarded = GuardedStore(store, ResilienceSettings(timeout_s=20.0), SystemClock())
     async with guarded.running():
         await fill(guarded)
         for number in range(10):
@@ -203,7 +202,7 @@ async def test_changes_that_one_of_several_stores_misses_keep_nobody_from_the_ot
                 await guarded.delete([NAMES[number]])
             parts[0].fail_next(0)
             assert await parts[1].exists([NAMES[number]]) == 0
-        assert guarded.snapshot().breaker.num_opened == 0
+        assert guarded.health.num_opened == 0
         assert await get_one(guarded, NAMES[15], 500) == (GetStatus.HIT, content_of(NAMES[15], 500))
         for part in parts:
             part.fail_next(1_000)
@@ -232,7 +231,7 @@ async def answers(store: FaultyStore) -> bool:
 
 async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
     old, new = memory(), memory()
-    store = SwitchStore(old)
+    store = Places(old)
     async with store.running():
         await fill(store)
         old.hold()
@@ -240,7 +239,7 @@ async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
             under_way = group.create_task(check(store))
             await old.until_held(1)
             await store.attach(new)
-            assert store.store is new
+            assert store.attached == {"": new}
             assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.MISS
             assert not under_way.done()
             old.release()
@@ -260,39 +259,39 @@ async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
 
 async def test_a_store_attached_again_stays_in_use(tmp_path: Path) -> None:
     store = FileStore(tmp_path, FileSettings(), SystemClock())
-    places = AttachedStores(store)
+    places = Places(store)
     async with places.running():
         for _ in range(3):
             await places.attach(store)
-            assert await put_one(places.store, NAMES[0], b"x", keep_existing=False) is STORED
+            assert await put_one(places, NAMES[0], b"x", keep_existing=False) is STORED
         for _ in range(3):  # while it is still being left
             assert places.detach() is store
             await places.attach(store)
-            assert await put_one(places.store, NAMES[0], b"x", keep_existing=False) is STORED
+            assert await put_one(places, NAMES[0], b"x", keep_existing=False) is STORED
         async with asyncio.TaskGroup() as group:
             writes = [
-                group.create_task(put_one(places.store, name, bytes(100_000))) for name in NAMES[1:]
+                group.create_task(put_one(places, name, bytes(100_000))) for name in NAMES[1:]
             ]
             await asyncio.sleep(0)
             places.detach()
             await places.attach(store, "t:f")
         assert {write.result() for write in writes} == {STORED}
         assert places.attached == {"t:f": store}
-        assert await places.store.exists(NAMES) == len(NAMES)
+        assert await places.exists(NAMES) == len(NAMES)
 
 
 async def test_a_store_is_attached_in_one_place_at_a_time() -> None:
     store = memory()
-    places = AttachedStores(store)
+    places = Places(store)
     async with places.running():
         with pytest.raises(ConfigError, match="attached already"):
             await places.attach(store, "t:f")
         assert places.detach("t:f") is None
-        assert await put_one(places.store, NAMES[0], b"x") is STORED
+        assert await put_one(places, NAMES[0], b"x") is STORED
 
 
 async def test_a_store_that_cannot_be_opened_leaves_the_old_one_in_place(tmp_path: Path) -> None:
-    store = SwitchStore(memory())
+    store = Places(memory())
     (tmp_path / "file").write_text("x")
     broken = FileStore(tmp_path / "file", FileSettings(), SystemClock())
     async with store.running():
@@ -319,8 +318,8 @@ def test_urls_of_composed_stores_tell_no_secrets() -> None:
 async def test_a_tenants_store_that_fails_keeps_no_other_tenants_values_from_living_on() -> None:
     """Blocks that are used are told in batches of all tenants."""
     failing, other = memory(), memory()
-    store = RoutedStore({"t:a": failing, "t:b": other}, memory())
-    async with failing.running(), other.running(), store.running():
+    store = Routed({"t:a": failing, "t:b": other}, memory())
+    async with store.running():
         for name in ("t:a:1:0", "t:b:1:0"):
             assert await put_one(store, name, b"x", ttl_s=5) is STORED
         failing.fail_next(1)

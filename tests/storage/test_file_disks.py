@@ -14,13 +14,13 @@ from tests.storage.values import TurnedClock, get_one, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreCorruptError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage import file_paths, file_room
-from tierkv.storage.factory import StoreSettings, open_resilient_store
+from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.file_paths import relative_path
 from tierkv.storage.file_room import Room, UsedBytes
 from tierkv.storage.file_scratch import WRITERS
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
-from tierkv.storage.resilient import ResilienceSettings
 
 
 def file_store(root: Path, **settings: int) -> FileStore:
@@ -97,7 +97,7 @@ async def test_a_disk_that_refuses_writes_is_not_kept_from_its_readers(tmp_path:
         file=FileSettings(min_free_bytes=0),
         resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
     )
-    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
     async with store.running():
         assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
         with pytest.MonkeyPatch.context() as disk:
@@ -112,7 +112,7 @@ async def test_a_disk_that_refuses_writes_is_not_kept_from_its_readers(tmp_path:
             for index in range(20):
                 assert await put_one(store, f"t:f:{index}:0", b"x") is PutStatus.FULL
             assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
-        assert store.snapshot().breaker.num_opened == 0
+        assert store.health.num_opened == 0
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
@@ -122,7 +122,7 @@ async def test_a_disk_that_lets_nothing_be_changed_is_not_kept_from_its_readers(
     settings = StoreSettings(
         file=FileSettings(min_free_bytes=0), resilience=ResilienceSettings(timeout_s=20.0)
     )
-    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
     async with store.running():
         assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
         for call in ("utime", "unlink"):
@@ -132,7 +132,7 @@ async def test_a_disk_that_lets_nothing_be_changed_is_not_kept_from_its_readers(
                 await store.touch(["t:f:a:0"], ttl_s=60)
             with pytest.raises(StoreRefusedError, match="t:f:a:0"):
                 await store.delete(["t:f:a:0"])
-        assert store.snapshot().breaker.num_opened == 0
+        assert store.health.num_opened == 0
         assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
 
 
@@ -426,7 +426,7 @@ async def test_a_models_directory_on_another_disk_is_read_and_keeps_nobody_from_
         file=FileSettings(min_free_bytes=0),
         resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
     )
-    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
     async with store.running():
         assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
         refuses(monkeypatch, "rename", errno.EXDEV)
@@ -443,7 +443,7 @@ async def test_a_models_directory_of_another_user_keeps_nobody_from_other_models
         file=FileSettings(min_free_bytes=0),
         resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.001),
     )
-    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
     async with store.running():
         assert await put_one(store, "t:ours:a:0", b"value") is PutStatus.STORED
         assert await put_one(store, "t:root:a:0", b"value") is PutStatus.STORED
@@ -456,7 +456,7 @@ async def test_a_models_directory_of_another_user_keeps_nobody_from_other_models
             assert await put_one(store, f"t:root:{index}:0", b"value") is PutStatus.FULL
             with pytest.raises(StoreRefusedError, match="t:root:a:0"):
                 await store.get("t:root:a:0", max_bytes=10)
-        assert store.snapshot().breaker.num_opened == 0
+        assert store.health.num_opened == 0
         assert await get_one(store, "t:ours:a:0", 5) == (GetStatus.HIT, b"value")
 
 
@@ -493,7 +493,7 @@ async def test_what_is_in_the_way_of_a_models_values_keeps_nobody_from_the_rest(
         file=FileSettings(min_free_bytes=0),
         resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=100.0),
     )
-    store = open_resilient_store(tmp_path.as_uri(), settings, SystemClock())
+    store = open_guarded_store(tmp_path.as_uri(), settings, SystemClock())
     name = "t:theirs:a:0"
     async with store.running():
         assert await put_one(store, "t:ours:a:0", b"value") is PutStatus.STORED
@@ -506,6 +506,6 @@ async def test_what_is_in_the_way_of_a_models_values_keeps_nobody_from_the_rest(
             assert await store.present([name]) == [False]
             assert (await get_one(store, name, 5))[0] is GetStatus.MISS
             assert await store.get(name, max_bytes=5) is None
-        assert store.snapshot().breaker.num_opened == 0
+        assert store.health.num_opened == 0
         assert await get_one(store, "t:ours:a:0", 5) == (GetStatus.HIT, b"value")
         assert (await store.usage("t")) == Usage(2, 10)

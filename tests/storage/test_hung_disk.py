@@ -28,9 +28,8 @@ from tierkv.sched import slots
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.file import FileSettings, FileStore
-from tierkv.storage.guard import BreakerState
-from tierkv.storage.protocol import GetStatus, PutStatus
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.protocol import BreakerState, GetStatus, PutStatus
 
 TOKENS = list(range(4 * BLOCK + 1))
 
@@ -85,7 +84,7 @@ async def node(
             fetch_deadline_s=2.5,
         ),
         handoff or HandoffSettings(),
-        ResilientStore(files, chosen, SystemClock()),
+        GuardedStore(files, chosen, SystemClock()),
     )
     async with service.running():
         yield World(service, latch)

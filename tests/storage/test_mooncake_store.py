@@ -36,6 +36,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage import mooncake_values
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
 from tierkv.storage.mooncake_client import Client
@@ -49,7 +50,6 @@ from tierkv.storage.protocol import (
     PutStatus,
     Store,
 )
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 
 async def test_values_go_there_and_come_back(empty_mooncake: MooncakeServer) -> None:
@@ -202,7 +202,7 @@ async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was
     """Over RDMA nothing else is reached, headers included."""
     store: Store = open_store(empty_mooncake.url, StoreSettings(), SystemClock())
     if form == "resilient":
-        store = ResilientStore(store, ResilienceSettings(timeout_s=5.0), SystemClock())
+        store = GuardedStore(store, ResilienceSettings(timeout_s=5.0), SystemClock())
     at_start = store if form != "attached" else MemoryStore(MemorySettings(), SystemClock())
     cache = CacheSettings(
         block_size=BLOCK,

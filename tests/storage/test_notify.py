@@ -19,7 +19,7 @@ from tests.redis_server import PATIENT, RedisServer, redis_server
 from tierkv.clock import SystemClock
 from tierkv.storage import notify_file
 from tierkv.storage.factory import StoreSettings, open_store
-from tierkv.storage.notify import LOOK, Listener, Notifier, notifier_of
+from tierkv.storage.notify import LOOK, Listener, Notifier
 from tierkv.storage.notify_file import DIRECTORY, FileNotifier
 from tierkv.storage.protocol import PutItem, Store
 
@@ -34,7 +34,7 @@ async def opened(*urls: str) -> AsyncIterator[list[tuple[Store, Notifier]]]:
         for url in urls:
             store = open_store(url, PATIENT, SystemClock())
             await stack.enter_async_context(store.running())
-            notifier = notifier_of(store)
+            notifier = store.notifier()
             await stack.enter_async_context(notifier.running())
             found.append((store, notifier))
         yield found
@@ -130,7 +130,7 @@ async def test_a_store_in_memory_tells_within_its_process() -> None:
 
 
 async def test_a_store_that_cannot_tell_is_polled() -> None:
-    notifier = notifier_of(open_store("mooncake://m:1", StoreSettings(), SystemClock()))
+    notifier = open_store("mooncake://m:1", StoreSettings(), SystemClock()).notifier()
     with notifier.listen(TOPIC) as listener:
         await notifier.tell(TOPIC, "x")
         assert not listener.is_live

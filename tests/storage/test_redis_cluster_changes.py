@@ -16,11 +16,18 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage import maintenance
 from tierkv.storage.factory import StoreSettings, open_store
-from tierkv.storage.guard import BreakerState
-from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store, Usage
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.protocol import (
+    BreakerState,
+    GetItem,
+    GetStatus,
+    PutItem,
+    PutStatus,
+    Store,
+    Usage,
+)
 from tierkv.storage.redis.cluster import slot_of
 from tierkv.storage.redis.store import RedisSettings
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 NAMES = [f"t:f:{index:03}:0" for index in range(150)]
 
@@ -177,7 +184,11 @@ async def test_the_breaker_closes_when_a_replica_has_taken_over_though_nobody_as
     with redis_cluster(3, has_replicas=True) as cluster:
         inner = opened(cluster, RedisSettings(timeout_s=1.0, connect_timeout_s=1.0))
         settings = ResilienceSettings(timeout_s=1.2, probe_interval_s=0.3, negative_ttl_s=0.0)
-        store = ResilientStore(inner, settings, SystemClock())
+        store = GuardedStore(inner, settings, SystemClock())
+
+        def is_left_alone() -> bool:
+            return store.health.circuit is not BreakerState.CLOSED
+
         async with store.running():
             await filled(inner)
             for master in cluster.masters:
@@ -185,11 +196,11 @@ async def test_the_breaker_closes_when_a_replica_has_taken_over_though_nobody_as
             await asyncio.sleep(1.2)  # a failover is refused to replicas that are too new
             cluster.masters[0].kill()
             async with asyncio.timeout(40):
-                while store.snapshot().breaker.state is BreakerState.CLOSED:
+                while not is_left_alone():
                     with suppress(StoreUnavailableError):
                         await store.exists(NAMES)
                     await asyncio.sleep(0.01)
-                while store.snapshot().breaker.state is not BreakerState.CLOSED:  # noqa: ASYNC110
+                while is_left_alone():  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert await store.exists(NAMES) == len(NAMES)
             assert (await store.usage("t:")).num_values == len(NAMES)

@@ -40,11 +40,11 @@ from tierkv.errors import (
     StoreRefusedError,
     StoreUnavailableError,
 )
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis.socket import Address, open_pipe
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles, parse_redis_url
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 DEADLINE_S = RedisSettings().timeout_s
@@ -501,13 +501,13 @@ async def test_a_server_that_takes_no_values_is_left_alone_by_writes_only(
 ) -> None:
     inner = redis_store(mortal_redis.url)
     patient = ResilienceSettings(timeout_s=10.0, write_timeout_s=10.0)
-    store = ResilientStore(inner, patient, SystemClock())
+    store = GuardedStore(inner, patient, SystemClock())
     async with store.running():
         assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
         await asyncio.to_thread(mortal_redis.execute, *takes_nothing)
         for name in NAMES[1:]:
             assert await put_one(store, name, bytes((1 << 20) + 1)) is PutStatus.FULL
-        assert store.snapshot().breaker.num_opened == 0
+        assert store.health.num_opened == 0
         assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 
 
@@ -524,7 +524,7 @@ async def test_a_server_that_refuses_changes_is_not_kept_from_its_readers(
 ) -> None:
     """The blocks of a prompt that is used live on: it is told in batches, one after the other."""
     inner = redis_store(mortal_redis.url)
-    store = ResilientStore(inner, ResilienceSettings(timeout_s=10.0), SystemClock())
+    store = GuardedStore(inner, ResilienceSettings(timeout_s=10.0), SystemClock())
     async with store.running():
         assert await put_one(store, NAMES[0], b"x") is PutStatus.STORED
         await asyncio.to_thread(mortal_redis.execute, *lets_nothing_be_changed)
@@ -533,7 +533,7 @@ async def test_a_server_that_refuses_changes_is_not_kept_from_its_readers(
                 await store.touch(NAMES[:1], ttl_s=60)
             with pytest.raises(StoreRefusedError, match="refused UNLINK"):
                 await store.delete(NAMES[:1])
-        assert store.snapshot().breaker.num_opened == 0
+        assert store.health.num_opened == 0
         assert await get_one(store, NAMES[0], 1) == (GetStatus.HIT, b"x")
 
 
@@ -686,7 +686,7 @@ async def test_a_digest_is_of_the_try_that_brought_the_value(empty_redis: RedisS
     content = content_of("a", 1 << 20)
     async with redis_proxy(empty_redis.port) as proxy:
         patient = ResilienceSettings(timeout_s=10.0, write_timeout_s=10.0)
-        store = ResilientStore(redis_store(proxy.url), patient, SystemClock())
+        store = GuardedStore(redis_store(proxy.url), patient, SystemClock())
         async with store.running():
             await put_one(store, "t:f:a:0", content)
             digests: list[Taken] = []

@@ -16,9 +16,9 @@ from tests.storage.test_redis_store import certificates, tls_redis  # noqa: F401
 from tierkv.clock import SystemClock
 from tierkv.errors import TierKVError
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.redis.store import RedisSettings
 from tierkv.storage.redis.url import TlsFiles
-from tierkv.storage.resilient import ResilienceSettings
 
 
 async def refusal(url: str, tls: TlsFiles | None = None, *, timeout_s: float = 10.0) -> str:

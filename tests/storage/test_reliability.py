@@ -31,13 +31,12 @@ from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import BadRequestError, StoreUnavailableError
 from tierkv.storage.codec import Damage, DamagedValueError, PlainCodec, ValueIdentity
-from tierkv.storage.guard import BreakerState
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.places import SwitchStore
-from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, is_name
+from tierkv.storage.places import Places
+from tierkv.storage.protocol import BreakerState, GetItem, GetStatus, PutItem, PutStatus, is_name
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 CODEC = PlainCodec()
 NAMES = [f"t:f:{index:03}:0" for index in range(64)]
@@ -61,9 +60,9 @@ def redis_store(url: str, settings: RedisSettings | None = None) -> RedisStore:
     return RedisStore(parse_redis_url(url), settings or RedisSettings(), SystemClock())
 
 
-def resilient(inner: RedisStore | FaultyStore, **settings: float) -> ResilientStore:
+def resilient(inner: RedisStore | FaultyStore, **settings: float) -> GuardedStore:
     chosen = ResilienceSettings(**settings)  # type: ignore[arg-type]
-    return ResilientStore(inner, chosen, SystemClock())
+    return GuardedStore(inner, chosen, SystemClock())
 
 
 @contextmanager
@@ -140,12 +139,12 @@ async def test_row_3_a_frozen_server_is_left_alone_until_it_is_back(
     store = resilient(redis_store(empty_redis.url), retries_per_operation=0.0)
     async with (writer := redis_store(empty_redis.url, PATIENT)).running():
         assert await put_one(writer, NAMES[0], b"value") is PutStatus.STORED
-    async with SwitchStore(store).running():  # which opens it again if its first answer is late
+    async with Places(store).running():  # which opens it again if its first answer is late
         for _ in range(count):
             empty_redis.pause()
             try:
                 failures = 0
-                while store.snapshot().breaker.state is BreakerState.CLOSED:
+                while store.health.circuit is BreakerState.CLOSED:
                     started = time.monotonic()
                     assert (await get_one(store, NAMES[0], 5))[0] is GetStatus.FAILED
                     assert 0.2 <= time.monotonic() - started <= 0.3 * SLACK
@@ -161,7 +160,7 @@ async def test_row_3_a_frozen_server_is_left_alone_until_it_is_back(
                 empty_redis.resume()
             healed_at = time.monotonic()
             while (found := await get_one(store, NAMES[0], 5))[0] is not GetStatus.HIT:
-                assert time.monotonic() - healed_at <= 2.0 * SLACK, (found, store.snapshot())
+                assert time.monotonic() - healed_at <= 2.0 * SLACK, (found, store.health)
                 await asyncio.sleep(0.01)
 
 
@@ -180,7 +179,7 @@ async def test_row_4_a_slow_server_slows_nothing_else_down(
 
     async with redis_proxy(empty_redis.port) as proxy:
         store = resilient(redis_store(proxy.url), failures_to_open=10_000)
-        async with SwitchStore(store).running(), asyncio.TaskGroup() as group:
+        async with Places(store).running(), asyncio.TaskGroup() as group:
             names = NAMES[:8]
             await store.put([PutItem(name, (content_of(name, SIZE),)) for name in names])
             watcher = group.create_task(watch())

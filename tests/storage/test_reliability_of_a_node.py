@@ -36,8 +36,8 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.sampling import decode as decode_text
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.protocol import GetStatus, PutStatus
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 from tierkv.transfer.storage_io import StorageIO
 
 TOKENS = list(range(12 * BLOCK))
@@ -48,7 +48,7 @@ async def node_over(
     server: RedisServer, storage_write: WritePolicy = WritePolicy.WRITE_THROUGH
 ) -> AsyncIterator[World]:
     """A service that stores every block at once, over a Redis behind a breaker, as a node's is."""
-    store = ResilientStore(redis_store(server.url), ResilienceSettings(), SystemClock())
+    store = GuardedStore(redis_store(server.url), ResilienceSettings(), SystemClock())
     latch = CopyLatch()
     service = Service(
         CpuDevice(before_copy=latch),

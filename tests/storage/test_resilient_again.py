@@ -10,8 +10,7 @@ from tests.latch import until
 from tests.storage.test_resilient_store import Pair
 from tests.storage.values import get_one, put_one
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.guard import BreakerState
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.protocol import BreakerState, GetStatus, PutItem, PutStatus
 
 NAME = "t:f:a:0"
 

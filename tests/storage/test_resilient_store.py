@@ -13,9 +13,10 @@ from tests.latch import until
 from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
-from tierkv.storage.guard import BreakerState, Turns
+from tierkv.storage.guard import GuardedStore, ResilienceSettings, SlotGate
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
+    BreakerState,
     GetItem,
     GetOutcome,
     GetStatus,
@@ -23,7 +24,6 @@ from tierkv.storage.protocol import (
     PutOutcome,
     PutStatus,
 )
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 NAMES = [f"t:f:{index:03}:0" for index in range(50)]
 BLOCK = bytes(1_000)
@@ -40,15 +40,15 @@ class Pair:
         self.faulty = FaultyStore(memory)
         all_settings: dict[str, float] = {"probe_interval_s": 0.02, "retries_per_operation": 0}
         all_settings |= {"timeout_s": 20.0, "write_timeout_s": 20.0} | settings
-        self.store = ResilientStore(
+        self.store = GuardedStore(
             self.faulty,
             ResilienceSettings(**all_settings),  # type: ignore[arg-type]
             SystemClock(),
         )
 
     @property
-    def state(self) -> BreakerState:
-        return self.store.snapshot().breaker.state
+    def state(self) -> BreakerState | None:
+        return self.store.health.circuit
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_the_breaker_opens_after_the_failures_it_was_set_to(make: Make) ->
     with pytest.raises(StoreUnavailableError, match="left alone"):
         await pair.store.get(NAMES[0], max_bytes=1)
     assert pair.faulty.num_operations == asked
-    assert pair.store.snapshot().num_refused == 4
+    assert pair.store.health.num_refused == 4
 
 
 async def test_a_success_in_between_keeps_the_breaker_closed(make: Make) -> None:
@@ -124,7 +124,7 @@ async def test_probes_close_the_breaker_when_the_store_is_back(make: Make) -> No
     await until(lambda: pair.state is BreakerState.CLOSED, "a closed breaker")
     assert pair.faulty.num_operations - asked == 5  # four probes that failed and one that did not
     assert await put_one(pair.store, NAMES[0], BLOCK) is PutStatus.STORED
-    assert pair.store.snapshot().breaker.num_opened == 1
+    assert pair.store.health.num_opened == 1
 
 
 async def test_a_batch_that_fails_in_part_is_no_failure_of_the_store(make: Make) -> None:
@@ -134,10 +134,10 @@ async def test_a_batch_that_fails_in_part_is_no_failure_of_the_store(make: Make)
     pair.faulty.fail_items(NAMES[0])
     outcomes = await pair.store.get_into([item for item, _ in landings])
     assert [o.status for o in outcomes] == [GetStatus.FAILED, GetStatus.HIT]
-    assert pair.store.snapshot().breaker.num_opened == 0
+    assert pair.store.health.num_opened == 0
     outcomes = await pair.store.get_into([landings[0][0]])
     assert outcomes[0].status is GetStatus.FAILED
-    assert pair.store.snapshot().breaker.num_opened == 1
+    assert pair.store.health.num_opened == 1
 
 
 async def test_a_silent_store_costs_one_deadline(make: Make) -> None:
@@ -162,7 +162,7 @@ class TakesItsTime(MemoryStore):
 
 
 async def test_a_read_of_many_small_values_has_time_for_each() -> None:
-    store = ResilientStore(
+    store = GuardedStore(
         TakesItsTime(MemorySettings(), SystemClock()),
         ResilienceSettings(timeout_s=0.5, slowest_bytes_per_s=5e6),
         SystemClock(),
@@ -208,7 +208,7 @@ async def test_reads_behind_stuck_ones_are_given_up_though_they_were_never_begun
             question = waiting.create_task(failed(pair))
         assert read.result()[0] is GetStatus.FAILED
         assert "left alone" in question.result()
-        assert pair.store.snapshot().num_refused == 2
+        assert pair.store.health.num_refused == 2
         pair.faulty.release()
     assert stuck.result()[0] is GetStatus.FAILED
 
@@ -233,7 +233,7 @@ async def test_reads_that_wait_for_a_store_that_answers_have_their_turn_in_order
 
 
 async def test_a_turn_that_comes_with_a_cancel_goes_to_the_next() -> None:
-    turns = Turns(1)
+    turns = SlotGate(1)
     await turns.take()
     first, second = (asyncio.ensure_future(turns.take()) for _ in range(2))
     await asyncio.sleep(0)
@@ -262,7 +262,7 @@ async def test_writes_behind_stuck_ones_are_given_up_when_the_store_is_left_alon
         assert waiting.result() is PutStatus.FAILED
         assert await put_one(pair.store, NAMES[2], BLOCK) is PutStatus.FAILED
         assert not stuck.done()
-        assert pair.store.snapshot().waiting_write_bytes == 0
+        assert pair.store.health.waiting_write_bytes == 0
         pair.faulty.release()
     assert stuck.result() is PutStatus.FAILED
 
@@ -282,8 +282,8 @@ async def test_writes_behind_writes_that_hang_are_given_up_though_reads_are_answ
         await until(waiting.done, "an answer")
         assert waiting.result() is PutStatus.FAILED
         assert await put_one(pair.store, NAMES[3], BLOCK) is PutStatus.FULL
-        assert pair.store.snapshot().num_refused == 1
-        assert pair.store.snapshot().waiting_write_bytes == 0
+        assert pair.store.health.num_refused == 1
+        assert pair.store.health.waiting_write_bytes == 0
         assert await pair.store.exists(NAMES) == 0
         assert pair.state is BreakerState.CLOSED
         assert not any(task.done() for task in stuck)
@@ -342,8 +342,8 @@ async def test_under_pressure_the_writes_worth_least_are_dropped(make: Make) -> 
         items = [PutItem(name, (BLOCK,), worth=float(i % 5)) for i, name in enumerate(NAMES)]
         blocks = group.create_task(pair.store.put(items))
         ticket = group.create_task(put_one(pair.store, "t:ticket", BLOCK, keep_existing=False))
-        await until(lambda: pair.store.snapshot().num_dropped_writes == 41, "drops")
-        assert pair.store.snapshot().waiting_write_bytes <= 10_000
+        await until(lambda: pair.store.health.num_dropped_writes == 41, "drops")
+        assert pair.store.health.waiting_write_bytes <= 10_000
         pair.faulty.release()
     assert ticket.result() is PutStatus.STORED
     kept = [
@@ -396,7 +396,7 @@ async def test_what_is_not_there_is_not_asked_for_again_until_somebody_writes(ma
     asked = pair.faulty.num_operations
     assert await pair.store.exists(NAMES) == 0
     assert pair.faulty.num_operations == asked
-    assert pair.store.snapshot().negative_hits == 1
+    assert pair.store.health.negative_hits == 1
     await pair.store.put([PutItem(name, (BLOCK,)) for name in NAMES[:10]])
     assert await pair.store.exists(NAMES) == 10
     # Another node publishes the rest, and a ticket that tells of them.
@@ -441,7 +441,7 @@ async def test_an_answer_older_than_a_write_makes_nobody_believe_that_there_is_n
 ) -> None:
     inner = LateAnswers()
     settings = ResilienceSettings(timeout_s=30.0, negative_ttl_s=100.0)
-    store = ResilientStore(inner, settings, SystemClock())
+    store = GuardedStore(inner, settings, SystemClock())
     async with store.running(), asyncio.TaskGroup() as group:
         match asks:
             case "exists":

@@ -14,8 +14,8 @@ from tierkv.config import load
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
-from tierkv.storage.guard import BreakerState
-from tierkv.storage.resilient import ResilientStore
+from tierkv.storage.guard import GuardedStore
+from tierkv.storage.protocol import BreakerState
 
 KEY = "ab" * 32
 
@@ -34,7 +34,7 @@ async def test_a_node_opens_its_store_behind_a_breaker_with_deadlines_of_250_ms(
     )
     node = Node(chosen, environ={})
     async with node.running():
-        assert isinstance(node.service.store, ResilientStore)
+        assert isinstance(node.service.store, GuardedStore)
         [state] = node.service.storage_state()
         assert state.circuit == BreakerState.CLOSED.value
         async with asyncio.timeout(20):

@@ -22,12 +22,11 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec_keyed import TenantCodecs, Trust
-from tierkv.storage.guard import BreakerState
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.notify import notifier_of
-from tierkv.storage.places import AttachedStores
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.storage.places import Places
+from tierkv.storage.protocol import BreakerState
 from tierkv.transfer.tier import StorageOptions
 
 TOKENS = list(range(3 * BLOCK + 1))
@@ -37,10 +36,10 @@ def memory() -> FaultyStore:
     return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
 
 
-def guarded(inner: FaultyStore, **settings: float) -> ResilientStore:
+def guarded(inner: FaultyStore, **settings: float) -> GuardedStore:
     chosen: dict[str, Any] = {"probe_interval_s": 0.02, "retries_per_operation": 0}
     chosen |= {"timeout_s": 20.0, "write_timeout_s": 20.0} | settings
-    return ResilientStore(inner, ResilienceSettings(**chosen), SystemClock())
+    return GuardedStore(inner, ResilienceSettings(**chosen), SystemClock())
 
 
 async def values_in(store: FaultyStore) -> int:
@@ -222,7 +221,7 @@ async def test_one_of_several_stores_that_is_left_alone_is_told() -> None:
     parts = [memory(), memory()]
     near = guarded(parts[0], probe_interval_s=100.0)
     layered = LayeredStore(near, parts[1], LayeredSettings())
-    store = ResilientStore(layered, ResilienceSettings(timeout_s=20.0), SystemClock())
+    store = GuardedStore(layered, ResilienceSettings(timeout_s=20.0), SystemClock())
     async with tier(store) as here:
         [state] = here.service.storage_state()
         assert (state.circuit, state.part) == (BreakerState.CLOSED.value, "")
@@ -359,9 +358,9 @@ async def test_what_was_just_written_is_not_touched() -> None:
 
 
 async def test_hints_go_by_the_store_that_is_attached_then() -> None:
-    stores = AttachedStores(MemoryStore(MemorySettings(), SystemClock()))
+    stores = Places(MemoryStore(MemorySettings(), SystemClock()))
     async with stores.running():
-        notifier = notifier_of(stores.store)
+        notifier = stores.notifier()
         with notifier.listen("t:topic") as listener:
             await notifier.tell("t:topic", "a")
             assert await listener.next(10) == "a"
@@ -377,7 +376,7 @@ async def test_hints_go_by_the_store_that_is_attached_then() -> None:
 
 
 async def test_nothing_is_attached_to_a_tier_that_does_not_run() -> None:
-    stores = AttachedStores()
+    stores = Places()
     async with stores.running():
         await stores.attach(memory(), "tierkv:" + "f" * 16)
         assert set(stores.attached) == {"tierkv:" + "f" * 16}
@@ -388,7 +387,7 @@ async def test_nothing_is_attached_to_a_tier_that_does_not_run() -> None:
 
 async def test_of_two_stores_attached_at_once_for_a_tenant_one_is_used_and_the_other_left() -> None:
     first, second = memory(), memory()
-    stores = AttachedStores(memory())
+    stores = Places(memory())
     async with stores.running():
         async with asyncio.TaskGroup() as group:
             group.create_task(stores.attach(first, "t:tenant"))

@@ -12,7 +12,7 @@ import pytest
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.places import SwitchStore
+from tierkv.storage.places import Places
 
 
 class ShutStore(MemoryStore):
@@ -34,7 +34,7 @@ class ShutStore(MemoryStore):
 async def test_a_store_that_cannot_be_opened_is_no_error_once_its_attach_was_cancelled() -> None:
     unseen: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, what: unseen.append(what))
-    store, place = ShutStore(), SwitchStore()
+    store, place = ShutStore(), Places()
     async with place.running():
         attach = asyncio.ensure_future(place.attach(store))
         await store.is_tried.wait()
@@ -44,4 +44,4 @@ async def test_a_store_that_cannot_be_opened_is_no_error_once_its_attach_was_can
         store.may_say.set()
     gc.collect()
     assert not unseen
-    assert place.store is None
+    assert not place.attached

@@ -14,10 +14,11 @@ from tests.storage.values import get_one, landing
 from tests.world import fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
-from tierkv.storage import places
+from tierkv.storage import layered
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.layered import OpensLater
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.places import LateStore, SwitchStore
+from tierkv.storage.places import Places
 from tierkv.storage.protocol import GetStatus, PutItem
 from tierkv.transfer.tier import StorageOptions
 
@@ -26,12 +27,12 @@ async def test_a_store_that_is_late_when_all_starts_is_asked_again(
     empty_redis: RedisServer,  # noqa: F811
 ) -> None:
     """Operations have 250 ms, which a machine that is just starting everything may miss."""
-    place = SwitchStore(open_store(empty_redis.url, StoreSettings(), SystemClock()))
+    place = Places(open_store(empty_redis.url, StoreSettings(), SystemClock()))
     empty_redis.pause()
     resumed = asyncio.get_running_loop().call_later(0.8, empty_redis.resume)
     try:
         async with place.running():
-            assert place.store is not None
+            assert place.attached
             assert resumed.when() <= asyncio.get_running_loop().time()
     finally:
         resumed.cancel()
@@ -66,7 +67,7 @@ class RefusingStore(MemoryStore):
 async def test_a_store_that_refuses_is_not_asked_on_and_on() -> None:
     store = RefusingStore(MemorySettings(), SystemClock())
     with pytest.raises(StoreUnavailableError, match="nobody listens there"):
-        async with SwitchStore(store).running():
+        async with Places(store).running():
             raise AssertionError("it opens")
     assert store.num_tries <= 3  # one, unless this process stood still for as long as a late answer
 
@@ -91,9 +92,9 @@ class ReluctantStore(MemoryStore):
 async def test_one_of_several_stores_is_tried_until_it_opens_and_says_why_it_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "_RETRY_S", 0.01)
+    monkeypatch.setattr(layered, "_RETRY_S", 0.01)
     inner = ReluctantStore(MemorySettings(), SystemClock())
-    store = LateStore(inner)
+    store = OpensLater(inner)
     pools = [memoryview(bytearray(10))]
     store.use_memory(pools)
     assert inner.pools is pools

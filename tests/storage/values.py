@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from tierkv.storage.places import Places
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
 
 
@@ -30,6 +32,21 @@ def content_of(name: str, num_bytes: int) -> bytes:
 def landing(name: str, *sizes: int) -> tuple[GetItem, list[bytearray]]:
     buffers = [bytearray(size) for size in sizes]
     return GetItem(name, tuple(memoryview(buffer) for buffer in buffers)), buffers
+
+
+class Routed(Places):
+    """With some routes from the start."""
+
+    def __init__(self, own: Mapping[str, Store], common: Store) -> None:
+        super().__init__(common)
+        self._stores = own
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with super().running():
+            for route, store in self._stores.items():
+                await self.attach(store, route)
+            yield
 
 
 class Taken:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,18 +14,17 @@ import pytest
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
 from tests.layouts import LAYOUTS
-from tests.storage.values import get_one, put_one
+from tests.storage.values import Routed, get_one, put_one
 from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.base import StoreAround, forget_damaged
+from tierkv.storage.base import StoreAround
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.places import RoutedStore, SwitchStore
-from tierkv.storage.protocol import Capabilities, GetItem, GetStatus, PutItem, Store
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, Store
 from tierkv.transfer.storage_io import StorageIO
 
 T = TypeVar("T")
@@ -65,23 +64,6 @@ def layered(parts: Sequence[Store]) -> Store:
 class ReadOnly(StoreAround):
     """What is there can be read, and not removed."""
 
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-
-    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        return await ask(self._inner)
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return self._inner.running()
-
     async def delete(self, names: Sequence[str]) -> int:
         raise StoreUnavailableError(f"{names} cannot be removed")
 
@@ -93,9 +75,9 @@ def read_only_near(parts: Sequence[Store]) -> Store:
 def around(parts: Sequence[Store]) -> Store:
     """As deep as a node has it."""
     clock, settings = SystemClock(), ResilienceSettings(timeout_s=10.0)
-    inner = [ResilientStore(part, settings, clock) for part in parts]
-    whole = ResilientStore(layered(inner), settings, clock)
-    return RoutedStore({"t:other": MemoryStore(MemorySettings(), clock)}, SwitchStore(whole))
+    inner = [GuardedStore(part, settings, clock) for part in parts]
+    whole = GuardedStore(layered(inner), settings, clock)
+    return Routed({"t:other": MemoryStore(MemorySettings(), clock)}, whole)
 
 
 @asynccontextmanager
@@ -181,7 +163,7 @@ async def test_a_near_store_that_goes_after_giving_a_rotten_copy_costs_no_good_o
         )
         await store.get_into([item])
         here.parts[0].fail_next(1_000)
-        assert await forget_damaged(store, here.names[:1]) == [True]
+        assert await store.forget_damaged(here.names[:1]) == [True]
         assert await here.have(1) == [True] * 3
         assert await here.fetched() == [GetStatus.HIT] * 3
 

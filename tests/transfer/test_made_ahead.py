@@ -159,7 +159,7 @@ async def test_a_store_finds_headers_made_before_it_asks_for_them(
 
         async def late(items: Sequence[PutItem]) -> list[PutOutcome]:
             assert all(item.complete is not None for item in items)
-            await until(lambda: all(any(bytes(item.given[0])) for item in items), "six headers")
+            await until(lambda: all(any(bytes(item.parts[0])) for item in items), "six headers")
             return await put(items)
 
         monkeypatch.setattr(here.store, "put", late)

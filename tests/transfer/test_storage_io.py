@@ -134,10 +134,10 @@ async def test_a_long_block_has_no_checksum_before_it_is_sent_and_the_right_one_
         here.store.put = put_later  # type: ignore[method-assign]
         flushing = asyncio.create_task(here.io.flush(here.keys[:3], ids(0, 1, 2)))
         await until(lambda: len(given) == 3)
-        assert all(not any(item.given[0]) for item in given)
+        assert all(not any(item.parts[0]) for item in given)
         held.set()
         assert {outcome.status for outcome in await flushing} == {PutStatus.STORED}
-        assert all(any(item.given[0]) for item in given)
+        assert all(any(item.parts[0]) for item in given)
         before = here.host.array[:3].copy()
         got = await here.io.fetch(here.keys[:3], ids(9, 10, 11))
         assert {outcome.status for outcome in got} == {GetStatus.HIT}

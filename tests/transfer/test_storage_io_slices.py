@@ -18,7 +18,6 @@ from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
 from tierkv.errors import LayoutError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuHostSlots
-from tierkv.storage.base import present
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus, PutStatus, Store
 from tierkv.transfer.slices import Slice, Slices
@@ -318,7 +317,7 @@ async def test_a_store_that_cannot_tell_of_many_is_asked_of_each() -> None:
     async with nodes(SCHEMES["four heads"], 1, 1) as (node, _):
         await put_one(node.store, "t:f:2:0", b"x")
         deaf = cast("Store", Deaf(node.store))
-        assert await present(deaf, ["t:f:1:0", "t:f:2:0", "t:f:3:0"]) == [False, True, False]
+        assert await deaf.present(["t:f:1:0", "t:f:2:0", "t:f:3:0"]) == [False, True, False]
         node.store.fail_next(3)
         with pytest.raises(StoreUnavailableError):
-            await present(deaf, ["t:f:1:0", "t:f:2:0", "t:f:3:0"])
+            await deaf.present(["t:f:1:0", "t:f:2:0", "t:f:3:0"])

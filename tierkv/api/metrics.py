@@ -18,7 +18,7 @@ from tierkv.observe import Stats
 from tierkv.pd.ticket import ClaimProblem
 from tierkv.refmodel.generation import Generation
 from tierkv.service.session import LOAD_FAILED
-from tierkv.storage.guard import BreakerState
+from tierkv.storage.protocol import BreakerState
 from tierkv.transfer.storage_io import StorageStats
 from tierkv.transfer.tier import StoreState
 

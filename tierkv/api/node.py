@@ -28,7 +28,7 @@ from tierkv.ranks.ranked import RankedDevice
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.service import Service
-from tierkv.storage.factory import open_resilient_store
+from tierkv.storage.factory import open_guarded_store
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions
 
@@ -198,7 +198,7 @@ def _open_store(settings: NodeSettings, environ: Mapping[str, str]) -> Store | N
 
 def _opener(settings: NodeSettings) -> Callable[[str], Store]:
     kinds = settings.storage.of_kinds()
-    return lambda url: open_resilient_store(url, kinds, SystemClock())
+    return lambda url: open_guarded_store(url, kinds, SystemClock())
 
 
 def _storage_options(settings: NodeSettings) -> StorageOptions:

@@ -24,7 +24,7 @@ from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, StoredValue, check_prefix, check_ttl
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles
-from tierkv.storage.resilient import ResilienceSettings
+from tierkv.storage.guard import ResilienceSettings
 
 T = TypeVar("T")
 # People wait longer than requests do, also for each of several stores.

@@ -25,8 +25,7 @@ from tierkv.cache.layout import Layout, Plane
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, LayoutError, ShuttingDownError, StoreUnavailableError
 from tierkv.gpu.protocol import Ids
-from tierkv.storage.base import present
-from tierkv.storage.factory import StoreSettings, open_resilient_store
+from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.transfer.storage_io import StorageIO, StorageStats
 
@@ -89,7 +88,7 @@ class PageStorage:
         layout = Layout(1, (Plane(0, "page", "bytes", pages.shape[1]),))
         fingerprint = Fingerprint(model, layout, revision=others, weight_dtype="opaque")
         self._root = fingerprint.root()
-        self._store = open_resilient_store(url, settings or StoreSettings(), SystemClock())
+        self._store = open_guarded_store(url, settings or StoreSettings(), SystemClock())
         self._pages = EnginePages(pages)
         self._io = StorageIO(
             self._store,
@@ -167,7 +166,7 @@ class PageStorage:
     async def _present(self, keys: Sequence[StoredKey]) -> list[bool]:
         names = [self._io.names.name(key) for key in keys]
         try:
-            return await present(self._store, names)
+            return await self._store.present(names)
         except StoreUnavailableError:
             return [False] * len(keys)
 

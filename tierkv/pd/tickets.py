@@ -31,7 +31,7 @@ from tierkv.pd.ticket import (
     Ticket,
 )
 from tierkv.sched.tiers import Tiers
-from tierkv.storage.notify import Notifier, notifier_of
+from tierkv.storage.notify import Notifier
 from tierkv.storage.protocol import PutOutcome, PutStatus
 from tierkv.tasks import abandonable
 from tierkv.transfer.storage_io import StorageIO
@@ -88,7 +88,7 @@ class Tickets:
         self._claimed_ttl_s = claimed_ttl_s
         self._name = name
         self.names = storage.names
-        self.notifier: Notifier = notifier_of(storage.store)
+        self.notifier: Notifier = storage.store.notifier()
 
     def keys_of(self, prompt: Prompt) -> list[StoredKey]:
         """Every block of the prompt and, last, its tail, of the prompt's own space."""

@@ -11,15 +11,14 @@ from tierkv.clock import Clock
 from tierkv.errors import ConfigError
 from tierkv.storage import mooncake
 from tierkv.storage.file import FileSettings, FileStore
-from tierkv.storage.layered import LayeredSettings, LayeredStore
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
-from tierkv.storage.places import LateStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import ACCEPTED as REDIS_ACCEPTED
 from tierkv.storage.redis.url import REDIS_SCHEMES, parse_redis_url
-from tierkv.storage.resilient import ResilienceSettings, ResilientStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def _layered(url: str, settings: StoreSettings, clock: Clock) -> Store:
     # NEAR is asked before FAR: it has half the time and a breaker of its own, since one that is
     # silent would use up all of it, and is done without until it can be opened.
     part = replace(resilience, timeout_s=resilience.timeout_s / 2)
-    return LayeredStore(ResilientStore(LateStore(near), part, clock), far, settings.layered)
+    return LayeredStore(GuardedStore(OpensLater(near), part, clock), far, settings.layered)
 
 
 _NO_MIRRORS = (
@@ -111,7 +110,7 @@ def urls_in(url: str) -> Sequence[str]:
     return rest.split("|") if scheme == "layered" else [url]
 
 
-def open_resilient_store(url: str, settings: StoreSettings, clock: Clock) -> ResilientStore:
+def open_guarded_store(url: str, settings: StoreSettings, clock: Clock) -> GuardedStore:
     """The store that `url` names, inside what keeps its faults from its callers."""
     part, num_parts = settings.resilience, len(urls_in(url))
     resilience = replace(
@@ -124,4 +123,4 @@ def open_resilient_store(url: str, settings: StoreSettings, clock: Clock) -> Res
         write_timeout_s=part.write_timeout_s * num_parts,
         slowest_bytes_per_s=part.slowest_bytes_per_s / num_parts,
     )
-    return ResilientStore(open_store(url, settings, clock), resilience, clock)
+    return GuardedStore(open_store(url, settings, clock), resilience, clock)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.storage.base import BaseStore
 from tierkv.storage.file_paths import Listing
 from tierkv.storage.file_room import Room, UsedBytes
 from tierkv.storage.file_scratch import WRITERS, Scratch
@@ -73,7 +74,7 @@ class FileSettings:
             raise ConfigError(f"min_free_bytes must not be negative, as {self.min_free_bytes} is")
 
 
-class FileStore:
+class FileStore(BaseStore):
     """`Store` in files below a directory, which any number of processes may share.
 
     All file work is done in the store's own threads: some for reads and questions, others for what

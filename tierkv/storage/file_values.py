@@ -307,10 +307,10 @@ class ValueFiles:
         return False
 
     def _write(self, temporary: str, item: PutItem) -> None:
-        rest: Sequence[Buffer] = item.parts
+        rest: Sequence[Buffer] = item.completed()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         if self._direct is not None and item.num_bytes >= _DIRECT_MIN_BYTES:
-            end = self._direct.write(temporary, item.parts)
+            end = self._direct.write(temporary, rest)
             if end is not None:
                 rest, flags = (end,), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600)

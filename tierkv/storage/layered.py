@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,16 +16,10 @@ from typing import TypeVar
 
 from tierkv.errors import BadRequestError, ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage.base import (
-    Noted,
     StoreAround,
-    forget_damaged,
     num_leading,
-    present,
-    use_memory,
 )
-from tierkv.storage.notify import Notifier, notifier_of
 from tierkv.storage.protocol import (
-    Capabilities,
     GetItem,
     GetOutcome,
     GetStatus,
@@ -33,6 +28,7 @@ from tierkv.storage.protocol import (
     PutOutcome,
     PutStatus,
     Store,
+    StoreHealth,
     Usage,
     check_limit,
     check_names,
@@ -40,13 +36,14 @@ from tierkv.storage.protocol import (
     check_ttl,
 )
 from tierkv.storage.threads import WorkerThreads
-from tierkv.tasks import background
+from tierkv.tasks import background, task_group
 
 _log = logging.getLogger(__name__)
 
 
 _PAGE = 1000
-_MAX_SUSPECTS = 10_000
+_RETRY_S = 1.0
+_MAX_NOTED = 10_000
 _IS_THERE = (GetStatus.HIT, GetStatus.DAMAGED)
 
 __all__ = ["LayeredSettings", "LayeredStore"]
@@ -76,6 +73,7 @@ class LayeredStore(StoreAround):
     ones asked for with `get` are far only. A near store that fails is a slower far store."""
 
     def __init__(self, near: Store, far: Store, settings: LayeredSettings) -> None:
+        super().__init__(far)
         self._near = near
         self._far = far
         self._settings = settings
@@ -83,19 +81,18 @@ class LayeredStore(StoreAround):
         # Damaged when they were read last, which can be the near copy's fault: read from afar the
         # next time, and not copied. The near store may not have been able to forget them.
         self._suspects: set[str] = set()
-        self._came_from: Noted[Store] = Noted()  # the near one, unless it is another here
+        # Names whose value was read from afar last, those of longest ago forgotten.
+        self._came_from_afar: OrderedDict[str, None] = OrderedDict()
         self.num_near_hits = 0
-
-    def notifier(self) -> Notifier:
-        return notifier_of(self._far)
-
-    @property
-    def parts(self) -> Sequence[Store]:
-        return self._near, self._far
 
     def use_memory(self, pools: Sequence[memoryview]) -> None:
         for store in (self._near, self._far):
-            use_memory(store, pools)
+            store.use_memory(pools)
+
+    @property
+    def health(self) -> StoreHealth:
+        """Of the near store, which the far one does without."""
+        return replace(self._near.health, part=self._near.url)
 
     @property
     def num_fills_dropped(self) -> int:
@@ -105,10 +102,6 @@ class LayeredStore(StoreAround):
     def url(self) -> str:
         return f"layered:{self._near.url}|{self._far.url}"
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._far.capabilities
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         async with (
@@ -117,9 +110,6 @@ class LayeredStore(StoreAround):
             self._copies.running(),
         ):
             yield
-
-    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        return await ask(self._far)
 
     async def exists(self, names: Sequence[str]) -> int:
         check_names(names)
@@ -139,10 +129,10 @@ class LayeredStore(StoreAround):
         check_names(names)
         found = [False] * len(names)
         with suppress(StoreUnavailableError):
-            found = await present(self._near, names)
+            found = await self._near.present(names)
         left = [at for at, is_near in enumerate(found) if not is_near]
         if left:
-            answers = await present(self._far, [names[at] for at in left])
+            answers = await self._far.present([names[at] for at in left])
             for at, is_far in zip(left, answers, strict=True):
                 found[at] = is_far
         return found
@@ -156,7 +146,7 @@ class LayeredStore(StoreAround):
         near = await self._near.get_into([items[i] for i in asked]) if asked else []
         for i, outcome in zip(asked, near, strict=True):
             outcomes[i] = outcome
-            self._came_from.pop(items[i].name, None)
+            self._came_from_afar.pop(items[i].name, None)
         left = [i for i, outcome in enumerate(outcomes) if outcome.status is not GetStatus.HIT]
         self.num_near_hits += len(items) - len(left)
         if left:
@@ -166,9 +156,11 @@ class LayeredStore(StoreAround):
             for i, outcome in zip(left, far, strict=True):
                 if outcome.status in _IS_THERE or outcomes[i].status is not GetStatus.DAMAGED:
                     outcomes[i] = outcome
-                    self._came_from.note(items[i].name, self._far)
+                    self._came_from_afar[items[i].name] = None
             trusted = [items[i] for i in came if items[i].name not in suspects]
             await self._copies.make(trusted, damaged, num_forgets)
+            while len(self._came_from_afar) > _MAX_NOTED:
+                self._came_from_afar.popitem(last=False)
         return outcomes
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
@@ -203,16 +195,18 @@ class LayeredStore(StoreAround):
         from afar, or not have been to be had."""
         check_names(names)
         self._copies.forget(names)
-        near = {name for name in {*names} if self._came_from.pop(name, self._near) is self._near}
-        far = {*names} - near
-        if len(self._suspects) > _MAX_SUSPECTS:
+        far = {name for name in names if name in self._came_from_afar}
+        near = {*names} - far
+        for name in far:
+            del self._came_from_afar[name]
+        if len(self._suspects) > _MAX_NOTED:
             self._suspects.clear()
         self._suspects |= near
         if near:
             with suppress(StoreUnavailableError):  # such as of a disk that may only be read
                 await self._near.delete([*near])
         if far:
-            await forget_damaged(self._far, [*far])
+            await self._far.forget_damaged([*far])
         return [True] * len(names)
 
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
@@ -233,7 +227,7 @@ class LayeredStore(StoreAround):
             return ListPage((), None)  # nothing of it could be read
         values = page.values
         with suppress(StoreUnavailableError):
-            are_far = await present(self._far, [value.name for value in values])
+            are_far = await self._far.present([value.name for value in values])
             values = tuple(one for one, is_far in zip(values, are_far, strict=True) if not is_far)
         return ListPage(values, f"near/{page.cursor}" if page.cursor else None)
 
@@ -333,3 +327,49 @@ class NearCopies:
                 with suppress(StoreUnavailableError):
                     await self._near.delete([name])
             self._in_hand = ""
+
+
+class OpensLater(StoreAround):
+    """`Store`. One that cannot be opened at the start is out of order until it can: a node starts
+    while its near store is down."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._why_not = f"{inner.url} is closed"  # "" while it is open
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Entering raises ConfigError only."""
+        tried, left = asyncio.Event(), asyncio.Event()
+        async with task_group() as tasks:
+            opening = tasks.create_task(self._keep_open(tried, left), name="tierkv-near-store")
+            try:
+                await tried.wait()
+                yield
+            finally:
+                if self._why_not:
+                    opening.cancel()
+                self._why_not = f"{self.url} is closed"
+                left.set()
+
+    async def _keep_open(self, tried: asyncio.Event, left: asyncio.Event) -> None:
+        while True:
+            try:
+                async with self.inner.running():
+                    self._why_not = ""
+                    tried.set()
+                    await left.wait()
+                    return
+            except (StoreUnavailableError, ConfigError) as error:  # such as TLS files that are gone
+                if left.is_set() or (not tried.is_set() and isinstance(error, ConfigError)):
+                    raise
+                if not tried.is_set():
+                    _log.warning("%s is done without for now: %s", self.url, error)
+                self._why_not = str(error)
+                tried.set()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        if self._why_not:
+            raise StoreUnavailableError(self._why_not)
+        return await ask(self.inner)

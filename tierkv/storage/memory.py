@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.base import BaseStore
 from tierkv.storage.buffers import copy_into
 from tierkv.storage.notify import Hub, Notifier
 from tierkv.storage.protocol import (
@@ -48,7 +49,7 @@ class _Value:
     expires_at: float | None
 
 
-class MemoryStore:
+class MemoryStore(BaseStore):
     """`Store` in a dict. Values outlive `running()` but not the object.
 
     Other coroutines run between two values of a batch, so a large one does not hold the loop.
@@ -225,7 +226,7 @@ class MemoryStore:
         if existing is not None:
             self._forget(item.name)
         expires_at = None if item.ttl_s is None else self._end_in(item.ttl_s)
-        self._values[item.name] = _Value(b"".join(item.parts), expires_at)
+        self._values[item.name] = _Value(b"".join(item.completed()), expires_at)
         self._num_bytes += item.num_bytes
         return PutOutcome(PutStatus.STORED)
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 from tierkv.errors import ConfigError, StoreUnavailableError
-from tierkv.storage.base import num_leading
+from tierkv.storage.base import BaseStore, num_leading
 from tierkv.storage.mooncake_settings import MooncakeSettings
 from tierkv.storage.mooncake_values import MooncakeValues
 from tierkv.storage.protocol import (
@@ -39,7 +39,7 @@ __all__ = ["ACCEPTED", "MooncakeSettings", "MooncakeStore"]
 ACCEPTED = "mooncake://master-host:port"
 
 
-class MooncakeStore:
+class MooncakeStore(BaseStore):
     """`Store` on a Mooncake cluster. Values that are replaced (tickets) are softly pinned.
 
     Of several who put one name at the same time one is told STORED, the others EXISTED at once.

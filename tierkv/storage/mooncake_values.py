@@ -139,7 +139,7 @@ class MooncakeValues:
 
     def batches_to_put(self, asked: Asked[PutItem]) -> list[Asked[PutItem]]:
         """For one `put` each."""
-        num_pieces = [len(item.given) for item, _ in asked]
+        num_pieces = [len(item.parts) for item, _ in asked]
         return _batches(asked, num_pieces, _PUT_AT_ONCE, self._put_pieces)
 
     def get(self, asked: Asked[GetItem]) -> Sequence[GetOutcome]:
@@ -271,7 +271,7 @@ class MooncakeValues:
             elif item.only_new:
                 outcomes[index] = self._put_new(item)
             elif not item.keep_existing:
-                content = b"".join(item.parts)
+                content = b"".join(item.completed())
                 outcomes[index] = _put_outcome(
                     item, self._client.upsert(item.name, content, self._config(is_pinned=True))
                 )
@@ -280,7 +280,7 @@ class MooncakeValues:
         if fresh:
             views = [
                 parts
-                if len(parts := flat(items[index].parts)) <= self._put_pieces
+                if len(parts := flat(items[index].completed())) <= self._put_pieces
                 else [memoryview(b"".join(parts))]
                 for index in fresh
             ]
@@ -292,7 +292,7 @@ class MooncakeValues:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _put_new(self, item: PutItem) -> PutOutcome:
-        content = b"".join(item.parts)
+        content = b"".join(item.completed())
         status = self._client.put(item.name, content, self._config(is_pinned=True))
         # It is the first one's that stays, and the others are told 0 too.
         if status == 0 and self._client.get(item.name) != content:

@@ -16,9 +16,7 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
-from typing import Protocol, runtime_checkable
-
-from tierkv.storage.protocol import Store
+from typing import Protocol
 
 LOOK = ""  # nothing is known but that it is worth looking
 _MESSAGE = re.compile(r"[A-Za-z0-9]{0,32}")
@@ -71,18 +69,6 @@ class Notifier(Protocol):
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         """Hear of `topic` from now on. Between the start and the moment `is_live` turns true, at
         which LOOK is heard, messages can be missed."""
-
-
-@runtime_checkable
-class Notifies(Protocol):
-    """A store that has a way of its own to tell its users."""
-
-    def notifier(self) -> Notifier: ...
-
-
-def notifier_of(store: Store) -> Notifier:
-    """The way to tell the other users of `store`; where it has none, they have to look."""
-    return store.notifier() if isinstance(store, Notifies) else Polling()
 
 
 class Topics:

@@ -1,5 +1,5 @@
-"""Places for stores, one for all names and one for each tenant that has its own, which are filled,
-emptied and refilled while requests run."""
+"""Places for stores: one for all names, and one for each tenant that has a store of its own, which
+are filled, emptied and refilled while requests run."""
 
 from __future__ import annotations
 
@@ -11,455 +11,37 @@ from collections.abc import (
     Callable,
     Iterator,
     Mapping,
-    MutableMapping,
     MutableSequence,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from tierkv.errors import BadRequestError, ConfigError, StoreUnavailableError, TierKVError
-from tierkv.storage.base import StoreAround, forget_damaged, present, use_memory
-from tierkv.storage.notify import LOOK, Listener, Notifier, notifier_of
+from tierkv.storage.base import StoreAround
+from tierkv.storage.notify import LOOK, Listener, Notifier, Polling
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
     GetOutcome,
-    GetStatus,
     ListPage,
     PutItem,
     PutOutcome,
-    PutStatus,
     Store,
     StoredValue,
+    StoreHealth,
     Usage,
     check_names,
 )
-from tierkv.tasks import background, task_group
+from tierkv.tasks import expected, task_group
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_NOTHING = "no store is attached"
+Asked = TypeVar("Asked", str, GetItem, PutItem)
+_CLOSED = "nothing can be attached now"
 # Where everything starts at once, the first answer may be late. Refusals are quicker than that.
 _START_S = 5.0
 _LATE_S = 0.2
-
-
-_RETRY_S = 1.0
-
-
-Item = TypeVar("Item", GetItem, PutItem)
-Outcome = TypeVar("Outcome", GetOutcome, PutOutcome)
-
-
-@dataclass(eq=False, slots=True)
-class _Attached:
-    """A store and the task that keeps it running. Left when detached and nothing is under way."""
-
-    store: Store
-    notifier: Notifier
-    opened: asyncio.Future[None]
-    is_detached: asyncio.Event = field(default_factory=asyncio.Event)
-    is_idle: asyncio.Event = field(default_factory=asyncio.Event)
-    is_left: asyncio.Event = field(default_factory=asyncio.Event)
-    num_under_way: int = 0
-
-    def refuse(self, error: TierKVError) -> None:
-        self.opened.set_exception(error)
-        self.opened.exception()  # seen: whoever attached it may have gone
-
-
-Lifetimes = MutableMapping[Store, _Attached]
-
-
-class AttachedStores:
-    """`store` is what all others use; which store answers is decided when an operation begins.
-
-    A route is what names of a tenant begin with, `prefix:fingerprint`; "" is all names that have no
-    route of their own. Detaching a tenant's store sends its names to the common one again.
-    """
-
-    def __init__(self, store: Store | None = None) -> None:
-        """store: the common one, attached when `running()` is entered."""
-        self._lifetimes: Lifetimes = {}
-        self._common = SwitchStore(store, self._lifetimes)
-        self._own: dict[str, SwitchStore] = {}
-        self._routes: dict[str, Store] = {}
-        self._closing = asyncio.Event()
-        self._tasks: asyncio.TaskGroup | None = None
-        self.store: Store = RoutedStore(self._routes, self._common)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Entering attaches the common store, and raises what its `running()` raises. Leaving lets
-        what is under way end."""
-        async with task_group() as tasks:
-            try:
-                async with self._common.running():
-                    self._tasks = tasks
-                    yield
-            finally:
-                self._tasks = None
-                self._closing.set()
-
-    @property
-    def attached(self) -> Mapping[str, Store]:
-        """By route, those that are attached now."""
-        places = {"": self._common} | self._own
-        return {route: place.store for route, place in places.items() if place.store is not None}
-
-    async def attach(self, store: Store, route: str = "") -> None:
-        """Use `store` from now on, once it can be used, instead of the one there, if any.
-
-        What `store.running()` raises is raised here, and the one there stays; so is ConfigError for
-        a store that is attached elsewhere.
-        """
-        if self._tasks is None:
-            raise StoreUnavailableError("nothing can be attached now")
-        if not route:
-            await self._common.attach(store)
-            return
-        place = self._own.get(route)
-        if place is None:
-            opened = await self._open(self._tasks)
-            place = self._own.setdefault(route, opened)  # another may have been faster
-        await place.attach(store)
-        self._routes[route] = place
-
-    def detach(self, route: str = "") -> Store | None:
-        """Use the store there no more; returns it. What was begun on it ends on it."""
-        self._routes.pop(route, None)
-        place = self._own.get(route) if route else self._common
-        return place.detach() if place is not None else None
-
-    async def _open(self, tasks: asyncio.TaskGroup) -> SwitchStore:
-        place = SwitchStore(None, self._lifetimes)
-        opened = asyncio.Event()
-
-        async def keep() -> None:
-            async with place.running():
-                opened.set()
-                await self._closing.wait()
-
-        tasks.create_task(keep(), name="tierkv-tenant-store")
-        await opened.wait()
-        return place
-
-
-class RoutedStore:
-    """`Store`. A name goes to the store of its first two fields (`prefix:fingerprint`), to
-    `default` where there is none. Names of one store are asked for in one batch, stores at the same
-    time."""
-
-    def __init__(self, routes: Mapping[str, Store], default: Store) -> None:
-        """routes: looked at anew by every operation; whoever changes it inside `running()` keeps
-        the stores in it running."""
-        self._routes = routes
-        self._default = default
-
-    @property
-    def _stores(self) -> tuple[Store, ...]:
-        return tuple(dict.fromkeys((self._default, *self._routes.values())))
-
-    @property
-    def url(self) -> str:
-        return self._default.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        every = [store.capabilities for store in self._stores]
-        return Capabilities(
-            is_shared=all(one.is_shared for one in every),
-            is_durable=all(one.is_durable for one in every),
-            has_ttl=all(one.has_ttl for one in every),
-            has_listing=all(one.has_listing for one in every),
-        )
-
-    def notifier(self) -> Notifier:
-        """The common store's: tickets lie there."""
-        return notifier_of(self._default)
-
-    def store_of(self, name: str) -> Store:
-        return self._routes.get(":".join(name.split(":", 2)[:2]), self._default)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            for store in self._stores:
-                await stack.enter_async_context(store.running())
-            yield
-
-    async def ping(self) -> None:
-        for store in self._stores:
-            await store.ping()
-
-    async def exists(self, names: Sequence[str]) -> int:
-        if not self._routes:
-            return await self._default.exists(names)  # which checks the names: 0.3 ms of 1,000
-        check_names(names)
-        groups = self._groups(names)
-        found = len(names)
-        for store, indexes in groups.items():
-            present = await store.exists([names[i] for i in indexes])
-            if present < len(indexes):
-                found = min(found, indexes[present])
-        return found
-
-    async def present(self, names: Sequence[str]) -> list[bool]:
-        return await self._each(names, present)
-
-    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        return await self._each(names, forget_damaged)
-
-    async def _each(
-        self,
-        names: Sequence[str],
-        ask: Callable[[Store, Sequence[str]], Awaitable[Sequence[bool]]],
-    ) -> list[bool]:
-        check_names(names)
-        answers = [False] * len(names)
-        for store, indexes in self._groups(names).items():
-            some = await ask(store, [names[i] for i in indexes])
-            for index, answer in zip(indexes, some, strict=True):
-                answers[index] = answer
-        return answers
-
-    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        return await self._spread(items, lambda store, part: store.get_into(part))
-
-    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        return await self.store_of(name).get(name, max_bytes=max_bytes)
-
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        return await self._spread(items, lambda store, part: store.put(part))
-
-    async def delete(self, names: Sequence[str]) -> int:
-        return await self._sum(names, lambda store, part: store.delete(part))
-
-    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
-        return await self._sum(names, lambda store, part: store.touch(part, ttl_s=ttl_s))
-
-    async def _sum(
-        self, names: Sequence[str], ask: Callable[[Store, Sequence[str]], Awaitable[int]]
-    ) -> int:
-        """Raises the first store's error after all have been asked."""
-        check_names(names)
-        total = 0
-        failures = []
-        for store, indexes in self._groups(names).items():
-            try:
-                total += await ask(store, [names[i] for i in indexes])
-            except StoreUnavailableError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        return total
-
-    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """One store after the other."""
-        index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
-        stores = self._stores
-        if not (index.isascii() and index.isdecimal() and int(index) < len(stores)):
-            raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
-        values: MutableSequence[StoredValue] = []
-        for at in range(int(index), len(stores)):
-            page = await stores[at].list(prefix, limit=limit, cursor=inner or None)
-            values += page.values
-            inner = ""
-            if page.cursor is not None:
-                return ListPage(tuple(values), f"{at}/{page.cursor}")
-            if len(values) >= limit and at + 1 < len(stores):
-                return ListPage(tuple(values), f"{at + 1}/")
-        return ListPage(tuple(values), None)
-
-    async def usage(self, prefix: str) -> Usage:
-        usages = [await store.usage(prefix) for store in self._stores]
-        return Usage(sum(u.num_values for u in usages), sum(u.num_bytes for u in usages))
-
-    def _groups(self, names: Sequence[str]) -> dict[Store, Sequence[int]]:
-        groups: dict[Store, list[int]] = {}
-        for index, name in enumerate(names):
-            groups.setdefault(self.store_of(name), []).append(index)
-        return dict(groups)
-
-    async def _spread(
-        self,
-        items: Sequence[Item],
-        ask: Callable[[Store, Sequence[Item]], Awaitable[Sequence[Outcome]]],
-    ) -> list[Outcome]:  # type: ignore[valid-type]
-        if not self._routes:
-            return [*await ask(self._default, items)]
-        groups = self._groups([item.name for item in items])
-        results: dict[int, Outcome] = {}
-
-        async def carry_out(store: Store, indexes: Sequence[int]) -> None:
-            outcomes = await ask(store, [items[i] for i in indexes])
-            results.update(zip(indexes, outcomes, strict=True))
-
-        async with task_group() as group:
-            for store, indexes in groups.items():
-                group.create_task(carry_out(store, indexes))
-        return [results[index] for index in range(len(items))]
-
-
-class SwitchStore(StoreAround):
-    """`Store`. Operations under way end on the store they were begun on; later ones go to the one
-    attached then. With none attached it is out of order: FAILED, or StoreUnavailableError."""
-
-    def __init__(self, store: Store | None = None, lifetimes: Lifetimes | None = None) -> None:
-        """store: attached when `running()` is entered. lifetimes: shared by the places that one
-        store could come to be attached to; a store has one lifetime at a time."""
-        self._first = store
-        self._lifetimes = {} if lifetimes is None else lifetimes
-        self._current: _Attached | None = None
-        self._without = _NOTHING  # said to who asks while none is attached
-        self._tasks: asyncio.TaskGroup | None = None
-
-    @property
-    def store(self) -> Store | None:
-        """The one attached."""
-        return None if self._current is None else self._current.store
-
-    def notifier(self) -> Notifier:
-        """Tells and hears through the store attached at that moment. Who listens when it is
-        detached hears nothing more, and has to look."""
-        return _Notifier(self)
-
-    @property
-    def current_notifier(self) -> Notifier | None:
-        return None if self._current is None else self._current.notifier
-
-    @property
-    def url(self) -> str:
-        return "none" if self._current is None else self._current.store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        if self._current is None:
-            return Capabilities(is_shared=False, is_durable=False)
-        return self._current.store.capabilities
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with task_group() as tasks:
-            self._tasks = tasks
-            try:
-                if (first := self._first) is not None:
-                    await patiently(lambda: self.attach(first))
-                yield
-            finally:
-                self._tasks = None
-                self.detach()
-
-    async def attach(self, store: Store) -> None:
-        """Put `store` in the place of the one attached, if any, once it can be used.
-
-        What `store.running()` raises is raised here, and the old one stays. One that is still being
-        left is waited for; one that is attached here stays so; ConfigError for one that is attached
-        elsewhere.
-        """
-        while (known := self._lifetimes.get(store)) is not None:
-            if known is self._current:
-                return
-            if not known.is_detached.is_set():
-                raise ConfigError(f"{store.url} is attached already: open one more for this place")
-            await known.is_left.wait()
-        if self._tasks is None:
-            raise StoreUnavailableError("nothing can be attached now")
-        attached = self._lifetimes[store] = _Attached(
-            store, notifier_of(store), asyncio.get_running_loop().create_future()
-        )
-        self._tasks.create_task(self._keep(attached), name="tierkv-attached-store")
-        try:
-            await asyncio.shield(attached.opened)
-        except asyncio.CancelledError:
-            attached.is_idle.set()
-            attached.is_detached.set()
-            raise
-        self.detach()
-        if self._tasks is None:
-            attached.is_idle.set()
-            attached.is_detached.set()
-            raise StoreUnavailableError("nothing can be attached now")
-        attached.is_idle.set()
-        self._current = attached
-
-    def detach(self) -> Store | None:
-        """Use the store no more; it is left when what is under way has ended. Returns it."""
-        attached, self._current = self._current, None
-        if attached is None:
-            return None
-        attached.is_detached.set()
-        return attached.store
-
-    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        if self._current is None:
-            return [GetOutcome(GetStatus.FAILED, self._without)] * len(items)
-        return await super().get_into(items)
-
-    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        if self._current is None:
-            return [PutOutcome(PutStatus.FAILED, self._without)] * len(items)
-        return await super().put(items)
-
-    async def _keep(self, attached: _Attached) -> None:
-        try:
-            await _keep(attached)
-        finally:
-            del self._lifetimes[attached.store]
-            attached.is_left.set()
-            if not attached.opened.done():  # such as at the end of all
-                attached.refuse(StoreUnavailableError(f"{attached.store.url} was not opened"))
-
-    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        if self._current is None:
-            raise StoreUnavailableError(self._without)
-        with _under_way(self._current) as store:
-            return await ask(store)
-
-
-class LateStore(SwitchStore):
-    """`Store`. One that cannot be opened at the start is out of order until it can: a node starts
-    while its near store is down."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__()
-        self._inner = inner
-
-    @property
-    def url(self) -> str:
-        return self._inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def use_memory(self, pools: Sequence[memoryview]) -> None:
-        use_memory(self._inner, pools)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Entering raises ConfigError only."""
-        async with super().running():
-            late = {}
-            try:
-                await self.attach(self._inner)
-            except StoreUnavailableError as error:
-                _log.warning("%s is done without for now: %s", self.url, error)
-                self._without = str(error)
-                late = {"tierkv-late-store": self._keep_trying()}
-            async with background(late):
-                yield
-
-    async def _keep_trying(self) -> None:
-        """On its own, since opening can take longer than a ping may."""
-        while self.store is None:
-            await asyncio.sleep(_RETRY_S)
-            try:
-                await self.attach(self._inner)
-            except (StoreUnavailableError, ConfigError) as error:  # such as TLS files that are gone
-                self._without = str(error)
 
 
 async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
@@ -476,53 +58,323 @@ async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
                 raise
 
 
-class _Notifier:
+class _NoStore(StoreAround):
+    """What answers where no store is attached: FAILED, or StoreUnavailableError."""
+
+    url = "none"
+    capabilities = Capabilities(is_shared=False, is_durable=False)
+    health = StoreHealth()
+
+    def __init__(self) -> None: ...
+
+    def notifier(self) -> Notifier:
+        return Polling()
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None: ...
+
+    def when_back(self, call: Callable[[], None]) -> None: ...
+
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:  # noqa: ARG002
+        raise StoreUnavailableError("no store is attached")
+
+
+class _Attached:
+    """A store, and what keeps it running. Left when detached and nothing is under way.
+
+    error: why it could not be opened.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.notifier = store.notifier()
+        self.error: TierKVError | None = None
+        self.is_opened, self.is_detached, self.is_left = (asyncio.Event() for _ in range(3))
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._num_under_way = 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[Store]:
+        self._num_under_way += 1
+        self._is_idle.clear()
+        try:
+            yield self.store
+        finally:
+            self._num_under_way -= 1
+            if not self._num_under_way:
+                self._is_idle.set()
+
+    async def keep(self) -> None:
+        try:
+            async with self.store.running(), self.notifier.running():
+                self.is_opened.set()
+                await self.is_detached.wait()
+                await self._is_idle.wait()
+        except TierKVError as error:
+            if not self.is_opened.is_set():
+                self.error = error
+            elif self.is_detached.is_set():
+                _log.warning("%s was detached and did not close well: %s", self.store.url, error)
+            else:
+                raise
+        finally:
+            if not self.is_opened.is_set() and self.error is None:  # such as at the end of all
+                self.error = StoreUnavailableError(f"{self.store.url} was not opened")
+            self.is_opened.set()
+            self.is_left.set()
+
+
+class Places:
+    """`Store`. A name goes to the store of its route, `prefix:fingerprint`, or to the common one,
+    route "", where there is none. Names of one store are asked for in one batch, stores at the same
+    time.
+
+    Which store answers is decided when an operation begins, and it ends on that. Where none is
+    attached it is FAILED, or StoreUnavailableError. Detaching a tenant's store sends its names to
+    the common one again.
+    """
+
+    def __init__(self, store: Store | None = None) -> None:
+        """store: the common one, attached when `running()` is entered."""
+        self._first = store
+        self._nothing = self._common = _Attached(_NoStore())
+        self._own: dict[str, _Attached] = {}  # by route
+        self._known: dict[Store, _Attached] = {}  # also those that are being opened or left
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Entering attaches the common store, and raises what its `running()` raises. Leaving lets
+        what is under way end."""
+        async with task_group() as tasks:
+            self._tasks = tasks
+            try:
+                if (first := self._first) is not None:
+                    await patiently(lambda: self.attach(first))
+                yield
+            finally:
+                self._tasks = None
+                for route in self.attached:
+                    self.detach(route)
+
+    @property
+    def attached(self) -> Mapping[str, Store]:
+        """By route, those that are attached now."""
+        every = {"": self._common} | self._own
+        return {route: one.store for route, one in every.items() if one is not self._nothing}
+
+    async def attach(self, store: Store, route: str = "") -> None:
+        """Use `store` from now on, once it can be used, instead of the one there, if any.
+
+        What `store.running()` raises is raised here, and the one there stays. One that is still
+        being left is waited for; one that is attached there stays so; ConfigError for one that is
+        attached elsewhere.
+        """
+        while (known := self._known.get(store)) is not None:
+            if known is (self._own.get(route) if route else self._common):
+                return
+            if not known.is_detached.is_set():
+                raise ConfigError(f"{store.url} is attached already: open one more for this place")
+            await known.is_left.wait()
+        if self._tasks is None:
+            raise StoreUnavailableError(_CLOSED)
+        attached = self._known[store] = _Attached(store)
+        self._tasks.create_task(self._keep(attached), name="tierkv-attached-store")
+        try:
+            await attached.is_opened.wait()
+        except asyncio.CancelledError:
+            attached.is_detached.set()
+            raise
+        if attached.error is not None:
+            raise attached.error
+        if self._tasks is None:
+            attached.is_detached.set()
+            raise StoreUnavailableError(_CLOSED)
+        self.detach(route)
+        if route:
+            self._own[route] = attached
+        else:
+            self._common = attached
+
+    def detach(self, route: str = "") -> Store | None:
+        """Use the store there no more; returns it. What was begun on it ends on it."""
+        attached = self._own.pop(route, self._nothing) if route else self._common
+        if not route:
+            self._common = self._nothing
+        if attached is self._nothing:
+            return None
+        attached.is_detached.set()
+        return attached.store
+
+    async def _keep(self, attached: _Attached) -> None:
+        try:
+            await attached.keep()
+        finally:
+            del self._known[attached.store]
+
+    # What it is
+
+    @property
+    def url(self) -> str:
+        return self._common.store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities.common_to([one.store.capabilities for one in self._places])
+
+    @property
+    def health(self) -> StoreHealth:
+        return self._common.store.health
+
+    def notifier(self) -> Notifier:
+        """Tells and hears through the common store, where tickets lie, that is attached at that
+        moment. Who listens when it is detached hears nothing more, and has to look."""
+        return _NotifierOfCommon(lambda: self._common.notifier)
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None:
+        """Of those that are attached now."""
+        for one in self._places:
+            one.store.use_memory(pools)
+
+    def when_back(self, call: Callable[[], None]) -> None:
+        """Of those that are attached now."""
+        for one in self._places:
+            one.store.when_back(call)
+
+    @property
+    def _places(self) -> Sequence[_Attached]:
+        return (self._common, *self._own.values())
+
+    # Operations. Without tenants' stores, all names go to the common one, which checks them.
+
+    async def ping(self) -> None:
+        for one in self._places:
+            with one.in_use() as store:
+                await store.ping()
+
+    async def exists(self, names: Sequence[str]) -> int:
+        if not self._own:
+            with self._common.in_use() as store:
+                return await store.exists(names)
+        answers = await self._answers(check_names(names), lambda store, some: store.exists(some))
+        return min((at[n] for at, n in answers if n < len(at)), default=len(names))
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        if not self._own:
+            with self._common.in_use() as store:
+                return await store.present(names)
+        return _joined(
+            await self._answers(check_names(names), lambda store, some: store.present(some))
+        )
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        if not self._own:
+            with self._common.in_use() as store:
+                return await store.get_into(items)
+        return _joined(await self._answers(items, lambda store, some: store.get_into(some)))
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        with self._place_of(name).in_use() as store:
+            return await store.get(name, max_bytes=max_bytes)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        if not self._own:
+            with self._common.in_use() as store:
+                return await store.put(items)
+        return _joined(await self._answers(items, lambda store, some: store.put(some)))
+
+    async def delete(self, names: Sequence[str]) -> int:
+        answers = await self._answers(check_names(names), lambda store, some: store.delete(some))
+        return sum(count for _, count in answers)
+
+    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
+        return _joined(
+            await self._answers(check_names(names), lambda store, some: store.forget_damaged(some))
+        )
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        answers = await self._answers(
+            check_names(names), lambda store, some: store.touch(some, ttl_s=ttl_s)
+        )
+        return sum(count for _, count in answers)
+
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        """One store after the other."""
+        index, _, inner = ("0", "", "") if cursor is None else cursor.partition("/")
+        places = self._places
+        if not (index.isascii() and index.isdecimal() and int(index) < len(places)):
+            raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
+        values: MutableSequence[StoredValue] = []
+        for at in range(int(index), len(places)):
+            with places[at].in_use() as store:
+                page = await store.list(prefix, limit=limit, cursor=inner or None)
+            values += page.values
+            inner = ""
+            if page.cursor is not None:
+                return ListPage(tuple(values), f"{at}/{page.cursor}")
+            if len(values) >= limit and at + 1 < len(places):
+                return ListPage(tuple(values), f"{at + 1}/")
+        return ListPage(tuple(values), None)
+
+    async def usage(self, prefix: str) -> Usage:
+        usages = []
+        for one in self._places:
+            with one.in_use() as store:
+                usages.append(await store.usage(prefix))
+        return Usage(sum(u.num_values for u in usages), sum(u.num_bytes for u in usages))
+
+    def _place_of(self, name: str) -> _Attached:
+        return self._own.get(":".join(name.split(":", 2)[:2]), self._common)
+
+    async def _answers(
+        self,
+        asked: Sequence[Asked],
+        ask: Callable[[Store, Sequence[Asked]], Awaitable[T]],
+    ) -> Sequence[tuple[Sequence[int], T]]:
+        """What each store answers about those that are its own, and which of `asked` they are.
+        Raises the first store's error after all have been asked."""
+        groups: dict[_Attached, list[int]] = {}
+        for index, one in enumerate(asked):
+            name = one if isinstance(one, str) else one.name
+            groups.setdefault(self._place_of(name), []).append(index)
+
+        async def of_store(store: Store, at: Sequence[int]) -> T | TierKVError:
+            return await expected(ask(store, [asked[i] for i in at]))
+
+        with ExitStack() as stack:
+            stores = [stack.enter_context(place.in_use()) for place in groups]
+            async with task_group() as group:
+                tasks = [
+                    group.create_task(of_store(store, at))
+                    for store, at in zip(stores, groups.values(), strict=True)
+                ]
+        answers = []
+        for at, task in zip(groups.values(), tasks, strict=True):
+            answer = task.result()
+            if isinstance(answer, TierKVError):
+                raise answer
+            answers.append((at, answer))
+        return answers
+
+
+def _joined(answers: Sequence[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
+    """Answers of several stores in the order of the question."""
+    by_index = {i: one for at, some in answers for i, one in zip(at, some, strict=True)}
+    return [by_index[i] for i in range(len(by_index))]
+
+
+class _NotifierOfCommon:
     """`Notifier` of a place; those of the stores live as long as they are attached."""
 
-    def __init__(self, place: SwitchStore) -> None:
-        self._place = place
+    def __init__(self, current: Callable[[], Notifier]) -> None:
+        self._current = current
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         yield
 
     async def tell(self, topic: str, message: str = LOOK) -> None:
-        notifier = self._place.current_notifier
-        if notifier is not None:
-            await notifier.tell(topic, message)
+        await self._current().tell(topic, message)
 
-    @contextmanager
-    def listen(self, topic: str) -> Iterator[Listener]:
-        notifier = self._place.current_notifier
-        if notifier is None:
-            yield Listener()
-            return
-        with notifier.listen(topic) as listener:
-            yield listener
-
-
-@contextmanager
-def _under_way(attached: _Attached) -> Iterator[Store]:
-    attached.num_under_way += 1
-    attached.is_idle.clear()
-    try:
-        yield attached.store
-    finally:
-        attached.num_under_way -= 1
-        if not attached.num_under_way:
-            attached.is_idle.set()
-
-
-async def _keep(attached: _Attached) -> None:
-    try:
-        async with attached.store.running(), attached.notifier.running():
-            attached.opened.set_result(None)
-            await attached.is_detached.wait()
-            await attached.is_idle.wait()
-    except TierKVError as error:
-        if not attached.opened.done():
-            attached.refuse(error)
-        elif attached.is_detached.is_set():
-            _log.warning("%s was detached and did not close well: %s", attached.store.url, error)
-        else:
-            raise
+    def listen(self, topic: str) -> AbstractContextManager[Listener]:
+        return self._current().listen(topic)

@@ -11,11 +11,12 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Protocol
 
 from tierkv.errors import BadRequestError
+from tierkv.storage.notify import Notifier
 
 Buffer = bytes | bytearray | memoryview
 
@@ -133,21 +134,7 @@ class GetOutcome:
     digest: Digest | None = None
 
 
-class _Parts:
-    """Of a PutItem: complete for whoever asks. `given` are the same, complete or not."""
-
-    def __get__(self, item: PutItem | None, _: object = None) -> tuple[Buffer, ...]:
-        if item is None:
-            raise AttributeError("it has no default")
-        if item.complete is not None:
-            item.complete()
-        return item.given
-
-    def __set__(self, item: PutItem, parts: tuple[Buffer, ...]) -> None:
-        object.__setattr__(item, "given", parts)
-
-
-@dataclass(frozen=True)  # no slots: dataclasses keep no descriptor beside them
+@dataclass(frozen=True, slots=True)
 class PutItem:
     """A value given as consecutive `parts`, kept for `ttl_s` seconds (None: as long as it may).
 
@@ -155,32 +142,37 @@ class PutItem:
         False replaces it atomically (tickets).
     only_new: of values that differ, the first one stays, and who comes later is told EXISTED.
     worth: of writes that wait for a store too slow for them, the one worth least is dropped first.
-    complete: makes the parts complete, by their checksum say. Called before anybody has them, maybe
-        again, and by several threads. Who sends them right after that has the bytes in its
-        processor's cache.
+    complete: makes the parts complete, by their checksum say. `completed` calls it; a store that
+        sends them piece by piece does itself, right before, while the bytes are in its processor's
+        cache. Maybe more than once, and from several threads.
     A value of no bytes at all is a value. Raises BadRequestError if the name is bad, or ttl_s is
     not above 0 and at most ten years.
     """
 
     name: str
-    parts: _Parts = _Parts()
+    parts: tuple[Buffer, ...]
     ttl_s: float | None = None
     keep_existing: bool = True
     worth: float = 0.0
     only_new: bool = False
     complete: Callable[[], None] | None = None
-    given: tuple[Buffer, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        for part in self.given:
+        for part in self.parts:
             assert memoryview(part).c_contiguous, "a value is made of plain memory"
         if self.ttl_s is not None:
             check_ttl(self.ttl_s)
 
     @property
     def num_bytes(self) -> int:
-        return sum(memoryview(part).nbytes for part in self.given)
+        return sum(memoryview(part).nbytes for part in self.parts)
+
+    def completed(self) -> tuple[Buffer, ...]:
+        """`parts`, once they are complete."""
+        if self.complete is not None:
+            self.complete()
+        return self.parts
 
     @property
     def leaves_existing(self) -> bool:
@@ -235,6 +227,41 @@ class Capabilities:
     has_listing: bool = True
     sends_from_loop: bool = False
 
+    @classmethod
+    def common_to(cls, every: Sequence[Capabilities]) -> Capabilities:
+        """What all of several stores can."""
+        return cls(*(all(getattr(one, f.name) for one in every) for f in fields(cls)))
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"  # operations reach the store
+    OPEN = "open"  # they fail at once
+    HALF_OPEN = "half_open"  # they fail at once, and one probe is under way
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHealth:
+    """How a store has been doing, for metrics and readiness.
+
+    circuit: of its breaker; None, and the counts 0, of a store that has none.
+    part: of a store that is made of several, the one whose circuit this is, where it is not its
+        own: the others do without it.
+    num_opened: how often the circuit has opened. reason: why it did last. degraded_s: how long it
+        has not been closed, all in all.
+    num_refused: operations that failed at once: circuit open, too many waiting, or stuck.
+    """
+
+    circuit: BreakerState | None = None
+    part: str = ""
+    num_opened: int = 0
+    reason: str = ""
+    degraded_s: float = 0.0
+    num_retries: int = 0
+    num_refused: int = 0
+    num_dropped_writes: int = 0
+    waiting_write_bytes: int = 0
+    negative_hits: int = 0
+
 
 class Store(Protocol):
     """Named values. Safe for concurrent use from one event loop; never blocks that loop.
@@ -259,6 +286,21 @@ class Store(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    @property
+    def health(self) -> StoreHealth: ...
+
+    def notifier(self) -> Notifier:
+        """The way to tell its other users that something is there."""
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None:
+        """Before `running()` is entered: most buffers of reads and writes will lie in `pools`,
+        which are plain memory and stay until it is left. For a store whose network card has to
+        know."""
+
+    def when_back(self, call: Callable[[], None]) -> None:
+        """Call `call` whenever the store answers again after it did not: it may have lost all it
+        had. One call is called once, however often it was given."""
+
     def running(self) -> AbstractAsyncContextManager[None]:
         """The store's lifetime. Entering checks that it can be used and raises
         StoreUnavailableError (or ConfigError) with one clear sentence if not."""
@@ -271,6 +313,9 @@ class Store(Protocol):
 
         Raises StoreUnavailableError.
         """
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        """Whether each of `names` has a value, each for itself. Raises StoreUnavailableError."""
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         """Bring each value into its buffers. On any status but HIT the buffers hold anything."""
@@ -286,6 +331,14 @@ class Store(Protocol):
 
     async def delete(self, names: Sequence[str]) -> int:
         """Forget values; returns how many there were. Raises StoreUnavailableError."""
+
+    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
+        """Forget the copy that the last read of each of `names` came from, which was damaged.
+
+        Who finds the damage knows nothing of the stores that a store is made of, and these do not
+        know what a whole value is. Returns of each whether there may be another copy, for which to
+        read again. Raises StoreUnavailableError; then some of them may be left.
+        """
 
     async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
         """Let values live for `ttl_s` from now on; returns how many there were. One that lives for

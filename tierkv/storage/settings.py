@@ -10,11 +10,11 @@ from tierkv.storage.codec_keyed import TenantCodecs, Trust, parse_key
 from tierkv.storage.codec_small import SmallCodec
 from tierkv.storage.factory import StoreSettings
 from tierkv.storage.file import FileSettings
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.layered import LayeredSettings
 from tierkv.storage.memory import MemorySettings
 from tierkv.storage.mooncake import MooncakeSettings
 from tierkv.storage.redis.store import RedisSettings
-from tierkv.storage.resilient import ResilienceSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

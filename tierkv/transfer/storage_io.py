@@ -23,7 +23,6 @@ from tierkv.cache.layout import Bytes1D, Layout
 from tierkv.cache.shards import Shard
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
-from tierkv.storage.base import forget_damaged, present
 from tierkv.storage.codec import Codec, PlainCodec
 from tierkv.storage.protocol import (
     GetItem,
@@ -172,7 +171,7 @@ class StorageIO:
             return [None] * len(keys)
         of_key = [{size: self.slices.names_of(key, size) for size in sizes} for key in keys]
         names = [name for of_size in of_key for some in of_size.values() for name in some]
-        answers = await present(self.store, names)
+        answers = await self.store.present(names)
         there = {name for name, is_there in zip(names, answers, strict=True) if is_there}
         return [
             next((size for size, some in of_size.items() if there.issuperset(some)), None)
@@ -266,7 +265,7 @@ class StorageIO:
         again = {at for at, block in enumerate(blocks) if block.status is GetStatus.DAMAGED}
         if damaged:
             try:
-                others = await forget_damaged(self.store, [read.item.name for read in damaged])
+                others = await self.store.forget_damaged([read.item.name for read in damaged])
             except StoreUnavailableError:
                 return []  # they will be found damaged again
             again -= {r.at for r, other in zip(damaged, others, strict=True) if not other}

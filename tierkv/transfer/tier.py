@@ -14,14 +14,11 @@ from tierkv.cache.layout import Layout
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.errors import ConfigError
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.base import use_memory
 from tierkv.storage.codec import Codec
 from tierkv.storage.codec_keyed import Trust
 from tierkv.storage.codec_small import SmallCodec
-from tierkv.storage.guard import BreakerState
-from tierkv.storage.places import AttachedStores, patiently
-from tierkv.storage.protocol import Store
-from tierkv.storage.resilient import ResilientStore
+from tierkv.storage.places import Places, patiently
+from tierkv.storage.protocol import BreakerState, Store
 from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO
 
@@ -85,12 +82,12 @@ class StorageTier:
     ) -> None:
         self.options = options
         self._first = store
-        self._stores = AttachedStores(store)
+        self._stores = Places(store)
         self._pools: Sequence[memoryview] = ()
         self._on_change = on_change
         self._prefix = ""
         if store is not None:
-            self._watch(store)
+            store.when_back(on_change)
 
     @asynccontextmanager
     async def running(
@@ -114,7 +111,7 @@ class StorageTier:
             options.peer_sizes,
         )
         self.io = StorageIO(
-            self._stores.store,
+            self._stores,
             names,
             layout,
             host,
@@ -126,7 +123,7 @@ class StorageTier:
         )
         self._pools = [part.host.array.reshape(-1).data for part in slices.parts]
         if self._first is not None:
-            use_memory(self._first, self._pools)
+            self._first.use_memory(self._pools)
         try:
             async with self._stores.running():
                 for tenant, store in self.options.tenants.items():
@@ -161,9 +158,9 @@ class StorageTier:
             if self.options.open is None:
                 raise ConfigError("this service was not told how to open a store: give it one")
             store = self.options.open(store)
-        use_memory(store, self._pools)
+        store.use_memory(self._pools)
         await self._stores.attach(store, self._route(tenant))
-        self._watch(store)
+        store.when_back(self._on_change)
         self._on_change()
 
     def detach(self, tenant: str = "") -> bool:
@@ -180,29 +177,21 @@ class StorageTier:
     def _route(self, tenant: str) -> str:
         return f"{self._prefix}:{tenant}" if tenant else ""
 
-    def _watch(self, store: Store) -> None:
-        if isinstance(store, ResilientStore):
-            store.when_back(self._on_change)
-
 
 def _state(tenant: str, store: Store) -> StoreState:
-    can = store.capabilities
-    if not isinstance(store, ResilientStore):
-        return StoreState(tenant, store.url, can.is_shared, can.is_durable, None)
-    now = store.snapshot()
-    part, breaker = store.weakest()
+    can, health = store.capabilities, store.health
     return StoreState(
         tenant=tenant,
         url=store.url,
         is_shared=can.is_shared,
         is_durable=can.is_durable,
-        circuit=breaker.state.value,
-        reason=breaker.reason,
-        degraded_s=breaker.degraded_s,
-        part=part,
-        retries=now.num_retries,
-        refused=now.num_refused,
-        dropped_writes=now.num_dropped_writes,
-        waiting_write_bytes=now.waiting_write_bytes,
-        negative_hits=now.negative_hits,
+        circuit=None if health.circuit is None else health.circuit.value,
+        reason=health.reason,
+        degraded_s=health.degraded_s,
+        part=health.part,
+        retries=health.num_retries,
+        refused=health.num_refused,
+        dropped_writes=health.num_dropped_writes,
+        waiting_write_bytes=health.waiting_write_bytes,
+        negative_hits=health.negative_hits,
     )

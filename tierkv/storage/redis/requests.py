@@ -112,7 +112,7 @@ def put_request(item: PutItem) -> Request:
         options += ["PX", math.ceil(item.ttl_s * 1000)]
     if item.leaves_existing:
         options.append("NX")
-    request = Request(pack_set(item.name, item.given, options), None, item.num_bytes)
+    request = Request(pack_set(item.name, item.parts, options), None, item.num_bytes)
     request.complete = item.complete
     # Had the first try been carried out, and its answer lost, a second would be told EXISTED.
     request.may_retry = not item.only_new

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
+from tierkv.storage.base import BaseStore
 from tierkv.storage.notify import Notifier
 from tierkv.storage.protocol import (
     Capabilities,
@@ -74,7 +75,7 @@ _MANY_WRITES = 8
 __all__ = ["RedisSettings", "RedisStore"]
 
 
-class RedisStore:
+class RedisStore(BaseStore):
     """`Store` on Redis: a name is a key, a value a string, with PX for its time to live.
 
     Commands: GET GETRANGE SET EXISTS UNLINK PEXPIRE PING (AUTH, SELECT when connecting; in a
