@@ -113,9 +113,7 @@ async def test_a_node_that_never_ends_its_answer_does_not_hold_the_caller_up(
 
 async def test_without_a_store_to_hand_over_through_a_prompt_is_computed_once() -> None:
     with redis_server() as server:
-        stores = [
-            open_guarded_store(server.url, StoreSettings(), SystemClock()) for _ in range(2)
-        ]
+        stores = [open_guarded_store(server.url, StoreSettings(), SystemClock()) for _ in range(2)]
         async with (
             here(Role.PREFILL, store=stores[0]) as prefill,
             here(Role.DECODE, store=stores[1]) as decode,

@@ -20,11 +20,11 @@ from tierkv.storage import maintenance
 from tierkv.storage.codec_keyed import parse_key
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
+from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, StoredValue, check_prefix, check_ttl
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles
-from tierkv.storage.guard import ResilienceSettings
 
 T = TypeVar("T")
 # People wait longer than requests do, also for each of several stores.
