@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import product
-from typing import cast
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import LayoutError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuHostSlots
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import GetStatus, PutStatus, Store
+from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.transfer.slices import Slice, Slices
 from tierkv.transfer.storage_io import StorageIO
 
@@ -306,18 +305,3 @@ async def test_slices_that_are_missed_in_a_fetch_are_found_in_one_exchange_and_o
         reads.check(7, written[2])
 
 
-class Deaf:
-    """A store that tells of one name at a time, as one of somebody else's may."""
-
-    def __init__(self, inner: FaultyStore) -> None:
-        self.exists = inner.exists
-
-
-async def test_a_store_that_cannot_tell_of_many_is_asked_of_each() -> None:
-    async with nodes(SCHEMES["four heads"], 1, 1) as (node, _):
-        await put_one(node.store, "t:f:2:0", b"x")
-        deaf = cast("Store", Deaf(node.store))
-        assert await deaf.present(["t:f:1:0", "t:f:2:0", "t:f:3:0"]) == [False, True, False]
-        node.store.fail_next(3)
-        with pytest.raises(StoreUnavailableError):
-            await deaf.present(["t:f:1:0", "t:f:2:0", "t:f:3:0"])
