@@ -303,5 +303,3 @@ async def test_slices_that_are_missed_in_a_fetch_are_found_in_one_exchange_and_o
         assert reads.store.num_operations - asked == 3
         reads.check(5, written[0])
         reads.check(7, written[2])
-
-
