@@ -158,7 +158,7 @@ class Bench:
 
     async def settled(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while self.service.tiers.num_tasks:  # noqa: ASYNC110 - it has no event
+            while self.service.tiers.work.num_tasks:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.002)
 
     async def leave_device(self) -> None:

@@ -153,8 +153,8 @@ class BulkNode:
             return await self._raw(work)
         taken = now_s() - started
         service.end(request)
-        while service.tiers.num_tasks:
-            await service.tiers.next_change()
+        while service.tiers.work.num_tasks:
+            await service.tiers.work.next_change()
         if work["do"] == "claim":
             service.reset()  # the next one finds room: what eviction costs is not the way's
         counts = service.stats().handoff

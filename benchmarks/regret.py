@@ -75,7 +75,7 @@ async def node(policy: FetchPolicy, delay_s: float, num_prompts: int) -> AsyncIt
             request = await service.admit(f"f{number}", prompt, max_new_tokens=0, uses_cache=False)
             await service.commit(request, prompt.tokens)
             service.end(request)
-            while service.tiers.num_tasks:  # noqa: ASYNC110 - nobody tells of it
+            while service.tiers.work.num_tasks:  # noqa: ASYNC110 - nobody tells of it
                 await asyncio.sleep(0.001)
         service.reset()
         store.delay_s = delay_s

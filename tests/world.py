@@ -142,7 +142,7 @@ class World:
 
     async def settle(self) -> None:
         """Every copy and task of the node has ended, and its books are right."""
-        await until(lambda: self.service.tiers.num_tasks == 0, "an idle node")
+        await until(lambda: self.service.tiers.work.num_tasks == 0, "an idle node")
         assert self.service.verify() == []
 
     @property

@@ -11,10 +11,10 @@ from tierkv.cache.pool import PoolStats
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.ledger import HandoffStats
+from tierkv.sched.computing import Decisions
+from tierkv.sched.eviction import TierStats
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
-from tierkv.sched.slots import Decisions
-from tierkv.sched.tiers import TierStats
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO, StorageStats
 
@@ -50,12 +50,12 @@ class Lookup(msgspec.Struct, frozen=True):
 def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff: Handoff) -> Stats:
     tiers = scheduler.tiers
     return Stats(
-        device=tiers.pools[Tier.DEVICE].stats(),
-        host=tiers.pools[Tier.HOST].stats(),
+        device=tiers.slots.pools[Tier.DEVICE].stats(),
+        host=tiers.slots.pools[Tier.HOST].stats(),
         running_requests=len(scheduler.running_requests),
         waiting_requests=scheduler.num_waiting,
         requests=scheduler.stats,
-        tiers=tiers.stats,
+        tiers=tiers.eviction.stats,
         storage=storage.stats if storage else None,
         loaded_bytes=mover.bytes_moved[Direction.LOAD],
         offloaded_bytes=mover.bytes_moved[Direction.OFFLOAD],
@@ -71,18 +71,18 @@ def verify(scheduler: Scheduler, mover: Mover, fetcher: Fetcher, handoff: Handof
     private = [request.private_slots() for request in requests]
     wrong = invariants.findings(
         index,
-        tiers.pools,
+        tiers.slots.pools,
         {
-            Tier.DEVICE: np.concatenate([tiers.lent_slots(Tier.DEVICE), *private]).tolist(),
-            Tier.HOST: tiers.lent_slots(Tier.HOST).tolist(),
+            Tier.DEVICE: np.concatenate([tiers.slots.lent(Tier.DEVICE), *private]).tolist(),
+            Tier.HOST: tiers.slots.lent(Tier.HOST).tolist(),
         },
     )
     wrong += scheduler.findings() + tiers.pins.findings()
-    is_busy = private or tiers.num_tasks or scheduler.num_waiting or mover.num_in_flight
+    is_busy = private or tiers.work.num_tasks or scheduler.num_waiting or mover.num_in_flight
     if is_busy or fetcher.num_held:
         return wrong
     num_leases = index.num_held_leases - tiers.pins.num_leases - handoff.source.num_leases
     if num_leases:
         wrong.append(f"nothing runs, but {num_leases} leases are out")
     wrong += fetcher.findings() + scheduler.loads.findings()
-    return wrong + tiers.findings() + handoff.findings()
+    return wrong + tiers.copies.findings() + handoff.findings()

@@ -91,7 +91,7 @@ class Here:
         """Nothing runs any more, and the books are right."""
         service = self.node.service
         await until(lambda: service.stats().running_requests == 0, "no running request")
-        await until(lambda: service.tiers.num_tasks == 0, "an idle node")
+        await until(lambda: service.tiers.work.num_tasks == 0, "an idle node")
         assert service.verify() == []
 
 

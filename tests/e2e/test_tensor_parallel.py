@@ -151,7 +151,7 @@ async def test_a_rank_that_fails_is_named_and_its_blocks_are_computed_again(
         prompts = [text(150, seed=seed) for seed in range(4)]
         for prompt in prompts:
             await here.engine.generate(here.job(prompt, 2, Sampling()))
-        await until(lambda: here.service.tiers.num_tasks == 0, "an idle node")
+        await until(lambda: here.service.tiers.work.num_tasks == 0, "an idle node")
         breaking.is_broken = True
         for prompt in prompts:
             generation = await here.engine.generate(here.job(prompt, 5, Sampling()))

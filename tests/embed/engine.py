@@ -71,7 +71,7 @@ class Engine:
 
 
 async def _num_tasks(service: Service) -> int:
-    return service.tiers.num_tasks
+    return service.tiers.work.num_tasks
 
 
 def open_engine(

@@ -58,7 +58,7 @@ def test_an_error_in_the_loop_reaches_every_pending_and_every_later_call() -> No
 
 def test_an_error_in_the_service_itself_reaches_every_call() -> None:
     async def break_task(service: Service) -> None:
-        service.tiers.start(_explode(service), "broken")
+        service.tiers.work.start(_explode(service), "broken")
 
     here = open_engine(device_blocks=8)
     here.cache.admit("one", ALL, max_new_tokens=0).wait(PATIENCE_S)

@@ -38,7 +38,7 @@ async def test_blocks_pass_through_the_part_by_which_the_host_has_grown() -> Non
         await on.service.resize(Tier.HOST, MOST)
         for number in range(1, MOST // BLOCKS):  # of which the device keeps the last
             await on.run(prompt(number))
-        used = MOST - on.service.tiers.pools[Tier.HOST].num_free
+        used = MOST - on.service.tiers.slots.pools[Tier.HOST].num_free
         assert used > 512, "slots of the third chunk are used"
         for number in range(MOST // BLOCKS - 1):
             matched = await on.run(prompt(number))  # every byte is checked

@@ -64,7 +64,7 @@ async def pair(url: str, **handoff: Any) -> AsyncIterator[tuple[ExactNode, Exact
 
 
 async def at_rest(node: ExactNode) -> None:
-    await until(lambda: node.service.tiers.num_tasks == 0, "an idle node")
+    await until(lambda: node.service.tiers.work.num_tasks == 0, "an idle node")
     assert node.service.stats().running_requests == 0
     assert node.service.verify() == []
 

@@ -64,7 +64,7 @@ async def pair(
 
 async def settled(*nodes: ExactNode) -> None:
     for node in nodes:
-        await until(lambda node=node: node.service.tiers.num_tasks == 0, "an idle node")  # type: ignore[misc]
+        await until(lambda node=node: node.service.tiers.work.num_tasks == 0, "an idle node")  # type: ignore[misc]
         assert node.service.stats().running_requests == 0
         assert node.service.verify() == []
 

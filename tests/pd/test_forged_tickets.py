@@ -49,7 +49,7 @@ async def published(server: RedisServer) -> AsyncIterator[tuple[ExactNode, Exact
         ticket = await tickets_of(prefill).read("t")
         assert ticket is not None
         yield prefill, decode, ticket
-        await until(lambda: decode.service.tiers.num_tasks == 0, "an idle node")
+        await until(lambda: decode.service.tiers.work.num_tasks == 0, "an idle node")
         assert decode.service.verify() == []
         assert (await decode.generate(PROMPT, NEW)).tokens == truth(PROMPT, NEW).tokens
 
@@ -118,7 +118,7 @@ async def test_a_ticket_that_ends_in_the_far_future_is_claimed_and_acknowledged(
         await put(prefill, changed(ticket, expires_at=ticket.expires_at + after_s))
         generation, _ = await decode.engine.decode(decode.job(PROMPT, NEW), "t")
         assert generation.tokens == truth(PROMPT, NEW).tokens
-        await until(lambda: decode.service.tiers.num_tasks == 0, "the acknowledgement")
+        await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
         acknowledged = tickets_of(decode).names.acknowledgement("t")
         left_ms = server.execute("PTTL", acknowledged)
         assert isinstance(left_ms, int)

@@ -192,4 +192,4 @@ async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admit
             assert here.latch.count(Direction.LOAD) == 1
             here.service.end(claimed)
             await here.settle()
-            assert not len(here.service.tiers.lent_slots(Tier.HOST))
+            assert not len(here.service.tiers.slots.lent(Tier.HOST))

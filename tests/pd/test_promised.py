@@ -81,7 +81,7 @@ async def pair() -> AsyncIterator[tuple[World, World, Counted]]:
         yield prefill, decode, counted
         for node in (prefill, decode):
             await node.settle()
-        assert not len(decode.service.tiers.lent_slots(Tier.HOST))
+        assert not len(decode.service.tiers.slots.lent(Tier.HOST))
 
 
 async def publish(node: World, prompt: list[int], ticket_id: str) -> None:
@@ -122,7 +122,7 @@ async def test_what_nobody_promised_is_asked_for() -> None:
 async def test_where_other_sizes_may_have_stored_it_the_size_is_asked_for() -> None:
     async with pair() as (prefill, decode, store):
         await publish(prefill, PROMPT, "t")
-        storage = decode.service.tiers.storage
+        storage = decode.service.tiers.copies.storage
         assert storage is not None
         storage.slices.peer_sizes = (2,)
         request = await claim(decode, PROMPT)
@@ -227,7 +227,7 @@ async def test_a_claim_is_acknowledged_when_its_blocks_are_on_the_device() -> No
         await turns(20)
         assert await handoff.tickets.read_acknowledgement("t") is None
         decode.latch.release()
-        await until(lambda: decode.service.tiers.num_tasks == 0, "the acknowledgement")
+        await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
         assert await handoff.tickets.read_acknowledgement("t") is not None
         decode.service.end(request)
 
@@ -241,6 +241,6 @@ async def test_a_claim_whose_load_fails_is_acknowledged_all_the_same() -> None:
         request, _ = await finish(
             decode.service.claim("claim", "t", decode.prompt(PROMPT), max_new_tokens=0)
         )
-        await until(lambda: decode.service.tiers.num_tasks == 0, "the acknowledgement")
+        await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
         assert await handoff.tickets.read_acknowledgement("t") is not None
         decode.service.end(request)

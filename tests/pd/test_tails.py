@@ -117,7 +117,7 @@ async def test_a_private_layout_lends_only_whole_tails() -> None:
     who = dataclasses.replace(fingerprint(), layout=LAYOUTS["private"])
     store = MemoryStore(MemorySettings(), SystemClock())
     async with world(store=store, who=who) as node:
-        lists = node.service.tiers.storage
+        lists = node.service.tiers.copies.storage
         assert lists is not None
         root = who.root()
         for rest in (tokens(3), tokens(1)):
@@ -154,7 +154,7 @@ async def test_a_longer_tail_takes_the_place_of_its_own_beginning() -> None:
     async with two() as (first, _):
         await first.run(tokens(BLOCK + 1))
         await first.run(tokens(BLOCK + 3))
-        lists = first.service.tiers.storage
+        lists = first.service.tiers.copies.storage
         assert lists is not None
         value = await first.the_store.get(list_name(first, tokens(BLOCK + 1)), max_bytes=1 << 16)
         assert value is not None

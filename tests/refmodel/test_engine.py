@@ -60,7 +60,7 @@ class Bench:
 
     async def settle(self) -> None:
         service = self.node.service
-        await until(lambda: service.tiers.num_tasks == 0, "an idle node")
+        await until(lambda: service.tiers.work.num_tasks == 0, "an idle node")
         assert service.stats().running_requests == 0
         assert service.verify() == []
 

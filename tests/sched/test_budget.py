@@ -9,7 +9,7 @@ from tests.world import GQA, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.tokens import pack
 from tierkv.gpu.protocol import Direction
-from tierkv.sched.tiers import ByteBudget
+from tierkv.sched.copies import ByteBudget
 
 LOAD, OFFLOAD = Direction.LOAD, Direction.OFFLOAD
 
@@ -97,10 +97,10 @@ async def test_write_downs_make_way_for_loads() -> None:
             here.compute(request, prompt)
             await finish(here.service.commit(request, pack(prompt)))
             here.service.end(request)
-        await until(lambda: here.service.tiers.background.num_waiting == 2)
-        assert here.service.tiers.background.bytes_in_flight == 2 * GQA.block_bytes
+        await until(lambda: here.service.tiers.copies.background.num_waiting == 2)
+        assert here.service.tiers.copies.background.bytes_in_flight == 2 * GQA.block_bytes
         here.latch.release(LOAD)
-        await until(lambda: here.service.tiers.background.num_waiting == 0)
+        await until(lambda: here.service.tiers.copies.background.num_waiting == 0)
         here.latch.release()
         here.service.end(loading)
         await here.settle()
@@ -115,11 +115,11 @@ async def test_a_block_that_is_matched_again_while_its_copy_waits_is_not_queued_
         here.compute(request, prompt)
         await finish(here.service.commit(request, pack(prompt)))
         here.service.end(request)
-        before = here.service.tiers.num_tasks
+        before = here.service.tiers.work.num_tasks
         for number in range(5):
             again = await here.admit([*prompt, 50 + number])
             here.service.end(again)
-        assert here.service.tiers.num_tasks <= before
+        assert here.service.tiers.work.num_tasks <= before
         here.latch.release()
         await here.settle()
 

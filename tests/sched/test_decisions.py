@@ -102,7 +102,7 @@ async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> Non
         waits = asyncio.ensure_future(on.admit([*tokens(12), 99]))
         await until(lambda: on.service.scheduler.num_waiting == 1)
         for _ in range(5):
-            on.service.tiers.capacity_changed()
+            on.service.tiers.work.capacity_changed()
         assert decided(on) == {}
         on.service.end(busy)
         on.service.end(await finish(waits))

@@ -140,7 +140,7 @@ async def test_what_was_preempted_comes_back_byte_for_byte_after_others_had_the_
         request = await preempted(here, count)
         with pytest.raises(OwnershipError, match="preempted"):
             await here.service.commit(request, pack(tokens(count)))
-        await until(lambda: here.service.tiers.num_tasks == 0)
+        await until(lambda: here.service.tiers.work.num_tasks == 0)
         await here.run(tokens(16, 500))
         await here.run(tokens(16, 600))
         again = await finish(here.service.resume(request, max_new_tokens=4))

@@ -188,7 +188,7 @@ async def test_a_store_that_does_not_leave_the_buffers_holds_slots_but_no_reques
         assert here.service.verify() == []
         await here.prefill(request, tokens(18))
         here.service.end(request)
-        assert here.service.tiers.num_tasks, "the store is not done"
+        assert here.service.tiers.work.num_tasks, "the store is not done"
         here.the_store.release()
         await here.settle()
 
@@ -248,7 +248,7 @@ async def test_a_stuck_fetch_keeps_its_slots_until_the_store_is_done() -> None:
         store=store, host_blocks=8, fetch_policy=FetchPolicy.DEADLINE, fetch_deadline_s=1.0
     ) as here:
         request = await here.admit(tokens(18))
-        assert len(here.service.tiers.lent_slots(Tier.HOST)) == 5
+        assert len(here.service.tiers.slots.lent(Tier.HOST)) == 5
         assert here.service.stats().host.free == 3
         assert here.service.verify() == []
         here.service.end(request)
@@ -396,7 +396,7 @@ async def test_what_came_from_the_store_is_not_written_there_again() -> None:
     ) as here:
         here.the_store.hold_writes()
         await here.run(tokens(18))
-        held = here.service.tiers.storing.bytes_in_flight
+        held = here.service.tiers.copies.storing.bytes_in_flight
         here.the_store.release()
         assert held == 0
 

@@ -13,8 +13,8 @@ from tests.faulty import FaultyStore
 from tests.simulated import LoopClock, simulate, simulated_world
 from tests.world import World
 from tierkv.cache.eviction import WritePolicy
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.fetch import LEAVE_S, FetchDeadline
-from tierkv.sched.tiers import GROUP_BLOCKS
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetItem, GetOutcome

@@ -14,7 +14,7 @@ from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
-from tierkv.sched.tiers import GROUP_BLOCKS
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus
 
@@ -81,7 +81,7 @@ async def test_nothing_is_kept_behind_a_group_that_did_not_come(status: GetStatu
         store.gates[1].set_result(GetStatus.HIT)
         store.gates[0].set_result(status)
         assert await admitted == 0
-        assert not len(here.service.tiers.lent_slots(Tier.HOST))
+        assert not len(here.service.tiers.slots.lent(Tier.HOST))
         assert len(store.gates) == 2, "nobody asks for what could not be used"
 
 
@@ -96,6 +96,6 @@ async def test_a_fetch_that_stops_at_any_time_leaves_no_slot_lent(ticks: int) ->
             await asyncio.sleep(0)
         for gate in store.gates:
             gate.set_result(GetStatus.FAILED)
-        await until(lambda: here.service.tiers.num_tasks == 0, "the end of the fetch")
-        assert not len(here.service.tiers.lent_slots(Tier.HOST))
+        await until(lambda: here.service.tiers.work.num_tasks == 0, "the end of the fetch")
+        assert not len(here.service.tiers.slots.lent(Tier.HOST))
         assert here.service.stats().host.free == 90

@@ -15,8 +15,8 @@ from tests.simulated import simulate, simulated_world
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
-from tierkv.sched import tiers
-from tierkv.sched.tiers import LEAVING_PATIENCE_S
+from tierkv.sched import copies
+from tierkv.sched.copies import LEAVING_PATIENCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
 
@@ -92,13 +92,13 @@ def test_a_host_that_shrinks_stores_first_what_write_back_promises() -> None:
 
 
 def test_a_host_that_shrinks_stores_a_large_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "GROUP_BLOCKS", 3)
+    monkeypatch.setattr(copies, "GROUP_BLOCKS", 3)
 
     async def scene() -> None:
         async with full_host() as here:
             await here.service.resize(Tier.HOST, 1)
             assert await num_stored(here) >= 15
-            assert here.service.tiers.storing.most_in_flight <= 4 * here.layout.block_bytes
+            assert here.service.tiers.copies.storing.most_in_flight <= 4 * here.layout.block_bytes
             await here.settle()
 
     simulate(scene())
@@ -122,8 +122,8 @@ def test_a_host_that_shrinks_stores_also_what_would_be_nobodys_without_the_block
             host_write=THROUGH,
             storage_write=BACK,
         ) as here:
-            books = here.service.tiers
-            slots = books.take(Tier.HOST, 16)
+            books = here.service.tiers.slots
+            slots = here.service.tiers.eviction.take(Tier.HOST, 16)
             low = slots[slots < 8]
             books.lend(Tier.HOST, low)
             books.give(Tier.HOST, slots[slots >= 8])

@@ -14,7 +14,7 @@ from tests.world import world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
-from tierkv.sched import lifecycle, slots
+from tierkv.sched import lifecycle, work
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 
@@ -163,7 +163,7 @@ async def test_a_hard_pin_stays_under_pressure_until_it_ends() -> None:
             await here.run(tokens(16, 100 * (number + 1)))
         assert here.service.index.match(here.prompt(tokens(8))).device_blocks == 2
         with pytest.raises(OutOfBlocksError):
-            here.service.tiers.take(Tier.DEVICE, 5)
+            here.service.tiers.eviction.take(Tier.DEVICE, 5)
         assert here.service.unpin("mine")
         assert not here.service.unpin("mine")
         await here.run(tokens(24, 900))
@@ -237,12 +237,12 @@ async def test_pins_left_at_the_end_do_not_count_as_leaks() -> None:
 async def test_closing_waits_for_a_store_that_uses_the_slots_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slots, "CLOSING_PATIENCE_S", 0.01)
+    monkeypatch.setattr(work, "CLOSING_PATIENCE_S", 0.01)
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(world(with_store=True, fetch_deadline_s=0.3))
         here.the_store.hold_firmly()
         here.service.end(await here.admit(list(range(8))))
-        assert here.service.tiers.num_tasks
+        assert here.service.tiers.work.num_tasks
         here.service.drain()
         release = here.the_store.release
 

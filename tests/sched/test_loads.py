@@ -211,7 +211,7 @@ async def test_the_books_are_right_at_every_moment_while_loads_fail() -> None:
         requests = [await here.admit([*tokens(8), 70]), await here.admit([*tokens(24), 71])]
         here.latch.release()
         found: list[str] = []
-        while here.service.tiers.num_tasks:
+        while here.service.tiers.work.num_tasks:
             found += here.service.verify()
             await turns(1)
         for request in requests:
@@ -483,7 +483,7 @@ async def test_blocks_whose_kernels_failed_are_not_cached(*, ends_first: bool) -
             event.finish(failure)
         else:
             event.finish(failure)
-            await until(lambda: here.service.tiers.num_tasks == 0, "the end of the commit")
+            await until(lambda: here.service.tiers.work.num_tasks == 0, "the end of the commit")
             here.service.end(request)
         await here.settle()
         found = await here.service.lookup(here.prompt(prompt))
@@ -527,12 +527,12 @@ async def test_slots_of_a_failed_load_are_lent_until_all_who_shared_it_have_ende
         for request in both:
             with pytest.raises(TransferError):
                 await finish(request.gate.all_layers(20.0))
-        await until(lambda: here.service.tiers.num_loads == 0)
+        await until(lambda: here.service.tiers.copies.num_loads == 0)
         first, last = both if starter_ends_first else reversed(both)
         here.service.end(first)
         shared = set(last.block_table[:4].tolist())
-        assert shared <= set(here.service.tiers.lent_slots(Tier.DEVICE).tolist())
+        assert shared <= set(here.service.tiers.slots.lent(Tier.DEVICE).tolist())
         assert here.service.verify() == []
         here.service.end(last)
         await here.settle()
-        assert not len(here.service.tiers.lent_slots(Tier.DEVICE))
+        assert not len(here.service.tiers.slots.lent(Tier.DEVICE))

@@ -32,7 +32,7 @@ async def found(on: World, prompt: list[int]) -> Matched:
     """What a request finds that computes nothing: a lookup counts the last token, too."""
     service, asked = on.service, on.prompt(prompt)
     fetched = None
-    if service.tiers.storage is not None:
+    if service.tiers.copies.storage is not None:
         fetched = await finish(service.fetcher.fetch(asked, deadline_s=5.0))
     spec = RequestSpec("found", asked, 0, needs_logits=False)
     request = await finish(service.scheduler.admit(spec, fetched))
@@ -72,7 +72,7 @@ async def test_on_the_host(cached: int) -> None:
         await on.run(list(range(cached)))
         for node in list(on.service.index.nodes()):
             if not node.children:
-                on.service.tiers.evict_below(Tier.DEVICE, node, 0)
+                on.service.tiers.eviction.evict_below(Tier.DEVICE, node, 0)
         for shared in (0, cached - 1, cached):
             prompt = asking(cached + 2, shared)
             lookup = await on.service.lookup(on.prompt(prompt))

@@ -157,7 +157,7 @@ async def test_one_that_goes_while_it_waits_to_grow_hears_of_it(how: str) -> Non
             on.service.scheduler.abandon(request)
         on.service.end(other)
         await on.settle()
-        assert on.service.tiers.available(Tier.DEVICE) == 4
+        assert on.service.tiers.eviction.available(Tier.DEVICE) == 4
 
 
 # Cancelled
@@ -176,7 +176,7 @@ async def test_one_cancelled_in_the_moment_in_which_it_is_admitted_does_not_run(
         await asyncio.wait([waits])
         assert waits.cancelled()
         assert on.service.stats().running_requests == 0
-        assert on.service.tiers.available(Tier.DEVICE) == 4
+        assert on.service.tiers.eviction.available(Tier.DEVICE) == 4
         await on.settle()
 
 
@@ -235,9 +235,9 @@ async def test_a_cancel_of_the_only_waiter_in_the_middle_of_a_fetch_frees_the_ho
         waits.cancel()
         await asyncio.wait([waits])
         on.the_store.release()
-        await until(lambda: on.service.tiers.num_tasks == 0, "the end of the fetch")
+        await until(lambda: on.service.tiers.work.num_tasks == 0, "the end of the fetch")
         assert on.service.fetcher.num_held == 0
-        assert on.service.tiers.available(Tier.HOST) == 8
+        assert on.service.tiers.eviction.available(Tier.HOST) == 8
         await on.settle()
 
 
@@ -258,7 +258,7 @@ async def test_what_was_fetched_for_one_aborted_in_the_moment_in_which_it_came_i
             await finish(on.admit(tokens(18), name="goes"))
         assert on.service.fetcher.num_held == 0
         assert on.service.stats().running_requests == 0
-        assert on.service.tiers.available(Tier.HOST) == 8
+        assert on.service.tiers.eviction.available(Tier.HOST) == 8
         await on.settle()
 
 

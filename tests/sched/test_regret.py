@@ -45,7 +45,7 @@ async def filled(policy: FetchPolicy, **settings: Any) -> AsyncIterator[World]:
             request = await here.admit(prompt_of(number), uses_cache=False)
             await here.service.commit(request, pack(prompt_of(number)))
             here.service.end(request)
-            await until(lambda: here.service.tiers.num_tasks == 0, "an idle node")
+            await until(lambda: here.service.tiers.work.num_tasks == 0, "an idle node")
         here.service.reset()
         yield here
 

@@ -29,7 +29,7 @@ async def test_the_host_grows_beyond_its_start_and_keeps_what_it_has() -> None:
         for base in (200, 300):
             matched = await on.run(tokens(31, base))  # every byte is checked
             assert matched.total_tokens >= 28
-        assert on.service.tiers.pools[Tier.HOST].num_free < 24 - 4, (
+        assert on.service.tiers.slots.pools[Tier.HOST].num_free < 24 - 4, (
             "slots beyond the start are used"
         )
         await on.service.resize(Tier.HOST, 2)
@@ -288,8 +288,8 @@ async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_me
             request = await service.admit(str(number), prompt, max_new_tokens=0)
             await service.commit(request, prompt.tokens)
             service.end(request)
-        host = service.tiers.take(Tier.HOST, 16)  # no copy ends meanwhile
-        service.tiers.lend(Tier.HOST, host)
+        host = service.tiers.eviction.take(Tier.HOST, 16)  # no copy ends meanwhile
+        service.tiers.slots.lend(Tier.HOST, host)
         newest = here.prompt([3999, *range(size - 1)])  # is looked at first
         assert service.pin("newest", newest, 1000.0) == 1
         shrinks = asyncio.ensure_future(service.resize(Tier.DEVICE, 1))
@@ -300,8 +300,8 @@ async def test_a_shrink_of_a_large_cache_lets_others_go_on_and_misses_nothing_me
             await turns(1)
             used.append(service.stats().device.used)
             assert len(used) < 100, "nobody tells it again"
-        service.tiers.unlend(Tier.HOST, host)
-        service.tiers.give(Tier.HOST, host)
+        service.tiers.slots.unlend(Tier.HOST, host)
+        service.tiers.slots.give(Tier.HOST, host)
         assert len(used) >= 4, "thousands of runs are not one turn's work"
         assert service.stats().device.capacity == 1
         await here.settle()

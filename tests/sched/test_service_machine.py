@@ -25,8 +25,9 @@ from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError, TierKVError
 from tierkv.gpu.protocol import Direction
-from tierkv.sched import fetch_groups, lifecycle, tiers
+from tierkv.sched import copies, fetch_groups, lifecycle
 from tierkv.sched.events import Happening, Subscription
+from tierkv.sched.stored import path_keys
 
 STEPS = 150
 
@@ -41,7 +42,7 @@ def cached(here: World) -> set[Copy]:
         for node in here.service.index.nodes()
         for tier in Tier
         for key, state in zip(
-            here.service.tiers.keys_of(node, node.start, node.end),
+            path_keys(here.service.index, node, node.start, node.end),
             node.copies[tier].states.tolist(),
             strict=True,
         )
@@ -242,7 +243,7 @@ def test_every_byte_is_right_and_the_books_agree_whatever_happens(seed: int) -> 
 def test_so_it_is_where_each_prompt_takes_several_groups(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tiers, fetch_groups):
+    for module in (copies, fetch_groups):
         monkeypatch.setattr(module, "GROUP_BLOCKS", 2)
     monkeypatch.setattr(lifecycle, "_SLICE", 2)
     simulate(run(seed))

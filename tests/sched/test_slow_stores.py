@@ -15,7 +15,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.errors import OutOfBlocksError
-from tierkv.sched.slots import STORE_PATIENCE_S
+from tierkv.sched.work import STORE_PATIENCE_S
 from tierkv.sched.worth import MOST_AT_ONCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
@@ -82,7 +82,7 @@ def test_a_store_whose_writes_hang_keeps_a_quarter_of_the_host_and_no_request(
             here.the_store.hold_writes()
             async with asyncio.timeout(100):
                 assert await longest_admission(here, 30, num_tokens) < STORE_PATIENCE_S + 0.05
-            assert here.service.tiers.storing.most_in_flight <= 16 * here.layout.block_bytes
+            assert here.service.tiers.copies.storing.most_in_flight <= 16 * here.layout.block_bytes
             assert here.service.verify() == []
             here.the_store.release()
             await here.settle()
@@ -124,18 +124,18 @@ def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> None:
     async def scene() -> None:
         async with simulated_world(random.Random(1), device_blocks=16, host_blocks=4) as here:
             tiers = here.service.tiers
-            slots = tiers.take(Tier.HOST, 2)
+            slots = tiers.eviction.take(Tier.HOST, 2)
             first, second = slots.copy(), slots[:1].copy()
-            tiers.begin_reading(first)
-            tiers.begin_reading(second)
-            assert len(tiers.free_of(Tier.HOST, slots)) == 0
-            waits = asyncio.ensure_future(tiers.next_change())
+            tiers.slots.begin_reading(first)
+            tiers.slots.begin_reading(second)
+            assert len(tiers.slots.free_of(Tier.HOST, slots)) == 0
+            waits = asyncio.ensure_future(tiers.work.next_change())
             await asyncio.sleep(0)
-            tiers.end_reading(first)
+            tiers.slots.end_reading(first)
             await asyncio.wait_for(waits, 1)  # for room that there may be now
             assert here.service.stats().host.free == 3
-            assert tiers.lent_slots(Tier.HOST).tolist() == second.tolist()
-            tiers.end_reading(second)
+            assert tiers.slots.lent(Tier.HOST).tolist() == second.tolist()
+            tiers.slots.end_reading(second)
             assert here.service.stats().host.free == 4
 
     simulate(scene())
@@ -150,15 +150,15 @@ def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_instead(
             await here.run(tokens(16))
             tiers, index = here.service.tiers, here.service.index
             read = index.slots(Tier.HOST, index.match(here.prompt(tokens(16))).node, 2, 4)
-            tiers.begin_reading(read)
-            assert tiers.available(Tier.HOST) == 2
+            tiers.slots.begin_reading(read)
+            assert tiers.eviction.available(Tier.HOST) == 2
             with pytest.raises(OutOfBlocksError):
-                tiers.take(Tier.HOST, 3)
+                tiers.eviction.take(Tier.HOST, 3)
             assert index.root.space.used == [4, 4], "all or nothing"
-            slots = tiers.take(Tier.HOST, 1)
+            slots = tiers.eviction.take(Tier.HOST, 1)
             assert not set(slots.tolist()) & set(read.tolist())
-            tiers.end_reading(read)
-            tiers.give(Tier.HOST, slots)
+            tiers.slots.end_reading(read)
+            tiers.slots.give(Tier.HOST, slots)
             assert here.service.stats().host.free == 4 - index.root.space.used[1]
             assert here.service.verify() == []
 
@@ -280,7 +280,7 @@ def test_of_a_host_that_became_smaller_the_store_has_a_quarter_too() -> None:
             here.the_store.hold_writes()
             async with asyncio.timeout(100):
                 assert await longest_admission(here, 30) < 0.05
-            assert here.service.tiers.storing.most_in_flight <= 4 * here.layout.block_bytes
+            assert here.service.tiers.copies.storing.most_in_flight <= 4 * here.layout.block_bytes
             here.the_store.release()
             await here.settle()
 

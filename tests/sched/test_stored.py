@@ -31,11 +31,11 @@ async def filled(prompt: list[int], *, hole: int | None = None) -> MemoryStore:
 
 
 async def counted(here: World, prompt: list[int], piece_blocks: int) -> tuple[int, int]:
-    asked, storage = here.prompt(prompt), here.service.tiers.storage
+    asked, storage = here.prompt(prompt), here.service.tiers.copies.storage
     assert storage is not None
     match = here.service.index.match(asked)
-    tiers = here.service.tiers
-    return await stored_beyond(tiers, storage, asked, match, piece_blocks=piece_blocks)
+    index = here.service.index
+    return await stored_beyond(index, storage, asked, match, piece_blocks=piece_blocks)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 8, 11, 12, 23, 24, 25])  # blocks of 4

@@ -17,6 +17,7 @@ from tierkv.errors import ConfigError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.fair_queue import MAX_PASSED_OVER
 from tierkv.sched.request import Request
+from tierkv.sched.stored import path_keys
 from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE
@@ -241,5 +242,5 @@ async def test_keys_of_stored_blocks_are_those_of_the_one_builder() -> None:
         assert here.service.tiers.prompt_keys(prompt) == here.keys(tokens(11))
         node = here.service.index.match(prompt).partial
         assert node is not None
-        assert here.service.tiers.keys_of(node.node, 0, 3) == here.keys(tokens(11))
+        assert path_keys(here.service.index, node.node, 0, 3) == here.keys(tokens(11))
         assert pack(tokens(11)) == prompt.tokens

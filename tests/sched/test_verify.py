@@ -33,7 +33,7 @@ def put(owner: Any, name: str, value: Any) -> Undo:
 
 
 def lost_slot(here: World, _: Request) -> Undo:
-    pool = here.service.tiers.pools[Tier.DEVICE]
+    pool = here.service.tiers.slots.pools[Tier.DEVICE]
     slots = pool.allocate(1)
     return lambda: pool.release(slots)
 
@@ -281,9 +281,9 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
         if what in ("num_loads", "num_offloads"):
             undo = put(service.tiers, what, 1)
         elif what == "budget":
-            undo = put(service.tiers.background, "bytes_in_flight", 10)
+            undo = put(service.tiers.copies.background, "bytes_in_flight", 10)
         elif what == "stored":
-            undo = put(service.tiers.storing, "bytes_in_flight", 10)
+            undo = put(service.tiers.copies.storing, "bytes_in_flight", 10)
         elif what == "being_stored":
             undo = put(service.tiers, "_num_reads", 1)
         elif what == "queued":

@@ -50,8 +50,8 @@ async def whole(here: World, ids: list[int], name: str, space: str = "") -> None
     here.compute(request, ids, request.cached_tokens)
     await here.service.commit(request, pack(ids))
     here.service.end(request)
-    while here.service.tiers.num_tasks:
-        await here.service.tiers.next_change()
+    while here.service.tiers.work.num_tasks:
+        await here.service.tiers.work.next_change()
 
 
 async def grown(here: World, request: Request, count: int) -> bool:
@@ -109,7 +109,7 @@ def test_those_that_grow_do_not_wait_for_a_store_that_does_not_take_what_it_was_
         stored = await here.admit(tokens(8, 500), uses_cache=False)
         await here.prefill(stored, tokens(8, 500))
         here.service.end(stored)
-        await until(lambda: here.service.tiers.storing.bytes_in_flight > 0)
+        await until(lambda: here.service.tiers.copies.storing.bytes_in_flight > 0)
         first = await here.admit(tokens(8), uses_cache=False)
         second = await here.admit(tokens(8, 100), uses_cache=False)
         began = asyncio.get_running_loop().time()

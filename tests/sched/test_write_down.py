@@ -68,7 +68,7 @@ async def test_who_stores_blocks_that_another_brings_to_the_host_waits_until_the
         await here.run(tokens(300))
         here.latch.hold(OFFLOAD)
         match = here.service.index.match(here.prompt(tokens(300)))
-        here.service.tiers.save(match.node, match.num_blocks)
+        here.service.tiers.copies.save(match.node, match.num_blocks)
         await here.latch.until_held()
         request = await here.admit([*tokens(300), 1])  # a hit, so that it is to be stored
         await turns(20)
@@ -252,7 +252,7 @@ async def test_copies_in_the_background_are_bounded() -> None:
         here.latch.release()
         await here.settle()
         assert on_host(here) == 16
-        assert here.service.tiers.background.most_in_flight == size
+        assert here.service.tiers.copies.background.most_in_flight == size
 
 
 async def test_a_write_down_does_not_hold_up_the_request() -> None:  # fault 13
@@ -285,7 +285,7 @@ async def test_a_host_too_small_for_a_hot_prompt_is_not_tried_again_at_each_admi
         for last in range(3):
             request = await here.admit([*tokens(160), 900 + last])
             assert request.matched.device_tokens == 160
-            assert here.service.tiers.num_tasks == 0, "no copy that would find no room"
+            assert here.service.tiers.work.num_tasks == 0, "no copy that would find no room"
             here.service.end(request)
             await here.settle()
 

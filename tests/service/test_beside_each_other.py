@@ -147,7 +147,7 @@ async def test_one_that_comes_back_gets_from_storage_what_left_the_host_meanwhil
     ) as here:
         request = await here.admit(tokens(16), name="mine")
         await here.prefill(request, tokens(16))
-        await until(lambda: here.service.tiers.num_tasks == 0)
+        await until(lambda: here.service.tiers.work.num_tasks == 0)
         here.service.preempt(request)
         for base in range(1000, 7000, 1000):
             await here.run(tokens(60, base))
@@ -165,7 +165,7 @@ async def test_one_that_comes_back_is_aborted_while_its_blocks_are_fetched() -> 
     async with world(store=await filled(tokens(18))) as here:
         request = await here.admit(tokens(18), name="mine", uses_cache=True)
         here.service.preempt(request)
-        await until(lambda: here.service.tiers.num_tasks == 0)
+        await until(lambda: here.service.tiers.work.num_tasks == 0)
         here.service.reset()
         here.the_store.hold()
         comes_back = asyncio.ensure_future(here.service.resume(request, max_new_tokens=0))

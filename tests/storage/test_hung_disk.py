@@ -24,7 +24,7 @@ from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.sampling import decode as decode_text
-from tierkv.sched import slots
+from tierkv.sched import work
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.file import FileSettings, FileStore
@@ -103,7 +103,7 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
                 request = await here.admit(TOKENS)
             assert request.cached_tokens == 0
             assert disk.num_hung > 0
-            assert len(here.service.tiers.lent_slots(Tier.HOST)) == 5
+            assert len(here.service.tiers.slots.lent(Tier.HOST)) == 5
             assert here.service.stats().host.free == 32 - 5
             assert here.service.verify() == []
             await here.prefill(request, TOKENS)
@@ -111,11 +111,11 @@ async def test_a_request_goes_on_and_the_slots_stay_lent_until_the_hung_read_ret
             async with asyncio.timeout(10):  # nor does it wait for others' reads of these blocks
                 again = await here.admit([*TOKENS, 1, 2, 3])
             here.service.end(again)
-            assert len(here.service.tiers.lent_slots(Tier.HOST)) >= 5
+            assert len(here.service.tiers.slots.lent(Tier.HOST)) >= 5
         finally:
             disk.release()
         await here.settle()
-        assert len(here.service.tiers.lent_slots(Tier.HOST)) == 0
+        assert len(here.service.tiers.slots.lent(Tier.HOST)) == 0
         here.service.reset()
         await until(lambda: here.service.stats().host.free == 32, "all slots free again")
         assert (await here.run(TOKENS)).storage_tokens == len(TOKENS) - 1
@@ -146,13 +146,13 @@ async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
             disk.release()
         await until(lambda: circuit() == BreakerState.CLOSED.value, "a closed breaker")
         await here.settle()
-        assert len(here.service.tiers.lent_slots(Tier.HOST)) == 0
+        assert len(here.service.tiers.slots.lent(Tier.HOST)) == 0
 
 
 async def test_closing_waits_for_a_hung_read_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slots, "CLOSING_PATIENCE_S", 0.01)
+    monkeypatch.setattr(work, "CLOSING_PATIENCE_S", 0.01)
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(node(tmp_path / "store"))
         await here.run(TOKENS)

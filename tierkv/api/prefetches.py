@@ -57,7 +57,7 @@ class Prefetches:
         storage tier, TooManyError, and DuplicateRequestError."""
 
         async def first() -> Prefetch:
-            if self._service.tiers.storage is None:
+            if self._service.tiers.copies.storage is None:
                 raise StoreUnavailableError("this node has no storage tier")
             if len(self._running) >= MOST_RUNNING:
                 raise TooManyError(f"{MOST_RUNNING} prefetches are under way")

@@ -65,7 +65,7 @@ class NodeRoutes(Routes):
             tier = _TIERS[body.tier]
 
             def late() -> OutOfBlocksError:
-                capacity = self._node.service.tiers.pools[tier].capacity
+                capacity = self._node.service.tiers.slots.pools[tier].capacity
                 return OutOfBlocksError(body.tier.value, needed=capacity - body.blocks, available=0)
 
             try:

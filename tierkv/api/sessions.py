@@ -285,7 +285,7 @@ class Desk:
 
         def late() -> OutOfBlocksError:
             needed = -(-num_tokens // self._service.settings.block_size)
-            available = self._service.tiers.available(Tier.DEVICE)
+            available = self._service.tiers.eviction.available(Tier.DEVICE)
             return OutOfBlocksError("device", needed=needed, available=available)
 
         return deadline(deadline_s, late)

@@ -88,7 +88,9 @@ class Claims:
             self._stats.claims_without_ticket += 1
         else:
             self._stats.claimed_prompts += 1
-            self._scheduler.tiers.start(self._acknowledge(request, ticket), "tierkv-acknowledge")
+            self._scheduler.tiers.work.start(
+                self._acknowledge(request, ticket), "tierkv-acknowledge"
+            )
         return request, ticket
 
     async def _claim(
@@ -117,7 +119,7 @@ class Claims:
 
     def _has_room(self, num_blocks: int) -> bool:
         """Whether the device could take so many blocks now, and nobody is before them."""
-        has_room = self._scheduler.tiers.available(Tier.DEVICE) >= num_blocks
+        has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
         return has_room and not self._scheduler.num_waiting
 
     async def _wait(
@@ -329,7 +331,7 @@ class Ahead:
     async def _load(self, prefix: Prompt, fetched: Fetched) -> None:
         """Bring to the device what is on the host now, if there is room that nobody waits for."""
         tiers = self._scheduler.tiers
-        has_room = tiers.available(Tier.DEVICE) >= 2 * self._spec.num_blocks
+        has_room = tiers.eviction.available(Tier.DEVICE) >= 2 * self._spec.num_blocks
         if has_room and fetched.tokens:
             with suppress(TransferError):
                 num_blocks = fetched.tokens.stop // prefix.block_size

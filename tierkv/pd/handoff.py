@@ -154,7 +154,7 @@ class Handoff:
         self.ledger.published(ticket)
         self.stats.published_prompts += 1
         self.stats.published_blocks += len(keys)
-        self._tiers.start(self._storage.tails.note(keys[-1:]), "tierkv-note-tail")
+        self._tiers.work.start(self._storage.tails.note(keys[-1:]), "tierkv-note-tail")
         flushed = self._storage.stats.flushed_bytes - before
         return Published(ticket, len(keys), present, flushed)
 
@@ -172,9 +172,9 @@ class Handoff:
     def _show(self, request: Request, start: int, stop: int) -> None:
         """Have the host keep these blocks too, if it has room, where a claimer can read them."""
         if self.source.wants_host_copies:
-            lease, room = request.lease, self._tiers.available(Tier.HOST)
+            lease, room = request.lease, self._tiers.eviction.available(Tier.HOST)
             end = min(stop, lease.num_blocks, request.spec.prompt.num_blocks, start + room)
-            self._tiers.save(lease.node, end, first=start)
+            self._tiers.copies.save(lease.node, end, first=start)
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Raises StoreUnavailableError."""
@@ -203,7 +203,7 @@ class Handoff:
                     return
                 group = partial(self._stage_and_flush, request, keys, blocks, after)
                 try:
-                    await abandonable(self._tiers.started, group, "tierkv-publish-group")
+                    await abandonable(self._tiers.work.started, group, "tierkv-publish-group")
                 except (StoreUnavailableError, TransferError) as problem:
                     problems.append(problem)
 
@@ -241,7 +241,7 @@ class Handoff:
             yield
         finally:
             self._tiers.index.release(lease)
-            self._tiers.capacity_changed()
+            self._tiers.work.capacity_changed()
 
     def _on_host(self, request: Request, blocks: range) -> tuple[Mask, Ids]:
         """Which of the request's blocks have a whole copy on the host, and its slot."""

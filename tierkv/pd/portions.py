@@ -51,7 +51,7 @@ class Portions:
                 scope.reschedule(loop.time() + portion_s)
 
         work = self._bring(request, keys, begins, outcome)
-        self._scheduler.tiers.start(work, "tierkv-portions")
+        self._scheduler.tiers.work.start(work, "tierkv-portions")
         try:
             async with scope:
                 return await asyncio.shield(outcome)

@@ -136,7 +136,7 @@ class Tickets:
         name_of = self.names.ticket if isinstance(ticket, Ticket) else self.names.open_ticket
         name, ttl_s = name_of(ticket.ticket_id), self._ticket_ttl_s + EXPIRED_GRACE_S
         put = partial(self._values.put, name, ticket.encode(), ttl_s=ttl_s, only_new=only_new)
-        return await abandonable(self._tiers.started, put, "tierkv-write-ticket")
+        return await abandonable(self._tiers.work.started, put, "tierkv-write-ticket")
 
     async def forget_ended(self, ticket_id: str) -> None:
         """What a hand-off of this id left that was written to its end. Raises

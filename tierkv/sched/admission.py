@@ -124,9 +124,9 @@ class Starting:
         """Device slots within the tenant's quota, of which private blocks are a part too."""
         space = self._index.root_of(prompt).space
         if not space.has_quota:
-            return self._tiers.take(Tier.DEVICE, count)
+            return self._tiers.eviction.take(Tier.DEVICE, count)
         reserved = self._running.private_blocks(space.name)
-        return self._tiers.take(Tier.DEVICE, count, space, reserved=reserved)
+        return self._tiers.eviction.take(Tier.DEVICE, count, space, reserved=reserved)
 
     def _start(
         self,
@@ -184,7 +184,7 @@ class Starting:
             request.promise = self._computing.begin(
                 request.lease.node, match.num_blocks, spec.prompt, now
             )
-        self._tiers.write_down(lease.node, match.device_blocks)
+        self._tiers.copies.write_down(lease.node, match.device_blocks)
         self.stats.admitted_requests += 1
         self.stats.prompt_tokens += spec.prompt.num_tokens
         self.stats.device_hit_tokens += matched.device_tokens
@@ -208,16 +208,16 @@ class Starting:
         else:
             movement = mover.load(self._host_slot(partial), partial.target)
         work = self._release_after(movement, source)
-        self._tiers.start(work, "tierkv-copy-partial", space=source.node.space.name)
+        self._tiers.work.start(work, "tierkv-copy-partial", space=source.node.space.name)
         return movement
 
     async def _release_after(self, movement: Movement, lease: Lease) -> None:
         try:
             await movement.done()
         except TransferError:
-            self._tiers.stats.failed_transfers += 1
+            self._tiers.eviction.stats.failed_transfers += 1
         self._index.release(lease)
-        self._tiers.capacity_changed()
+        self._tiers.work.capacity_changed()
 
 
 def _joined(ranges: Sequence[range]) -> list[range]:
@@ -305,15 +305,15 @@ class Growing:
                     break
                 if not has_waited:  # with this one all may wait, and one of the others must yield
                     has_waited = True
-                    self._tiers.capacity_changed()
-                await self._tiers.next_change()
+                    self._tiers.work.capacity_changed()
+                await self._tiers.work.next_change()
                 request.check_wanted()
                 self._check(request, tokens)
         finally:
             self.extending.remove(request)
             if request not in self.extending:
                 self._short_of_quota.discard(request)
-            self._tiers.capacity_changed()
+            self._tiers.work.capacity_changed()
 
     def holds_up(self, space: str) -> bool:
         """Whether a running request waits for blocks that one of this tenant might take: anybody's,
@@ -340,7 +340,7 @@ class Growing:
         limits = self._limits_of(request.spec)
         space = self._index.root_of(request.prompt).space
         for most, what in (
-            (self._tiers.pools[Tier.DEVICE].capacity, "the device holds"),
+            (self._tiers.slots.pools[Tier.DEVICE].capacity, "the device holds"),
             (space.quota[Tier.DEVICE], "its tenant's quota"),
             (limits.request_blocks, "one request may have"),
         ):
@@ -375,7 +375,7 @@ class Growing:
     def _who_must_yield(self, space: str | None) -> list[Request]:
         """Those that run, of this space or of any, in the order in which they came, if all of them
         wait and nothing else makes room, so that one must give up; else nobody."""
-        if self._tiers.is_at_work(space):
+        if self._tiers.work.is_at_work(space):
             return []
         running = self._running
         rivals = [one for one in running.by_id.values() if space is None or one.space == space]
@@ -466,7 +466,7 @@ class Admitting:
     ) -> None:
         self._tiers = tiers
         self._index = tiers.index
-        self._device_pool = tiers.pools[Tier.DEVICE]
+        self._device_pool = tiers.slots.pools[Tier.DEVICE]
         self._line = line
         self._running = running
         self._starting = starting
@@ -604,7 +604,7 @@ class Admitting:
 
     def _is_busy(self, tenant: str | None = None) -> bool:
         """Whether something is under way whose end makes room: of this tenant, or of anybody."""
-        if self._tiers.is_at_work(tenant):
+        if self._tiers.work.is_at_work(tenant):
             return True
         return bool(self._running.by_id) if tenant is None else self._running.has_tenant(tenant)
 

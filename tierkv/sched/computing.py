@@ -15,11 +15,30 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
 from tierkv.cache.node import Node
 from tierkv.cache.tokens import common_blocks
-from tierkv.sched.slots import Decisions
 from tierkv.sched.worth import HEDGE, Prefill, Regret
 
 _Key = tuple[str, int, bytes, bytes]  # space, node, extra keys and tokens of the next block
 _MAX_CAUTION = 6
+
+
+@dataclass(slots=True)
+class Decisions:
+    """Counts since the start, one for each run of blocks that was decided on.
+
+    load_host: brought to the device from the host. fetch_storage: brought from storage.
+    wait_device: waited for, while another request computes them. wait_storage: waited for, while
+    another request's fetch brings them. recompute_device: computed, although another request was
+    at it. recompute_storage: computed, although storage had them, or was not even asked, since
+    that was estimated to be slower. recompute_late: computed, since storage was too slow.
+    """
+
+    load_host: int = 0
+    fetch_storage: int = 0
+    wait_device: int = 0
+    wait_storage: int = 0
+    recompute_device: int = 0
+    recompute_storage: int = 0
+    recompute_late: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Unpack
 
 import numpy as np
 
 from tierkv.cache.copies import CopyState
-from tierkv.cache.index import runs_of
+from tierkv.cache.eviction import WriteRule
+from tierkv.cache.history import History
+from tierkv.cache.index import Index, runs_of
 from tierkv.cache.node import Node, Space, Tier
 from tierkv.cache.pool import Ids
 from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
-from tierkv.sched.events import Happening
+from tierkv.sched.events import CacheEvents, Happening
 from tierkv.sched.planner import Step, missing_slots, plan_eviction
-from tierkv.sched.slots import Parts, TierBooks
+from tierkv.sched.slots import Slots
+from tierkv.sched.work import Work
 
 _AT_ONCE = 1024  # blocks that go in one turn of the loop: 7 ms
 
@@ -44,23 +45,50 @@ class CopyDown(Enum):
     IMPOSSIBLE = "impossible"
 
 
-class Room(TierBooks, ABC):
-    """Everything here is synchronous: it evicts, or starts the copies after which it can."""
+@dataclass(slots=True)
+class TierStats:
+    """Counts since the start."""
+
+    evicted_device_blocks: int = 0
+    evicted_host_blocks: int = 0
+    forgotten_blocks: int = 0  # evicted from their last tier
+    offloaded_blocks: int = 0
+    skipped_offloads: int = 0  # no room on the host
+    failed_transfers: int = 0
+
+
+class Eviction:
+    """Everything here is synchronous: it evicts, or starts the copies after which it can.
+
+    on_the_way: slots of each tier that copies under way will free. copy_down: starts the copy that
+    must come before a step's blocks may leave a tier; whoever copies says which.
+    """
 
     def __init__(
-        self, watermarks: tuple[Watermarks, Watermarks] | None, **parts: Unpack[Parts]
+        self,
+        index: Index,
+        slots: Slots,
+        work: Work,
+        rules: dict[Tier, WriteRule],
+        *,
+        events: CacheEvents,
+        watermarks: tuple[Watermarks, Watermarks],
     ) -> None:
-        super().__init__(**parts)
-        self._watermarks = watermarks or (Watermarks(), Watermarks())
-        self._on_the_way = {Tier.DEVICE: 0, Tier.HOST: 0}
-
-    @abstractmethod
-    def _copy_down(self, tier: Tier, step: Step) -> CopyDown:
-        """Start the copy that must come before `step`'s blocks may leave `tier`."""
+        self.index = index
+        self.rules = rules
+        self.stats = TierStats()
+        self.history = History()
+        self.on_the_way = {Tier.DEVICE: 0, Tier.HOST: 0}
+        self.copy_down: Callable[[Tier, Step], CopyDown] = _nobody_copies
+        self._slots = slots
+        self._work = work
+        self._pools = slots.pools
+        self._events = events
+        self._watermarks = watermarks
 
     def is_making_room(self, tier: Tier) -> bool:
         """Whether copies are under way after which slots of `tier` will be free."""
-        return self._on_the_way[tier] > 0
+        return self.on_the_way[tier] > 0
 
     def take(self, tier: Tier, count: int, space: Space | None = None, *, reserved: int = 0) -> Ids:
         """`count` slots of `tier`, evicting what may go. Raises OutOfBlocksError with none taken;
@@ -70,15 +98,17 @@ class Room(TierBooks, ABC):
         yet. Who is over its quota evicts from its own.
         """
         slots = self._take(tier, count, space, reserved)
-        leaving = self.leaving.get(tier)
+        leaving = self._slots.leaving.get(tier)
         while leaving is not None and (goes := slots >= leaving.first).any():
-            self.retire(tier, slots[goes])
-            asyncio.get_running_loop().call_soon(self.capacity_changed)  # who shrinks it waits
+            self._slots.retire(tier, slots[goes])
+            asyncio.get_running_loop().call_soon(
+                self._work.capacity_changed
+            )  # who shrinks it waits
             slots = slots[~goes]
             try:
                 more = self._take(tier, count - len(slots), space, reserved + len(slots))
             except OutOfBlocksError:
-                self.pools[tier].release(slots)
+                self._pools[tier].release(slots)
                 raise
             slots = np.concatenate([slots, more])
         return slots
@@ -86,7 +116,7 @@ class Room(TierBooks, ABC):
     def _take(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
         if space is not None:
             self._stay_within_quota(tier, space, count, reserved)
-        pool, order, rule = self.pools[tier], self.index.order[tier], self.rules[tier]
+        pool, order, rule = self._pools[tier], self.index.order[tier], self.rules[tier]
         freed: list[Ids] = []
         missing = self._missing(tier, count)
         while missing > 0 and (leaf := order.leaf_to_go(missing, rule)) is not None:
@@ -111,7 +141,7 @@ class Room(TierBooks, ABC):
         return self.take(tier, min(count, max(room, 1)), space, reserved=reserved)
 
     def _take_by_plan(self, tier: Tier, count: int) -> Ids:
-        pool, order = self.pools[tier], self.index.order[tier]
+        pool, order = self._pools[tier], self.index.order[tier]
         while True:
             steps = plan_eviction(order, tier, self._missing(tier, count), self.rules[tier])
             if not steps or not self._make_room(tier, steps):
@@ -120,10 +150,10 @@ class Room(TierBooks, ABC):
     def _missing(self, tier: Tier, count: int) -> int:
         return missing_slots(
             self.index.order[tier],
-            self.pools[tier],
+            self._pools[tier],
             needed=count,
-            on_the_way=self._on_the_way[tier],
-            in_use=self.num_being_stored(tier),
+            on_the_way=self.on_the_way[tier],
+            in_use=self._slots.num_being_stored(tier),
         )
 
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
@@ -158,24 +188,24 @@ class Room(TierBooks, ABC):
 
     def _keep_free(self, tier: Tier) -> None:
         """Below the low watermark, evict ahead of need up to the high one."""
-        pool = self.pools[tier]
+        pool = self._pools[tier]
         if pool.num_free < self._watermarks[tier].low * pool.capacity:
-            self._free_ahead(tier)
+            self.free_ahead(tier)
 
-    def _free_ahead(self, tier: Tier) -> None:
+    def free_ahead(self, tier: Tier) -> None:
         """Evict up to the high watermark, or start the copies after which that can be."""
-        marks, pool = self._watermarks[tier], self.pools[tier]
+        marks, pool = self._watermarks[tier], self._pools[tier]
         if not marks.low:
             return
-        missing = int(marks.high * pool.capacity) - pool.num_free - self._on_the_way[tier]
+        missing = int(marks.high * pool.capacity) - pool.num_free - self.on_the_way[tier]
         steps = plan_eviction(self.index.order[tier], tier, missing, self.rules[tier])
         self._make_room(tier, steps)
 
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
         """Slots that `take` could give at once or after copies it would start; to `space`, within
         its quota, of which `reserved` are taken without being in the index."""
-        can_go = self.index.order[tier].num_unheld - self.num_being_stored(tier)
-        room = self.pools[tier].num_free + max(can_go, 0)
+        can_go = self.index.order[tier].num_unheld - self._slots.num_being_stored(tier)
+        room = self._pools[tier].num_free + max(can_go, 0)
         if space is None or (quota := space.quota[tier]) is None:
             return room
         own = self.index.own_order(space, tier)
@@ -185,8 +215,8 @@ class Room(TierBooks, ABC):
     def _make_room(self, tier: Tier, steps: Sequence[Step]) -> int:
         """Carry out `steps`; returns how many slots are free now, or as soon as a store is done
         with them, that were not."""
-        pool = self.pools[tier]
-        before = pool.num_free + len(self._gone)
+        pool = self._pools[tier]
+        before = pool.num_free + self._slots.num_gone
         # A copy that must go down first keeps everything above it where it is, since a match is
         # a run from the root: those steps come again in a later plan.
         waits_for_copy: set[int] = set()
@@ -200,14 +230,14 @@ class Room(TierBooks, ABC):
             node = step.victim.node
             if step.must_copy and not node.copies[tier].num_present:
                 continue  # forgotten meanwhile, together with what it hung below
-            if not step.must_copy or self._copy_down(tier, step) is not CopyDown.IMPOSSIBLE:
+            if not step.must_copy or self.copy_down(tier, step) is not CopyDown.IMPOSSIBLE:
                 continue
             if not node.holders:
                 self.forget(node, step.victim.start)
-        return pool.num_free + len(self._gone) - before
+        return pool.num_free + self._slots.num_gone - before
 
     def _evict(self, tier: Tier, node: Node, start: int, stop: int) -> None:
-        self.pools[tier].release(self._drop(tier, node, start, stop))
+        self._pools[tier].release(self._drop(tier, node, start, stop))
 
     def _drop(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
         """Evict these blocks; the slots that are nobody's now, see `free_of`."""
@@ -220,10 +250,10 @@ class Room(TierBooks, ABC):
         else:
             self.stats.evicted_host_blocks += stop - start
         first = node.start
-        if self.events.has_listeners:
+        if self._events.has_listeners:
             name = tier.name.lower()
-            self.events.tell(Happening.EVICTED, name, node, first + start, first + stop)
-        return self.free_of(tier, self.index.drop(tier, node, start, stop))
+            self._events.tell(Happening.EVICTED, name, node, first + start, first + stop)
+        return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
     def forget(self, node: Node, start: int) -> None:
         """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
@@ -237,14 +267,14 @@ class Room(TierBooks, ABC):
             first = start if part is node else 0
             self.history.evicted(part, first, part.num_blocks, tier, now)
             pending += part.children.values()
-        if self.events.has_listeners:
+        if self._events.has_listeners:
             self._tell_forgotten(node, start)
         device, host = self.index.forget_below(node, start)
         self.stats.forgotten_blocks += max(len(device), len(host))
         self.stats.evicted_device_blocks += len(device)
         self.stats.evicted_host_blocks += len(host)
-        self.pools[Tier.DEVICE].release(device)
-        self.pools[Tier.HOST].release(self.free_of(Tier.HOST, host))
+        self._pools[Tier.DEVICE].release(device)
+        self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
     def _tell_forgotten(self, node: Node, start: int) -> None:
         pending = [(node, start)]
@@ -256,7 +286,7 @@ class Room(TierBooks, ABC):
                     part.copies[tier].is_in(CopyState.READY, first, part.num_blocks)
                 ):
                     at = part.start + first
-                    self.events.tell(Happening.EVICTED, tier.name.lower(), part, at + i, at + j)
+                    self._events.tell(Happening.EVICTED, tier.name.lower(), part, at + i, at + j)
 
     def evict_below(self, tier: Tier, node: Node, start: int) -> None:
         """Evict the copies on `tier` of run blocks from `start` on and of all below them, of an
@@ -270,3 +300,7 @@ class Room(TierBooks, ABC):
             stop = part.num_blocks
             for i, j in runs_of(part.copies[tier].is_in(CopyState.READY, first, stop)):
                 self._evict(tier, part, first + i, first + j)
+
+
+def _nobody_copies(tier: Tier, step: Step) -> CopyDown:
+    raise AssertionError(f"{step} must be copied from {tier.name} first, and nobody copies")

@@ -114,7 +114,7 @@ class Fetcher:
         is not asked whether they are. Cancelling it leaves nothing held.
         """
         one = _Fetch(self._shared, prompt, policy, promised, on_arrival)
-        self._tiers.start(one.run(deadline_s), name="tierkv-fetch")
+        self._tiers.work.start(one.run(deadline_s), name="tierkv-fetch")
         try:
             return await asyncio.shield(one.outcome)
         except asyncio.CancelledError:
@@ -178,7 +178,7 @@ class _Shared:
     def _release(self, lease: Lease) -> None:
         self.tiers.index.release(lease)
         self.num_held -= 1
-        self.tiers.capacity_changed()
+        self.tiers.work.capacity_changed()
 
 
 class FetchDeadline:
@@ -288,7 +288,7 @@ class _Fetch:
             for lease in (landed.tail, landed.lease):
                 if lease is not None:
                     index.release(lease)
-            self.shared.tiers.capacity_changed()
+            self.shared.tiers.work.capacity_changed()
             return
         self._learn(was_given_up=was_given_up)
         lease = landed.lease
@@ -480,7 +480,7 @@ class _Fetch:
         fate = self.fate or _FATES.get(problem.status)
         if fate is not None:
             event = Event(fate, "storage", now, problem.reason)
-            tiers.history.record(self.prompt, landed.lease.num_blocks, event)
+            tiers.eviction.history.record(self.prompt, landed.lease.num_blocks, event)
         if problem.status is not GetStatus.MISS:
             if was_given_up:
                 log.debug("fetch ended early: %s", problem.reason)

@@ -18,8 +18,9 @@ from tierkv.cache.node import Space, Tier
 from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import OutOfBlocksError
+from tierkv.sched.copies import GROUP_BLOCKS
 from tierkv.sched.events import Happening
-from tierkv.sched.tiers import GROUP_BLOCKS, Tiers
+from tierkv.sched.tiers import Tiers
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import StorageIO
@@ -81,13 +82,13 @@ class FetchGroups:
         while True:
             try:
                 reserved = self._taken[space.name]
-                slots = tiers.take_some(Tier.HOST, count, space, reserved=reserved)
+                slots = tiers.eviction.take_some(Tier.HOST, count, space, reserved=reserved)
                 self._taken[space.name] += len(slots)
                 return slots
             except OutOfBlocksError:
-                if not tiers.is_making_room(Tier.HOST) and not tiers.num_offloads:
+                if not tiers.eviction.is_making_room(Tier.HOST) and not tiers.copies.num_offloads:
                     return None
-            await tiers.next_change()
+            await tiers.work.next_change()
 
     def settled(self, slots: Ids, space: Space) -> None:
         """What `take` gave is in the index, or free again."""
@@ -118,7 +119,7 @@ class FetchGroups:
                         landed.problem = NO_ROOM
                     return
                 group = _Group(keys[at : at + len(slots)], slots, space)
-                self._tiers.lend(Tier.HOST, slots)
+                self._tiers.slots.lend(Tier.HOST, slots)
                 coming = tasks.create_task(
                     self._fetch(prompt, landed, group, before, on_arrival),
                     name="tierkv-fetch-group",
@@ -181,8 +182,8 @@ class FetchGroups:
             return
         group.has_ended = True
         self.settled(group.slots, group.space)
-        self._tiers.unlend(Tier.HOST, group.slots)
-        self._tiers.give(Tier.HOST, group.slots[~group.kept])
+        self._tiers.slots.unlend(Tier.HOST, group.slots)
+        self._tiers.slots.give(Tier.HOST, group.slots[~group.kept])
 
 
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:
@@ -234,7 +235,7 @@ class SharedTails:
         of it. None, and the slot is free again, if it is gone or not what it should be."""
         tiers, index = self._tiers, self._tiers.index
         is_kept = False
-        tiers.lend(Tier.HOST, slots)
+        tiers.slots.lend(Tier.HOST, slots)
         try:
             [outcome] = await self._storage.fetch([found.key], slots)
             if outcome.status is not GetStatus.HIT:
@@ -247,9 +248,9 @@ class SharedTails:
             index.mark_stored(tail, tail.start, tail.end)
             return lease
         finally:
-            tiers.unlend(Tier.HOST, slots)
+            tiers.slots.unlend(Tier.HOST, slots)
             if not is_kept:
-                tiers.give(Tier.HOST, slots)
+                tiers.slots.give(Tier.HOST, slots)
 
 
 def _ending_in(prompt: Prompt, num_blocks: int, tail: Tail) -> Prompt:

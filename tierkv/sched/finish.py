@@ -42,7 +42,7 @@ class Commits:
         if not request.written:
             self._insert(request, request.prompt)
         else:
-            self._tiers.start(self._insert_later(request, request.prompt), "tierkv-commit")
+            self._tiers.work.start(self._insert_later(request, request.prompt), "tierkv-commit")
 
     async def _all_arrived(self, request: Request) -> None:
         """Return when what it matched is on the device, and the index knows it."""
@@ -76,7 +76,7 @@ class Commits:
         self._running.cached(request, len(slots) - len(refused))
         if request.promise is not None:
             self._computing.advance(request.promise, request.lease.node, request.lease.num_blocks)
-        self._tiers.write_down(request.lease.node, request.lease.num_blocks)
+        self._tiers.copies.write_down(request.lease.node, request.lease.num_blocks)
 
     def end(self, request: Request, state: RequestState, after: Sequence[Event]) -> None:
         """Give everything back, as soon as `after` is over; see Scheduler.end and preempt."""
@@ -90,7 +90,9 @@ class Commits:
             self._finish(request)
         else:
             self._running.ending.add(request)
-            self._tiers.start(self._end_later(request, events), "tierkv-end", space=request.space)
+            self._tiers.work.start(
+                self._end_later(request, events), "tierkv-end", space=request.space
+            )
 
     async def _end_later(self, request: Request, events: Sequence[Event]) -> None:
         await self._written(request, events)
@@ -116,14 +118,14 @@ class Commits:
         if request.state is RequestState.PREEMPTED:
             end = tail or request.lease.node
             request.pinned = self._index.pin_softly(end, end.end)
-            self._tiers.save(end, end.end)
+            self._tiers.copies.save(end, end.end)
         self._index.release(request.lease)
         for load in self._loads.used_by.pop(request, ()):
             self._loads.let_go(load)
         private = request.private_slots()
-        self._tiers.pools[Tier.DEVICE].release(private)
+        self._tiers.slots.pools[Tier.DEVICE].release(private)
         self._running.freed(request, len(private))
-        self._tiers.capacity_changed()
+        self._tiers.work.capacity_changed()
 
     def _keep_tail(self, request: Request) -> Node | None:
         """Cache the tail, if it is whole; where it is then."""
@@ -141,7 +143,7 @@ class Commits:
             self._tiers.events.tell(Happening.STORED, "device", tail, at, at + 1)
             request.is_private[at] = False
             self._running.cached(request, 1)
-            self._tiers.write_down(tail, tail.end)
+            self._tiers.copies.write_down(tail, tail.end)
         return tail
 
 

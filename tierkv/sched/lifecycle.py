@@ -76,7 +76,7 @@ class Lifecycle:
                 f"not {capacity}; for more, {_MORE[tier]}"
             )
         capacity = operator.index(capacity)  # perhaps NumPy's
-        tiers, pool = self._tiers, self._tiers.pools[tier]
+        tiers, pool = self._tiers, self._tiers.slots.pools[tier]
         with self.alone(tier):
             if capacity >= pool.capacity:
                 pool.grow(capacity)
@@ -85,7 +85,7 @@ class Lifecycle:
                     await self._retire(tier, leaving, keeps_blocks=True)
                 pool.shrink(capacity)
             tiers.index.order[tier].resized(capacity)
-        tiers.capacity_changed()
+        tiers.work.capacity_changed()
 
     @contextmanager
     def alone(self, tier: Tier) -> Iterator[None]:
@@ -106,44 +106,44 @@ class Lifecycle:
     def _retiring(self, tier: Tier, first: int) -> Iterator[Leaving]:
         """Slots from `first` on that go out of use in the body are free at its end. If that is a
         good one, nobody has been told yet, so that they are free still."""
-        leaving = self._tiers.leaving[tier] = Leaving(first)
+        leaving = self._tiers.slots.leaving[tier] = Leaving(first)
         try:
             yield leaving
         except BaseException:
             self._give_back(tier)
-            self._tiers.capacity_changed()
+            self._tiers.work.capacity_changed()
             raise
         self._give_back(tier)
 
     def _give_back(self, tier: Tier) -> None:
-        leaving = self._tiers.leaving.pop(tier)
+        leaving = self._tiers.slots.leaving.pop(tier)
         leaving.stores_first = False
         for slots in leaving.slots:
-            self._tiers.unlend(tier, slots)
-            self._tiers.pools[tier].release(slots)
+            self._tiers.slots.unlend(tier, slots)
+            self._tiers.slots.pools[tier].release(slots)
 
     async def _retire(self, tier: Tier, leaving: Leaving, *, keeps_blocks: bool) -> None:
         """Take all slots that leave, as they come free, also by the hands of who takes some.
 
         keeps_blocks: copy device blocks to the host first, as far as it has room.
         """
-        tiers, pool, first = self._tiers, self._tiers.pools[tier], leaving.first
+        tiers, pool, first = self._tiers, self._tiers.slots.pools[tier], leaving.first
         tried: set[int] = set()  # runs whose copy was started once: it may have failed
         while True:
-            seen = tiers.num_changes
+            seen = tiers.work.num_changes
             nodes, is_last = tiers.index.nodes(), False
             while not is_last:
                 part = list(islice(nodes, _SLICE))
                 is_last = len(part) < _SLICE
                 self._clear(tier, first, part, tried, keeps_blocks=keeps_blocks)
                 if len(slots := pool.take_from(first)):
-                    tiers.retire(tier, slots)
+                    tiers.slots.retire(tier, slots)
                 if leaving.num_slots == pool.capacity - first:
                     return
                 if not is_last:
                     await asyncio.sleep(0)
-            if tiers.num_changes == seen:  # else something may go that was looked at before
-                await tiers.next_change()
+            if tiers.work.num_changes == seen:  # else something may go that was looked at before
+                await tiers.work.next_change()
 
     def _clear(
         self,
@@ -163,11 +163,11 @@ class Lifecycle:
             start = int(in_the_way[0])
             if tier is Tier.DEVICE and keeps_blocks and self._copy_first(node, tried):
                 continue
-            if tier is Tier.HOST and self._tiers.store_first(node, start):
+            if tier is Tier.HOST and self._tiers.copies.store_first(node, start):
                 continue
             self._forget_lacking(tier, node, start)
             if start < node.num_blocks and node.copies[tier].num_present:
-                self._tiers.evict_below(tier, node, start)
+                self._tiers.eviction.evict_below(tier, node, start)
 
     def _forget_lacking(self, tier: Tier, node: Node, start: int) -> None:
         """Forget what has no copy on the other tier, of run blocks from `start` on and of all
@@ -178,7 +178,7 @@ class Lifecycle:
             other = part.copies[1 - tier]
             whole = first + other.leading(CopyState.READY, first, part.num_blocks)
             if whole < part.num_blocks:
-                self._tiers.forget(part, whole)
+                self._tiers.eviction.forget(part, whole)
             else:
                 pending.extend((child, 0) for child in part.children.values())
 
@@ -196,11 +196,11 @@ class Lifecycle:
             int(part.copies[Tier.HOST].is_in(CopyState.ABSENT, 0, part.num_blocks).sum())
             for part in lacking
         )
-        if not missing or not tiers.available(Tier.HOST):
+        if not missing or not tiers.eviction.available(Tier.HOST):
             return False
         for part in lacking:
             tried.add(part.uid)
-            tiers.save(part, part.end)
+            tiers.copies.save(part, part.end)
         return True
 
     # Sleep
@@ -216,17 +216,17 @@ class Lifecycle:
         with self._retiring(Tier.DEVICE, 0) as leaving:
             await self._retire(Tier.DEVICE, leaving, keeps_blocks=keeps_blocks)
             while self._tiers.mover.num_in_flight:  # a store may be at work on host slots
-                await self._tiers.next_change()
-        self._asleep = self._tiers.pools[Tier.DEVICE].take_from(0)
-        self._tiers.lend(Tier.DEVICE, self._asleep)
+                await self._tiers.work.next_change()
+        self._asleep = self._tiers.slots.pools[Tier.DEVICE].take_from(0)
+        self._tiers.slots.lend(Tier.DEVICE, self._asleep)
 
     def refill_device(self, num_blocks: int) -> None:
         """There is memory for `num_blocks` again, all of it free."""
         if self._asleep is None:
             raise OwnershipError("the device does not sleep")
         slots, self._asleep = self._asleep, None
-        pool = self._tiers.pools[Tier.DEVICE]
-        self._tiers.unlend(Tier.DEVICE, slots)
+        pool = self._tiers.slots.pools[Tier.DEVICE]
+        self._tiers.slots.unlend(Tier.DEVICE, slots)
         pool.release(slots)
         if num_blocks < pool.capacity:
             pool.shrink(num_blocks)
@@ -234,7 +234,7 @@ class Lifecycle:
             pool.grow(num_blocks)
         self._tiers.index.order[Tier.DEVICE].resized(num_blocks)
         self._slots[Tier.DEVICE] = num_blocks
-        self._tiers.capacity_changed()
+        self._tiers.work.capacity_changed()
 
 
 def forgetting(tiers: Tiers, roots: Sequence[Node]) -> Iterator[None]:
@@ -255,13 +255,13 @@ def forgetting(tiers: Tiers, roots: Sequence[Node]) -> Iterator[None]:
         if node.holders:
             index.unmark_stored(node, node.start, node.end)
         else:
-            tiers.forget(node, 0)
+            tiers.eviction.forget(node, 0)
         num_left -= 1
         if not num_left:
-            tiers.capacity_changed()
+            tiers.work.capacity_changed()
             yield
             num_left = _SLICE
-    tiers.capacity_changed()
+    tiers.work.capacity_changed()
 
 
 def _lacks_host(node: Node) -> bool:

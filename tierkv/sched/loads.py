@@ -101,8 +101,8 @@ class Loads:
             upper.below.append(load)
         self._by_number[load.number] = load
         self._numbers()[slots] = load.number
-        self._tiers.num_loads += 1
-        self._tiers.start(self._follow(load), "tierkv-load", space=path.node.space.name)
+        self._tiers.copies.num_loads += 1
+        self._tiers.work.start(self._follow(load), "tierkv-load", space=path.node.space.name)
         return load
 
     def let_go(self, load: Load) -> None:
@@ -115,11 +115,11 @@ class Loads:
             await load.movement.done()
             arrived = True
         except TransferError:
-            self._tiers.stats.failed_transfers += 1
+            self._tiers.eviction.stats.failed_transfers += 1
             arrived = False
         for upper in load.above:
             await asyncio.shield(upper.settled)
-        self._tiers.num_loads -= 1
+        self._tiers.copies.num_loads -= 1
         if arrived and not load.is_failed:
             self._forget(load)
             self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.ARRIVE)
@@ -130,7 +130,7 @@ class Loads:
         self._index.release(load.lease)
         load.settled.set_result(None)
         self._give_if_unused(load)
-        self._tiers.capacity_changed()
+        self._tiers.work.capacity_changed()
 
     def _fail(self, load: Load) -> None:
         """Take the blocks off the device, those below them first. The slots stay lent: copies and
@@ -141,7 +141,7 @@ class Loads:
         for lower in load.below:
             self._fail(lower)
         self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.FAIL)
-        self._tiers.lend(Tier.DEVICE, load.slots)
+        self._tiers.slots.lend(Tier.DEVICE, load.slots)
         self._forget(load)
 
     def _forget(self, load: Load) -> None:
@@ -150,7 +150,7 @@ class Loads:
 
     def _numbers(self) -> npt.NDArray[np.int64]:
         """The device may have grown."""
-        more = self._tiers.pools[Tier.DEVICE].capacity - len(self._number_of)
+        more = self._tiers.slots.pools[Tier.DEVICE].capacity - len(self._number_of)
         if more > 0:
             self._number_of = np.concatenate([self._number_of, np.zeros(more, np.int64)])
         return self._number_of
@@ -158,5 +158,5 @@ class Loads:
     def _give_if_unused(self, load: Load) -> None:
         """A failed load's slots are free once its copy has ended and no table names them."""
         if load.is_failed and load.settled.done() and load.num_users == 0:
-            self._tiers.unlend(Tier.DEVICE, load.slots)
-            self._tiers.give(Tier.DEVICE, load.slots)
+            self._tiers.slots.unlend(Tier.DEVICE, load.slots)
+            self._tiers.slots.give(Tier.DEVICE, load.slots)

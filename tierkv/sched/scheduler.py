@@ -52,7 +52,7 @@ class Scheduler:
     ) -> None:
         self.tiers = tiers
         self.index = tiers.index
-        self._limits = TenantLimits(tiers.index, tiers.pools[Tier.DEVICE], limits, default)
+        self._limits = TenantLimits(tiers.index, tiers.slots.pools[Tier.DEVICE], limits, default)
         self._waiting = WaitingLine()
         self._running = Running()
         self._is_draining = False
@@ -77,7 +77,7 @@ class Scheduler:
             limits=self._limits,
             parking=Parking(self._waiting, self.computing, self.stats, self._pump),
         )
-        tiers.on_capacity(self._pump)
+        tiers.work.on_capacity(self._pump)
 
     def _pump(self) -> None:
         self._admitting.pump()
@@ -102,7 +102,7 @@ class Scheduler:
     async def until_idle(self) -> None:
         """Return when no request runs."""
         while self._running.by_id:
-            await self.tiers.next_change()
+            await self.tiers.work.next_change()
 
     def drain(self) -> None:
         """Take no new requests; those waiting are refused, those running go on."""
@@ -115,7 +115,7 @@ class Scheduler:
     def limit(self, tenant: str, limits: Limits) -> None:
         """What `tenant`, a fingerprint's short name, may have running from now on."""
         self._limits.set(tenant, limits)
-        self.tiers.capacity_changed()  # those that run and want more may have it, too
+        self.tiers.work.capacity_changed()  # those that run and want more may have it, too
 
     def has_limits_set(self, tenant: str) -> bool:
         return self._limits.are_set(tenant)
@@ -260,7 +260,7 @@ class Scheduler:
         request.is_aborted = True
         if request.promise is not None:
             self.computing.end(request.promise)
-        self.tiers.capacity_changed()  # wakes it if it waits for more blocks
+        self.tiers.work.capacity_changed()  # wakes it if it waits for more blocks
         return True
 
     # Growing and ending
@@ -304,7 +304,7 @@ class Scheduler:
         if request.state is not RequestState.PREEMPTED:
             raise OwnershipError(f"request {request.request_id!r} is not preempted")
         while request in self._running.ending:
-            await self.tiers.next_change()
+            await self.tiers.work.next_change()
         prompt = request.whole_prompt
         is_computed = request.computed_tokens >= prompt.num_tokens  # so the next token is known
         spec = replace(

@@ -8,8 +8,8 @@ from tierkv.cache.eviction import EvictionKind, EvictionPolicy, WritePolicy, mak
 from tierkv.cache.node import Quota, check_quota
 from tierkv.config import all_above_zero
 from tierkv.errors import ConfigError
+from tierkv.sched.eviction import Watermarks
 from tierkv.sched.tenants import Limits
-from tierkv.sched.tiers import Watermarks
 from tierkv.sched.worth import FetchPolicy
 
 

@@ -1,12 +1,14 @@
-"""How far a prompt goes on in storage beyond what a node has, asked for in pieces."""
+"""Stored keys of cached blocks, and how far a prompt goes on in storage beyond what is cached."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tierkv.cache.keys import Prompt, chain, keys_of
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt, StoredKey, Tail, chain, keys_of
 from tierkv.cache.match import Match
-from tierkv.sched.tiers import Tiers
+from tierkv.cache.node import Node
+from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.transfer.storage_io import StorageIO
 
 # Blocks whose keys are made, and asked for, at once: 20 ms of the loop's time at most. Of a prompt
@@ -14,8 +16,30 @@ from tierkv.transfer.storage_io import StorageIO
 PIECE_BLOCKS = 2048
 
 
+def path_keys(index: Index, node: Node, first: int, stop: int) -> list[StoredKey]:
+    """The stored keys of path blocks [first, stop), a tail being the last of its path."""
+    size, space = index.block_size, node.space
+    digests = index.digests(node, node.start if node.is_tail else stop)
+    keys = [StoredKey(one, size, is_tail=False, space=space.name) for one in digests]
+    if node.is_tail:
+        parent = digests[-1] if digests else space.root_digest
+        tail = Tail(parent, node.tokens, node.extra(node.start))
+        tokens = len(node.tokens) // TOKEN_BYTES
+        keys.append(StoredKey(tail.digest, tokens, is_tail=True, space=space.name, tail=tail))
+    return keys[first:stop]
+
+
+def prompt_keys(index: Index, prompt: Prompt) -> list[StoredKey]:
+    """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""
+    match = index.match(prompt)
+    root = match.node.space.root_digest
+    digests = index.digests(match.node, match.num_blocks)
+    parent = digests[-1] if digests else root
+    return keys_of(root, prompt, digests + chain(parent, prompt, match.num_blocks))
+
+
 async def stored_beyond(
-    tiers: Tiers,
+    index: Index,
     storage: StorageIO,
     prompt: Prompt,
     match: Match,
@@ -26,11 +50,11 @@ async def stored_beyond(
 
     match: of this prompt, from this moment. Raises StoreUnavailableError.
     """
-    end = await _follow(tiers, storage, prompt, match, piece_blocks)
+    end = await _follow(index, storage, prompt, match, piece_blocks)
     return end.num_blocks, end.num_tokens
 
 
-async def tokens_beyond(tiers: Tiers, storage: StorageIO, prompt: Prompt, match: Match) -> int:
+async def tokens_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> int:
     """How many tokens a fetch would bring: what follows `match` without a gap, and then the first
     tokens of a tail that another prompt left there; none for what is cached here in part already.
 
@@ -40,7 +64,7 @@ async def tokens_beyond(tiers: Tiers, storage: StorageIO, prompt: Prompt, match:
     rest = prompt.num_tokens - match.num_blocks * prompt.block_size
     if here >= rest:
         return 0
-    end = await _follow(tiers, storage, prompt, match, PIECE_BLOCKS)
+    end = await _follow(index, storage, prompt, match, PIECE_BLOCKS)
     if not end.missing:
         return end.num_tokens
     block = match.num_blocks + end.num_blocks
@@ -63,9 +87,9 @@ class _End(NamedTuple):
 
 
 async def _follow(
-    tiers: Tiers, storage: StorageIO, prompt: Prompt, match: Match, piece_blocks: int
+    index: Index, storage: StorageIO, prompt: Prompt, match: Match, piece_blocks: int
 ) -> _End:
-    known = tiers.index.digests(match.node, match.num_blocks)
+    known = index.digests(match.node, match.num_blocks)
     parent = known[-1] if known else match.node.space.root_digest
     start, num_blocks, num_tokens = match.num_blocks, 0, 0
     while True:

@@ -161,7 +161,7 @@ class Tenants:
                 self._close(tenant, space)
             else:
                 self._closing.add(space)
-                self._tiers.start(self._close_on(tenant, space), "tierkv-close", space=space)
+                self._tiers.work.start(self._close_on(tenant, space), "tierkv-close", space=space)
             return
         raise OutOfBlocksError("tenants", needed=1, available=0)
 
@@ -233,14 +233,14 @@ class Tenants:
         root = self._index.root_named(name)
         before = sum(root.space.used)
         for node in list(root.children.values()):
-            self._tiers.forget(node, 0)
+            self._tiers.eviction.forget(node, 0)
         self._index.close_space(name)
         del self._fingerprints[name]
         self._on_close(name)
         self._closing.discard(name)
         if tenant is not None:
             del self._by_tenant[tenant]
-        self._tiers.capacity_changed()
+        self._tiers.work.capacity_changed()
         return before
 
     def findings(self) -> list[str]:
@@ -277,12 +277,12 @@ class Tenants:
         self._set_quotas[name] = quota
         self._index.set_quota(root.space, quota, self._eviction)
         if self._shrink(root.space):
-            self._tiers.start(self._shrink_on(root.space), "tierkv-quota", space=name)
-        self._tiers.capacity_changed()
+            self._tiers.work.start(self._shrink_on(root.space), "tierkv-quota", space=name)
+        self._tiers.work.capacity_changed()
 
     def _shrink(self, space: Space) -> bool:
         """One turn's worth; whether there is more."""
-        have_more = [self._tiers.shrink_to_quota(tier, space) for tier in Tier]
+        have_more = [self._tiers.eviction.shrink_to_quota(tier, space) for tier in Tier]
         return any(have_more)
 
     async def _shrink_on(self, space: Space) -> None:
@@ -290,4 +290,4 @@ class Tenants:
         while not is_over:
             await asyncio.sleep(0)
             is_over = not self._shrink(space)
-            self._tiers.capacity_changed()
+            self._tiers.work.capacity_changed()

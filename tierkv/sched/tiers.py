@@ -1,473 +1,78 @@
-"""Slots and copies of the tiers: copies that must come before an eviction, those that the write
-rules ask for, and the budget of bytes that these have.
-"""
+"""Device, host and storage of one node, put together: slots, eviction, copies, and their work."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import Unpack
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import numpy as np
-
-from tierkv.cache.copies import Change, CopyState, Mask
-from tierkv.cache.index import Lease, runs_of
-from tierkv.cache.keys import StoredKey
-from tierkv.cache.match import segments
+from tierkv.cache.eviction import WriteRule
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import Node, Tier
-from tierkv.cache.pool import Ids
-from tierkv.errors import OutOfBlocksError, ShuttingDownError, TransferError
-from tierkv.sched.events import Happening
-from tierkv.sched.eviction import CopyDown, Room, Watermarks
-from tierkv.sched.planner import Step
-from tierkv.sched.slots import Leaving, Parts, TierStats
-from tierkv.storage.protocol import PutStatus
-from tierkv.transfer.mover import Movement
+from tierkv.cache.pool import BlockPool
+from tierkv.sched.computing import Decisions
+from tierkv.sched.copies import Copies
+from tierkv.sched.events import CacheEvents
+from tierkv.sched.eviction import Eviction, Watermarks
+from tierkv.sched.pins import Pins
+from tierkv.sched.slots import Slots
+from tierkv.sched.stored import path_keys, prompt_keys
+from tierkv.sched.work import Work
+from tierkv.transfer.mover import Mover
+from tierkv.transfer.storage_io import StorageIO
 
 
-@dataclass(slots=True, eq=False)
-class _Turn:
-    num_bytes: int
-    granted: asyncio.Future[None]
+class Tiers:
+    """host_rule: when a device block is copied to the host; storage_rule: when a host block is
+    stored. background_copy_bytes: of copies down by rule that may be on their way at once."""
 
-
-class ByteBudget:
-    """At most `max_bytes` in flight, in the order of asking; a bigger piece goes alone.
-
-    is_busy: whether something more urgent is on its way. While it is, one piece at a time goes, so
-    that the background lives on, but leaves the bandwidth to the others. After that has changed,
-    `look_again` lets more go.
-    """
-
-    def __init__(self, max_bytes: int, is_busy: Callable[[], bool]) -> None:
-        self.max_bytes = max_bytes
-        self.bytes_in_flight = 0
-        self.most_in_flight = 0
-        self._is_busy = is_busy
-        self._num_in_flight = 0
-        self._line: deque[_Turn] = deque()
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(not turn.granted.cancelled() for turn in self._line)
-
-    @asynccontextmanager
-    async def room(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for the turn of `num_bytes`; they are in flight until the body ends."""
-        turn = _Turn(num_bytes, asyncio.get_running_loop().create_future())
-        self._line.append(turn)
-        self.look_again()
-        try:
-            await turn.granted
-        except asyncio.CancelledError:
-            if not turn.granted.cancelled() and turn.granted.done():
-                self._ended(turn)
-            else:
-                turn.granted.cancel()  # it may have left the line meanwhile
-                self.look_again()  # those behind it may fit
-            raise
-        try:
-            yield
-        finally:
-            self._ended(turn)
-
-    def _ended(self, turn: _Turn) -> None:
-        self.bytes_in_flight -= turn.num_bytes
-        self._num_in_flight -= 1
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Let go what may go now."""
-        while self._line:
-            turn = self._line[0]
-            if turn.granted.cancelled():
-                self._line.popleft()
-                continue
-            fits = self.bytes_in_flight + turn.num_bytes <= self.max_bytes
-            if self._num_in_flight and (not fits or self._is_busy()):
-                return
-            self._line.popleft()
-            self._num_in_flight += 1
-            self.bytes_in_flight += turn.num_bytes
-            self.most_in_flight = max(self.most_in_flight, self.bytes_in_flight)
-            turn.granted.set_result(None)
-
-    def findings(self) -> list[str]:
-        """What is wrong, in words, when nothing is on its way."""
-        if self.bytes_in_flight or self._num_in_flight:
-            return [f"nothing runs, but {self.bytes_in_flight} bytes of copies down are counted"]
-        return []
-
-
-log = logging.getLogger("tierkv.tiers")
-
-
-@dataclass(slots=True, eq=False)
-class Flush:
-    """Path blocks from `first` on that a store is given, out of host slots; see `begin_reading`."""
-
-    space: str
-    first: int
-    keys: list[StoredKey]
-    slots: Ids
-    worth: list[float]
-
-
-class WriteBack(Room):
-    """A slot is reused only after the copy of its block is done."""
-
-    def _copy_down(self, tier: Tier, step: Step) -> CopyDown:
-        node = step.victim.node
-        first, stop = node.start + step.victim.start, node.start + step.victim.stop
-        if tier is Tier.HOST:
-            if self.storage is None:
-                return CopyDown.IMPOSSIBLE
-            # Stored or not, it is tried, and may go then: the slots are needed, and the store must
-            # not hold up inference. Without the mark the next plan would try again for ever.
-            self.index.mark_stored(node, first, stop)
-            self._on_the_way[tier] += stop - first
-            end = self.begin_storing(node.space.name)
-            self.start(
-                self._flush_for_room(self._begin_flush(node, first, stop), end), "tierkv-flush"
-            )
-            return CopyDown.STARTED
-        # What the host cannot take of a run is forgotten from its end, so that the rest is kept.
-        room = self.available(Tier.HOST, node.space)
-        if 0 < room < stop - first and not node.holders and not self.is_making_room(Tier.HOST):
-            self.forget(node, step.victim.start + room)
-            stop = first + room
-        lease = self.index.hold_as_is(node)
-        try:
-            slots = self.take(Tier.HOST, stop - first, node.space)
-        except OutOfBlocksError:
-            self.index.release(lease)
-            is_soon = self._on_the_way[Tier.HOST] and not self.num_late and self._may_wait()
-            return CopyDown.LATER if is_soon else CopyDown.IMPOSSIBLE
-        self._on_the_way[tier] += stop - first
-        movement = self._begin_offload(node, first, stop, slots)
-        work = self._offload_for_room(lease, first, stop, movement)
-        self.start(work, "tierkv-write-back", space=node.space.name)
-        return CopyDown.STARTED
-
-    def _may_wait(self) -> bool:
-        """Whether who needs room may wait for a store; if so, they do from now on."""
-        may = self.allowance.look(asyncio.get_running_loop().time())
-        self.allowance.is_waiting = may
-        return may
-
-    async def _offload_for_room(
-        self, lease: Lease, first: int, stop: int, movement: Movement
-    ) -> None:
-        has_copy = False
-        try:
-            has_copy = await self._end_offload(lease.node, first, stop, movement)
-        finally:
-            self._on_the_way[Tier.DEVICE] -= stop - first
-            self.index.release(lease)
-            node = lease.node
-            if not has_copy and not node.holders and node.copies[Tier.DEVICE].num_present:
-                self.forget(node, max(first - node.start, 0))  # or it would be tried for ever
-            self.capacity_changed()
-        self._free_ahead(Tier.DEVICE)  # what was copied ahead of need goes now
-
-    async def _flush_for_room(self, flush: Flush, end: Callable[[], None]) -> None:
-        try:
-            await self._end_flush(flush)
-        finally:
-            self._on_the_way[Tier.HOST] -= len(flush.slots)
-            self.allowance.look(asyncio.get_running_loop().time())
-            self.allowance.is_waiting = False  # who waits asks again now
-            end()  # last: who is woken by it must not count on slots that are free already
-            self.capacity_changed()
-        self._free_ahead(Tier.HOST)
-
-    def _begin_offload(self, node: Node, first: int, stop: int, slots: Ids) -> Movement:
-        """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""
-        index = self.index
-        index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
-        self.num_offloads += 1
-        return self.mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
-
-    async def _end_offload(self, node: Node, first: int, stop: int, movement: Movement) -> bool:
-        """Wait for the copy and note its result; whether the blocks have a host copy now."""
-        index = self.index
-        try:
-            try:
-                await movement.done()
-            finally:
-                self.num_offloads -= 1
-        except TransferError as error:
-            log.warning("offload of %d blocks failed: %s", stop - first, error)
-            self.stats.failed_transfers += 1
-            self.give(Tier.HOST, index.change(Tier.HOST, node, first, stop, Change.FAIL))
-            return False
-        index.change(Tier.HOST, node, first, stop, Change.ARRIVE)
-        self.stats.offloaded_blocks += stop - first
-        self.events.tell(Happening.STORED, "host", node, first, stop)
-        self.capacity_changed()  # who waits for these blocks on the host, too
-        return True
-
-    def _begin_flush(self, node: Node, first: int, stop: int) -> Flush:
-        """Path blocks [first, stop), ready on the host, which a store is given in `_end_flush`."""
-        # A block is of no use without those before it, so of equal hits the first is worth most.
-        worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
-        slots = self.index.slots(Tier.HOST, node, first, stop)
-        self.begin_reading(slots)
-        return Flush(node.space.name, first, self.keys_of(node, first, stop), slots, worth)
-
-    async def _end_flush(self, flush: Flush) -> list[bool]:
-        """Store them; which of them are stored. The index may have other blocks there by now."""
-        try:
-            storage = self.storage
-            if storage is None:  # detached meanwhile
-                return [False] * len(flush.keys)
-            outcomes = await storage.flush(flush.keys, flush.slots, flush.worth)
-        finally:
-            self.end_reading(flush.slots)
-        for at, (key, outcome) in enumerate(zip(flush.keys, outcomes, strict=True), flush.first):
-            if outcome.status is PutStatus.STORED:
-                self.events.tell_stored(flush.space, at, key.digest)
-            elif outcome.status is not PutStatus.EXISTED:
-                self._not_stored.warn(outcome.reason)
-        return [outcome.status in (PutStatus.STORED, PutStatus.EXISTED) for outcome in outcomes]
-
-
-__all__ = ["GROUP_BLOCKS", "TierStats", "Tiers", "Watermarks"]
-
-GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a time
-LEAVING_PATIENCE_S = 1.0  # how long a host that shrinks waits for a store to take such a group
-_SHARE_BEING_STORED = 4  # one of so many host slots, see Tiers
-_MOST_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
-
-
-class Tiers(WriteBack):
-    """background, storing: how many bytes may be on their way down at once, by rule, to the host
-    and to storage; loads go first. A store may be slow: of the host's slots, which nobody else
-    gets meanwhile, it has a quarter at a time."""
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what the tiers are made of
         self,
         *,
+        index: Index,
+        device_pool: BlockPool,
+        host_pool: BlockPool,
+        mover: Mover,
+        storage: StorageIO | None,
+        host_rule: WriteRule,
+        storage_rule: WriteRule,
         background_copy_bytes: int,
         block_bytes: int,
-        watermarks: tuple[Watermarks, Watermarks] | None = None,
-        **parts: Unpack[Parts],
+        watermarks: tuple[Watermarks, Watermarks] = (Watermarks(), Watermarks()),
     ) -> None:
-        super().__init__(watermarks, **parts)
-        self._block_bytes = block_bytes
-        self.background = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
-        self.storing = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
-        self.on_capacity(self.background.look_again)
-        self.on_capacity(self._store_more)
-        self._store_more()
-        # Runs that a task is to copy to the host, and up to which block: nobody starts another.
-        self._to_host: dict[Node, int] = {}
+        self.index = index
+        self.mover = mover
+        self.decisions = Decisions()
+        self.events = CacheEvents(self._digests_of)
+        self.work = Work()
+        self.slots = Slots(device_pool, host_pool, self.work)
+        rules = {Tier.DEVICE: host_rule, Tier.HOST: storage_rule}
+        self.eviction = Eviction(
+            index, self.slots, self.work, rules, events=self.events, watermarks=watermarks
+        )
+        self.copies = Copies(
+            self.eviction,
+            self.slots,
+            self.work,
+            events=self.events,
+            mover=mover,
+            storage=storage,
+            block_bytes=block_bytes,
+            background_copy_bytes=background_copy_bytes,
+        )
+        self.pins = Pins(index, self.work.capacity_changed)
 
-    def _store_more(self) -> None:
-        """The host may have another size by now."""
-        most = self.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
-        self.storing.max_bytes = min(self.background.max_bytes, most)
-        self.storing.look_again()
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Leaving waits for every copy under way."""
+        async with self.work.running(self.slots.num_lent):
+            yield
 
-    def findings(self) -> list[str]:
-        """What is wrong, in words, when nothing is on its way."""
-        wrong = []
-        if self.num_loads:
-            wrong.append(f"nothing runs, but {self.num_loads} loads are counted")
-        if self.num_offloads:
-            wrong.append(f"nothing runs, but {self.num_offloads} offloads are counted")
-        if self.is_at_work():
-            wrong.append("nothing runs, but copies that make room are counted")
-        if count := self.num_being_stored(Tier.HOST):
-            wrong.append(f"nothing runs, but {count} host slots are listed as being stored")
-        return wrong + self.background.findings() + self.storing.findings()
+    def prompt_keys(self, prompt: Prompt) -> list[StoredKey]:
+        """See `stored.prompt_keys`."""
+        return prompt_keys(self.index, prompt)
 
-    def write_down(self, node: Node, num_blocks: int) -> None:
-        """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
-        host_rule, storage_rule = self.rules[Tier.DEVICE], self.rules[Tier.HOST]
-        has_storage = self.storage is not None and storage_rule.writes_early
-        if not has_storage and not host_rule.writes_early:
-            return
-        room: int | None = None
-        for part, i, j in segments(node, 0, num_blocks):
-            wants_host = host_rule.writes_now(part.hits)
-            wants_storage = has_storage and storage_rule.writes_now(part.hits)
-            copies = part.copies[Tier.HOST]
-            if not wants_storage and not (wants_host and copies.num_present < part.num_blocks):
-                continue
-            told = part.stored_in(i, j)
-            if told.all() and copies.uniform is CopyState.READY:
-                continue
-            absent = copies.is_in(CopyState.ABSENT, i, j)
-            to_storage = ~told & wants_storage
-            to_host = absent & ~to_storage & wants_host
-            if (queued := self._to_host.get(part)) is not None:
-                to_host[: max(queued - part.start - i, 0)] = False
-            room = self.available(Tier.HOST, node.space) if room is None else room
-            room -= self._cut(absent & (to_storage | to_host), room, to_storage, to_host)
-            part.believe_stored(i, j, told | to_storage)  # claimed: no other task writes it too
-            for mask, is_stored in ((to_storage, True), (to_host, False)):
-                for start, stop in runs_of(mask):
-                    first = part.start + i
-                    self._start_down(part, first + start, first + stop, to_storage=is_stored)
-
-    def _cut(self, needed: Mask, room: int, *masks: Mask) -> int:
-        """Leave of `masks` what the host has room for: where it is too small for a prompt, tasks
-        would only find out one by one, at each admission again. Returns how much room they take."""
-        wanted = int(np.count_nonzero(needed))
-        if wanted <= room:
-            return wanted
-        beyond = np.flatnonzero(needed)[max(room, 0) :]
-        for mask in masks:
-            mask[beyond] = False
-        self.stats.skipped_offloads += len(beyond)
-        return max(room, 0)
-
-    def save(self, node: Node, num_blocks: int, *, first: int = 0) -> None:
-        """Copy path blocks [first, num_blocks) to the host, whatever the rules want."""
-        for part, i, j in segments(node, first, num_blocks):
-            missing = part.copies[Tier.HOST].is_in(CopyState.ABSENT, i, j)
-            for start, stop in runs_of(missing):
-                at = part.start + i
-                self._start_down(part, at + start, at + stop, to_storage=False)
-
-    def _start_down(self, node: Node, first: int, stop: int, *, to_storage: bool) -> None:
-        lease = self.index.hold_as_is(node)
-        work = self._write_down(lease, first, stop, to_storage=to_storage)
-        try:
-            self.start(work, "tierkv-write-down", space=node.space.name)
-        except ShuttingDownError:  # who ends a request on a node that has failed hears nothing
-            self.index.release(lease)
-            return
-        self._to_host[node] = max(self._to_host.get(node, 0), stop)
-
-    async def _write_down(self, lease: Lease, first: int, stop: int, *, to_storage: bool) -> None:
-        index, node = self.index, lease.node
-        to_store: list[tuple[int, int]] = []
-        try:
-            at = first
-            while at < stop:
-                end = min(at + GROUP_BLOCKS, stop)
-                async with self.background.room((end - at) * self._block_bytes):
-                    is_whole = await self._host_copy(node, at, end)
-                if to_storage and not is_whole:
-                    is_whole = await self._copied_by_others(node, at, end)
-                if to_storage and is_whole and self.storing.num_waiting < _MOST_TO_STORE:
-                    to_store.append((at, end))
-                elif to_storage:
-                    index.unmark_stored(node, at, end)
-                at = end
-                if not is_whole and not self.available(Tier.HOST, node.space):
-                    if to_storage:
-                        index.unmark_stored(node, at, stop)
-                    break  # the others would find no room either
-        finally:
-            if self._to_host.get(node) == stop:
-                del self._to_host[node]
-            index.release(lease)
-            self.capacity_changed()
-        with suppress(ShuttingDownError):
-            for at, end in to_store:
-                self.start(self._store(node, at, end), "tierkv-store")
-
-    async def _store(self, node: Node, first: int, stop: int) -> None:
-        """Store path blocks [first, stop), as far as they are on the host still when it is their
-        turn. Nothing is held, or a slow store would keep the device full."""
-        async with self.storing.room((stop - first) * self._block_bytes):
-            there, end = self._on_host(node, first, stop)
-            self.index.unmark_stored(node, end, min(stop, node.end))
-            if end == first:
-                return
-            stored = await self._end_flush(self._begin_flush(there, first, end))
-            for at, is_stored in enumerate(stored, first):
-                if not is_stored:
-                    self.index.unmark_stored(there, at, at + 1)
-
-    def store_first(self, node: Node, start: int) -> bool:
-        """Whether of run blocks from `start` on, or of those below, some that leave the host are on
-        their way to storage, as they must be before they are evicted. Each is tried once."""
-        leaving = self.leaving[Tier.HOST]
-        rule = self.rules[Tier.HOST]
-        if self.storage is None or not rule.writes_on_eviction or not leaving.stores_first:
-            return False
-        pending, has_started = [(node, start)], False
-        while pending:
-            part, first = pending.pop()
-            pending.extend((child, 0) for child in part.children.values())
-            only_here = part.copies[Tier.HOST].is_in(CopyState.READY, first, part.num_blocks)
-            only_here &= ~part.copies[Tier.DEVICE].is_in(CopyState.READY, first, part.num_blocks)
-            for i, j in runs_of(only_here & ~part.stored_in(first, part.num_blocks)):
-                for at in range(part.start + first + i, part.start + first + j, GROUP_BLOCKS):
-                    stop = min(at + GROUP_BLOCKS, part.start + first + j)
-                    self._start_leaving(leaving, part, at, stop)
-                    has_started = True
-        return has_started
-
-    def _start_leaving(self, leaving: Leaving, node: Node, first: int, stop: int) -> None:
-        lease = self.index.hold_as_is(node)
-        try:
-            self.start(self._store_leaving(leaving, lease, first, stop), "tierkv-store")
-        except ShuttingDownError:
-            self.index.release(lease)
-            raise
-        self.index.mark_stored(node, first, stop)
-
-    async def _store_leaving(self, leaving: Leaving, lease: Lease, first: int, stop: int) -> None:
-        """Once a store has not taken some for LEAVING_PATIENCE_S, the rest goes without."""
-        node, stored = lease.node, [False] * (stop - first)
-        try:
-            async with self.storing.room((stop - first) * self._block_bytes):
-                if leaving.stores_first:
-                    async with asyncio.timeout(LEAVING_PATIENCE_S):
-                        stored = await self._end_flush(self._begin_flush(node, first, stop))
-        except TimeoutError:
-            leaving.stores_first = False
-        finally:
-            if not leaving.stores_first:  # what stays after all can be offered again
-                for at, is_stored in enumerate(stored, first):
-                    if not is_stored:
-                        self.index.unmark_stored(node, at, at + 1)
-            self.index.release(lease)
-            self.capacity_changed()
-
-    def _on_host(self, node: Node, first: int, stop: int) -> tuple[Node, int]:
-        """Up to where path blocks from `first` to `stop` are on the host, and the run with the last
-        of them. The node may have left the tree; then it has no copies."""
-        last, at = node, first
-        for part, i, j in segments(node, first, min(stop, node.end)):
-            host = part.copies[Tier.HOST]
-            ready = host.is_in(CopyState.READY, i, j) if host.num_present else np.zeros(1, np.bool_)
-            count = j - i if ready.all() else int(np.argmin(ready))
-            last, at = (part, at + count) if count else (last, at)
-            if count < j - i:
-                break
-        return last, at
-
-    async def _copied_by_others(self, node: Node, first: int, stop: int) -> bool:
-        """Whether path blocks [first, stop) are all on the host, once nobody copies them there."""
-        while CopyState.INCOMING in (states := self.index.states(Tier.HOST, node, first, stop)):
-            await self.next_change()
-        return all(state is CopyState.READY for state in states)
-
-    async def _host_copy(self, node: Node, first: int, stop: int) -> bool:
-        """Give path blocks [first, stop) a host copy where they have none; whether all have."""
-        states = self.index.states(Tier.HOST, node, first, stop)
-        missing = np.array([state == CopyState.ABSENT for state in states], np.bool_)
-        complete = CopyState.INCOMING not in states
-        for start, end in runs_of(missing):
-            try:  # the first of them are of use without the others
-                slots = self.take_some(Tier.HOST, end - start, node.space)
-            except OutOfBlocksError:
-                self.stats.skipped_offloads += end - start
-                complete = False
-                continue
-            fitting = start + len(slots)
-            self.stats.skipped_offloads += end - fitting
-            movement = self._begin_offload(node, first + start, first + fitting, slots)
-            is_whole = await self._end_offload(node, first + start, first + fitting, movement)
-            complete = complete and is_whole and fitting == end
-        return complete
+    def _digests_of(self, node: Node, first: int, stop: int) -> list[bytes]:
+        if node.is_tail:
+            return [key.digest for key in path_keys(self.index, node, first, stop)]
+        return self.index.digests(node, stop, start=first)

@@ -40,14 +40,14 @@ class Handing:
     @property
     def handoff(self) -> Handoff | None:
         """None without a storage tier to hand over through."""
-        return self._handoff if self._tiers.storage is not None else None
+        return self._handoff if self._tiers.copies.storage is not None else None
 
     @property
     def claims(self) -> Claims | None:
-        return self._claims if self._tiers.storage is not None else None
+        return self._claims if self._tiers.copies.storage is not None else None
 
     def _the_handoff(self) -> Handoff:
-        if self._tiers.storage is None:
+        if self._tiers.copies.storage is None:
             raise _no_storage()
         return self._handoff
 

@@ -113,7 +113,6 @@ class Parts:
         root = fingerprint.root()
         return Tiers(
             index=Index(settings.block_size, root, settings.policies()),
-            root_digest=root,
             device_pool=BlockPool("device", settings.device_blocks),
             host_pool=BlockPool("host", settings.host_blocks),
             mover=self.mover,
@@ -178,7 +177,7 @@ class Parts:
         return wrong + self.tenants.findings()
 
     def stats(self) -> observe.Stats:
-        return observe.stats(self.scheduler, self.mover, self.tiers.storage, self.handoff)
+        return observe.stats(self.scheduler, self.mover, self.tiers.copies.storage, self.handoff)
 
 
 def check(made_of: MadeOf) -> RankedDevice | None:
@@ -244,7 +243,7 @@ async def wake(parts: Parts, memory: Memory, device_blocks: int | None) -> None:
     with parts.lifecycle.alone(Tier.DEVICE), memory.changing():
         if not parts.lifecycle.is_asleep:
             raise OwnershipError("the device does not sleep")
-        before = parts.tiers.pools[Tier.DEVICE].capacity
+        before = parts.tiers.slots.pools[Tier.DEVICE].capacity
         # An integer, perhaps NumPy's.
         count = before if device_blocks is None else operator.index(device_blocks)
         if count < 1:

@@ -132,10 +132,10 @@ class Service:
         """Another store is there, or one that may have lost what it had."""
         if not self.is_ready:
             return
-        self.tiers.storage = self._storage_tier.attached_io
+        self.tiers.copies.storage = self._storage_tier.attached_io
         self.estimator.begin_anew()
         self.index.unmark_all_stored()
-        self.tiers.capacity_changed()
+        self.tiers.work.capacity_changed()
 
     # Tenants
 
@@ -283,7 +283,7 @@ class Service:
 
     async def admit_as(self, spec: RequestSpec) -> Request:
         """`admit`, for who has the whole of it in one."""
-        if not spec.uses_cache or self.tiers.storage is None:
+        if not spec.uses_cache or self.tiers.copies.storage is None:
             return await self.scheduler.admit(spec)
         self.scheduler.check(spec)
         return await self.scheduler.admit(spec, await self._fetched(spec))
@@ -322,7 +322,7 @@ class Service:
     async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
         """Get a preempted request's blocks again, with what is cached of it on any tier; see
         Scheduler.resume."""
-        fetches = self.tiers.storage is not None and request.spec.uses_cache
+        fetches = self.tiers.copies.storage is not None and request.spec.uses_cache
         fetch = self._fetched if fetches else None
         return await self.scheduler.resume(request, max_new_tokens=max_new_tokens, fetch=fetch)
 
@@ -468,11 +468,11 @@ async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
     if partial is not None:  # looked at before the wait, after which it may be gone
         [state] = parts.index.states(Tier.DEVICE, partial.node, partial.block, partial.block + 1)
         is_on_device = state is CopyState.READY
-    storage, stored = parts.tiers.storage, 0
+    storage, stored = parts.tiers.copies.storage, 0
     is_known = True
     if storage is not None:
         try:
-            stored = await tokens_beyond(parts.tiers, storage, prompt, match)
+            stored = await tokens_beyond(parts.index, storage, prompt, match)
         except StoreUnavailableError:
             is_known = False
     device = (match.device_blocks + match.loading_blocks) * size
@@ -487,11 +487,11 @@ async def look_up(parts: Parts, prompt: Prompt) -> Lookup:
 
 async def stored_blocks(parts: Parts, prompt: Prompt, deadline_s: float) -> range | None:
     """Which blocks storage has beyond the local match; None if it does not say so in time."""
-    storage, match = parts.tiers.storage, parts.index.match(prompt)
+    storage, match = parts.tiers.copies.storage, parts.index.match(prompt)
     if storage is not None:
         with suppress(StoreUnavailableError, TimeoutError):
             async with asyncio.timeout(deadline_s):
-                stored, _ = await stored_beyond(parts.tiers, storage, prompt, match)
+                stored, _ = await stored_beyond(parts.index, storage, prompt, match)
                 return range(match.num_blocks, match.num_blocks + stored)
     return None
 
@@ -519,4 +519,4 @@ def explain_now(
         stored=stored,
         now=asyncio.get_running_loop().time(),
     )
-    return explain(parts.index, prompt, parts.tiers.history, around)
+    return explain(parts.index, prompt, parts.tiers.eviction.history, around)

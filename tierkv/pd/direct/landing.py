@@ -177,7 +177,7 @@ class Landing:
         """
         outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         work = self._land(prompt, first, shared, source_ids, was_held, outcome)
-        self._tiers.start(work, "tierkv-land", space=prompt.space)
+        self._tiers.work.start(work, "tierkv-land", space=prompt.space)
         return await asyncio.shield(outcome)
 
     async def _land(  # noqa: PLR0917 - `land`'s arguments, and where its result goes
@@ -196,7 +196,7 @@ class Landing:
         try:
             if match.device_blocks >= first:  # nothing of it was evicted since
                 slots = await self._take(prompt, len(source_ids))
-                tiers.lend(Tier.DEVICE, slots)
+                tiers.slots.lend(Tier.DEVICE, slots)
                 left = slots
                 try:
                     began = time.monotonic()
@@ -215,13 +215,13 @@ class Landing:
                         )
                         await self._threads.run(lambda: self._planes.close(shared.owner))
                 finally:
-                    tiers.unlend(Tier.DEVICE, slots)
-                    tiers.give(Tier.DEVICE, left)
+                    tiers.slots.unlend(Tier.DEVICE, slots)
+                    tiers.slots.give(Tier.DEVICE, left)
         except (OutOfBlocksError, TimeoutError) as error:
             log.debug("no room to read from a producer's device: %r", error)
         finally:
             index.release(path)
-            tiers.capacity_changed()
+            tiers.work.capacity_changed()
             if not outcome.done():
                 outcome.set_result(has_landed)
 
@@ -233,9 +233,9 @@ class Landing:
                 try:
                     return self._take_now(prompt, count)
                 except OutOfBlocksError:
-                    if not self._tiers.is_making_room(Tier.DEVICE):
+                    if not self._tiers.eviction.is_making_room(Tier.DEVICE):
                         raise
-                await self._tiers.next_change()
+                await self._tiers.work.next_change()
 
     async def _copy(self, shared: SharedPlanes, source_ids: Ids, slots: Ids) -> str | None:
         """Why not all of it came; None if it did."""

@@ -223,7 +223,7 @@ class Answers:
             self.num_leases -= 1
         if held.leases:
             held.leases.clear()
-            self._tiers.capacity_changed()
+            self._tiers.work.capacity_changed()
 
     async def _answer(self, ask: Ask, held: Held) -> Answer:
         prompt = self.prompts.get(ask.offer)
