@@ -133,3 +133,9 @@ async def test_no_node_at_the_url_is_one_sentence(url: str, tmp_path: Path) -> N
     assert (status, out) == (1, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
+
+
+def test_a_node_loads_no_client_of_a_store_that_it_does_not_use() -> None:
+    """Redis' alone takes 20 MiB and a third of a second of a processor."""
+    script = "import sys, tierkv.api.server; sys.exit('redis' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -14,7 +14,7 @@ from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.layered import LayeredSettings
 from tierkv.storage.memory import MemorySettings
 from tierkv.storage.mooncake import MooncakeSettings
-from tierkv.storage.redis.store import RedisSettings
+from tierkv.storage.redis.url import RedisSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from redis.exceptions import AskError, ResponseError, TryAgainError
 
 from tierkv.clock import Clock
 from tierkv.errors import (
-    ConfigError,
     StoreCorruptError,
     StoreRefusedError,
     StoreUnavailableError,
@@ -26,8 +24,8 @@ from tierkv.storage.redis.pool import WRITE_BYTES, ConnectionPool, Dialer, Locat
 from tierkv.storage.redis.requests import TAKES_NOTHING, pipeline, question, question_each
 from tierkv.storage.redis.resp import Refused, Reply, pack_all
 from tierkv.storage.redis.socket import Address
-from tierkv.storage.redis.url import TlsFiles
-from tierkv.storage.redis.wire import MOST_BYTES, Failure, Pace, Request, Turn, WireStats
+from tierkv.storage.redis.url import RedisSettings, TlsFiles
+from tierkv.storage.redis.wire import MOST_BYTES, Failure, Request, Turn, WireStats
 
 # Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
 NAMES_PER_COMMAND = 1024
@@ -38,46 +36,6 @@ _MAX_WAITING = 16_384
 _CHANGES = ("PEXPIRE", "UNLINK")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RedisSettings:
-    """num_connections: for reading values; write_connections: for writing them; one more is kept
-        for questions. So neither waits behind another kind. Measurements: docs/benchmarks.md.
-    timeout_s: how long the server may take for one exchange, apart from the time that its bytes
-        take at slowest_bytes_per_s.
-    connect_timeout_s: how long connecting may take.
-    tls: files for rediss://, for a private authority or a certificate of ours.
-    sentinel_username, sentinel_password: for the sentinels themselves, where they want some.
-    """
-
-    num_connections: int = 2
-    write_connections: int = 2
-    timeout_s: float = 0.25
-    connect_timeout_s: float = 0.25
-    slowest_bytes_per_s: float = 200e6
-    tls: TlsFiles = field(default_factory=TlsFiles)
-    sentinel_username: str | None = None
-    sentinel_password: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        for name, count in (
-            ("num_connections", self.num_connections),
-            ("write_connections", self.write_connections),
-        ):
-            if not 1 <= count <= 256:  # noqa: PLR2004
-                raise ConfigError(f"{name} must be 1 to 256, not {count}")
-        for name, number in (
-            ("timeout_s", self.timeout_s),
-            ("connect_timeout_s", self.connect_timeout_s),
-            ("slowest_bytes_per_s", self.slowest_bytes_per_s),
-        ):
-            if not (math.isfinite(number) and number > 0):
-                raise ConfigError(f"{name} must be a number above 0, not {number}")
-
-    @property
-    def pace(self) -> Pace:
-        return Pace(self.timeout_s, self.slowest_bytes_per_s)
 
 
 class Purpose(Enum):

@@ -43,7 +43,6 @@ from tierkv.storage.redis.node import (
     OneNode,
     Purpose,
     RedisNode,
-    RedisSettings,
     Router,
     cut,
     described,
@@ -63,7 +62,7 @@ from tierkv.storage.redis.requests import (
 )
 from tierkv.storage.redis.resp import OtherLength, Refused, Reply
 from tierkv.storage.redis.sentinel import SentinelLocator
-from tierkv.storage.redis.url import RedisUrl, Setup
+from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Failure, WireStats
 
 _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import ssl
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from urllib.parse import SplitResult, unquote
 
 from tierkv.errors import ConfigError
 from tierkv.storage.redis.socket import Address, port_of
+from tierkv.storage.redis.wire import Pace
 
 ACCEPTED = (
     "redis://[user:password@]host[:port][/db], the same with rediss:// for TLS, "
@@ -192,3 +194,43 @@ def _cannot_use(what: str, path: str | None, error: OSError) -> str:
         f"the TLS {what} {path} cannot be used ({str(why or error).replace('_', ' ').lower()}): "
         "it must be a readable PEM file, a certificate with its key"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """num_connections: for reading values; write_connections: for writing them; one more is kept
+        for questions. So neither waits behind another kind. Measurements: docs/benchmarks.md.
+    timeout_s: how long the server may take for one exchange, apart from the time that its bytes
+        take at slowest_bytes_per_s.
+    connect_timeout_s: how long connecting may take.
+    tls: files for rediss://, for a private authority or a certificate of ours.
+    sentinel_username, sentinel_password: for the sentinels themselves, where they want some.
+    """
+
+    num_connections: int = 2
+    write_connections: int = 2
+    timeout_s: float = 0.25
+    connect_timeout_s: float = 0.25
+    slowest_bytes_per_s: float = 200e6
+    tls: TlsFiles = field(default_factory=TlsFiles)
+    sentinel_username: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, count in (
+            ("num_connections", self.num_connections),
+            ("write_connections", self.write_connections),
+        ):
+            if not 1 <= count <= 256:  # noqa: PLR2004
+                raise ConfigError(f"{name} must be 1 to 256, not {count}")
+        for name, number in (
+            ("timeout_s", self.timeout_s),
+            ("connect_timeout_s", self.connect_timeout_s),
+            ("slowest_bytes_per_s", self.slowest_bytes_per_s),
+        ):
+            if not (math.isfinite(number) and number > 0):
+                raise ConfigError(f"{name} must be a number above 0, not {number}")
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(self.timeout_s, self.slowest_bytes_per_s)
