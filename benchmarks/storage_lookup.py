@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.bench import Row, row
 from tests.redis_groups import redis_cluster
 from tests.redis_server import redis_server
-from tierkv.cache.keys import Fingerprint, Names, Prompt, stored_keys
+from tierkv.cache.keys import Fingerprint, KeyRun, Names, Prompt
 from tierkv.cache.layout import attention_layout
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
@@ -61,7 +61,7 @@ async def _lookups_of_a_node(url: str, what: str, rounds: int) -> list[Row]:
         block_size=BLOCK,
     )  # fmt: skip
     who = Fingerprint("lookup", layout)
-    keys = stored_keys(who.root(), Prompt.of(range(NUM_BLOCKS * BLOCK), BLOCK))
+    keys = list(KeyRun.of(Prompt.of(range(NUM_BLOCKS * BLOCK), BLOCK), who.root()))
     names = Names("v", who.short)
     host = CpuHostSlots(layout, 1)
     store = open_guarded_store(url, SETTINGS, SystemClock())

@@ -14,7 +14,8 @@ import numpy as np
 from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, finish, until
 from tests.layouts import LAYOUTS
-from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
+from tests.stored import stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import Layout
 from tierkv.cache.tokens import pack
 from tierkv.clock import Clock, SystemClock

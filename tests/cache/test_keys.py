@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.stored import stored_keys
 from tierkv.cache.keys import (
     Fingerprint,
     MediaItem,
@@ -21,7 +22,6 @@ from tierkv.cache.keys import (
     block_digest,
     chain,
     extra_keys,
-    stored_keys,
     tail_digest,
 )
 from tierkv.cache.layout import attention_layout
@@ -95,7 +95,7 @@ def test_another_process_with_another_hash_seed_gets_the_same_keys(
 ) -> None:  # fault 10
     code = (
         "from tests.cache.test_keys import golden\n"
-        "from tierkv.cache.keys import stored_keys\n"
+        "from tests.stored import stored_keys\n"
         "who, prompt = golden()\n"
         "print(*[key.digest.hex() for key in stored_keys(who.root(), prompt)])"
     )

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.stored import stored_keys
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Names, Prompt, chain, keys_of, stored_keys
+from tierkv.cache.keys import Names, Prompt, chain
 from tierkv.cache.node import Space, Tier
 from tierkv.cache.pool import BlockPool
 from tierkv.errors import BadRequestError, ConfigError
@@ -60,7 +61,6 @@ def test_digests_come_from_the_tenants_own_root_and_are_computed_once() -> None:
     assert digests == chain(ROOTS["a"], prompt)
     assert match.node.digests == b"".join(digests)
     assert index.digests(match.node, 2) == digests[:2]
-    assert keys_of(ROOTS["a"], prompt, digests) == stored_keys(ROOTS["a"], prompt)
 
 
 def test_remembered_digests_survive_a_split_and_an_eviction() -> None:

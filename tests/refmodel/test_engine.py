@@ -14,7 +14,8 @@ import pytest
 from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
 from tests.faulty import FaultyStore
 from tests.latch import EVERY, CopyLatch, cancelled_at, finish, turns, until
-from tierkv.cache.keys import Names, Prompt, stored_keys
+from tests.stored import stored_keys
+from tierkv.cache.keys import Names, Prompt
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.errors import (

@@ -18,7 +18,8 @@ import xxhash
 from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from tierkv.cache.keys import Fingerprint, MediaItem, Names, Prompt, StoredKey, stored_keys
+from tests.stored import stored_keys
+from tierkv.cache.keys import Fingerprint, MediaItem, Names, Prompt, StoredKey
 from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock

@@ -26,9 +26,10 @@ from tests.redis_server import (  # noqa: F401 - fixtures
     redis_server,
 )
 from tests.storage.test_reliability import PATIENT, SLACK, STRICT, redis_store, trials
+from tests.stored import stored_keys
 from tests.world import BLOCK, GQA, World, fingerprint
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import Layout
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice, CpuHostSlots

@@ -9,7 +9,8 @@ import numpy as np
 from tests.latch import CopyLatch
 from tests.layouts import LAYOUTS
 from tests.storage.values import TurnedClock
-from tierkv.cache.keys import Fingerprint, Names, Prompt, stored_keys
+from tests.stored import stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.transfer.storage_io import StorageIO

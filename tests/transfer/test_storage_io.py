@@ -15,7 +15,8 @@ from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, until
 from tests.layouts import LAYOUTS
 from tests.storage.values import put_one
-from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
+from tests.stored import stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import Layout, layered
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError

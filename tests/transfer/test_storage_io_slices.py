@@ -11,7 +11,8 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.storage.values import put_one
-from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, stored_keys
+from tests.stored import stored_keys
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
 from tierkv.cache.layout import Bytes1D, Layout, attention_layout, layered
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from threading import Lock
+from typing import Final, overload
 
 from tierkv.cache.layout import Layout
 from tierkv.cache.tokens import TOKEN_BYTES, Tokens, pack
@@ -279,6 +280,111 @@ class StoredKey:
     tail: Tail | None = field(default=None, compare=False)
 
 
+class KeyRun(Sequence[StoredKey]):
+    """The keys of blocks of a prompt in a row, and perhaps, last, of its tail.
+
+    A digest is computed when somebody asks for it, or for one behind it; a part of a run shares
+    what the whole one knows. So a run of which only the first key is looked at costs as much as one
+    key. Safe from several threads.
+    """
+
+    __slots__ = ("_chain", "_start", "_stop")
+
+    def __init__(self, chain: _Chain, start: int, stop: int) -> None:
+        self._chain, self._start, self._stop = chain, start, stop
+
+    @classmethod
+    def of(cls, prompt: Prompt, parent: bytes, start: int = 0) -> KeyRun:
+        """All keys of `prompt` from block `start` on. parent: the digest of the block before that,
+        or of the root."""
+        stop = prompt.num_blocks + (prompt.tail_tokens > 0)
+        return cls(_Chain(prompt, parent, start), start, stop)
+
+    @property
+    def space(self) -> str:
+        return self._chain.prompt.space
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @overload
+    def __getitem__(self, at: int) -> StoredKey: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> KeyRun: ...
+
+    def __getitem__(self, at: int | slice) -> StoredKey | KeyRun:
+        blocks = range(self._start, self._stop)[at]
+        if isinstance(blocks, int):
+            return self._chain.key(blocks)
+        assert blocks.step == 1, "a part of a run is a run"
+        return KeyRun(self._chain, blocks.start, blocks.stop)
+
+    def __iter__(self) -> Iterator[StoredKey]:
+        return map(self._chain.key, range(self._start, self._stop))
+
+    def parent_of(self, at: int) -> bytes:
+        """The digest of the block, or the root, before the key at `at`, which may be the end."""
+        return self._chain.parent_of(self._start + at)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the last key is that of a tail."""
+        return self._start < self._stop and self._stop > self._chain.prompt.num_blocks
+
+    def digests(self) -> Iterator[bytes]:
+        """Of each block in turn, the tail left out."""
+        chain, at, stop = self._chain, self._start, self._stop - self.has_tail
+        more = 1
+        while at < stop:
+            known = chain.up_to(min(at + more, stop))[at - chain.start : stop - chain.start]
+            yield from known
+            at += len(known)
+            more = 2 * len(known)
+
+
+class _Chain:
+    """Digests of a prompt's blocks from `start` on, and of its tail, as far as anybody asked."""
+
+    def __init__(self, prompt: Prompt, parent: bytes, start: int) -> None:
+        self.prompt, self.start = prompt, start
+        self._parent = parent
+        self._digests: list[bytes] = []
+        self._tail: StoredKey | None = None
+        self._lock = Lock()
+
+    def up_to(self, stop: int) -> list[bytes]:
+        """Those before block `stop`, and perhaps some more."""
+        digests, count = self._digests, stop - self.start
+        if len(digests) < count:
+            with self._lock:
+                known = len(digests)
+                if known < count:
+                    parent = digests[-1] if known else self._parent
+                    digests += chain(parent, self.prompt, self.start + known, stop)
+        return digests
+
+    def digest(self, block: int) -> bytes:
+        if block == self.prompt.num_blocks:
+            return self.key(block).digest
+        return self.up_to(block + 1)[block - self.start]
+
+    def parent_of(self, block: int) -> bytes:
+        return self.digest(block - 1) if block > self.start else self._parent
+
+    def key(self, block: int) -> StoredKey:
+        prompt = self.prompt
+        if block < prompt.num_blocks:
+            digest, size = self.digest(block), prompt.block_size
+            return StoredKey(digest, size, is_tail=False, space=prompt.space)
+        if self._tail is None:
+            tail = Tail(self.parent_of(block), prompt.block(block), prompt.extra(block))
+            self._tail = StoredKey(
+                tail.digest, prompt.tail_tokens, is_tail=True, space=prompt.space, tail=tail
+            )
+        return self._tail
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """Stored names of one fingerprint and shard.
@@ -307,6 +413,10 @@ class Names:
             for key in keys
         ]
 
+    def of_run(self, keys: KeyRun) -> NameRun:
+        """The name of each key, made when it is asked for."""
+        return NameRun(self, keys)
+
     def tails(self, parent: bytes, space: str = "") -> str:
         """Where the tails under a block, or under the root, are listed, for all shards."""
         return f"{self.prefix}:{space or self.fingerprint}:{parent.hex()}:tails"
@@ -329,6 +439,37 @@ class Names:
         return f"{self.prefix}:producer:{_digest_of(incarnation)}"
 
 
+class NameRun(Sequence[str]):
+    """The names of a run of keys; see there what they cost."""
+
+    __slots__ = ("_keys", "_names")
+
+    def __init__(self, names: Names, keys: KeyRun) -> None:
+        self._names, self._keys = names, keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> NameRun: ...
+
+    def __getitem__(self, at: int | slice) -> str | NameRun:
+        if isinstance(at, slice):
+            return NameRun(self._names, self._keys[at])
+        return self._names.name(self._keys[at])
+
+    def __iter__(self) -> Iterator[str]:
+        names, keys = self._names, self._keys
+        head, end = f"{names.prefix}:{keys.space or names.fingerprint}:", f":{names.shard}"
+        for middle in keys.digests():
+            yield f"{head}{middle.hex()}{end}"
+        if keys.has_tail:
+            yield names.name(keys[-1])
+
+
 def tells_of_blocks(name: str) -> bool:
     """Whether `name` is one of a ticket: who finds it learns that blocks were stored."""
     return name.split(":")[1:2] in (["ticket"], ["open"])
@@ -336,21 +477,3 @@ def tells_of_blocks(name: str) -> bool:
 
 def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def stored_keys(root: bytes, prompt: Prompt) -> list[StoredKey]:
-    """Every block of the prompt and, last, its tail if there is one."""
-    return keys_of(root, prompt, chain(root, prompt))
-
-
-def keys_of(root: bytes, prompt: Prompt, digests: Sequence[bytes]) -> list[StoredKey]:
-    """The keys of a prompt whose full blocks have these digests, and of its tail."""
-    size, space = prompt.block_size, prompt.space
-    keys = [StoredKey(digest, size, is_tail=False, space=space) for digest in digests]
-    if prompt.tail_tokens:
-        parent = digests[-1] if digests else root
-        last = prompt.num_blocks
-        tail = Tail(parent, prompt.block(last), prompt.extra(last))
-        key = StoredKey(tail.digest, prompt.tail_tokens, is_tail=True, space=space, tail=tail)
-        keys.append(key)
-    return keys

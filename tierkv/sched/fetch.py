@@ -13,6 +13,7 @@ from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import StoreUnavailableError
 from tierkv.sched.fetch_groups import NO_ROOM, FetchGroups, Landed, SharedTails, Source
 from tierkv.sched.log_throttle import LogThrottle
+from tierkv.sched.stored import keys_beyond
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.worth import Decision, Estimator, FetchPolicy, Transfer
 from tierkv.storage.protocol import GetOutcome, GetStatus
@@ -349,12 +350,12 @@ class _Fetch:
             self.is_whole = True
         elif _is_gap(self.landed.problem):
             self.is_whole = True
-            await self._fetch_shared_tail(keys[-1])
+            await self._fetch_shared_tail(keys)
 
     async def _wait_for_others(self) -> Sequence[StoredKey]:
         """The keys beyond the local match, once none of them is being fetched by another call."""
         shared, landed = self.shared, self.landed
-        index = shared.tiers.index
+        index, keys = shared.tiers.index, self.promised
         while True:
             match = index.match(self.prompt)
             if match.num_blocks > landed.lease.num_blocks:
@@ -362,9 +363,12 @@ class _Fetch:
                 index.release(landed.lease)
                 landed.lease = longer
                 self.first_token = match.num_blocks * index.block_size
-            keys = (self.promised or shared.tiers.prompt_keys(self.prompt))[match.num_blocks :]
+            if self.promised:
+                keys = self.promised[match.num_blocks :]
+            else:
+                keys = keys_beyond(index, self.prompt, match)
             partial = match.partial
-            if keys and keys[0].is_tail and partial and partial.num_tokens >= keys[0].num_tokens:
+            if partial and keys and keys[0].is_tail and partial.num_tokens >= keys[0].num_tokens:
                 landed.tail = index.hold(partial.node, partial.block + 1)
                 return []
             busy = shared.busy(keys, match.num_blocks)
@@ -420,12 +424,12 @@ class _Fetch:
         if self.fate is None:  # else the request has gone on without it
             self.on_arrival(self.landed.lease.num_blocks)
 
-    async def _fetch_shared_tail(self, last: StoredKey) -> None:
-        """Bring a tail that another prompt left where this one goes on, if storage has one.
-        last: of the prompt's keys; a tail of its own, storage does not have."""
+    async def _fetch_shared_tail(self, keys: Sequence[StoredKey]) -> None:
+        """Bring a tail that another prompt left where this one goes on, if storage has one. If
+        that is the tail of its own, the last of `keys`, storage does not have it."""
         shared, landed = self.shared, self.landed
         index, start = shared.tiers.index, landed.lease.num_blocks
-        missing = (last.digest,) if start == self.prompt.num_blocks else ()
+        missing = (keys[-1].digest,) if start == self.prompt.num_blocks else ()
         found = await shared.tails.find(self.prompt, landed.lease, missing=missing)
         if found is None:
             return

@@ -118,7 +118,7 @@ class FetchGroups:
                     if await _arrived(before):
                         landed.problem = NO_ROOM
                     return
-                group = _Group(keys[at : at + len(slots)], slots, space)
+                group = _Group(list(keys[at : at + len(slots)]), slots, space)
                 self._tiers.slots.lend(Tier.HOST, slots)
                 coming = tasks.create_task(
                     self._fetch(prompt, landed, group, before, on_arrival),

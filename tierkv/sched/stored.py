@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt, StoredKey, Tail, chain, keys_of
+from tierkv.cache.keys import KeyRun, Prompt, StoredKey, Tail
 from tierkv.cache.match import Match
 from tierkv.cache.node import Node
 from tierkv.cache.tokens import TOKEN_BYTES
@@ -32,10 +30,17 @@ def path_keys(index: Index, node: Node, first: int, stop: int) -> list[StoredKey
 def prompt_keys(index: Index, prompt: Prompt) -> list[StoredKey]:
     """The stored keys of `prompt`, tail included. What is cached of it keeps its digests."""
     match = index.match(prompt)
-    root = match.node.space.root_digest
+    size, space = prompt.block_size, prompt.space
     digests = index.digests(match.node, match.num_blocks)
-    parent = digests[-1] if digests else root
-    return keys_of(root, prompt, digests + chain(parent, prompt, match.num_blocks))
+    known = [StoredKey(one, size, is_tail=False, space=space) for one in digests]
+    return known + list(keys_beyond(index, prompt, match))
+
+
+def keys_beyond(index: Index, prompt: Prompt, match: Match) -> KeyRun:
+    """The stored keys of what follows `match`, which is of this prompt and of this moment."""
+    end = match.num_blocks
+    last = index.digests(match.node, end, start=max(end - 1, 0))
+    return KeyRun.of(prompt, last[-1] if last else match.node.space.root_digest, end)
 
 
 async def stored_beyond(
@@ -50,8 +55,8 @@ async def stored_beyond(
 
     match: of this prompt, from this moment. Raises StoreUnavailableError.
     """
-    end = await _follow(index, storage, prompt, match, piece_blocks)
-    return end.num_blocks, end.num_tokens
+    found = await _follow(storage, keys_beyond(index, prompt, match), piece_blocks)
+    return found, _end_token(prompt, match, found) - match.num_blocks * prompt.block_size
 
 
 async def tokens_beyond(index: Index, storage: StorageIO, prompt: Prompt, match: Match) -> int:
@@ -61,47 +66,37 @@ async def tokens_beyond(index: Index, storage: StorageIO, prompt: Prompt, match:
     match: of this prompt, from this moment. Raises StoreUnavailableError.
     """
     here = match.partial.num_tokens if match.partial else 0
-    rest = prompt.num_tokens - match.num_blocks * prompt.block_size
-    if here >= rest:
+    start = match.num_blocks * prompt.block_size
+    if here >= prompt.num_tokens - start:
         return 0
-    end = await _follow(index, storage, prompt, match, PIECE_BLOCKS)
-    if not end.missing:
-        return end.num_tokens
-    block = match.num_blocks + end.num_blocks
+    keys = keys_beyond(index, prompt, match)
+    found = await _follow(storage, keys, PIECE_BLOCKS)
+    num_tokens = _end_token(prompt, match, found) - start
+    if found == len(keys):
+        return num_tokens
+    block = match.num_blocks + found
     wanted, extra = prompt.block(block), prompt.extra(block)
-    tail = await storage.tails.best(end.parent, wanted, extra, prompt.space, missing=end.missing)
+    # A tail of its own, storage does not have, whatever is listed.
+    missing = (keys[found].digest,) if block == prompt.num_blocks else ()
+    parent = keys.parent_of(found)
+    tail = await storage.tails.best(parent, wanted, extra, prompt.space, missing=missing)
     shared = tail.num_shared if tail is not None else 0
-    if not end.num_blocks and shared <= here:
+    if not found and shared <= here:
         return 0
-    return end.num_tokens + shared
+    return num_tokens + shared
 
 
-class _End(NamedTuple):
-    """Where storage's answer ends. parent: the digest of the last block before it. missing: digests
-    of what was asked for from there on, () if nothing is missing."""
+async def _follow(storage: StorageIO, keys: KeyRun, piece_blocks: int) -> int:
+    """How many of `keys` storage has from the first on."""
+    found = 0
+    while found < len(keys):
+        piece = keys[found : found + piece_blocks]
+        present = await storage.count_present(piece)
+        found += present
+        if present < len(piece):
+            break
+    return found
 
-    num_blocks: int
-    num_tokens: int
-    parent: bytes
-    missing: tuple[bytes, ...]
 
-
-async def _follow(
-    index: Index, storage: StorageIO, prompt: Prompt, match: Match, piece_blocks: int
-) -> _End:
-    known = index.digests(match.node, match.num_blocks)
-    parent = known[-1] if known else match.node.space.root_digest
-    start, num_blocks, num_tokens = match.num_blocks, 0, 0
-    while True:
-        stop = min(start + piece_blocks, prompt.num_blocks)
-        digests = chain(parent, prompt, start, stop)
-        keys = keys_of(parent, prompt, digests)
-        if stop < prompt.num_blocks:
-            keys = keys[: len(digests)]  # the tail comes with the last piece
-        found = await storage.count_present(keys) if keys else 0
-        num_blocks += found
-        num_tokens += sum(key.num_tokens for key in keys[:found])
-        parent = digests[found - 1] if 0 < found <= len(digests) else parent
-        if found < len(keys) or stop == prompt.num_blocks:
-            return _End(num_blocks, num_tokens, parent, tuple(one.digest for one in keys[found:]))
-        start = stop
+def _end_token(prompt: Prompt, match: Match, num_keys: int) -> int:
+    return min((match.num_blocks + num_keys) * prompt.block_size, prompt.num_tokens)

@@ -23,6 +23,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 from tierkv.cache.keys import tells_of_blocks
@@ -31,7 +32,6 @@ from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError,
 from tierkv.storage.base import StoreAround
 from tierkv.storage.protocol import (
     BreakerState,
-    CheckedNames,
     GetItem,
     GetOutcome,
     GetStatus,
@@ -184,7 +184,7 @@ class GuardedStore(StoreAround):
         known = self._missing.first(checked)
         if known == 0 and names:
             return 0
-        asked = checked if known == len(checked) else CheckedNames(checked[:known])
+        asked = checked if known == len(checked) else check_names(checked[:known])
         with self._missing.asking() as note_missing:
             found = await self._ask_twice(lambda store: store.exists(asked))
             if found < len(asked):
@@ -565,6 +565,10 @@ class _Meanwhile:
     has_cleared: bool = False
 
 
+# Of one question: names of a run are made as they are looked at, in 2 us each.
+_MOST_LOOKED_FOR = 32
+
+
 class NegativeCache:
     """Names of which a store has said that it has none: believed for a moment, so that it is not
     asked again by every request for the same prompt.
@@ -580,11 +584,12 @@ class NegativeCache:
         self.num_hits = 0
 
     def first(self, names: Sequence[str]) -> int:
-        """Index of the first name believed to be missing; their number if there is none."""
+        """Index of the first name believed to be missing, if it is among the first; their number
+        if there is none."""
         if not self._until:
             return len(names)
         now = self._clock.monotonic()
-        for index, name in enumerate(names):
+        for index, name in enumerate(islice(names, _MOST_LOOKED_FOR)):
             if self._until.get(name, 0.0) > now:
                 self.num_hits += 1
                 return index

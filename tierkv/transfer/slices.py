@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tierkv.cache.keys import Names, StoredKey
+from tierkv.cache.keys import KeyRun, Names, StoredKey
 from tierkv.cache.layout import Bytes1D, Layout
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.errors import LayoutError
@@ -77,8 +77,10 @@ class Slices:
         """The names of a block's values as a node of `size` ranks stores it."""
         return [names.name(key) for names in self._names[size]]
 
-    def names_of_all(self, keys: Sequence[StoredKey], size: int) -> list[str]:
+    def names_of_all(self, keys: Sequence[StoredKey], size: int) -> Sequence[str]:
         """`names_of` for each key, one after the other."""
+        if size == 1 and isinstance(keys, KeyRun):
+            return self._names[1][0].of_run(keys)
         per_rank = [names.all(keys) for names in self._names[size]]
         if size == 1:
             return per_rank[0]

@@ -152,10 +152,11 @@ class StorageIO:
         while True:
             names = check_names(self.slices.names_of_all(keys[at:], size))
             found = await self.store.exists(names) // size
-            if self._toucher is not None:
-                self._toucher.used(names[: found * size])
-            self._note_found(keys[at : at + found], size)
-            at += found
+            if found:
+                if self._toucher is not None:
+                    self._toucher.used(names[: found * size])
+                self._note_found(keys[at : at + found], size)
+                at += found
             if at == len(keys) or not self.slices.peer_sizes:
                 return at
             [other] = await self._sizes_of([keys[at]], size)
@@ -179,10 +180,12 @@ class StorageIO:
         ]
 
     def _note_found(self, keys: Sequence[StoredKey], size: int) -> None:
+        if size == self.slices.size:
+            if self._found:
+                for key in keys:
+                    self._found.pop(key.digest, None)
+            return
         for key in keys:
-            if size == self.slices.size:
-                self._found.pop(key.digest, None)
-                continue
             self._found[key.digest] = size
             while len(self._found) > _MAX_FOUND:
                 self._found.popitem(last=False)
