@@ -11,7 +11,6 @@ from tests.latch import finish, until
 from tests.refmodel.test_engine import Bench, bench, memory
 from tierkv.errors import HandoffError, ShuttingDownError
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
 
 LONG = text(40 * BLOCK_SIZE + 5, seed=3)
@@ -73,23 +72,6 @@ async def test_stopping_to_publish_leaves_a_prefill_its_blocks_while_it_computes
         await on.settle()
 
 
-async def test_a_publish_nobody_waits_for_can_be_claimed() -> None:
-    store = memory()
-    async with bench(store, device_blocks=64) as on, bench(store, device_blocks=64) as other:
-        prefilled = await on.node.engine.prefill(
-            on.node.job(LONG, 1), "t", waits_for=PublishWait.NOTHING
-        )
-        assert prefilled.published is None
-        generation, _ = await finish(
-            other.node.engine.decode(other.node.job(LONG, NEW), "t", deadline_s=20)
-        )
-        assert generation.tokens == truth(LONG, NEW).tokens
-        assert generation.computed_tokens == 0
-        await until(lambda: on.node.service.stats().running_requests == 0, "an ended publish")
-        await on.settle()
-        await other.settle()
-
-
 async def test_a_publish_nobody_waits_for_that_fails_is_the_claimers_to_hear() -> None:
     store = memory()
     async with bench(store, device_blocks=64) as on, bench(store, device_blocks=64) as other:
@@ -106,15 +88,3 @@ async def test_a_publish_nobody_waits_for_that_fails_is_the_claimers_to_hear() -
         assert refused.value.reason == "not_yet"
         await on.settle()
         await other.settle()
-
-
-@pytest.mark.parametrize("policy", [ClaimPolicy.RECOMPUTE, ClaimPolicy.RECOMPUTE_ALL])
-async def test_policies_that_may_compute_need_no_ticket(policy: ClaimPolicy) -> None:
-    async with bench(device_blocks=64) as on:
-        generation, ticket = await finish(
-            on.node.engine.decode(on.node.job(LONG, NEW), "never", policy=policy, deadline_s=0.05)
-        )
-        assert ticket is None
-        assert generation.tokens == truth(LONG, NEW).tokens
-        assert generation.computed_tokens == len(LONG)
-        await on.settle()

@@ -1,0 +1,318 @@
+"""A prompt of any length, sampled in any way, over any store and by any path: the single node's
+tokens, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
+from tests.latch import turns, until
+from tests.redis_server import PATIENT, RedisServer, redis_server
+from tests.world import background_tasks
+from tierkv.cache.eviction import WritePolicy
+from tierkv.clock import SystemClock
+from tierkv.errors import HandoffError
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.pd.handoff import PublishWait
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.refmodel.generation import GenerateRequest
+from tierkv.refmodel.sampling import Sampling
+from tierkv.sched.worth import FetchPolicy
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.protocol import Store
+
+NEW = 4
+GREEDY, SEEDED = Sampling(), Sampling(temperature=0.9, seed=2**63, top_k=40)
+EVERY = tuple(range(1, 2 * BLOCK_SIZE + 3))
+BOUNDARIES = (
+    1,
+    15,
+    16,
+    17,
+    32,
+    33,
+    254,
+    255,
+    256,
+    257,
+    258,
+    272,
+    273,
+)  # a chunk of the prefill is 256 tokens
+WAYS: dict[str, dict[str, Any]] = {
+    "device": {"direct": DirectPath.DEVICE},
+    "memory": {"direct": DirectPath.MEMORY},
+    "network": {"direct": DirectPath.NETWORK, "direct_host": "127.0.0.1"},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@functools.cache
+def right(length: int, seed: int, sampling: Sampling) -> tuple[int, ...]:
+    return truth(text(length, seed=seed), NEW, sampling).tokens
+
+
+@asynccontextmanager
+async def pair(
+    url: str,
+    handoff: dict[str, Any] | None = None,
+    *,
+    stores: StoreSettings = PATIENT,
+    **cache: Any,
+) -> AsyncIterator[tuple[ExactNode, ExactNode]]:
+    """handoff: fields of HandoffSettings. cache: of CacheSettings."""
+    patient: dict[str, Any] = {"direct": DirectPath.OFF, "lookup_deadline_s": 20}
+    patient["publish_deadline_s"] = 60
+    settings = HandoffSettings(**(patient | (handoff or {})))
+    # The model here is so small that computing beats any store: fetch all the same.
+    cache["fetch_policy"] = FetchPolicy.WAIT_COMPLETE
+
+    def store() -> Store:
+        return open_store(url, stores, SystemClock())
+
+    async with (
+        exact_node(store(), handoff=settings, **cache) as prefill,
+        exact_node(store(), handoff=settings, **cache) as decode,
+    ):
+        yield prefill, decode
+        for node in (prefill, decode):
+            await at_rest(node)
+
+
+async def at_rest(node: ExactNode) -> None:
+    await until(lambda: node.service.tiers.work.num_tasks == 0, "an idle node")
+    assert node.service.stats().running_requests == 0
+    assert node.service.verify() == []
+
+
+async def hand_over(
+    nodes: tuple[ExactNode, ExactNode],
+    length: int,
+    sampling: Sampling,
+    ticket: str,
+    seed: int | None = None,
+) -> None:
+    """The claim waits before the prefill begins."""
+    prefill, decode = nodes
+    seed = length if seed is None else seed
+    prompt = text(length, seed=seed)
+    async with asyncio.TaskGroup() as group:
+        job = decode.job(prompt, NEW, sampling)
+        claiming = group.create_task(decode.engine.decode(job, ticket, deadline_s=200))
+        group.create_task(prefill.engine.prefill(prefill.job(prompt, 1, sampling), ticket))
+    generation, found = claiming.result()
+    assert generation.tokens == right(length, seed, sampling), (length, sampling)
+    assert generation.computed_tokens == 0
+    assert found is not None
+
+
+def url_of(kind: str, server: RedisServer, folder: Path) -> str:
+    server.execute("FLUSHALL")
+    return server.url if kind == "redis" else f"file://{folder / 'store'}"
+
+
+def nothing_lives_for_ever(server: RedisServer) -> None:
+    names = server.execute("KEYS", "*")
+    assert isinstance(names, list)
+    assert [name for name in names if server.execute("PTTL", name) == -1] == []
+    assert [name for name in names if b":open:" in name or b":producer:" in name] == []
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("kind", "streams", "lengths"),
+    [
+        ("redis", True, EVERY),
+        ("file", False, EVERY),
+        ("redis", False, BOUNDARIES),
+        ("file", True, BOUNDARIES),
+    ],
+)
+async def test_any_length_is_handed_over_exactly(
+    server: RedisServer,
+    tmp_path: Path,
+    kind: str,
+    streams: bool,
+    lengths: Sequence[int],
+    sampling: Sampling,
+) -> None:
+    async with pair(url_of(kind, server, tmp_path), {"streams": streams}) as nodes:
+        for length in lengths:
+            await hand_over(nodes, length, sampling, f"{length}")
+    nothing_lives_for_ever(server)
+
+
+@pytest.mark.parametrize("kind", ["redis", "file"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_any_length_is_exact_by_each_direct_way(
+    server: RedisServer, tmp_path: Path, kind: str, way: str
+) -> None:
+    if way == "network":
+        pytest.importorskip("mooncake.engine", reason="Mooncake's package cannot be loaded")
+    async with pair(url_of(kind, server, tmp_path), WAYS[way]) as nodes:
+        for at, length in enumerate(BOUNDARIES):
+            await hand_over(nodes, length, (GREEDY, SEEDED)[at % 2], f"{length}")
+        came = nodes[1].service.stats().handoff
+        assert getattr(came, f"{way}_blocks") > 0
+    nothing_lives_for_ever(server)
+
+
+async def test_two_claims_of_one_ticket_at_once_both_have_every_token(server: RedisServer) -> None:
+    url = url_of("redis", server, Path())
+    async with pair(url) as (prefill, decode), pair(url) as (third, _):
+        prompt = text(100, seed=100)
+        async with asyncio.TaskGroup() as group:
+            claims = [
+                group.create_task(
+                    node.engine.decode(node.job(prompt, NEW, SEEDED), "one", deadline_s=60)
+                )
+                for node in (decode, decode, third)
+            ]
+            group.create_task(prefill.engine.prefill(prefill.job(prompt, 1, SEEDED), "one"))
+        for claim in claims:
+            assert claim.result()[0].tokens == right(100, 100, SEEDED)
+    nothing_lives_for_ever(server)
+
+
+ODD = [
+    "a" * 4096,
+    "../../etc/passwd",
+    "a:b:partial:3",
+    "a\r\nDEL x",
+    "\0",
+    "名前 🜁",
+    " ",
+    "%s{}*?[a]",
+]
+
+
+@pytest.mark.parametrize("kind", ["redis", "file"])
+async def test_a_tickets_id_may_be_any_text(server: RedisServer, tmp_path: Path, kind: str) -> None:
+    async with pair(url_of(kind, server, tmp_path)) as nodes:
+        for at, ticket in enumerate(ODD):
+            await hand_over(nodes, 17 + at, GREEDY, ticket)
+    nothing_lives_for_ever(server)
+
+
+@pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
+async def test_a_ticket_sampled_in_another_way_stays_for_who_may_claim_it(
+    server: RedisServer, policy: ClaimPolicy
+) -> None:
+    async with pair(url_of("redis", server, Path())) as (prefill, decode):
+        prompt = text(40, seed=40)
+        await prefill.engine.prefill(prefill.job(prompt, 1, SEEDED), "one")
+        with pytest.raises(HandoffError, match="temperature") as error:
+            await decode.engine.decode(decode.job(prompt, NEW, GREEDY), "one", policy=policy)
+        assert error.value.reason == "incompatible"
+        await at_rest(decode)
+        state = await decode.service.ticket_state("one")
+        assert state.claimer is None
+        job = decode.job(prompt, NEW, SEEDED)
+        assert (await decode.engine.decode(job, "one"))[0].tokens == right(40, 40, SEEDED)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(300)])],
+)
+async def test_many_hand_offs_at_once_are_exact_and_leave_nothing(
+    server: RedisServer, count: int
+) -> None:
+    url = url_of("redis", server, Path())
+    async with pair(url) as nodes:  # whatever is opened once for all
+        await hand_over(nodes, 20, GREEDY, "warm")
+    server.execute("FLUSHALL")
+    await turns(20)
+    open_before, tasks = len(os.listdir("/proc/self/fd")), background_tasks()
+    async with pair(url, device_blocks=1024) as nodes:
+        running = background_tasks()
+        async with asyncio.TaskGroup() as group:
+            for n in range(count):
+                length, sampling = 20 + n % 50, SEEDED if n % 2 else GREEDY
+                group.create_task(hand_over(nodes, length, sampling, f"many{n}", seed=n))
+        for node in nodes:
+            await at_rest(node)
+        assert background_tasks() <= running | {"tierkv-redis-subscribe", "tierkv-redis-hear"}
+        prefill = nodes[0].service.handoff
+        assert prefill is not None
+        assert prefill.tickets.lease.num_held == 0
+    assert background_tasks() == tasks
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= open_before, "closed files")
+    nothing_lives_for_ever(server)
+
+
+async def test_the_first_token_does_not_wait_for_storage_if_it_need_not(
+    server: RedisServer,
+) -> None:
+    prompt = text(100, seed=77)
+    async with pair(url_of("redis", server, Path()), stores=StoreSettings()) as (prefill, decode):
+        server.pause()
+        try:
+            prefilled = await prefill.engine.prefill(
+                prefill.job(prompt, 1), "later", waits_for=PublishWait.NOTHING
+            )
+        finally:
+            server.resume()
+        assert prefilled.published is None
+        assert prefilled.generation.tokens == truth(prompt, 1).tokens
+        await until(lambda: prefill.service.stats().running_requests == 0, "the publish")
+        await at_rest(prefill)
+        generation, _ = await decode.engine.decode(
+            decode.job(prompt, NEW), "never", policy=ClaimPolicy.RECOMPUTE, deadline_s=0.05
+        )
+        assert generation.tokens == truth(prompt, NEW).tokens
+
+
+async def test_the_next_turn_hits_on_the_other_node_prompt_answer_and_tail(
+    server: RedisServer,
+) -> None:
+    async with pair(url_of("redis", server, Path()), storage_write=WritePolicy.WRITE_THROUGH) as (
+        first,
+        second,
+    ):
+        prompt = text(75, seed=5)
+        turn = await first.generate(prompt, 30)
+        await at_rest(first)
+        talk = [*prompt, *turn.tokens, *text(20, seed=6)]
+        answer = await second.generate(talk, NEW)
+        assert answer.tokens == truth(talk, NEW).tokens
+        # All but the last generated token, whose KV nobody has computed yet.
+        assert answer.matched.storage_tokens == len(prompt) + 30 - 1
+        await at_rest(second)
+        again = await first.generate([*talk, *answer.tokens, *text(9, seed=7)], NEW)
+        assert again.matched.total_tokens == len(talk) + NEW - 1
+        await at_rest(first)
+
+
+async def test_what_a_decode_node_made_of_a_claim_is_there_for_the_prefill_node(
+    server: RedisServer,
+) -> None:
+    async with pair(url_of("redis", server, Path()), storage_write=WritePolicy.WRITE_THROUGH) as (
+        prefill,
+        decode,
+    ):
+        prompt = text(75, seed=8)
+        tokens = right(75, 8, GREEDY)
+        await hand_over((prefill, decode), 75, GREEDY, "turn1", seed=8)
+        await at_rest(prefill)
+        await at_rest(decode)
+        talk = [*prompt, *tokens, *text(20, seed=9)]
+        job = GenerateRequest("turn 2", prefill.job(talk, 1).tokens, 1)
+        prefilled = await prefill.engine.prefill(job, "turn2")
+        assert prefilled.generation.matched.total_tokens == len(prompt) + NEW - 1
+        assert prefilled.generation.matched.storage_tokens > 0
+        assert prefilled.generation.tokens == truth(talk, 1).tokens
+        await at_rest(prefill)
