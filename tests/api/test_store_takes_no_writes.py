@@ -14,7 +14,7 @@ from tierkv.clock import SystemClock
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.protocol import BreakerState, GetStatus, PutItem, PutStatus
-from tierkv.storage.redis.node import RedisSettings
+from tierkv.storage.redis.url import RedisSettings
 
 SETTINGS = StoreSettings(
     redis=RedisSettings(timeout_s=10.0, connect_timeout_s=10.0),
