@@ -20,12 +20,12 @@ from tierkv.cache.node import Tier
 from tierkv.cache.pool import Ids
 from tierkv.errors import HandoffError, OutOfBlocksError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots
-from tierkv.pd import issuing
 from tierkv.pd.handoff import Published
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import check_written
 from tierkv.pd.watch import Watch
 from tierkv.sched.events import CacheEvent, Happening
+from tierkv.sched.stored import path_keys
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.tasks import abandonable
@@ -148,7 +148,6 @@ class HostSide:
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, "there is no storage for a ticket")
         watch = Watch(
             handoff.tickets,
-            handoff.lease,
             ticket_id,
             prompt,
             on_progress=lambda _: None,
@@ -162,7 +161,7 @@ class HostSide:
         self, prompt: Prompt, keys: Sequence[StoredKey], promise: Promise
     ) -> str | None:
         service = self._service
-        if service.tiers.storage is None:
+        if service.tiers.copies.storage is None:
             self._hold(prompt, promise)
             return None
         policy = FetchPolicy.WAIT_COMPLETE if keys else service.settings.fetch_policy
@@ -201,7 +200,7 @@ class HostSide:
         """So many first blocks of the path have not failed to load too often."""
         if not self._failures:
             return lease.num_blocks
-        for at, key in enumerate(self._service.tiers.keys_of(lease.node, 0, lease.num_blocks)):
+        for at, key in enumerate(path_keys(self._service.index, lease.node, 0, lease.num_blocks)):
             if self._failures.get(key.digest, 0) >= self._max_failures:
                 return at
         return lease.num_blocks
@@ -244,7 +243,7 @@ class HostSide:
         counts against its block. A ticket of which all came is acknowledged."""
         lease = promise.lease
         if failed and lease is not None:
-            keys = self._service.tiers.keys_of(lease.node, 0, lease.num_blocks)
+            keys = path_keys(self._service.index, lease.node, 0, lease.num_blocks)
             for at in failed:
                 digest = keys[at].digest
                 self._failures[digest] = self._failures.pop(digest, 0) + 1
@@ -254,7 +253,7 @@ class HostSide:
         handoff = self._service.handoff
         if promise.ticket is not None and not failed and handoff is not None:
             acknowledged = self._acknowledge(promise.ticket)
-            self._service.tiers.start(acknowledged, "tierkv-acknowledge")
+            self._service.tiers.work.start(acknowledged, "tierkv-acknowledge")
 
     async def _acknowledge(self, ticket: Ticket) -> None:
         handoff = self._service.handoff
@@ -269,7 +268,7 @@ class HostSide:
         if promise.lease is not None:
             self._service.index.release(promise.lease)
             promise.lease = None
-            self._service.tiers.capacity_changed()
+            self._service.tiers.work.capacity_changed()
         self._recount(promise, 0)
 
     # Saves
@@ -277,13 +276,13 @@ class HostSide:
     async def reserve(self, count: int) -> list[int]:
         """Up to `count` host slots for saves, evicting what may go; [] if there are none."""
         tiers, found = self._service.tiers, []
-        count = min(count, tiers.available(Tier.HOST))
+        count = min(count, tiers.eviction.available(Tier.HOST))
         if count > 0:
             with suppress(OutOfBlocksError):
-                found = tiers.take(Tier.HOST, count).tolist()
+                found = tiers.eviction.take(Tier.HOST, count).tolist()
         for slot in found:
             self._lent[slot] = np.array([slot], np.int32)
-            tiers.lend(Tier.HOST, self._lent[slot])
+            tiers.slots.lend(Tier.HOST, self._lent[slot])
         return found
 
     async def keep(self, prompt: Prompt, first: int, slots: Ids) -> Kept:
@@ -307,10 +306,10 @@ class HostSide:
             if is_new:
                 tiers.events.tell(Happening.STORED, "host", end, stop, stop + 1)
         for slot in slots[owned].tolist():
-            tiers.unlend(Tier.HOST, self._lent.pop(slot))
-        tiers.write_down(end, end.end)
+            tiers.slots.unlend(Tier.HOST, self._lent.pop(slot))
+        tiers.copies.write_down(end, end.end)
         index.release(lease)
-        tiers.capacity_changed()
+        tiers.work.capacity_changed()
         return Kept(len(slots), tuple(slots[~owned].tolist()))
 
     async def publish(
@@ -344,7 +343,7 @@ class HostSide:
         self, prompt: Prompt, promise: Promise, ticket_id: str, first_tokens: Sequence[int]
     ) -> Published:
         handoff, tiers = self._service.handoff, self._service.tiers
-        storage = tiers.storage
+        storage = tiers.copies.storage
         if handoff is None or storage is None:
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, "there is no storage for a ticket")
         keys = handoff.tickets.keys_of(prompt)
@@ -360,16 +359,16 @@ class HostSide:
                 )
             finally:
                 tiers.index.release(held)
-                tiers.capacity_changed()
+                tiers.work.capacity_changed()
             check_written(storage, outcomes)
 
         if present < len(keys):
-            await abandonable(tiers.started, flush, "tierkv-publish")
-        opened = handoff.tickets.new_open(ticket_id, prompt, handoff.lease.incarnation, None)
+            await abandonable(tiers.work.started, flush, "tierkv-publish")
+        opened = handoff.tickets.new_open(ticket_id, prompt)
         ticket = handoff.tickets.new(opened, first_tokens, None)
-        await issuing.complete(handoff.tickets, handoff.lease, ticket)
+        await handoff.tickets.complete(ticket)
         handoff.ledger.published(ticket)
-        tiers.start(storage.tails.note(keys[-1:]), "tierkv-note-tail")
+        tiers.work.start(storage.tails.note(keys[-1:]), "tierkv-note-tail")
         block_bytes = self._service.fingerprint.layout.block_bytes
         return Published(ticket, len(keys), present, (len(keys) - present) * block_bytes)
 
@@ -390,7 +389,7 @@ class HostSide:
             self._release(promise)
         slots = np.array(list(self._lent), np.int32)
         for one in self._lent.values():
-            service.tiers.unlend(Tier.HOST, one)
+            service.tiers.slots.unlend(Tier.HOST, one)
         self._lent.clear()
-        service.tiers.give(Tier.HOST, slots)
+        service.tiers.slots.give(Tier.HOST, slots)
         self._listening.close()
