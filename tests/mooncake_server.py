@@ -18,6 +18,7 @@ import pytest
 from tests.redis_server import free_port
 
 _START_S = 20.0
+_GATE = Path(__file__).with_name("mooncake_gate.py")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,37 @@ class MooncakeServer:
         )
         address = f"127.0.0.1:{self.master_port}"
         subprocess.run([sys.executable, "-c", script, address], check=True, capture_output=True)
+
+
+@dataclass(frozen=True)
+class MasterGate:
+    """See `tests/mooncake_gate.py`."""
+
+    port: int
+    popen: subprocess.Popen[str]
+
+    def has_held(self) -> bool:
+        """Whether it holds, and so will be until `release`. Blocks until it does."""
+        assert self.popen.stdout is not None, "it is a pipe"
+        return self.popen.stdout.readline() == "holding\n"
+
+    def release(self) -> None:
+        assert self.popen.stdin is not None, "it is a pipe"
+        print(file=self.popen.stdin, flush=True)
+
+
+@contextmanager
+def master_gate(master_port: int, name: str) -> Iterator[MasterGate]:
+    command = [sys.executable, str(_GATE), str(master_port), name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+    ) as popen:
+        assert popen.stdout is not None, "it is a pipe"
+        try:
+            yield MasterGate(int(popen.stdout.readline()), popen)
+        finally:
+            popen.kill()
 
 
 def program(name: str) -> str:

@@ -12,7 +12,7 @@ from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.layered import LayeredSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mooncake import MooncakeSettings
+from tierkv.storage.mooncake.client import MooncakeSettings
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 

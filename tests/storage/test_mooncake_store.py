@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
-import math
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +22,7 @@ from tests.latch import CopyLatch, until
 from tests.mooncake_server import (  # noqa: F401 - fixtures
     MooncakeServer,
     empty_mooncake,
+    master_gate,
     module_mooncake,
     mooncake_server,
 )
@@ -34,19 +38,15 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.staging import STAGING_BLOCKS
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
-from tierkv.storage import mooncake_values
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
-from tierkv.storage.mooncake_client import Client
-from tierkv.storage.mooncake_memory import KnownMemory
+from tierkv.storage.mooncake.client import Client, Config, MooncakeSettings
+from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import (
     GetItem,
-    GetOutcome,
     GetStatus,
     PutItem,
-    PutOutcome,
     PutStatus,
     Store,
 )
@@ -95,8 +95,7 @@ async def test_without_the_package_it_is_said_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     store = MooncakeStore("mooncake://127.0.0.1:1", MooncakeSettings())
-    remedy = r"pip install -e '\.\[mooncake\]'.*libibverbs1"
-    with pytest.raises(StoreUnavailableError, match=remedy):
+    with pytest.raises(StoreUnavailableError, match=r"\[mooncake\].*libibverbs1"):
         async with store.running():
             pass
 
@@ -145,15 +144,11 @@ class Watched:
         self._note(pointers, sizes)
         return self._client.batch_get_into_multi_buffers(keys, pointers, sizes)
 
-    def batch_put_from_multi_buffer_ranges(
-        self,
-        keys: list[str],
-        pointers: list[list[int]],
-        sizes: list[list[int]],
-        offsets: list[list[int]],
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]], config: Config
     ) -> list[int]:
         self._note(pointers, sizes)
-        return self._client.batch_put_from_multi_buffer_ranges(keys, pointers, sizes, offsets)
+        return self._client.batch_put_from_multi_buffers(keys, pointers, sizes, config)
 
     def _note(self, pointers: list[list[int]], sizes: list[list[int]]) -> None:
         self.num_pieces.append(sum(map(len, pointers)))
@@ -173,18 +168,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     made: list[Watched] = []
     package = importlib.import_module("mooncake.store")
 
-    class Package:
-        """The real one, whose clients are watched."""
+    def watch() -> Watched:
+        made.append(Watched(package.MooncakeDistributedStore()))
+        return made[-1]
 
-        SoftPinAction = package.SoftPinAction
-        ReplicateConfig = staticmethod(package.ReplicateConfig)
-
-        @staticmethod
-        def MooncakeDistributedStore() -> Watched:  # noqa: N802 - theirs
-            made.append(Watched(package.MooncakeDistributedStore()))
-            return made[-1]
-
-    monkeypatch.setattr(mooncake_values, "_load_package", lambda: Package)
+    names = {"SoftPinAction": package.SoftPinAction, "ReplicateConfig": package.ReplicateConfig}
+    replaced = SimpleNamespace(**names, MooncakeDistributedStore=watch)
+    monkeypatch.setitem(sys.modules, "mooncake.store", replaced)
     return made
 
 
@@ -290,14 +280,11 @@ async def test_a_call_has_no_more_pieces_than_a_frozen_provider_may_hold_it_for(
         assert {one.status for one in gets} == {GetStatus.HIT}
         assert into == values
     [client] = watched
-    put, got = (count if count <= most else 1 for most in (8, settings.max_pieces))
-    num_puts = math.ceil(len(names) / min(4, 8 // put))
-    assert max(client.num_pieces[:num_puts]) <= 8, "a frozen provider is waited for at each"
-    assert max(client.num_pieces[num_puts:]) <= settings.max_pieces
-    assert sum(client.num_pieces[:num_puts]) == len(names) * put
-    assert sum(client.num_pieces[num_puts:]) == len(names) * got
+    pieces = count if count <= settings.max_pieces else 1
+    assert max(client.num_pieces) <= settings.max_pieces
+    assert sum(client.num_pieces) == 2 * len(names) * pieces
     if count == 2:
-        assert len(client.num_pieces) == 5 + 3, "blocks go four at a time and come eight"
+        assert len(client.num_pieces) == 3 + 3, "eight at a time"
 
 
 @pytest.mark.usefixtures("as_over_rdma")
@@ -325,143 +312,141 @@ async def test_over_tcp_nobody_is_told_of_host_memory(
         assert watched[0].registered == {}
 
 
+@contextmanager
+def stopped(
+    process: subprocess.Popen[bytes], how: signal.Signals = signal.SIGSTOP
+) -> Iterator[None]:
+    process.send_signal(how)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_store_whose_master_is_gone_or_frozen_is_not_well(how: signal.Signals) -> None:
-    """And says so within seconds, where its client would wait for 30."""
-    with mooncake_server("64 MB") as server:
-        address = "127.0.0.1", server.master_port
-        values = mooncake_values.MooncakeValues(address, server.url, MooncakeSettings())
-        values.ping()
-        server.master.send_signal(how)
-        os.waitid(os.P_PID, server.master.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-        with pytest.raises(StoreUnavailableError, match="does not answer"):
-            values.ping()
-        values.close()
-
-
-def test_opening_a_store_whose_master_is_frozen_ends_within_seconds() -> None:
-    """Its client alone tries 20 times, 2 s each."""
-    with mooncake_server("64 MB") as server:
-        address = "127.0.0.1", server.master_port
-        server.master.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, server.master.pid, os.WSTOPPED | os.WNOWAIT)
-        started = time.monotonic()
-        with pytest.raises(StoreUnavailableError, match="cannot be reached"):
-            mooncake_values.MooncakeValues(address, server.url, MooncakeSettings())
-        assert time.monotonic() - started < 20
-
-
-def put(values: mooncake_values.MooncakeValues, items: Sequence[PutItem]) -> Sequence[PutOutcome]:
-    """As the store does it."""
-    asked = [*zip(items, values.states([item.name for item in items]), strict=True)]
-    return [one for batch in values.batches_to_put(asked) for one in values.put(batch)]
-
-
-def get(values: mooncake_values.MooncakeValues, items: Sequence[GetItem]) -> Sequence[GetOutcome]:
-    asked = [*zip(items, values.states([item.name for item in items]), strict=True)]
-    return [one for batch in values.batches_to_get(asked) for one in values.get(batch)]
-
-
-@pytest.mark.parametrize("reader", ["engine", "engine that has met it", "client"])
-def test_what_a_frozen_provider_sends_later_lands_in_no_buffer_of_a_read_that_ended(
-    reader: str,
+async def test_a_master_that_is_gone_or_frozen_holds_calls_and_the_stores_end_for_seconds_only(
+    how: signal.Signals,
 ) -> None:
-    """Its client alone gives up after 60 s and goes on receiving."""
-    names = [f"t:f:{index:02}:0" for index in range(24)]  # more than there are connections
+    """Where its client would wait for 30 at each, and 20 times when it is opened."""
+    names = [f"t:f:{index:02}:0" for index in range(24)]
     with mooncake_server("64 MB") as server:
-        address = "127.0.0.1", server.master_port
-        values = mooncake_values.MooncakeValues(address, server.url, MooncakeSettings())
-        items = [PutItem(name, (b"head", content_of(name, 512 << 10))) for name in names]
-        assert {one.status for one in put(values, items)} == {PutStatus.STORED}
-        if reader == "client":
-            values._engine = None  # noqa: SLF001 - as over RDMA
-        elif reader == "engine that has met it":
-            assert {one.status for one in get(values, [landing(names[0], 4, 512 << 10)[0]])} == {
-                GetStatus.HIT
-            }
-        server.provider.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, server.provider.pid, os.WSTOPPED | os.WNOWAIT)
-        landings = [landing(name, 4, 512 << 10) for name in names]
-        started, worked = time.monotonic(), time.thread_time()
-        gets = get(values, [item for item, _ in landings])
-        took, worked = time.monotonic() - started, time.thread_time() - worked
-        assert {one.status for one in gets} == {GetStatus.FAILED}
-        assert 2 <= took < 20, "two halts, and what the machine needs"
-        if reader != "client":
-            assert worked < took / 4, "a thread that waits leaves its core to others"
-        before = [[bytes(buffer) for buffer in buffers] for _, buffers in landings]
-        server.provider.send_signal(signal.SIGCONT)
-        # What is asked for now comes behind what was being sent. The master may have given the
-        # provider up meanwhile, with its values.
-        give_up_at = time.monotonic() + 60
-        statuses = {GetStatus.MISS}
-        while statuses != {GetStatus.HIT} and time.monotonic() < give_up_at:
-            put(values, items)
-            again = [landing(name, 4, 512 << 10)[0] for name in names]
-            statuses = {one.status for one in get(values, again)}
-        assert statuses == {GetStatus.HIT}
-        assert [[bytes(buffer) for buffer in buffers] for _, buffers in landings] == before
-        values.close()
+        store = MooncakeStore(server.url, MooncakeSettings())
+        async with store.running():
+            await store.ping()
+            with stopped(server.master, how):
+                with pytest.raises(StoreUnavailableError, match="does not answer"):
+                    await store.ping()
+                started = time.monotonic()
+                puts = await store.put([PutItem(name, (b"x",)) for name in names])
+                gets = await store.get_into([landing(name, 100)[0] for name in names])
+                assert {one.status for one in puts} == {PutStatus.FAILED}
+                assert {one.status for one in gets} == {GetStatus.FAILED}
+                assert time.monotonic() - started < 20, "one batch of each waits for it"
+                with pytest.raises(StoreUnavailableError, match="cannot be reached"):
+                    async with MooncakeStore(server.url, MooncakeSettings()).running():
+                        pass
+                assert time.monotonic() - started < 40
 
 
-class Unanswered:
-    """A client whose master is gone: it waits 4 s for it at each call."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def batch_is_exist(self, keys: list[str]) -> list[int]:
-        self.num_calls += 1
-        return [-900] * len(keys)
-
-    def batch_get_into_multi_buffers(self, keys: list[str], *_: list[list[int]]) -> list[int]:
-        self.num_calls += 1
-        return [-900] * len(keys)
-
-
-def test_a_batch_waits_once_for_a_master_that_is_gone() -> None:
-    """Meanwhile it has the slots."""
-    client = Unanswered()
-    values = values_of(client)
-    names = [f"t:f:{index}:0" for index in range(8)]
-    gets = get(values, [landing(name, 100)[0] for name in names])
-    assert {one.status for one in gets} == {GetStatus.FAILED}
-    assert client.num_calls == 1
-    puts = put(values, [PutItem(n, (b"x",), keep_existing=i > 3) for i, n in enumerate(names)])
-    assert {one.status for one in puts} == {PutStatus.FAILED}
-    assert client.num_calls == 2
+async def test_what_a_frozen_provider_sends_later_lands_in_no_buffer_of_a_read_that_ended() -> None:
+    names = [f"t:f:{index:02}:0" for index in range(24)]  # more than there are connections
+    items = [PutItem(name, (b"head", content_of(name, 512 << 10))) for name in names]
+    landings = [landing(name, 4, 512 << 10) for name in names]
+    with mooncake_server("64 MB") as server:
+        store = MooncakeStore(server.url, MooncakeSettings())
+        async with store.running():
+            assert {one.status for one in await store.put(items)} == {PutStatus.STORED}
+            with stopped(server.provider):
+                started = time.monotonic()
+                gets = await store.get_into([item for item, _ in landings])
+                assert {one.status for one in gets} == {GetStatus.FAILED}
+                assert 2 <= time.monotonic() - started < 10, "a halt, and what the machine needs"
+                before = [[bytes(buffer) for buffer in buffers] for _, buffers in landings]
+            # What is asked for now comes behind what was being sent. The master may have given the
+            # provider up meanwhile, with its values.
+            give_up_at = time.monotonic() + 60
+            statuses = {GetStatus.MISS}
+            while statuses != {GetStatus.HIT} and time.monotonic() < give_up_at:
+                await store.put(items)
+                again = [landing(name, 4, 512 << 10)[0] for name in names]
+                statuses = {one.status for one in await store.get_into(again)}
+            assert statuses == {GetStatus.HIT}
+            assert [[bytes(buffer) for buffer in buffers] for _, buffers in landings] == before
 
 
-class Replaced:
-    """A client of which a value is replaced while it is read: what each reading gives, in turn."""
-
-    def __init__(self, *readings: bytes) -> None:
-        self.readings = list(readings)
-
-    def get_size(self, _: str) -> int:
-        return len(self.readings[0])
-
-    def get(self, _: str) -> bytes:
-        return self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
-
-
-def values_of(client: Replaced | Unanswered) -> mooncake_values.MooncakeValues:
-    """Without a server: none tears a value when asked to, or takes seconds to be gone."""
-    values = object.__new__(mooncake_values.MooncakeValues)
-    values._client = cast("Client", client)
-    values._memory = KnownMemory(values._client, (), num_users=1)
-    values._url = "mooncake://master:1"
-    values._settings = MooncakeSettings()
-    values._max_pieces = values._put_pieces = values._settings.max_pieces
-    values._engine = None
-    return values
+async def test_of_a_provider_frozen_while_values_came_none_is_seen_and_all_can_be_put() -> None:
+    names = [f"t:f:{index:02}:0" for index in range(24)]
+    items = [PutItem(name, (b"head", content_of(name, 512 << 10))) for name in names]
+    with mooncake_server("64 MB") as server:
+        store = MooncakeStore(server.url, MooncakeSettings())
+        async with store.running():
+            assert await put_one(store, "t:met:0", b"x" * 100) is PutStatus.STORED
+            with stopped(server.provider):
+                started = time.monotonic()
+                assert {one.status for one in await store.put(items)} == {PutStatus.FAILED}
+                assert time.monotonic() - started < 10
+                assert await store.present(names) == [False] * 24
+            give_up_at = time.monotonic() + 60
+            while not all(await store.present(names)) and time.monotonic() < give_up_at:
+                await store.put(items)
+            assert all(await store.present(names))
 
 
-def test_a_small_value_is_read_until_two_readings_agree() -> None:
-    torn = Replaced(b"bbaa", b"bbba", b"bbbb", b"bbbb", b"else")
-    assert values_of(torn).get_small("t:ticket", 10) == b"bbbb"
-    never = Replaced(*[bytes([i]) * 4 for i in range(50)])
-    with pytest.raises(StoreUnavailableError, match="each time"):
-        values_of(never).get_small("t:ticket", 10)
-    with pytest.raises(StoreUnavailableError, match="lost"):
-        values_of(Replaced(b"aaaa", b"", b"")).get_small("t:ticket", 10)
+async def test_a_value_whose_master_froze_while_it_became_visible_is_whole_or_not_there() -> None:
+    """A gate before the master lets the questions pass that name the value (is it there, room for
+    it), and holds the third: it is there."""
+    name = "t:becomes-visible:0"
+    content = content_of(name, 512 << 10)
+    with mooncake_server("64 MB") as server, master_gate(server.master_port, name) as gate:
+        store = MooncakeStore(f"mooncake://127.0.0.1:{gate.port}", MooncakeSettings())
+        other = MooncakeStore(server.url, MooncakeSettings())
+        async with other.running():
+            started = time.monotonic()
+            async with store.running():
+                [put] = await store.put([PutItem(name, (content,))])
+                assert await asyncio.to_thread(gate.has_held)
+                assert put.status is PutStatus.FAILED
+                assert (await get_one(other, name, len(content)))[0] is GetStatus.MISS
+            assert time.monotonic() - started < 20, "nor is the store's end held up"
+            gate.release()
+            statuses: set[GetStatus] = set()
+            give_up_at = time.monotonic() + 60
+            while GetStatus.HIT not in statuses and time.monotonic() < give_up_at:
+                status, got = await get_one(other, name, len(content))
+                assert status is GetStatus.MISS or (status, got) == (GetStatus.HIT, content)
+                statuses.add(status)
+                await put_one(other, name, content)
+            assert GetStatus.HIT in statuses, "it can be put again"
+
+
+@pytest.mark.parametrize(
+    ("readings", "outcome"),
+    [
+        ((b"bbaa", b"bbba", b"bbbb", b"bbbb", b"else"), b"bbbb"),
+        (tuple(bytes([i]) * 4 for i in range(50)), "each time"),
+        ((b"aaaa", b"", b""), "lost"),
+    ],
+)
+async def test_a_small_value_is_read_until_two_readings_agree(
+    monkeypatch: pytest.MonkeyPatch, readings: tuple[bytes, ...], outcome: bytes | str
+) -> None:
+    """Mooncake replaces it where it lies, and none tears it when asked to."""
+    left = list(readings)
+    client = SimpleNamespace(
+        setup=lambda *_: 0,
+        close=lambda: 0,
+        get_size=lambda _: 4,
+        get=lambda _: left.pop(0) if len(left) > 1 else left[0],
+    )
+    package = SimpleNamespace(MooncakeDistributedStore=lambda: client)
+    monkeypatch.setitem(sys.modules, "mooncake.store", package)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        url = f"mooncake://127.0.0.1:{master.getsockname()[1]}"
+        store = MooncakeStore(url, MooncakeSettings())
+        async with store.running():
+            if isinstance(outcome, bytes):
+                assert await store.get("t:ticket", max_bytes=10) == outcome
+            else:
+                with pytest.raises(StoreUnavailableError, match=outcome):
+                    await store.get("t:ticket", max_bytes=10)

@@ -9,12 +9,13 @@ from urllib.parse import unquote, urlsplit
 
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError
-from tierkv.storage import mooncake
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mooncake import MooncakeSettings, MooncakeStore
+from tierkv.storage.mooncake.client import MooncakeSettings
+from tierkv.storage.mooncake.store import ACCEPTED as MOONCAKE_ACCEPTED
+from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.url import ACCEPTED as REDIS_ACCEPTED
 from tierkv.storage.redis.url import REDIS_SCHEMES, RedisSettings, parse_redis_url
@@ -85,7 +86,7 @@ _STORES = {
     "memory": _Row("memory://", _memory),
     "file": _Row(_FILE, _file),
     **{scheme: _Row(REDIS_ACCEPTED, _redis) for scheme in REDIS_SCHEMES},
-    "mooncake": _Row(mooncake.ACCEPTED, _mooncake),
+    "mooncake": _Row(MOONCAKE_ACCEPTED, _mooncake),
     "layered": _Row(_LAYERED, _layered),
 }
 

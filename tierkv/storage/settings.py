@@ -13,7 +13,7 @@ from tierkv.storage.file import FileSettings
 from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.layered import LayeredSettings
 from tierkv.storage.memory import MemorySettings
-from tierkv.storage.mooncake import MooncakeSettings
+from tierkv.storage.mooncake.client import MooncakeSettings
 from tierkv.storage.redis.url import RedisSettings
 
 

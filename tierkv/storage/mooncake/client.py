@@ -1,11 +1,76 @@
-"""How Mooncake is used, and what its package reads of that in the environment."""
+"""Mooncake's Python package: what is used of it (it brings no types), and its settings."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from tierkv.errors import ConfigError
+
+
+class Config(Protocol):
+    replica_num: int
+    soft_pin_action: object
+
+
+class Client(Protocol):
+    """`mooncake.store.MooncakeDistributedStore`. Every call blocks."""
+
+    def setup(  # noqa: PLR0913, PLR0917 - theirs
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        global_segment_size: int,
+        local_buffer_size: int,
+        protocol: str,
+        rdma_devices: str,
+        master_server_addr: str,
+    ) -> int: ...
+
+    def close(self) -> int: ...
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
+
+    def unregister_buffer(self, buffer_ptr: int) -> int: ...
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
+    ) -> list[int]: ...
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        config: Config,
+    ) -> list[int]: ...
+
+    def put(self, key: str, value: bytes, config: Config) -> int: ...
+    def upsert(self, key: str, value: bytes, config: Config) -> int: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def get_size(self, key: str) -> int: ...
+
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...  # noqa: FBT001
+
+
+class Package(Protocol):
+    def MooncakeDistributedStore(self) -> Client: ...  # noqa: N802
+
+    def ReplicateConfig(self) -> Config: ...  # noqa: N802
+
+    @property
+    def SoftPinAction(self) -> SoftPin: ...  # noqa: N802
+
+
+class SoftPin(Protocol):
+    @property
+    def ENABLE(self) -> object: ...  # noqa: N802
+
 
 # Pieces of all calls together, and of them times the halt below in seconds. A call ends after 60 s,
 # whatever its pieces may still do. Of a provider that was frozen, with halts of 2 s, 16 pieces kept
@@ -22,9 +87,8 @@ _LONGEST_HALT_S = 10.0
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
     """local_host: the address that providers reach this node at.
-    num_threads: batches that are sent at a time, and over RDMA as many reads, over TCP twice as
-        many. Of batches, 2 at a time went 1.06 to 1.14 times as fast as 1, 3 no faster (2 cores,
-        2026-11-23). 1 to 32, to 6 with long timeouts: see max_pieces.
+    num_threads: calls that read at a time, and as many that write. A call waits for its bytes
+        without a pause and has a core to itself. 1 to 32, to 6 with long timeouts: see max_pieces.
     local_buffer_bytes: of Mooncake's own, for values that are asked for one by one.
     replicas: copies of each value. connect_timeout_s: for the master, to be reached and to answer,
         and for a provider to move a byte (whole seconds, 10 at most); the package takes it from
@@ -33,7 +97,7 @@ class MooncakeSettings:
     """
 
     local_host: str = "127.0.0.1"
-    num_threads: int = 2
+    num_threads: int = 1
     local_buffer_bytes: int = 64 << 20
     replicas: int = 1
     connect_timeout_s: float = 2.0
@@ -67,20 +131,8 @@ class MooncakeSettings:
         return self.protocol == "rdma"
 
     @property
-    def num_readers(self) -> int:
-        """Over TCP they wait without a core: with 2 instead of 1 values came 1.05 to 1.15 times as
-        fast, with 4 no faster (2 cores, 2026-11-23)."""
-        return self.num_threads if self.is_rdma else self.num_threads * 2
-
-    @property
-    def num_writers(self) -> int:
-        """One more has its room reserved meanwhile, and one becomes visible."""
-        return self.num_threads + 2
-
-    @property
     def max_pieces(self) -> int:
-        """Of the values of one call of the client: see _MAX_PIECES. It has `num_threads` at a time
-        that read, and as many that write."""
+        """Of the values of one call of the client: see _MAX_PIECES."""
         in_flight = min(_MAX_PIECES, _MAX_PIECES_AND_HALTS // self.halt_s)
         return in_flight // (2 * self.num_threads)
 
