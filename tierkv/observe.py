@@ -64,8 +64,16 @@ def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff
     )
 
 
-def verify(scheduler: Scheduler, mover: Mover, fetcher: Fetcher, handoff: Handoff) -> list[str]:
-    """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
+def verify(
+    scheduler: Scheduler,
+    mover: Mover,
+    fetcher: Fetcher,
+    handoff: Handoff,
+    *,
+    num_leases: int = 0,
+) -> list[str]:
+    """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is.
+    num_leases: that others hold."""
     tiers, index = scheduler.tiers, scheduler.index
     requests = (*scheduler.running_requests, *scheduler.ending_requests)
     private = [request.private_slots() for request in requests]
@@ -81,8 +89,8 @@ def verify(scheduler: Scheduler, mover: Mover, fetcher: Fetcher, handoff: Handof
     is_busy = private or tiers.work.num_tasks or scheduler.num_waiting or mover.num_in_flight
     if is_busy or fetcher.num_held:
         return wrong
-    num_leases = index.num_held_leases - tiers.pins.num_leases - handoff.source.num_leases
-    if num_leases:
-        wrong.append(f"nothing runs, but {num_leases} leases are out")
+    num_out = index.num_held_leases - tiers.pins.num_leases - handoff.source.num_leases
+    if num_out != num_leases:
+        wrong.append(f"nothing runs, but {num_out} leases are out, not {num_leases}")
     wrong += fetcher.findings() + scheduler.loads.findings()
     return wrong + tiers.copies.findings() + handoff.findings()

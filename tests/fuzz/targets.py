@@ -179,7 +179,8 @@ def _completion(data: bytes) -> None:
     with suppress(BadRequestError, InvalidRequestError):
         body = decode(data, CompletionBody, content_type=JSON)
         body.stops()
-        body.jobs("id", None, most=_MOST_PROMPTS)
+        for prompt in body.prompts(most_prompts=_MOST_PROMPTS, most_tokens=1000):
+            assert len(prompt.packed()) == prompt.packed_bytes
 
 
 def _stops(data: bytes) -> None:

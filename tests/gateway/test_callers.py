@@ -14,12 +14,9 @@ from tests.api.guarded import callers_in
 from tests.gateway.scripted import answer_to, stage, text_of
 from tests.latch import until
 from tierkv.gateway.nodes import NodeState
-from tierkv.gateway.openai import CompletionBody
 from tierkv.gateway.settings import LimitsSection
 from tierkv.http.callers import RoleName
-from tierkv.http.loop import in_turns
 from tierkv.http.settings import AuthSection
-from tierkv.tasks import background
 
 PROMPT = "a prompt of some length, " * 8
 
@@ -73,7 +70,9 @@ async def test_a_stop_text_ends_the_answer_and_the_nodes_work(stream: bool) -> N
         ({"prompt": [-1]}, 400, "prompt"),
         ({"prompt": ["x"] * 33}, 400, "prompt"),
         ({"prompt": "x", "n": 2}, 400, "n"),
-        ({"prompt": "x", "top_p": 0.5}, 400, "top_p"),
+        ({"prompt": "x", "top_p": 0.5, "temperature": 1}, 400, "top_p"),
+        ({"prompt": "x", "top_p": 0}, 400, "top_p"),
+        ({"prompt": "x", "min_tokens": 9}, 400, "min_tokens"),
         ({"prompt": "x", "echo": True}, 400, "echo"),
         ({"prompt": "x", "logprobs": 1}, 400, "logprobs"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
@@ -98,6 +97,68 @@ async def test_a_wrong_request_is_refused_with_the_field_that_is_wrong(
         assert asked.error["code"] == asked.body["code"]
         assert asked.body["request_id"] == asked.headers["X-Request-Id"]
         assert not any(node.calls for node in (*on.prefill, *on.decode))
+
+
+LOAD_GENERATORS_SEND: dict[str, Any] = {
+    "top_p": 1.0,
+    "n": 1,
+    "logprobs": None,
+    "ignore_eos": True,
+    "min_tokens": 8,
+    "stream_options": {"include_usage": True},
+    "stream": True,
+}
+
+
+async def test_fields_that_change_nothing_are_accepted() -> None:
+    async with stage() as on:
+        asked = await on.caller.ask({"prompt": PROMPT, "temperature": 1, **LOAD_GENERATORS_SEND})
+        assert (asked.status, asked.is_whole) == (200, True)
+        assert asked.usage is not None
+        greedy = await on.caller.ask({"prompt": PROMPT, "top_p": 0.9})
+        assert greedy.text == text_of(answer_to(PROMPT.encode(), 8))
+
+
+async def test_no_stop_text_counts_before_min_tokens() -> None:
+    whole = text_of(answer_to(PROMPT.encode(), 40))
+    async with stage() as on:
+        body = {"prompt": PROMPT, "stop": list(set(whole[:4])), "max_tokens": 40}
+        asked = await on.caller.ask(body | {"min_tokens": 10})
+        assert asked.text.startswith(whole[:10])
+        assert len((await on.caller.ask(body)).text) < 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_becomes_one_prompt_with_a_line_for_each_message(stream: bool) -> None:
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "Why? "}]},
+    ]
+    prompt = b"system: Be short.\nuser: Why? \nassistant: "
+    body = {"messages": messages, "max_completion_tokens": 8, "temperature": 0}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    async with stage() as on:
+        url = on.caller.url + "/v1/chat/completions"
+        async with on.caller.session.post(url, json=body) as response:
+            assert response.status == 200
+            raw = await response.text()
+    if stream:
+        lines = [line.removeprefix("data: ") for line in raw.splitlines() if line]
+        assert lines.pop() == "[DONE]"
+        pieces = [json.loads(line) for line in lines]
+        assert {piece["object"] for piece in pieces} == {"chat.completion.chunk"}
+        choices = [choice for piece in pieces for choice in piece["choices"]]
+        text = "".join(choice["delta"]["content"] for choice in choices)
+        reason, usage = choices[-1]["finish_reason"], pieces[-1]["usage"]
+    else:
+        found = json.loads(raw)
+        assert found["object"] == "chat.completion"
+        [choice] = found["choices"]
+        assert choice["message"]["role"] == "assistant"
+        text, reason, usage = choice["message"]["content"], choice["finish_reason"], found["usage"]
+    assert text == text_of(answer_to(prompt, 8))
+    assert (reason, usage["prompt_tokens"]) == ("length", len(prompt))
 
 
 async def test_what_is_no_json_or_no_route_is_answered_in_the_same_shape() -> None:
@@ -298,23 +359,6 @@ async def test_too_many_prompts_are_refused_before_any_is_read() -> None:
     async with stage(limits=LimitsSection(max_batch=3)) as on:
         asked = await on.caller.ask({"prompt": ["good", "good", "good", ""]})
         assert (asked.status, asked.body["detail"]) == (400, "give 1 to 3 prompts at once")
-
-
-async def test_while_many_prompts_are_read_others_have_their_turns() -> None:
-    turns, begun = 0, 0
-    body = CompletionBody(prompt=["a prompt"] * 1000)
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async with background({"others": others()}):
-        async for _ in in_turns(body.jobs("id", None, most=1000)):
-            begun += 1
-    assert begun == 1000
-    assert turns >= 10
 
 
 @pytest.mark.parametrize("stream", [False, True])

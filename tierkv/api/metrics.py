@@ -310,6 +310,12 @@ def stores(states: Iterable[StoreState]) -> Iterator[Metric]:
         },
     )
     yield gauge(
+        "tierkv_storage_takes_writes",
+        "1 for a store that takes writes, 0 for one that refused the last ones",
+        ("tenant",),
+        {(tenant,): int(not store.write_refusal) for tenant, store in by_tenant.items()},
+    )
+    yield gauge(
         "tierkv_storage_waiting_write_bytes",
         "Bytes that wait to be written to the store",
         ("tenant",),

@@ -73,11 +73,13 @@ def _of_service(node: Node) -> Part:
 
 async def _of_store(node: Node, state: StoreState) -> Part:
     """A store that is left alone is not asked again: its breaker does that."""
-    if state.is_degraded:
+    if state.is_left_alone:
         return Health.DEGRADED, (
             f"{state.part or state.url} is left alone ({state.circuit}) since it failed: "
             f"{state.reason}"
         )
+    if state.write_refusal:
+        return Health.DEGRADED, f"{state.url} takes no writes: {state.write_refusal}"
     store = node.service.store
     if state.tenant or store is None:
         return Health.OK, state.url

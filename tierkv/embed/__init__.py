@@ -1,6 +1,7 @@
 """tierkv inside an engine's process: the service in a thread, and workers in other processes."""
 
 from tierkv.embed.embedded import Embedded
+from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings, WorkerPlanes
 from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
 from tierkv.embed.requests import Admitted, Until
 from tierkv.embed.thread import (
@@ -18,8 +19,11 @@ __all__ = [
     "CloseTimeoutError",
     "EmbedSettings",
     "Embedded",
+    "EngineCache",
+    "EngineCacheSettings",
     "ForkedError",
     "QueueFullError",
     "ServiceFailedError",
     "Until",
+    "WorkerPlanes",
 ]

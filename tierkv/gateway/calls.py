@@ -25,7 +25,7 @@ from tierkv.gateway.failures import (
     NodeFailedError,
 )
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
-from tierkv.gateway.openai import Job
+from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import Held
 from tierkv.gateway.settings import GatewaySettings, HealthSection, node_tls
 from tierkv.http.bodies import EVENT_STREAM, MSGPACK, REQUEST_ID_HEADER

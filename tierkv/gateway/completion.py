@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tierkv.gateway import relay
 from tierkv.gateway.gateway import Backend
-from tierkv.gateway.openai import FinishReason, Job
+from tierkv.gateway.openai import FinishReason
+from tierkv.gateway.prompts import Job
 from tierkv.gateway.relay import Delivery
 from tierkv.tasks import expected, task_group
 
@@ -69,15 +70,18 @@ Say = Callable[[str], Awaitable[None]]
 
 class PromptAnswer:
     """num_tokens: generated ones, up to the one that completed a stop text. finish_reason is None
-    until the end."""
+    until the end. min_tokens: no stop text begins before so many."""
 
-    def __init__(self, job: Job, backend: Backend, stops: Sequence[str]) -> None:
+    def __init__(
+        self, job: Job, backend: Backend, stops: Sequence[str], *, min_tokens: int
+    ) -> None:
         self.job = job
         self.num_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._backend = backend
         self._stops = StopFinder(stops)
+        self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     async def run(self, say: Say) -> None:
@@ -113,7 +117,8 @@ class PromptAnswer:
         text = []
         for token in tokens:
             self.num_tokens += 1
-            text.append(self._stops.feed(self._decoder.decode(bytes([token]))))
+            said = self._decoder.decode(bytes([token]))
+            text.append(said if self.num_tokens <= self._min_tokens else self._stops.feed(said))
             if self._stops.has_stopped:
                 break
         return "".join(text)

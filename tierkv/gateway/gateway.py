@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -17,11 +18,12 @@ from tierkv.gateway.calls import NodeCalls, probing
 from tierkv.gateway.failures import (
     AttemptError,
     GatewayShuttingDownError,
+    InvalidRequestError,
     OverloadedError,
     QueueFullError,
 )
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
-from tierkv.gateway.openai import Job
+from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import REMEMBERED_BYTES, Held, PrefixMemory
 from tierkv.gateway.settings import GatewaySettings, LimitsSection
 from tierkv.http.loop import Heartbeat
@@ -31,8 +33,10 @@ from tierkv.http.process import Working
 class Admission:
     """First come, first served."""
 
-    def __init__(self, limits: LimitsSection) -> None:
+    def __init__(self, limits: LimitsSection, most_bytes: int) -> None:
         self._limits = limits
+        self._most_bytes = most_bytes
+        self.num_bytes = 0  # of packed prompts
         self._slots = asyncio.Semaphore(limits.max_running)
         self.num_waiting = 0
         self.num_running = 0
@@ -44,6 +48,27 @@ class Admission:
             raise QueueFullError(
                 f"{self.num_running} prompts run and {self.num_waiting} wait already"
             )
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Counts packed prompts while the body runs. Raises OverloadedError if they and those that
+        are held already would be too much memory."""
+        if num_bytes > self._most_bytes:
+            raise InvalidRequestError(
+                f"the prompts of one call have at most {self._most_bytes} bytes, packed",
+                param="prompt",
+                status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            )
+        if self.num_bytes + num_bytes > self._most_bytes:
+            raise OverloadedError(
+                f"the prompts in work have {self.num_bytes} bytes, and there is room for "
+                f"{self._most_bytes}"
+            )
+        self.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_bytes -= num_bytes
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -159,6 +184,9 @@ class _State(Collector):
             {("running",): admission.num_running, ("waiting",): admission.num_waiting},
         )
         yield gauge(
+            "tierkv_gateway_prompt_bytes", "Packed prompts in work", (), {(): admission.num_bytes}
+        )
+        yield gauge(
             "tierkv_gateway_node_requests",
             "Requests at a node",
             ("node",),
@@ -190,7 +218,7 @@ class Backend:
         self.nodes = Nodes(settings.gateway, settings.health, self.beat)
         self.calls = NodeCalls(settings, self.nodes, self.beat)
         self.memory = PrefixMemory()
-        self.admission = Admission(settings.limits)
+        self.admission = Admission(settings.limits, settings.gateway.max_work_bytes)
         self.metrics = GatewayMetrics(self.nodes, self.admission)
 
     @asynccontextmanager

@@ -1,99 +1,65 @@
-"""The OpenAI completions API: what may be asked, checked, and the shapes of answers."""
+"""OpenAI's completions and chat completions: what may be asked, checked, and what is answered."""
 
 from __future__ import annotations
 
 import secrets
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, Protocol, Self
 
 import msgspec
+from msgspec.structs import replace
 
-from tierkv.cache.tokens import count, pack, unpack
-from tierkv.client.http import Body
-from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.refmodel.sampling import encode
-
-_NO_BYTES = b"\xc4\x00"  # msgpack's short form, bin 8, of no bytes
-_BYTES = struct.Struct(">BI")  # its long form, bin 32: mark and length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """tokens: the prompt, packed. authorization: the caller's header, if it is to be handed on.
-
-    seed: always given, so that a second node goes on as the first would have.
-    """
-
-    request_id: str
-    tokens: bytes
-    max_tokens: int
-    temperature: float
-    top_k: int
-    seed: int
-    authorization: str | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return count(self.tokens)
-
-    def body(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """`fields`, and as `tokens` the prompt and the tokens `after` it, as msgpack. The prompt is
-        not copied, however often and of how many nodes it is asked."""
-        packed_after = pack(after)
-        head = msgspec.msgpack.encode({**fields, "tokens": b""})
-        assert head.endswith(_NO_BYTES), "the last value is empty"
-        size = len(self.tokens) + len(packed_after)
-        return head.removesuffix(_NO_BYTES) + _BYTES.pack(0xC6, size), self.tokens, packed_after
-
-    def work(self, fields: Mapping[str, object], after: Sequence[int] = ()) -> Body:
-        """As `body`, with how to go on from there."""
-        sampling = {"temperature": self.temperature, "top_k": self.top_k, "seed": self.seed}
-        return self.body({**sampling, "stream": True, **fields}, after)
-
+from tierkv.gateway.prompts import Job, Prompt, read_prompts, text_prompt
 
 FinishReason = Literal["stop", "length"]
-Prompt = str | list[int]
 
 _MOST_STOPS = 4
 _MOST_STOP_CHARACTERS = 256
 _MOST_TEMPERATURE = 2.0
 _SEED_BITS = 63
+_DEFAULT_TOKENS = 16
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
-class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """prompt: a text, the tokens of one, or a list of either.
+class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both kinds of completions may ask.
 
     Fields that the reference model cannot serve are known, and refused unless they change nothing.
-    seed: without one, a random seed; the same seed gives the same answer. top_k: not of OpenAI.
+    seed: without one, a random seed; the same seed gives the same answer. Not of OpenAI: top_k;
+    min_tokens, before which no stop text counts; ignore_eos, which changes nothing for a model that
+    has no last token.
     """
 
-    prompt: str | list[str | int | list[int]]
     model: str | None = None
-    max_tokens: int | None = 16
+    max_tokens: int | None = None
     temperature: float | None = 1.0
     top_k: int = 0
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    min_tokens: int = 0
+    ignore_eos: bool | None = False
     n: int | None = 1
-    best_of: int | None = 1
     top_p: float | None = 1.0
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
-    logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
-    suffix: str | None = None
-    echo: bool | None = False
     user: str | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens to generate."""
+        return _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def with_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises InvalidRequestError."""
@@ -106,81 +72,133 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         return stops
 
-    def jobs(self, request_id: str, authorization: str | None, *, most: int) -> Iterator[Job]:
-        """One job for each prompt. Raises InvalidRequestError."""
-        self._check()
-        prompts = self._prompts()
-        if not 0 < len(prompts) <= most:
-            raise InvalidRequestError(f"give 1 to {most} prompts at once", param="prompt")
+    def check(self) -> None:
+        """Raise InvalidRequestError if what it asks for cannot be had."""
+        is_greedy = self.temperature == 0 or self.top_k == 1
+        self.refuse_unless(
+            ("n", self.n, 1),
+            ("top_p", 1 if is_greedy else self.top_p, 1),
+            ("presence_penalty", self.presence_penalty, 0),
+            ("frequency_penalty", self.frequency_penalty, 0),
+            ("logit_bias", self.logit_bias or None, None),
+        )
+        if self.most_tokens < 1:
+            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
+        if not 0 <= self.min_tokens <= self.most_tokens:
+            raise InvalidRequestError("min_tokens must be in 0..max_tokens", param="min_tokens")
+        if self.temperature is not None and not 0 <= self.temperature <= _MOST_TEMPERATURE:
+            raise InvalidRequestError("temperature must be in 0..2", param="temperature")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InvalidRequestError("top_p must be above 0 and at most 1", param="top_p")
+        if self.top_k < 0:
+            raise InvalidRequestError("top_k must not be negative", param="top_k")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options need stream", param="stream_options")
+
+    def refuse_unless(self, *fields: tuple[str, object, object]) -> None:
+        """Raise InvalidRequestError for a field whose value is given and is not the last one."""
+        for field, value, neutral in fields:
+            if value is not None and value != neutral:
+                raise InvalidRequestError(
+                    f"{field} {value!r} is not supported: leave it out", param=field
+                )
+
+    def jobs(
+        self, prompts: Sequence[bytes], request_id: str, authorization: str | None
+    ) -> Iterator[Job]:
+        """One job for each of the packed prompts."""
         seed = secrets.randbits(_SEED_BITS) if self.seed is None else self.seed % 2**64
-        for number, prompt in enumerate(prompts):
+        for number, tokens in enumerate(prompts):
             yield Job(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
-                tokens=_tokens(prompt),
-                max_tokens=16 if self.max_tokens is None else self.max_tokens,
+                tokens=tokens,
+                max_tokens=self.most_tokens,
                 temperature=1.0 if self.temperature is None else self.temperature,
                 top_k=self.top_k,
                 seed=seed,
                 authorization=authorization,
             )
 
-    def _prompts(self) -> Sequence[Prompt]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = set(map(type, self.prompt))
-        if kinds == {int}:
-            return [cast("list[int]", self.prompt)]
-        if int in kinds:
-            raise InvalidRequestError("prompt mixes tokens with prompts", param="prompt")
-        return cast("list[Prompt]", self.prompt)
 
-    def _check(self) -> None:
-        for field, value, neutral in (
-            ("n", self.n, 1),
+class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """prompt: a text, the tokens of one, or a list of either; read by `prompts`."""
+
+    prompt: msgspec.Raw
+    best_of: int | None = 1
+    logprobs: int | None = None
+    suffix: str | None = None
+    echo: bool | None = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the prompts, as they came."""
+        return len(bytes(self.prompt))
+
+    def without_prompts(self) -> Self:
+        """Which holds none of their memory."""
+        return replace(self, prompt=msgspec.Raw(b""))
+
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+        """Raises FieldError or InvalidRequestError, also for what else is wrong with the body."""
+        self.check()
+        self.refuse_unless(
             ("best_of", self.best_of, 1),
-            ("top_p", self.top_p, 1),
-            ("presence_penalty", self.presence_penalty, 0),
-            ("frequency_penalty", self.frequency_penalty, 0),
             ("logprobs", self.logprobs, None),
-            ("logit_bias", self.logit_bias or None, None),
             ("suffix", self.suffix or None, None),
             ("echo", self.echo, False),
-        ):
-            if value is not None and value != neutral:
-                raise InvalidRequestError(
-                    f"{field} {value!r} is not supported: leave it out", param=field
-                )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
-        if self.temperature is not None and not 0 <= self.temperature <= _MOST_TEMPERATURE:
-            raise InvalidRequestError("temperature must be in 0..2", param="temperature")
-        if self.top_k < 0:
-            raise InvalidRequestError("top_k must not be negative", param="top_k")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options need stream", param="stream_options")
-
-
-def _tokens(prompt: Prompt) -> bytes:
-    if not prompt:
-        raise InvalidRequestError("a prompt is empty", param="prompt")
-    try:
-        packed = pack(encode(prompt) if isinstance(prompt, str) else prompt)
-    except (BadRequestError, UnicodeEncodeError) as error:
-        raise InvalidRequestError(f"the prompt cannot be read: {error}", param="prompt") from error
-    if int(unpack(packed).max()) >= VOCAB_SIZE:
-        raise InvalidRequestError(
-            f"a token of this model is in 0..{VOCAB_SIZE - 1}", param="prompt"
         )
-    return packed
+        return read_prompts(self.prompt, most_prompts=most_prompts, most_tokens=most_tokens)
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of text, or all of it where nothing is streamed."""
-
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
-    index: int
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
+    type: Literal["text"] = "text"
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """messages: become one prompt, a line `role: content` for each and `assistant: ` at the end."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        given = self.max_completion_tokens
+        return super().most_tokens if given is None else given
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(message.text()) for message in self.messages)
+
+    def without_prompts(self) -> Self:
+        return replace(self, messages=[])
+
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+        """As of CompletionBody: one."""
+        del most_prompts
+        self.check()
+        self.refuse_unless(
+            ("logprobs", self.logprobs, False), ("top_logprobs", self.top_logprobs or None, None)
+        )
+        if not self.messages:
+            raise InvalidRequestError("give at least one message", param="messages")
+        lines = [f"{message.role}: {message.text()}\n" for message in self.messages]
+        return [text_prompt("".join([*lines, "assistant: "]), most_tokens)]
+
+
+# Answers
 
 
 class CachedDetails(msgspec.Struct, frozen=True):
@@ -196,8 +214,52 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: CachedDetails
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all pieces of one answer have. created: Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Shape(Protocol):
+    """One of the two kinds of answers. texts, finishes: of each prompt, in order."""
+
+    id_prefix: str
+
+    def whole(
+        self,
+        head: Head,
+        texts: Sequence[str],
+        finishes: Sequence[FinishReason | None],
+        usage: Usage,
+    ) -> msgspec.Struct:
+        """All of an answer that is not streamed."""
+        ...
+
+    def piece(
+        self, head: Head, index: int, text: str, finish: FinishReason | None = None
+    ) -> msgspec.Struct:
+        """A piece of a stream, for prompt number `index`; the last one has a reason."""
+        ...
+
+    def usage(self, head: Head, usage: Usage) -> msgspec.Struct:
+        """The piece of a stream after the last one."""
+        ...
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of text, or all of it where nothing is streamed."""
+
+    text: str
+    index: int
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """created: Unix seconds. usage: null in pieces of a stream."""
+    """usage: null in pieces of a stream."""
 
     id: str
     created: int
@@ -205,6 +267,109 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
     usage: Usage | None = None
     object: str = "text_completion"
+
+
+class CompletionShape:
+    """Answers of /v1/completions."""
+
+    id_prefix = "cmpl-"
+
+    def whole(
+        self,
+        head: Head,
+        texts: Sequence[str],
+        finishes: Sequence[FinishReason | None],
+        usage: Usage,
+    ) -> Completion:
+        choices = (
+            Choice(text=text, index=index, finish_reason=finish)
+            for index, (text, finish) in enumerate(zip(texts, finishes, strict=True))
+        )
+        return self._made(head, tuple(choices), usage)
+
+    def piece(
+        self, head: Head, index: int, text: str, finish: FinishReason | None = None
+    ) -> Completion:
+        return self._made(head, (Choice(text=text, index=index, finish_reason=finish),), None)
+
+    def usage(self, head: Head, usage: Usage) -> Completion:
+        return self._made(head, (), usage)
+
+    def _made(self, head: Head, choices: tuple[Choice, ...], usage: Usage | None) -> Completion:
+        return Completion(
+            id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
+        )
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """message: where nothing is streamed; delta: a piece of it."""
+
+    index: int
+    message: ChatDelta | msgspec.UnsetType = msgspec.UNSET
+    delta: ChatDelta | msgspec.UnsetType = msgspec.UNSET
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: tuple[ChatChoice, ...]
+    usage: Usage | None = None
+
+
+class ChatShape:
+    """Answers of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+
+    def whole(
+        self,
+        head: Head,
+        texts: Sequence[str],
+        finishes: Sequence[FinishReason | None],
+        usage: Usage,
+    ) -> ChatCompletion:
+        choice = ChatChoice(index=0, message=ChatDelta(content=texts[0]), finish_reason=finishes[0])
+        return ChatCompletion(
+            id=head.id,
+            object="chat.completion",
+            created=head.created,
+            model=head.model,
+            choices=(choice,),
+            usage=usage,
+        )
+
+    def piece(
+        self, head: Head, index: int, text: str, finish: FinishReason | None = None
+    ) -> ChatCompletion:
+        choice = ChatChoice(index=index, delta=ChatDelta(content=text), finish_reason=finish)
+        return self._chunk(head, (choice,), None)
+
+    def usage(self, head: Head, usage: Usage) -> ChatCompletion:
+        return self._chunk(head, (), usage)
+
+    def _chunk(
+        self, head: Head, choices: tuple[ChatChoice, ...], usage: Usage | None
+    ) -> ChatCompletion:
+        return ChatCompletion(
+            id=head.id,
+            object="chat.completion.chunk",
+            created=head.created,
+            model=head.model,
+            choices=choices,
+            usage=usage,
+        )
+
+
+# Models
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from tierkv.gateway.failures import (
 )
 from tierkv.gateway.gateway import Backend
 from tierkv.gateway.nodes import BackendNode, usable
-from tierkv.gateway.openai import Job
+from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import Held, choose_decode, choose_prefill, prefill_seconds
 from tierkv.pd.ticket import ClaimProblem
 from tierkv.refmodel.config import VOCAB_SIZE

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import uvloop
@@ -30,11 +34,14 @@ from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.openai import (
     CachedDetails,
-    Choice,
-    Completion,
+    ChatBody,
+    ChatShape,
     CompletionBody,
+    CompletionShape,
+    Head,
     Model,
     ModelList,
+    Shape,
     Usage,
 )
 from tierkv.gateway.settings import GatewaySettings
@@ -51,8 +58,10 @@ from tierkv.http.server import Limits, serving
 from tierkv.tasks import task_group
 
 _ID_CHARS = 200  # what nodes get is longer by the number of the call
+_CLOSE_LIMIT_S = 5.0  # after the drain, in which all but a loop that does not turn has ended
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
+T = TypeVar("T")
 SayTo = Callable[[int, str], Awaitable[None]]
 
 
@@ -60,41 +69,69 @@ class CompletionRoutes:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._bodies = bodies.BodyReader(gateway.settings.gateway)
+        self._long_one = asyncio.Semaphore()  # reading prompts takes several times their memory
 
     @Route("POST", "/v1/completions", Access.WRITE)
     async def completions(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._counted(request, CompletionBody, CompletionShape())
+
+    @Route("POST", "/v1/chat/completions", Access.WRITE)
+    async def chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._counted(request, ChatBody, ChatShape())
+
+    async def _counted(
+        self, request: web.BaseRequest, kind: type[CompletionBody | ChatBody], shape: Shape
+    ) -> web.StreamResponse:
         metrics = self._gateway.backend.metrics
         try:
-            response = await self._answer(request)
+            response = await self._answer(request, kind, shape)
         except (asyncio.CancelledError, ConnectionError):
             metrics.count_request("client_gone")
             raise
-        except Exception as error:  # counted, and answered by the middleware
+        except Exception as error:  # counted, and answered by the router
             is_ours = failure_of(request, error).status >= HTTPStatus.INTERNAL_SERVER_ERROR
             metrics.count_request("server_error" if is_ours else "client_error")
             raise
         metrics.count_request("ok")
         return response
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        settings = self._gateway.settings
+    async def _answer(
+        self, request: web.BaseRequest, kind: type[CompletionBody | ChatBody], shape: Shape
+    ) -> web.StreamResponse:
+        settings, backend = self._gateway.settings, self._gateway.backend
         async with self._gateway.work():
-            body = await self._bodies.read(request, CompletionBody)
-        if body.model not in (None, settings.gateway.model):
-            raise NoSuchModelError(body.model, settings.gateway.model)
-        jobs = body.jobs(
-            request[bodies.REQUEST_ID],
-            request.headers.get("Authorization"),
-            most=settings.limits.max_batch,
-        )
-        backend, stops = self._gateway.backend, body.stops()
-        answers = [PromptAnswer(job, backend, stops) async for job in in_turns(jobs)]
-        backend.admission.check(len(answers))
-        writer = _Writer(request, settings.gateway.model)
-        if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return await self._stream(writer, answers, with_usage=with_usage)
-        return await self._whole(writer, answers)
+            body = await self._bodies.read(request, kind)
+            if body.model not in (None, settings.gateway.model):
+                raise NoSuchModelError(body.model, settings.gateway.model)
+            counted = partial(
+                body.prompts,
+                most_prompts=settings.limits.max_batch,
+                most_tokens=settings.gateway.max_prompt_tokens,
+            )
+            prompts = await self._aside(body.num_bytes, counted)
+        stops, num_bytes = body.stops(), sum(prompt.packed_bytes for prompt in prompts)
+        backend.admission.check(len(prompts))
+        with backend.admission.holding(num_bytes):
+            async with self._gateway.work():
+                packed = await self._aside(num_bytes, lambda: [one.packed() for one in prompts])
+            prompts.clear()
+            body = body.without_prompts()
+            given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
+            answers = [
+                PromptAnswer(job, backend, stops, min_tokens=body.min_tokens)
+                async for job in in_turns(body.jobs(packed, *given))
+            ]
+            writer = _Writer(request, settings.gateway.model, shape)
+            if body.stream:
+                return await self._stream(writer, answers, with_usage=body.with_usage)
+            return await self._whole(writer, answers)
+
+    async def _aside(self, num_bytes: int, work: Callable[[], T]) -> T:
+        """What `work` returns, which takes long for so many bytes: then in a thread, one by one."""
+        if num_bytes <= bodies.LARGE_BYTES:
+            return work()
+        async with self._long_one:
+            return await asyncio.to_thread(work)
 
     async def _whole(self, writer: _Writer, answers: Sequence[PromptAnswer]) -> web.Response:
         texts: list[list[str]] = [[] for _ in answers]
@@ -103,11 +140,11 @@ class CompletionRoutes:
             texts[index].append(text)
 
         await self._run(answers, say)
-        choices = [
-            Choice(text="".join(texts[index]), index=index, finish_reason=answer.finish_reason)
-            async for index, answer in in_turns(enumerate(answers))
-        ]
-        return bodies.answer(writer.request, writer.completion(tuple(choices), usage_of(answers)))
+        finishes = [answer.finish_reason for answer in answers]
+        told = writer.shape.whole(
+            writer.head, ["".join(text) for text in texts], finishes, usage_of(answers)
+        )
+        return bodies.answer(writer.request, told)
 
     async def _stream(
         self, writer: _Writer, answers: Sequence[PromptAnswer], *, with_usage: bool
@@ -131,7 +168,7 @@ class CompletionRoutes:
                 piece = await pieces.get()
                 if piece is not None:
                     index, text = piece
-                    await writer.write((Choice(text=text, index=index),))
+                    await writer.write(writer.shape.piece(writer.head, index, text))
         failure = producer.result()
         if failure is not None:
             if not writer.has_begun:
@@ -140,9 +177,10 @@ class CompletionRoutes:
             await writer.write_line(msgspec.json.encode(failure_of(writer.request, failure)))
             return await writer.end()
         async for index, answer in in_turns(enumerate(answers)):
-            await writer.write((Choice(text="", index=index, finish_reason=answer.finish_reason),))
+            last = writer.shape.piece(writer.head, index, "", answer.finish_reason)
+            await writer.write(last)
         if with_usage:
-            await writer.write((), usage_of(answers))
+            await writer.write(writer.shape.usage(writer.head, usage_of(answers)))
         await writer.write_line(b"[DONE]")
         return await writer.end()
 
@@ -176,24 +214,18 @@ def usage_of(answers: Sequence[PromptAnswer]) -> Usage:
 class _Writer:
     """Writes the pieces of one answer; the head goes out with the first."""
 
-    def __init__(self, request: web.BaseRequest, model: str) -> None:
+    def __init__(self, request: web.BaseRequest, model: str, shape: Shape) -> None:
         self.request = request
-        self._id = f"cmpl-{request[bodies.REQUEST_ID]}"
-        self._model = model
-        self._created = int(time.time())
+        self.shape = shape
+        self.head = Head(f"{shape.id_prefix}{request[bodies.REQUEST_ID]}", int(time.time()), model)
         self._response: web.StreamResponse | None = None
 
     @property
     def has_begun(self) -> bool:
         return self._response is not None
 
-    def completion(self, choices: tuple[Choice, ...], usage: Usage | None) -> Completion:
-        return Completion(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage
-        )
-
-    async def write(self, choices: tuple[Choice, ...], usage: Usage | None = None) -> None:
-        await self.write_line(msgspec.json.encode(self.completion(choices, usage)))
+    async def write(self, piece: msgspec.Struct) -> None:
+        await self.write_line(msgspec.json.encode(piece))
 
     async def write_line(self, line: bytes) -> None:
         """Raises ConnectionError if the client has gone or takes nothing."""
@@ -281,8 +313,25 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
     """
     gateway = Gateway(settings)
     make_room_for(settings.gateway.max_connections)
+    grace_s = settings.gateway.drain_grace_s
+    last_resort = threading.Timer(grace_s + _CLOSE_LIMIT_S, _leave, [grace_s])
+    last_resort.daemon = True
     with listener_of(settings) as listener:
-        uvloop.run(serve(gateway, listener, announce))
+        try:
+            uvloop.run(serve(gateway, listener, announce, last_resort.start))
+        finally:
+            last_resort.cancel()
+
+
+def _leave(grace_s: float) -> None:
+    """End the process, whatever its loop does: whoever stops it relies on the limit."""
+    log.critical(
+        "closing took %g s longer than gateway.drain_grace_s = %g s: the process ends without "
+        "waiting for it",
+        _CLOSE_LIMIT_S,
+        grace_s,
+    )
+    os._exit(1)
 
 
 def listener_of(settings: GatewaySettings) -> socket.socket:
@@ -293,14 +342,23 @@ def listener_of(settings: GatewaySettings) -> socket.socket:
     return bind(section, asks_callers=asks_callers)
 
 
-async def serve(gateway: Gateway, listener: socket.socket, announce: Callable[[str], None]) -> None:
+async def serve(
+    gateway: Gateway,
+    listener: socket.socket,
+    announce: Callable[[str], None],
+    on_told: Callable[[], None] = lambda: None,
+) -> None:
     """Run `gateway` behind `listener` until a signal; then drain it: it is unready and takes no
-    more work, and streams may end within the grace time. A second signal cuts them off."""
+    more work, and streams may end within the grace time. A second signal cuts them off.
+
+    on_told: called at the signal.
+    """
     with told_to_end(gateway.hurry) as told:
         async with listening(gateway, listener) as url, gateway.running():
             log.info("the gateway is ready at %s", url)
             announce(url)
             await told.wait()
+            on_told()
             grace_s = gateway.settings.gateway.drain_grace_s
             log.info("the gateway drains, for up to %g s", grace_s)
             gateway.drain()

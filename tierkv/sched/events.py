@@ -60,6 +60,13 @@ class Subscription:
         self._events.append(event)
         self._arrived.set()
 
+    def take(self) -> list[CacheEvent]:
+        """What has come since the last time; never waits. Any thread."""
+        found: list[CacheEvent] = []
+        while self._events:
+            found.append(self._events.popleft())
+        return found
+
     def __aiter__(self) -> AsyncIterator[CacheEvent]:
         return self
 

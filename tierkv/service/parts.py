@@ -172,8 +172,10 @@ class Parts:
         if wrong:
             raise InvariantError(tuple(wrong))
 
-    def verify(self) -> list[str]:
-        wrong = observe.verify(self.scheduler, self.mover, self.fetcher, self.handoff)
+    def verify(self, num_leases: int = 0) -> list[str]:
+        wrong = observe.verify(
+            self.scheduler, self.mover, self.fetcher, self.handoff, num_leases=num_leases
+        )
         return wrong + self.tenants.findings()
 
     def stats(self) -> observe.Stats:

@@ -13,7 +13,7 @@ from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.node import Quota, Tier
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import StoreUnavailableError
-from tierkv.gpu.protocol import Device, Event, Planes
+from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats
 from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
@@ -97,6 +97,15 @@ class Service:
     def planes(self) -> Planes:
         """The device's memory; another object after each `wake`."""
         return self._memory.planes
+
+    @property
+    def host_slots(self) -> HostSlots:
+        """The memory of the host tier."""
+        return self._memory.host
+
+    @property
+    def handoff_settings(self) -> HandoffSettings:
+        return self._made_of.handoff
 
     def drain(self) -> None:
         """Take no new requests; `running()` then ends once the running ones have."""
@@ -455,9 +464,10 @@ class Service:
     def stats(self) -> Stats:
         return self._parts.stats()
 
-    def verify(self) -> list[str]:
-        """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is."""
-        return self._parts.verify()
+    def verify(self, *, num_leases: int = 0) -> list[str]:
+        """Recount leases, slots, states and orphans; what is wrong, in words, [] if nothing is.
+        num_leases: that the caller holds."""
+        return self._parts.verify(num_leases)
 
 
 async def look_up(parts: Parts, prompt: Prompt) -> Lookup:

@@ -129,6 +129,7 @@ class GuardedStore(StoreAround):
         )
         self._num_stuck = 0  # of the batches of writes at the store
         self._full_until = 0.0
+        self._write_refusal = ""  # the store's own first reason, until it stores something
         self._missing = NegativeCache(settings.negative_ttl_s, settings.negative_names, clock)
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0  # for retries
         self._random = random.Random()
@@ -148,6 +149,7 @@ class GuardedStore(StoreAround):
             num_opened=breaker.num_opened,
             reason=reason,
             degraded_s=max(breaker.degraded_s, inner.degraded_s),
+            write_refusal=self._write_refusal or inner.write_refusal,
             num_retries=self._num_retries,
             num_refused=self._num_refused,
             num_dropped_writes=self._writes.num_dropped,
@@ -316,8 +318,7 @@ class GuardedStore(StoreAround):
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
         if self._clock.monotonic() < self._full_until:
-            reason = f"{self.url} was full a moment ago"
-            return [PutOutcome(PutStatus.FULL, reason)] * len(items)
+            return [PutOutcome(PutStatus.FULL, self._write_refusal)] * len(items)
         num_bytes = sum(item.num_bytes for item in items)
         deadline_s = self._settings.write_timeout_s + num_bytes / self._settings.slowest_bytes_per_s
         try:
@@ -325,11 +326,22 @@ class GuardedStore(StoreAround):
                 outcomes = await self.inner.put(items)
         except StoreUnavailableError as error:
             return [PutOutcome(PutStatus.FAILED, str(error))] * len(items)
-        if any(one.status is PutStatus.FULL and not one.takes_others for one in outcomes):
-            self._full_until = self._clock.monotonic() + self._settings.full_pause_s
+        self._note_refusal(items, outcomes)
         failures = [one.reason for one in outcomes if one.status is PutStatus.FAILED]
         self._judge(failures, len(items), of_read=False)
         return outcomes
+
+    def _note_refusal(self, items: Sequence[PutItem], outcomes: Sequence[PutOutcome]) -> None:
+        for item, outcome in zip(items, outcomes, strict=True):
+            if outcome.status is PutStatus.FULL and not outcome.takes_others:
+                self._full_until = self._clock.monotonic() + self._settings.full_pause_s
+                if not self._write_refusal:
+                    self._write_refusal = outcome.reason.removeprefix(f"{item.name}: ")
+                    _log.warning("%s takes no writes: %s", self.url, self._write_refusal)
+                return
+        if self._write_refusal and any(one.status is PutStatus.STORED for one in outcomes):
+            self._write_refusal = ""
+            _log.warning("%s takes writes again", self.url)
 
     # Deadlines and retries
 

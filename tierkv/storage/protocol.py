@@ -254,6 +254,7 @@ class StoreHealth:
         own: the others do without it.
     num_opened: how often the circuit has opened. reason: why it did last. degraded_s: how long it
         has not been closed, all in all.
+    write_refusal: why it takes no writes, as it said first; "" if it does. It may be read.
     num_refused: operations that failed at once: circuit open, too many waiting, or stuck.
     """
 
@@ -262,6 +263,7 @@ class StoreHealth:
     num_opened: int = 0
     reason: str = ""
     degraded_s: float = 0.0
+    write_refusal: str = ""
     num_retries: int = 0
     num_refused: int = 0
     num_dropped_writes: int = 0

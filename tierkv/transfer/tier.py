@@ -49,6 +49,7 @@ class StoreState(msgspec.Struct, frozen=True):
     reason: why the circuit opened last. degraded_s: how long it has not been closed, all in all.
     part: of a store that is made of several, the one whose circuit this is, where it is not its
         own: the others do without it.
+    write_refusal: why the store takes no writes, as it said first; "" if it does.
     """
 
     tenant: str
@@ -64,9 +65,14 @@ class StoreState(msgspec.Struct, frozen=True):
     waiting_write_bytes: int = 0
     negative_hits: int = 0
     part: str = ""
+    write_refusal: str = ""
 
     @property
     def is_degraded(self) -> bool:
+        return self.is_left_alone or bool(self.write_refusal)
+
+    @property
+    def is_left_alone(self) -> bool:
         return self.circuit not in (None, BreakerState.CLOSED.value)
 
 
@@ -189,6 +195,7 @@ def _state(tenant: str, store: Store) -> StoreState:
         reason=health.reason,
         degraded_s=health.degraded_s,
         part=health.part,
+        write_refusal=health.write_refusal,
         retries=health.num_retries,
         refused=health.num_refused,
         dropped_writes=health.num_dropped_writes,

@@ -1,0 +1,84 @@
+"""A store that is read but takes no writes is told of, with its own reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.api.nodes import here
+from tests.redis_server import RedisServer, redis_server
+from tests.storage.values import content_of, get_one, put_one
+from tierkv.clock import SystemClock
+from tierkv.storage.factory import StoreSettings, open_guarded_store
+from tierkv.storage.guard import ResilienceSettings
+from tierkv.storage.protocol import BreakerState, GetStatus, PutItem, PutStatus
+from tierkv.storage.redis.url import RedisSettings
+
+SETTINGS = StoreSettings(
+    redis=RedisSettings(timeout_s=10.0, connect_timeout_s=10.0),
+    resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.0),
+)
+FAULTS = {
+    "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0"), "OOM "),
+    "no permission": (
+        ("ACL", "SETUSER", "default", "-set"),
+        ("ACL", "SETUSER", "default", "+set"),
+        "NOPERM ",
+    ),
+    "a replica": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "READONLY "),
+}
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server("--maxmemory-policy", "noeviction") as server:
+        yield server
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_store_that_takes_no_writes_is_degraded_and_says_why_until_it_does(
+    fault: str, server: RedisServer
+) -> None:
+    begin, end, reason = FAULTS[fault]
+    store = open_guarded_store(server.url, SETTINGS, SystemClock())
+    async with here(store=store) as on:
+
+        async def told() -> tuple[str, str]:
+            answer = await on.client.get("/readyz?verbose")
+            assert answer.status == 200
+            metrics = (await on.client.get("/metrics")).body.decode()
+            takes_writes = 'tierkv_storage_takes_writes{tenant=""} 1' in metrics
+            assert takes_writes == (answer.body["status"] == "ok")
+            return answer.body["status"], answer.body["parts"]["storage"]["detail"]
+
+        assert await put_one(store, "t:f:a:0", b"kept") is PutStatus.STORED
+        await asyncio.to_thread(server.execute, *begin)
+        for name in ("t:f:b:0", "t:f:c:0"):
+            [put] = await store.put([PutItem(name, (content_of(name, 1_000),))])
+            assert put.status is PutStatus.FULL
+        status, detail = await told()
+        assert status == "degraded"
+        assert f"takes no writes: {reason}" in detail
+        assert await get_one(store, "t:f:a:0", 4) == (GetStatus.HIT, b"kept")
+        assert store.health.circuit is BreakerState.CLOSED
+        await asyncio.to_thread(server.execute, *end)
+        assert await put_one(store, "t:f:d:0", b"x") is PutStatus.STORED
+        assert (await told())[0] == "ok"
+
+
+async def test_writes_that_are_skipped_for_a_while_repeat_the_stores_own_first_reason(
+    server: RedisServer,
+) -> None:
+    settings = StoreSettings(
+        redis=SETTINGS.redis,
+        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=100.0),
+    )
+    store = open_guarded_store(server.url, settings, SystemClock())
+    async with store.running():
+        await asyncio.to_thread(server.execute, *FAULTS["full"][0])
+        for name in ("t:f:a:0", "t:f:b:0"):
+            [put] = await store.put([PutItem(name, (b"x",))])
+            assert put.status is PutStatus.FULL
+            assert "OOM command not allowed" in put.reason

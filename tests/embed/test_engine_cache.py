@@ -1,0 +1,449 @@
+"""An engine that owns its device blocks: what it saves comes back, byte for byte, wherever."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.latch import PATIENCE_S, CopyLatch, ManualEvent
+from tests.redis_server import redis_server
+from tests.world import BLOCK, GQA, fingerprint, kv_of
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Prompt
+from tierkv.cache.tokens import pack
+from tierkv.clock import SystemClock
+from tierkv.embed.engine_cache import (
+    EngineCache,
+    EngineCacheSettings,
+    Finished,
+    Found,
+    Polled,
+    WorkerPlanes,
+)
+from tierkv.errors import BadRequestError, ConfigError, HandoffError, TierKVError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.handoff import Published
+from tierkv.ranks.memory import EnginePlanes
+from tierkv.sched.events import Happening
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.protocol import Store
+
+BLOCKS = 64
+LENGTHS = [3 * BLOCK, 3 * BLOCK + 1, 4 * BLOCK - 1, BLOCK]
+
+
+def ask(call: Callable[[], Found | None]) -> Found:
+    """Ask again, as an engine does in each step, until there is an answer."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := call()) is None:
+        assert time.monotonic() < deadline, "no answer"
+        os.sched_yield()
+    return found
+
+
+@dataclass
+class Engine:
+    """Planes of its own, and what its blocks hold is a function of the tokens."""
+
+    cache: EngineCache
+    planes: WorkerPlanes
+    arrays: list[np.ndarray]
+    latch: CopyLatch
+    seen: Polled = field(default_factory=Polled)
+
+    def lookup(self, key: str, tokens: Sequence[int], have: int = 0, **more: Any) -> Found:
+        return ask(lambda: self.cache.lookup(key, self.prompt(tokens), have, **more))
+
+    def prompt(self, tokens: Sequence[int]) -> Prompt:
+        return Prompt(pack(tokens), BLOCK)
+
+    def compute(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        for rows, array in zip(kv_of(tokens, GQA), self.arrays, strict=True):
+            for at, row in enumerate(rows):
+                block = array[blocks[at // BLOCK]].reshape(BLOCK, -1)
+                block[at % BLOCK] = row
+
+    def holds(self, tokens: Sequence[int], blocks: Sequence[int]) -> bool:
+        """Whether these blocks have the KV of all of the tokens, every byte."""
+        for rows, array in zip(kv_of(tokens, GQA), self.arrays, strict=True):
+            for at, row in enumerate(rows):
+                block = array[blocks[at // BLOCK]].reshape(BLOCK, -1)
+                if not np.array_equal(block[at % BLOCK], row):
+                    return False
+        return True
+
+    def save(self, key: str, tokens: Sequence[int], blocks: Sequence[int], **more: Any) -> None:
+        """Compute and save a whole prompt, and wait until it can be found."""
+        self.compute(tokens, blocks)
+        plan = self.cache.save(key, self.prompt(tokens), 0, len(blocks), [blocks], **more)
+        if plan is not None:
+            self.planes.start_saves(plan)
+            self.until(lambda: any(name == key for name, _ in self.seen.stored))
+
+    def load(self, key: str, blocks: Sequence[int], first: int = 0) -> tuple[int, ...]:
+        """Load what was promised; which positions failed."""
+        plan = self.cache.load(key, [blocks], first)
+        assert plan is not None
+        self.planes.start_loads(plan)
+        self.until(lambda: any(name == key for name, _ in self.seen.loaded))
+        [failed] = [failed for name, failed in self.seen.loaded if name == key]
+        self.seen.loaded.clear()
+        return failed
+
+    def poll(self, finished: Sequence[Finished] = ()) -> None:
+        polled = self.cache.poll(finished)
+        self.seen.loaded += polled.loaded
+        self.seen.saved += polled.saved
+        self.seen.stored += polled.stored
+        self.seen.published += polled.published
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        self.poll()
+        while not is_so():
+            assert time.monotonic() < deadline, "it did not come to that"
+            os.sched_yield()
+            self.poll()
+
+    def published(self, key: str) -> Published | TierKVError:
+        self.until(lambda: any(name == key for name, _ in self.seen.published))
+        return dict(self.seen.published)[key]
+
+    def findings(self) -> list[str]:
+        def at_rest() -> bool:
+            return not self.cache.verify().wait(PATIENCE_S)
+
+        deadline = time.monotonic() + 5
+        while not at_rest() and time.monotonic() < deadline:
+            self.poll()
+        return self.cache.verify().wait(PATIENCE_S)
+
+
+@contextmanager
+def engine(
+    store: str | None = None,
+    *,
+    slots: int = 64,
+    settings: EngineCacheSettings | None = None,
+    write: WritePolicy = WritePolicy.WRITE_THROUGH,
+) -> Iterator[Engine]:
+    arrays = [np.zeros((BLOCKS, plane.block_bytes), np.uint8) for plane in GQA.planes]
+    latch = CopyLatch()
+    planes = WorkerPlanes(CpuDevice(before_copy=latch), EnginePlanes(GQA, arrays))
+    rules = CacheSettings(
+        block_size=BLOCK, storage_write=write, fetch_policy=FetchPolicy.WAIT_COMPLETE
+    )
+
+    def make() -> Store | None:
+        return None if store is None else open_store(store, StoreSettings(), SystemClock())
+
+    cache = EngineCache(
+        fingerprint(),
+        [GQA],
+        host_bytes=slots * GQA.block_bytes,
+        cache=rules,
+        store=make,
+        planes=planes,
+        settings=settings or EngineCacheSettings(save_blocks=16),
+    )
+    with cache:
+        found = Engine(cache, planes, arrays, latch)
+        try:
+            yield found
+        finally:
+            latch.release()
+        assert found.findings() == []
+
+
+def tokens_of(length: int, seed: int = 1) -> list[int]:
+    return [seed * 1000 + at for at in range(length)]
+
+
+def blocks_for(length: int, first: int = 0) -> list[int]:
+    return list(range(first, first + -(-length // BLOCK)))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_what_was_saved_is_loaded_byte_for_byte_tail_included(length: int) -> None:
+    tokens, here, there = tokens_of(length), blocks_for(length), blocks_for(length, 32)
+    with engine() as on:
+        on.save("a", tokens, here)
+        assert on.lookup("b", tokens) == Found(length)
+        assert on.load("b", there) == ()
+        assert on.holds(tokens, there)
+        on.cache.release("b")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_fresh_cache_loads_it_from_redis(length: int) -> None:
+    tokens, blocks = tokens_of(length), blocks_for(length)
+    with redis_server() as redis:
+        with engine(redis.url) as first:
+            first.save("a", tokens, blocks)
+        with engine(redis.url) as second:
+            assert second.lookup("b", tokens) == Found(length)
+            assert second.load("b", blocks) == ()
+            assert second.holds(tokens, blocks)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_ticket_hands_a_prompt_from_one_cache_to_another(length: int, tmp_path: Path) -> None:
+    tokens, blocks = tokens_of(length), blocks_for(length)
+    url = f"file://{tmp_path}"
+    with engine(url) as producer, engine(url) as consumer:
+        prompt = consumer.prompt(tokens)
+        assert consumer.cache.lookup("c", prompt, ticket="t") is None  # it waits
+        half = len(blocks) // 2
+        producer.compute(tokens, blocks)
+        for first, last in ((0, half), (half, len(blocks))):
+            plan = producer.cache.save(
+                "p",
+                prompt,
+                first,
+                last,
+                [blocks[first:last]],
+                ticket="t" if last == len(blocks) else None,
+                first_tokens=[7],
+            )
+            if plan is not None:
+                producer.planes.start_saves(plan)
+        published = producer.published("p")
+        assert isinstance(published, Published), published
+        assert consumer.lookup("c", tokens, ticket="t") == Found(length, first_tokens=(7,))
+        assert consumer.load("c", blocks) == ()
+        assert consumer.holds(tokens, blocks)
+
+
+def test_a_ticket_for_a_prompt_that_is_not_all_there_is_refused_and_says_so() -> None:
+    with engine("memory://", slots=8, settings=EngineCacheSettings(save_blocks=2)) as on:
+        tokens = tokens_of(6 * BLOCK)
+        blocks = blocks_for(len(tokens))
+        prompt = on.prompt(tokens)
+        plan = on.cache.save("a", prompt, 0, 6, [blocks], ticket="t", first_tokens=[1])
+        assert plan is not None
+        on.planes.start_saves(plan)
+        assert isinstance(on.published("a"), HandoffError)
+        assert on.cache.num_unsaved_blocks > 0
+
+
+def test_saved_blocks_are_found_only_once_their_copies_are_done() -> None:
+    tokens, blocks = tokens_of(2 * BLOCK), blocks_for(2 * BLOCK)
+    with engine() as on:
+        on.compute(tokens, blocks)
+        on.latch.hold(Direction.OFFLOAD)
+        plan = on.cache.save("a", on.prompt(tokens), 0, 2, [blocks])
+        assert plan is not None
+        on.planes.start_saves(plan)
+        assert on.lookup("b", tokens) == Found(0)
+        assert on.cache.fence([0, 1, 2]) == (0, 1)
+        assert on.seen.saved == []
+        on.latch.release()
+        on.until(lambda: on.seen.saved == ["a"])
+        assert on.cache.fence([0, 1, 2]) == ()
+        on.until(lambda: on.seen.stored == [("a", 2)])
+        assert on.lookup("c", tokens) == Found(2 * BLOCK)
+
+
+def test_a_save_waits_for_the_event_that_the_engine_recorded() -> None:
+    tokens, blocks = tokens_of(BLOCK), [0]
+    with engine() as on:
+        written = ManualEvent()
+        plan = on.cache.save("a", on.prompt(tokens), 0, 1, [blocks])
+        assert plan is not None
+        on.planes.start_saves(plan, after=[written])
+        on.compute(tokens, blocks)  # later than the plan, earlier than the event
+        written.finish()
+        on.until(lambda: on.seen.stored == [("a", 1)])
+        assert on.lookup("b", tokens) == Found(BLOCK)
+        on.load("b", [9])
+        assert on.holds(tokens, [9])
+
+
+def test_only_what_the_engine_lacks_is_told_and_loaded() -> None:
+    tokens, blocks = tokens_of(3 * BLOCK + 2), blocks_for(3 * BLOCK + 2)
+    with engine() as on:
+        on.save("a", tokens, blocks)
+        assert on.lookup("b", tokens, have=BLOCK) == Found(2 * BLOCK + 2)
+        assert on.load("b", [40, 41, 42], first=1) == ()
+        assert on.holds(tokens, [0, 40, 41, 42])
+        assert on.lookup("c", tokens, have=len(tokens)) == Found(0)
+
+
+def test_a_stored_tail_serves_a_prompt_that_shares_only_its_beginning() -> None:
+    tokens = tokens_of(2 * BLOCK + 3)
+    with engine() as on:
+        on.save("a", tokens, blocks_for(len(tokens)))
+        other = [*tokens[: 2 * BLOCK + 2], 5, 6]
+        assert on.lookup("b", other) == Found(2 * BLOCK + 2)
+        on.load("b", [10, 11, 12])
+        assert on.holds(other[: 2 * BLOCK + 2], [10, 11, 12])
+
+
+def test_a_load_that_failed_is_not_offered_to_that_request_again() -> None:
+    tokens, blocks = tokens_of(2 * BLOCK), blocks_for(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, blocks)
+        on.lookup("b", tokens)
+        on.latch.fail_next(Direction.LOAD)
+        assert on.load("b", blocks) == (0, 1)
+        assert on.lookup("b", tokens) == Found(0)
+        assert on.lookup("c", tokens) == Found(2 * BLOCK)  # it may have been the device
+        on.cache.release("c")
+
+
+def test_a_block_whose_loads_fail_again_and_again_is_offered_to_nobody() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine(settings=EngineCacheSettings(save_blocks=16, max_failures=2)) as on:
+        on.save("a", tokens, [0, 1])
+        for key in ("b", "c"):
+            on.lookup(key, tokens)
+            on.latch.fail_next(Direction.LOAD)
+            assert on.load(key, [9], first=1) == (1,)
+        assert on.lookup("d", tokens) == Found(BLOCK)
+        on.cache.release("d")
+
+
+def test_promises_are_bounded_together_and_a_queue_of_requests_is_served_in_turn() -> None:
+    """A thousand requests that wait do not pin the host tier."""
+    tokens = [tokens_of(4 * BLOCK, seed) for seed in range(1, 9)]
+    with engine(slots=48, settings=EngineCacheSettings(save_blocks=8, most_promised=0.25)) as on:
+        for seed, one in enumerate(tokens):
+            on.save(f"s{seed}", one, blocks_for(4 * BLOCK))
+        waiting = {f"q{at}": on.prompt(tokens[at % len(tokens)]) for at in range(1000)}
+        served = 0
+        while served < 20:
+            found = answered(on, waiting)
+            assert len(found) * 4 <= 12, "more is held than may be"
+            served += len(found)
+            for key in found:  # who lets go lets the next one in
+                on.cache.release(key)
+                del waiting[key]
+        for key in waiting:
+            on.cache.release(key)
+
+
+def answered(on: Engine, waiting: dict[str, Prompt]) -> list[str]:
+    """Who has an answer, after all have been asked until somebody has."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        found = [key for key in waiting if on.cache.lookup(key, waiting[key]) is not None]
+        if found:
+            return found
+    raise AssertionError("nobody is served")
+
+
+def test_a_promise_that_nobody_loads_expires_and_holds_nothing() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens, expires_s=0.05) == Found(2 * BLOCK)
+        on.until(lambda: on.cache.lookup("b", on.prompt(tokens)) is None)
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        assert on.load("b", [5, 6]) == ()
+
+
+def test_what_is_counted_is_not_held() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        found = ask(lambda: on.cache.count("b", on.prompt(tokens)))
+        assert found == Found(2 * BLOCK)
+        assert on.findings() == []
+        assert on.cache.load("b", [[5, 6]]) is None
+
+
+@pytest.mark.parametrize("moment", ["asked", "answered", "loading", "saving", "planned"])
+def test_an_abort_at_any_moment_leaves_nothing_behind(moment: str) -> None:
+    tokens = tokens_of(2 * BLOCK + 1)
+    with engine("memory://") as on:
+        on.save("a", tokens, [0, 1, 2])
+        prompt = on.prompt(tokens)
+        on.latch.hold()
+        if moment == "saving":
+            other = on.prompt(tokens_of(BLOCK, 9))
+            plan = on.cache.save("b", other, 0, 1, [[7]])
+            assert plan is not None
+            on.planes.start_saves(plan)
+        else:
+            on.cache.lookup("b", prompt)
+            if moment != "asked":
+                on.lookup("b", tokens)
+            if moment in ("loading", "planned"):
+                plan = on.cache.load("b", [[7, 8, 9]])
+                assert plan is not None
+                if moment == "loading":
+                    on.planes.start_loads(plan)
+                else:
+                    on.cache.cancel(plan)
+        for _ in range(2):
+            on.cache.release("b")
+        on.latch.release()
+        on.until(lambda: on.cache.fence([7, 8, 9]) == ())
+        assert on.findings() == []
+
+
+def test_a_plan_counts_once_every_rank_has_reported_it() -> None:
+    tokens = tokens_of(BLOCK)
+    rules = CacheSettings(block_size=BLOCK)
+    with EngineCache(
+        fingerprint(), [GQA], host_bytes=16 * GQA.block_bytes, cache=rules, num_ranks=2
+    ) as cache:
+        prompt = Prompt(pack(tokens), BLOCK)
+        plan = cache.save("a", prompt, 0, 1, [[3]])
+        assert plan is not None
+        assert cache.poll([Finished(plan.number, 0)]).saved == []
+        assert cache.fence([3]) == (3,)
+        assert cache.poll([Finished(plan.number, 1)]).saved == ["a"]
+        plan = cache.save("b", Prompt(pack(tokens_of(BLOCK, 2)), BLOCK), 0, 1, [[4]])
+        assert plan is not None
+        cache.poll([Finished(plan.number, 0, "it broke"), Finished(plan.number, 1)])
+        assert ask(lambda: cache.lookup("c", prompt)) == Found(BLOCK)
+        assert ask(lambda: cache.lookup("d", Prompt(pack(tokens_of(BLOCK, 2)), BLOCK))) == Found(0)
+
+
+def test_what_happens_to_blocks_is_told_as_events() -> None:
+    with engine() as on:
+        on.save("a", tokens_of(2 * BLOCK), [0, 1])
+        [event] = on.cache.read_events()
+        assert (event.kind, event.tier, event.start, event.stop) == (Happening.STORED, "host", 0, 2)
+        assert on.cache.reset().wait(PATIENCE_S) == 0
+        assert on.lookup("b", tokens_of(2 * BLOCK)) == Found(0)
+
+
+def test_the_host_tier_makes_room_for_what_is_saved_and_loses_nothing_that_is_promised() -> None:
+    """More is saved than there is room for, while promises are held: their bytes stay."""
+    kept = tokens_of(4 * BLOCK, 99)
+    with engine(slots=24, settings=EngineCacheSettings(save_blocks=4)) as on:
+        on.save("kept", kept, blocks_for(4 * BLOCK))
+        assert on.lookup("b", kept) == Found(4 * BLOCK)
+        for seed in range(1, 12):
+            on.save(f"s{seed}", tokens_of(3 * BLOCK, seed), blocks_for(3 * BLOCK, 8))
+        assert on.load("b", [40, 41, 42, 43]) == ()
+        assert on.holds(kept, [40, 41, 42, 43])
+
+
+def test_what_cannot_be_is_refused_in_the_caller_s_thread() -> None:
+    with engine() as on:
+        prompt = on.prompt(tokens_of(2 * BLOCK + 1))
+        with pytest.raises(BadRequestError):
+            on.cache.save("a", prompt, 0, 4, [[0, 1, 2, 3]])
+        with pytest.raises(BadRequestError):
+            on.cache.save("a", prompt, 0, 2, [[0]])
+        with pytest.raises(BadRequestError):
+            on.cache.save("a", prompt, 0, 1, [[0], [1]])
+        assert on.cache.load("a", [[0]]) is None
+    with pytest.raises(ConfigError, match="one group"):
+        EngineCache(fingerprint(), [GQA, GQA], host_bytes=1 << 20, cache=CacheSettings())
+    with pytest.raises(ConfigError, match="room"):
+        EngineCache(fingerprint(), [GQA], host_bytes=1, cache=CacheSettings(block_size=BLOCK))

@@ -1,0 +1,628 @@
+"""The cache for an engine that owns its device blocks: its own block pool, its own block tables.
+
+The tiers are Host and Storage, and nothing on the device is ever believed to be there.
+
+    engine's thread                     service's thread              engine's thread, in each rank
+    lookup(key)  ask again, Found  <--  storage asked, host slots
+                                        held for the promise
+    load(key, blocks)  Plan  ------------ in the engine's own step ->  start_loads(plan, after)
+    save(key, blocks)  Plan  ------------ in the engine's own step ->  start_saves(plan, after)
+    poll(finished)  <--------------------------------------------- -   finished()
+                                   -->  saved blocks become visible,
+                                        are stored and published
+
+A plan says which host slots and which device blocks; copies come after the events that the engine
+records where it starts them, so that what a later step writes is never saved for an earlier one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from tierkv.cache.keys import Fingerprint, Prompt
+from tierkv.cache.layout import Layout
+from tierkv.cache.pool import Ids
+from tierkv.config import all_above_zero
+from tierkv.embed.embedded import Embedded
+from tierkv.embed.exchange import Call
+from tierkv.embed.host_side import HostSide, Kept, Promise
+from tierkv.embed.thread import EmbedSettings
+from tierkv.errors import BadRequestError, ConfigError, TierKVError, TransferError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import BlockCopy, Device, Direction, Event, HostSlots, Lane, Planes
+from tierkv.observe import Stats
+from tierkv.pd.handoff import Published
+from tierkv.pd.settings import HandoffSettings
+from tierkv.ranks.link import Plan
+from tierkv.sched.events import CacheEvent
+from tierkv.sched.settings import CacheSettings
+from tierkv.service import Service
+from tierkv.storage.protocol import Store
+from tierkv.transfer.tier import StorageOptions
+
+log = logging.getLogger("tierkv.engine")
+
+_CLOSE_S = 60.0
+_FEWEST_SLOTS = 2  # one to be promised and one to be saved
+_MOST_CALLS = 1 << 20  # all are this cache's own, and what they hold is bounded
+
+
+class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """most_promised: the share of host slots that lookups may hold for requests that wait.
+    expires_s: how long a promise is held before it is loaded. save_blocks: host slots kept ready
+    for saves. max_failures: a block whose loads failed so often is offered to nobody. max_events:
+    that wait to be taken.
+    """
+
+    most_promised: float = 0.5
+    expires_s: float = 30.0
+    save_blocks: int = 256
+    max_failures: int = 3
+    max_events: int = 4096
+
+    def __post_init__(self) -> None:
+        all_above_zero("engine_cache", self, "most_promised", "expires_s")
+        if self.most_promised > 1 or min(self.save_blocks, self.max_failures, self.max_events) < 1:
+            raise ConfigError("engine_cache: most_promised is a share, and counts are 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What can be loaded. num_tokens: beyond those that the engine has. first_tokens: what a ticket
+    says comes after the prompt. problem: why there is not more, if anything went wrong."""
+
+    num_tokens: int
+    first_tokens: tuple[int, ...] = ()
+    problem: str | None = None
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A plan that a rank has carried out. problem: why it failed, None if it did not."""
+
+    number: int
+    rank: int = 0
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class Polled:
+    """What has ended since the last poll.
+
+    loaded: keys whose load is over, with the positions in the prompt of the blocks that failed.
+    saved: keys no save of which is under way any more: their blocks may be reused. stored: by key,
+    how many blocks became visible to lookups. published: by key, the ticket or why there is none.
+    """
+
+    loaded: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
+    stored: list[tuple[str, int]] = field(default_factory=list)
+    published: list[tuple[str, Published | TierKVError]] = field(default_factory=list)
+
+
+class WorkerPlanes:
+    """One rank's tensors and the host slots beside them. Its methods are the engine's thread's.
+
+    planes: the engine's own, `EnginePlanes` or what a CUDA device has adopted.
+    """
+
+    def __init__(self, device: Device, planes: Planes, *, rank: int = 0) -> None:
+        self._device = device
+        self._planes = planes
+        self._rank = rank
+        self._lanes: dict[Direction, Lane] = {}
+        self._open: dict[int, tuple[Event, ...]] = {}
+        self._refused: list[Finished] = []
+
+    @property
+    def layout(self) -> Layout:
+        return self._planes.layout
+
+    def attach(self, host: HostSlots) -> None:
+        """Use these host slots from now on."""
+        for direction in Direction:
+            self._lanes[direction] = self._device.open_lane(direction, self._planes, host)
+
+    def start_loads(self, plan: Plan, after: Sequence[Event] = ()) -> None:
+        """Host slots to the engine's blocks. after: events of the kernels that still use the blocks
+        for what they held before; none is all that the compute stream has been given so far."""
+        slots, blocks = plan.slots()
+        self._start(plan.number, Direction.LOAD, slots, blocks, after)
+
+    def start_saves(self, plan: Plan, after: Sequence[Event] = ()) -> None:
+        """The engine's blocks to host slots, after the kernels that write them: call it when they
+        have been launched. after: their events; none is all that the compute stream has been given
+        so far."""
+        blocks, slots = plan.slots()
+        self._start(plan.number, Direction.OFFLOAD, slots, blocks, after)
+
+    def _start(
+        self, number: int, direction: Direction, slots: Ids, blocks: Ids, after: Sequence[Event]
+    ) -> None:
+        before = tuple(after) or (self._device.compute_stream.record(),)
+        try:
+            copy = BlockCopy(direction, slots, blocks, before)
+            self._open[number] = self._lanes[direction].submit(copy)
+        except TierKVError as error:  # told like a copy that fails later
+            self._refused.append(Finished(number, self._rank, str(error)))
+
+    def wait_layer(self, number: int, layer: int, timeout_s: float) -> None:
+        """Let the compute stream wait until a load has brought `layer`. Raises TransferError if it
+        failed, GateTimeoutError after `timeout_s`."""
+        events = self._open.get(number)
+        if events is not None:
+            self._device.compute_stream.wait(events[layer], timeout_s)
+
+    def finished(self) -> list[Finished]:
+        """The plans that are over now, each once. Never blocks."""
+        done, self._refused = self._refused, []
+        for number, events in list(self._open.items()):
+            try:
+                if not events[-1].is_done:
+                    continue
+                problem = None
+            except TransferError as error:
+                problem = str(error)
+            del self._open[number]
+            done.append(Finished(number, self._rank, problem))
+        return done
+
+    def close(self) -> None:
+        """Wait for the copies under way, and let go of the host slots."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What is known of one request. nothing: the answer where there is nothing to hold, which stays
+    until `asks_again_at` on the monotonic clock. limit: so many tokens at most are offered, since a
+    load of what comes after them failed. saved: so many blocks from the first on it has saved."""
+
+    prompt: Prompt
+    ticket: str | None
+    call: Call[Promise] | None = None
+    promise: Promise | None = None
+    nothing: Found | None = None
+    asks_again_at: float = 0.0
+    limit: int | None = None
+    saved: int = 0
+    num_saves: int = 0
+    publish: tuple[str, tuple[int, ...]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A plan under way. first: of its blocks, in the prompt. missing: ranks that owe a report."""
+
+    key: str
+    known: _Known
+    prompt: Prompt
+    plan: Plan
+    first: int
+    missing: set[int]
+    promise: Promise | None = None
+    problem: str | None = None
+
+
+class EngineCache:
+    """Host and storage tiers for an engine's own device blocks.
+
+    All methods but `open`, `close` and `read_events` belong to one thread, the engine's scheduler;
+    they take microseconds and do no I/O. What a key names is the engine's request.
+
+    groups: the layouts of the engine's blocks; today there is one, the fingerprint's.
+    store: makes the store, on the service's thread; None for a host tier alone.
+    planes: of a rank in this process, which `poll` asks itself. num_ranks: that report each plan.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a service is made of
+        self,
+        fingerprint: Fingerprint,
+        groups: Sequence[Layout],
+        *,
+        host_bytes: int,
+        cache: CacheSettings,
+        store: Callable[[], Store | None] = lambda: None,
+        planes: WorkerPlanes | None = None,
+        num_ranks: int = 1,
+        settings: EngineCacheSettings | None = None,
+        handoff: HandoffSettings | None = None,
+        storage: StorageOptions | None = None,
+        embed: EmbedSettings | None = None,
+        name: str = "tierkv",
+    ) -> None:
+        """cache: the rules of the tiers; its sizes are `host_bytes` and no device. Raises
+        ConfigError if there is not one group, or no room for a block."""
+        if [one.digest for one in groups] != [fingerprint.layout.digest]:
+            raise ConfigError("an engine's blocks have one group, of the fingerprint's layout")
+        num_slots = host_bytes // fingerprint.layout.block_bytes
+        if num_slots < _FEWEST_SLOTS:
+            raise ConfigError(f"{host_bytes} bytes of host memory have no room for two blocks")
+        self.settings = settings or EngineCacheSettings()
+        sizes = msgspec.structs.replace(
+            cache, device_blocks=1, host_blocks=num_slots, host_max_blocks=0
+        )
+
+        def build() -> Service:
+            return Service(
+                CpuDevice(),
+                fingerprint,
+                sizes,
+                handoff or HandoffSettings(),
+                store(),
+                storage=storage,
+                name=name,
+            )
+
+        self._block_size = sizes.block_size
+        self._num_slots = num_slots
+        self._embedded = Embedded(build, embed or EmbedSettings(max_calls=_MOST_CALLS))
+        self._planes = planes
+        self._ranks = frozenset(range(num_ranks))
+        self._numbers = itertools.count(1)
+        self._known: dict[str, _Known] = {}
+        self._steps: dict[int, _Step] = {}
+        self._touched: Counter[int] = Counter()
+        self._reserve: deque[int] = deque()  # host slots for saves, taken
+        self._wanted: Call[list[int]] | None = None
+        self._jobs: dict[Call[Any], tuple[str, _Known]] = {}
+        self._polled = Polled()
+        self.num_unsaved_blocks = 0  # for which there was no host slot in that moment
+
+    # Opening and closing
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Start the service's thread; return when it has its memory and the store. Raises
+        ConfigError, StoreUnavailableError."""
+        self._embedded.open()
+        settings, num_slots = self.settings, self._num_slots
+        self._host = HostSide(
+            self._embedded.service,
+            most_promised=max(int(settings.most_promised * num_slots), 1),
+            most_reserved=max(min(settings.save_blocks, num_slots // 4), 1),
+            max_failures=settings.max_failures,
+            max_events=settings.max_events,
+        )
+        self._embedded.run("begin", self._host.begin).wait(_CLOSE_S)
+        if self._planes is not None:
+            self._planes.attach(self._host.slots)
+        self._refill()
+        if self._wanted is not None:
+            self._wanted.wait(_CLOSE_S)
+            self._take_reserve()
+
+    def close(self) -> None:
+        """Wait for the copies under way, give everything back, close. Any number of times."""
+        if not self._embedded.is_open:
+            return
+        if self._planes is not None:
+            self._planes.close()
+            self.poll()
+        for key in list(self._known):
+            self.release(key)
+        try:
+            self._embedded.run("give_back", self._host.give_back).wait(_CLOSE_S)
+        finally:
+            self._embedded.close()
+
+    # Looking up
+
+    def lookup(
+        self,
+        key: str,
+        prompt: Prompt,
+        have_tokens: int = 0,
+        *,
+        ticket: str | None = None,
+        expires_s: float | None = None,
+    ) -> Found | None:
+        """How many tokens of `prompt` beyond the first `have_tokens` can be loaded, the whole of it
+        allowed; None: ask again in the next step. No device block is needed.
+
+        What is promised is held on the host until it is loaded, `release`d, or has expired. The
+        sum of promises is bounded: who finds no room is told to ask again until there is.
+        ticket: wait for this one, and for all that it promises.
+        """
+        known = self._known.get(key)
+        if known is None or known.prompt.tokens != prompt.tokens or known.ticket != ticket:
+            if known is not None:
+                self.release(key)
+            known = self._known[key] = _Known(prompt, ticket)
+        expires = self.settings.expires_s if expires_s is None else expires_s
+        if known.promise is not None and known.promise.is_over:
+            known.promise = None
+        if known.promise is None:
+            if known.nothing is not None and time.monotonic() < known.asks_again_at:
+                return known.nothing
+            self._ask(known, expires)
+        promise = known.promise
+        if promise is None:
+            return known.nothing
+        num_tokens = promise.num_tokens
+        if known.limit is not None:
+            num_tokens = min(num_tokens, known.limit)
+        found = Found(max(num_tokens - have_tokens, 0), promise.first_tokens, promise.problem)
+        if not found.num_tokens:
+            self._free(promise)
+            known.promise = None
+            known.nothing, known.asks_again_at = found, time.monotonic() + expires
+        return found
+
+    def _ask(self, known: _Known, expires_s: float) -> None:
+        if known.call is None:
+            host, prompt, ticket = self._host, known.prompt, known.ticket
+            known.nothing = None
+            known.call = self._embedded.run(
+                "promise", lambda _: host.promise(prompt, ticket, expires_s)
+            )
+        if not known.call.is_done:
+            return
+        call, known.call = known.call, None
+        try:
+            known.promise = call.result()
+        except TierKVError as error:
+            known.nothing = Found(0, problem=str(error))
+            known.asks_again_at = time.monotonic() + expires_s
+
+    def count(self, key: str, prompt: Prompt, have_tokens: int = 0) -> Found | None:
+        """As `lookup`, but nothing is fetched or held: what there is now, storage included."""
+        name = f"count {key}"
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = _Known(prompt, None)
+        if known.call is None:
+            host = self._host
+            known.call = self._embedded.run("count", lambda _: host.count(prompt))
+        if not known.call.is_done:
+            return None
+        del self._known[name]
+        promise = known.call.result()
+        return Found(max(promise.num_tokens - have_tokens, 0), problem=promise.problem)
+
+    # Moving
+
+    def load(
+        self, key: str, block_ids: Sequence[Sequence[int]], first_block: int = 0
+    ) -> Plan | None:
+        """The plan that brings promised blocks, from the prompt's block `first_block` on, into the
+        engine's blocks; None if there is no promise any more, or nothing to load. One load uses a
+        promise up. block_ids: one list for each group.
+
+        The tail's block is a whole block of which the first tokens are right.
+        """
+        blocks = self._only_group(block_ids)
+        known = self._known.get(key)
+        promise = None if known is None else known.promise
+        if known is None or promise is None or not len(blocks):
+            return None
+        if not 0 <= first_block <= first_block + len(blocks) <= len(promise.slots):
+            raise BadRequestError(f"{key!r} was promised {len(promise.slots)} blocks, not these")
+        if not promise.claim():
+            return None
+        slots = promise.slots[first_block : first_block + len(blocks)]
+        plan = Plan.of(next(self._numbers), "load", slots, blocks)
+        self._begin(
+            _Step(key, known, known.prompt, plan, first_block, set(self._ranks), promise), blocks
+        )
+        known.promise = None
+        return plan
+
+    def save(  # noqa: PLR0913 - which blocks of what, where they are, and the ticket
+        self,
+        key: str,
+        prompt: Prompt,
+        first_block: int,
+        last_block: int,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        ticket: str | None = None,
+        first_tokens: Sequence[int] = (),
+    ) -> Plan | None:
+        """The plan that copies blocks [first_block, last_block) of `prompt` to the host, the tail
+        included; None if nothing is to be copied. Others find them once their copies are done.
+
+        Blocks that this request has saved are left out; those for which there is no host slot now
+        are not saved, nor any after them. ticket: once all that was saved is there, store the whole
+        prompt and a ticket that names `first_tokens`; `poll` tells when.
+        """
+        blocks = self._only_group(block_ids)
+        whole = prompt.num_blocks + bool(prompt.tail_tokens)
+        if not 0 <= first_block <= last_block <= whole or len(blocks) != last_block - first_block:
+            raise BadRequestError(f"{key!r} has blocks 0 to {whole}, one id for each that is saved")
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Known(prompt, None)
+        done = max(min(known.saved, last_block) - first_block, 0)
+        blocks, first = blocks[done:], first_block + done
+        count = min(len(blocks), len(self._reserve))
+        self.num_unsaved_blocks += len(blocks) - count
+        plan = None
+        if count:
+            slots = np.array([self._reserve.popleft() for _ in range(count)], np.int32)
+            plan = Plan.of(next(self._numbers), "offload", blocks[:count], slots)
+            known.num_saves += 1
+            step = _Step(key, known, prompt, plan, first, set(self._ranks))
+            self._begin(step, blocks[:count])
+            # A tail is not a block of a longer prompt: it is saved again when it has grown.
+            known.saved = max(known.saved, min(first + count, prompt.num_blocks))
+        self._refill()
+        if ticket is not None:
+            known.publish = (ticket, tuple(first_tokens))
+            known.prompt = prompt
+            self._publish_if_saved(key, known)
+        return plan
+
+    def cancel(self, plan: Plan) -> None:
+        """This plan was given to no rank, and will not be."""
+        step = self._steps.get(plan.number)
+        if step is not None:
+            step.missing.clear()
+            step.problem = "it was cancelled"
+            self._end(step)
+
+    def fence(self, block_ids: Iterable[int]) -> tuple[int, ...]:
+        """Which of these device blocks a plan under way still reads or writes; () if they may be
+        given to others."""
+        return tuple(block for block in block_ids if block in self._touched)
+
+    def release(self, key: str) -> None:
+        """The request is over, or was aborted: nothing is held for it any more. Saves under way
+        go on, and what they save is kept. Any number of times."""
+        known = self._known.pop(key, None)
+        if known is None:
+            return
+        if known.call is not None:
+            call = known.call
+            call.when_done(lambda: self._let_go(call))
+            call.cancel()
+        if known.promise is not None:
+            self._free(known.promise)
+
+    def poll(self, finished: Iterable[Finished] = ()) -> Polled:
+        """What has ended. finished: what ranks in other processes have reported."""
+        reports = [*finished]
+        if self._planes is not None:
+            reports += self._planes.finished()
+        for report in reports:
+            self._report(report)
+        self._take_reserve()
+        for call in self._embedded.poll():
+            if call in self._jobs:
+                self._job_ended(call)
+        polled, self._polled = self._polled, Polled()
+        return polled
+
+    # What is known of all
+
+    def read_events(self) -> list[CacheEvent]:
+        """What happened to cached blocks since the last time, from any thread. Of too many the
+        oldest are missing, as their numbers show."""
+        return self._host.take_events()
+
+    def stats(self) -> Call[Stats]:
+        return self._embedded.stats()
+
+    def reset(self) -> Call[int]:
+        """Forget all that is cached on the host and not held; storage keeps its values. How many
+        copies are left."""
+        return self._embedded.run("reset", lambda service: service.forget())
+
+    def verify(self) -> Call[list[str]]:
+        """Recount slots, leases and promises; what is wrong, in words."""
+        return self._embedded.run("verify", self._host.verify)
+
+    # Inside
+
+    def _begin(self, step: _Step, blocks: Ids) -> None:
+        self._steps[step.plan.number] = step
+        self._touched.update(blocks.tolist())
+
+    def _report(self, report: Finished) -> None:
+        step = self._steps.get(report.number)
+        if step is None:
+            return
+        step.missing.discard(report.rank)
+        step.problem = step.problem or report.problem
+        if not step.missing:
+            self._end(step)
+
+    def _end(self, step: _Step) -> None:
+        """No rank touches the slots or blocks of this plan any more."""
+        del self._steps[step.plan.number]
+        source, target = step.plan.slots()
+        blocks = target if step.promise is not None else source
+        self._touched.subtract(blocks.tolist())
+        self._touched = +self._touched
+        if step.promise is not None:
+            self._load_ended(step, step.promise, blocks)
+        else:
+            self._save_ended(step, target)
+
+    def _load_ended(self, step: _Step, promise: Promise, blocks: Ids) -> None:
+        failed: tuple[int, ...] = ()
+        if step.problem is not None:
+            failed = tuple(range(step.first, step.first + len(blocks)))
+            log.warning("blocks of request %r did not load: %s", step.key, step.problem)
+            step.known.limit = step.first * self._block_size
+        self._polled.loaded.append((step.key, failed))
+        host = self._host
+        self._embedded.run("loaded", lambda _: host.loaded(promise, failed))
+
+    def _save_ended(self, step: _Step, slots: Ids) -> None:
+        known = self._known.get(step.key)
+        if step.problem is not None:
+            log.warning("blocks of request %r were not saved: %s", step.key, step.problem)
+            self._reserve.extend(slots.tolist())
+            if known is not None:
+                known.saved = min(known.saved, step.first)
+        else:
+            host, prompt, first = self._host, step.prompt, step.first
+            call = self._embedded.run("keep", lambda _: host.keep(prompt, first, slots))
+            self._jobs[call] = (step.key, step.known)
+        if known is not None:
+            known.num_saves -= 1
+            self._publish_if_saved(step.key, known)
+        if all(other.key != step.key or other.promise for other in self._steps.values()):
+            self._polled.saved.append(step.key)
+
+    def _publish_if_saved(self, key: str, known: _Known) -> None:
+        if known.publish is None or known.num_saves:
+            return
+        (ticket, first_tokens), known.publish = known.publish, None
+        host, prompt = self._host, known.prompt
+        call = self._embedded.run("publish", lambda _: host.publish(prompt, ticket, first_tokens))
+        self._jobs[call] = (key, known)
+
+    def _job_ended(self, call: Call[Any]) -> None:
+        key, _ = self._jobs.pop(call)
+        if call.kind == "keep" and call.error is None:
+            kept: Kept = call.result()
+            self._reserve.extend(kept.unused)
+            self._polled.stored.append((key, kept.num_blocks))
+        elif call.kind == "publish":
+            self._polled.published.append((key, call.error or call.result()))
+
+    def _refill(self) -> None:
+        if self._wanted is None and len(self._reserve) * 2 < self._host.most_reserved:
+            count = self._host.most_reserved - len(self._reserve)
+            self._wanted = self._embedded.run("reserve", lambda _: self._host.reserve(count))
+
+    def _take_reserve(self) -> None:
+        if self._wanted is not None and self._wanted.is_done:
+            wanted, self._wanted = self._wanted, None
+            if wanted.error is None:
+                self._reserve.extend(wanted.result())
+
+    def _let_go(self, call: Call[Promise]) -> None:
+        if call.error is None:
+            self._free(call.result())
+
+    def _free(self, promise: Promise) -> None:
+        if promise.claim():
+            host = self._host
+            self._embedded.run("free", lambda _: host.free(promise))
+
+    def _only_group(self, block_ids: Sequence[Sequence[int]]) -> Ids:
+        if len(block_ids) != 1:
+            raise BadRequestError(f"block ids of one group, not of {len(block_ids)}")
+        return np.asarray(block_ids[0], np.int32)
