@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.world import World, background_tasks, fingerprint, world
+from tests.pd import nodes
+from tests.pd.nodes import TOKENS, claim, publish, settings
+from tests.world import World, background_tasks, fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError
 from tierkv.gpu.cpu import CpuDevice
@@ -28,52 +30,26 @@ from tierkv.storage.codec_keyed import SealedCodec
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.transfer.tier import StorageOptions
 
-COUNT, BLOCKS = 42, 10  # in blocks of 4, and a tail
-TOKENS = list(range(COUNT))
-SETTINGS: dict[str, Any] = {"lookup_deadline_s": 20, "claim_deadline_s": 20}
+COUNT, BLOCKS = len(TOKENS), 10
 
 
 @asynccontextmanager
-async def pair(**fields: Any) -> AsyncIterator[tuple[World, World]]:
-    """A prefill node that has published TOKENS under "t", and a decode node. fields: of the
-    former's HandoffSettings."""
-    store = MemoryStore(MemorySettings(), SystemClock())
-    there, here = HandoffSettings(**(SETTINGS | fields)), HandoffSettings(**SETTINGS)
-    async with (
-        world(store=store, handoff=there, device_blocks=64, host_blocks=64) as prefill,
-        world(store=store, handoff=here, device_blocks=64, host_blocks=64) as decode,
-    ):
-        await publish(prefill)
-        yield prefill, decode
+async def pair(**there: Any) -> AsyncIterator[tuple[World, World]]:
+    """The prefill node has published. there: of its HandoffSettings."""
+    way = {"direct": DirectPath.AUTO}
+    async with nodes.pair(settings(**(way | there)), settings(**way)) as both:
+        await publish(both[0])
+        yield both
 
 
-async def publish(node: World, ticket: str = "t") -> None:
-    request = await node.admit(TOKENS)
-    await node.prefill(request, TOKENS)
-    await finish(node.service.publish(request, ticket, [42]))
-    node.service.end(request)
-    await node.settle()
-
-
-async def claim(node: World, ticket: str = "t") -> None:
-    request, _ = await finish(
-        node.service.claim("claim", ticket, node.prompt(TOKENS), max_new_tokens=1)
-    )
-    await finish(request.gate.all_layers(20))
-    assert request.cached_tokens == COUNT
-    node.check_kv(request, TOKENS, COUNT)
-    node.service.end(request)
-    await node.settle()
-
-
-async def ticket_of(node: World, ticket_id: str = "t") -> Ticket:
+async def ticket_of(node: World, ticket_id: str = "ticket") -> Ticket:
     assert node.service.handoff is not None
     found = await finish(node.service.handoff.tickets.read(ticket_id))
     assert found is not None
     return found
 
 
-async def address_of(node: World, ticket_id: str = "t") -> DirectAddress:
+async def address_of(node: World, ticket_id: str = "ticket") -> DirectAddress:
     address = (await ticket_of(node, ticket_id)).direct
     assert address is not None
     return address
@@ -124,7 +100,7 @@ async def test_what_is_told_is_held_until_the_connection_ends() -> None:
 
 async def test_only_a_holder_of_the_ticket_is_told_anything() -> None:
     async with pair() as (prefill, _):
-        await publish(prefill, "other")
+        await publish(prefill, ticket="other")
         address = await address_of(prefill)
         other = await address_of(prefill, "other")
         assert address.secret != other.secret
@@ -301,7 +277,7 @@ async def test_blocks_that_storage_may_not_see_are_not_shown() -> None:
         assert service.handoff is not None
         node = World(service, latch=None)  # type: ignore[arg-type]
         await publish(node)
-        ticket = await finish(service.handoff.tickets.read("t"))
+        ticket = await finish(service.handoff.tickets.read("ticket"))
         assert ticket is not None
         assert ticket.direct is None
 
@@ -326,7 +302,7 @@ async def test_a_port_that_is_taken_only_costs_the_direct_path() -> None:
     port = taken.sockets[0].getsockname()[1]
     async with taken, pair(direct_port=port) as (prefill, decode):
         assert prefill.service.handoff is not None
-        ticket = await finish(prefill.service.handoff.tickets.read("t"))
+        ticket = await finish(prefill.service.handoff.tickets.read("ticket"))
         assert ticket is not None
         assert ticket.direct is None
         await claim(decode)
@@ -359,14 +335,14 @@ async def test_storage_is_looked_at_beside_a_way_and_what_it_lacks_comes_that_wa
         assert decode.service.stats().handoff.memory_blocks == BLOCKS
         decode.service.reset()
         monkeypatch.setattr(offers, "AGAIN_S", 0.0)  # what storage gave of the tail is old
-        await publish(prefill, "again")
+        await publish(prefill, ticket="again")
         if not is_in_storage:
             keys = prefill.service.tiers.prompt_keys(prefill.prompt(TOKENS))
             assert prefill.service.handoff is not None
             names = prefill.service.handoff.tickets.names.all(keys[:3])
             await finish(decode.the_store.delete(names))
         stored = decode.storage_stats.fetched_blocks
-        await claim(decode, "again")
+        await claim(decode, ticket="again")
         more = 0 if is_in_storage else 3
         assert decode.service.stats().handoff.memory_blocks == BLOCKS + more
         assert decode.storage_stats.fetched_blocks - stored == BLOCKS + 1 - more

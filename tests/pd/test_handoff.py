@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -14,54 +12,23 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.layouts import LAYOUTS
+from tests.pd.nodes import pair, publish, settings, tokens
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
 from tierkv import wire
 from tierkv.cache.keys import Fingerprint, Names
 from tierkv.cache.layout import Layout, attention_layout
 from tierkv.cache.tokens import pack
-from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import Published
-from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.storage.codec import HEADER_BYTES
-from tierkv.storage.memory import MemorySettings, MemoryStore
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.
-SHORT = HandoffSettings(
-    publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, direct=DirectPath.OFF
-)
 # For claims of what is not there: others must not fail because a machine stood still.
 SOON_S = 1.0
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
-
-
-async def publish(node: World, prompt: list[int], ticket_id: str = "ticket") -> Published:
-    request = await node.admit(prompt)
-    await node.prefill(request, prompt)
-    published = await finish(node.service.publish(request, ticket_id, [42, 43]))
-    node.service.end(request)
-    await node.settle()
-    return published
-
-
-@asynccontextmanager
-async def pair(
-    clock: TurnedClock | None = None, who: Fingerprint | None = None, **settings: Any
-) -> AsyncIterator[tuple[World, World]]:
-    """A prefill node, and a decode node `who`, with one store."""
-    store = MemoryStore(MemorySettings(), clock or SystemClock())
-    async with (
-        world(store=store, clock=clock, handoff=SHORT, device_blocks=64) as prefill,
-        world(store=store, clock=clock, handoff=SHORT, who=who, **settings) as decode,
-    ):
-        yield prefill, decode
 
 
 async def refused(
@@ -298,9 +265,9 @@ async def test_no_ticket_in_time_is_not_yet() -> None:
 
 async def test_a_ticket_whose_time_is_over_is_expired() -> None:
     clock = TurnedClock()
-    async with pair(clock) as (prefill, decode):
+    async with pair(clock=clock) as (prefill, decode):
         await publish(prefill, tokens(9))
-        clock.now += SHORT.ticket_ttl_s + 1
+        clock.now += settings().ticket_ttl_s + 1
         assert (await refused(decode, tokens(9))).reason == "expired"
         clock.now += 3600
         assert (await refused(decode, tokens(9), deadline_s=SOON_S)).reason == "not_yet"
@@ -308,7 +275,7 @@ async def test_a_ticket_whose_time_is_over_is_expired() -> None:
 
 async def test_partial_keys_and_tickets_have_a_time_to_live() -> None:  # fault 13
     clock = TurnedClock()
-    async with pair(clock) as (prefill, decode):
+    async with pair(clock=clock) as (prefill, decode):
         await publish(prefill, tokens(9))
         page = await decode.the_store.list("tierkv", limit=100)
         assert len(page.values) == 5  # two blocks, the tail, its list, the ticket

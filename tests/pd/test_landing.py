@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
-from tests.world import GQA, World, world
+from tests.pd import nodes
+from tests.pd.nodes import TOKENS, claim, claimed, publish, settings
+from tests.world import GQA, World
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.clock import SystemClock
 from tierkv.gpu import process_memory
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.process_memory import CpuSharing
@@ -37,58 +38,21 @@ from tierkv.pd.direct.address import (
 from tierkv.pd.direct.landing import Landing, OpenPlanes, ShownPlanes
 from tierkv.pd.direct.offers import Speeds
 from tierkv.pd.ledger import HandoffStats
-from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.sched.request import Request
-from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.pd.settings import DirectPath
 
-COUNT, BLOCKS = 42, 10  # in blocks of 4, and a tail
-TOKENS = list(range(COUNT))
-SETTINGS: dict[str, Any] = {
-    "lookup_deadline_s": 20,
-    "claim_deadline_s": 20,
-    "direct": DirectPath.DEVICE,
-}
+COUNT, BLOCKS = len(TOKENS), 10
 
 
 @asynccontextmanager
 async def pair(
     there: dict[str, Any] | None = None, **here: Any
 ) -> AsyncIterator[tuple[World, World]]:
-    """A prefill node that has published TOKENS under "t", and a decode node. there: of the
-    former's HandoffSettings. here: of the latter's CacheSettings."""
-    store = MemoryStore(MemorySettings(), SystemClock())
-    shows, reads = HandoffSettings(**(SETTINGS | (there or {}))), HandoffSettings(**SETTINGS)
-    cache: dict[str, Any] = {"device_blocks": 64, "host_blocks": 64}
-    async with (
-        world(store=store, handoff=shows, **cache) as prefill,
-        world(store=store, handoff=reads, **(cache | here)) as decode,
-    ):
-        await publish(prefill)
-        yield prefill, decode
-
-
-async def publish(node: World, ticket: str = "t") -> None:
-    request = await node.admit(TOKENS)
-    await node.prefill(request, TOKENS)
-    await finish(node.service.publish(request, ticket, [42]))
-    node.service.end(request)
-    await node.settle()
-
-
-async def claimed(node: World, name: str = "claim", ticket: str = "t") -> Request:
-    request, _ = await finish(
-        node.service.claim(name, ticket, node.prompt(TOKENS), max_new_tokens=1)
-    )
-    await finish(request.gate.all_layers(20))
-    assert request.cached_tokens == COUNT
-    node.check_kv(request, TOKENS, COUNT)
-    return request
-
-
-async def claim(node: World, ticket: str = "t") -> None:
-    """All of it, every byte right; nothing is left afterwards."""
-    node.service.end(await claimed(node, ticket=ticket))
-    await node.settle()
+    """The prefill node has published. there: of its HandoffSettings. here: of the other's
+    CacheSettings."""
+    way = {"direct": DirectPath.DEVICE}
+    async with nodes.pair(settings(**way, **(there or {})), settings(**way), **here) as both:
+        await publish(both[0])
+        yield both
 
 
 def counts(node: World) -> tuple[int, int, int]:
@@ -184,7 +148,7 @@ async def test_an_id_that_another_prompt_uses_by_now_never_shows_its_blocks() ->
         await prefill.run(other)
         handoff = prefill.service.handoff
         assert handoff is not None
-        assert handoff.source.offer("t", prefill.prompt(other), handoff.ledger) is not None
+        assert handoff.source.offer("ticket", prefill.prompt(other), handoff.ledger) is not None
         await claim(decode)  # every byte is looked at
 
 
@@ -282,7 +246,9 @@ async def test_a_claim_that_is_cancelled_anywhere_leaves_nothing(held_reads: Rea
         assert decode.service.stats().device.free == 64
         for num_turns in range(0, 120, 3):
             name, prompt = f"claim {num_turns}", decode.prompt(TOKENS)
-            waiting = asyncio.create_task(decode.service.claim(name, "t", prompt, max_new_tokens=1))
+            waiting = asyncio.create_task(
+                decode.service.claim(name, "ticket", prompt, max_new_tokens=1)
+            )
             await turns(num_turns)
             waiting.cancel()
             await asyncio.wait([waiting])
@@ -296,7 +262,7 @@ async def test_a_claim_that_is_cancelled_anywhere_leaves_nothing(held_reads: Rea
 
 async def test_claims_of_one_prompt_at_the_same_time_share_what_lands() -> None:
     async with pair() as (_, decode):
-        requests = await asyncio.gather(*(claimed(decode, f"claim {i}") for i in range(4)))
+        requests = await asyncio.gather(*(claimed(decode, name=f"claim {i}") for i in range(4)))
         tables = {tuple(request.block_table[:BLOCKS].tolist()) for request in requests}
         assert len(tables) == 1
         for request in requests:
@@ -311,8 +277,8 @@ async def test_a_producer_that_slept_shows_its_new_planes() -> None:
         decode.service.reset()
         await prefill.service.sleep(keeps_blocks=False)
         await prefill.service.wake()
-        await publish(prefill, "again")
-        await claim(decode, "again")
+        await publish(prefill, ticket="again")
+        await claim(decode, ticket="again")
         assert counts(decode)[:2] == (2 * BLOCKS, 0)
 
 
@@ -321,8 +287,8 @@ async def test_a_claimer_that_slept_reads_into_its_new_planes() -> None:
         await claim(decode)
         await decode.service.sleep(keeps_blocks=False)
         await decode.service.wake()
-        await publish(prefill, "again")
-        await claim(decode, "again")
+        await publish(prefill, ticket="again")
+        await claim(decode, ticket="again")
         assert counts(decode)[:2] == (2 * BLOCKS, 0)
 
 
@@ -366,7 +332,7 @@ async def test_planes_are_shown_to_processes_of_this_user_and_machine_only(
 ) -> None:
     async with pair() as (prefill, _):
         assert prefill.service.handoff is not None
-        ticket = await finish(prefill.service.handoff.tickets.read("t"))
+        ticket = await finish(prefill.service.handoff.tickets.read("ticket"))
         assert ticket is not None
         address = ticket.direct
         assert address is not None
@@ -480,8 +446,8 @@ async def test_planes_that_nobody_reads_any_more_are_closed(
         await claim(decode)
         await until(lambda: recorder.done == ["closed"], "an end of what was open")
         decode.service.reset()
-        await publish(prefill, "again")
-        await claim(decode, "again")
+        await publish(prefill, ticket="again")
+        await claim(decode, ticket="again")
         assert decode.service.stats().handoff.device_blocks == 2 * BLOCKS
     assert recorder.done == ["closed", "closed"]
 
@@ -504,7 +470,7 @@ def test_planes_are_described_once_and_anew_when_they_are_others() -> None:
 async def test_the_tier_that_blocks_landed_on_is_the_device() -> None:
     async with pair() as (_, decode):
         with decode.service.handoff.source.supply() as near:  # type: ignore[union-attr]
-            ticket = await finish(decode.service.handoff.tickets.read("t"))  # type: ignore[union-attr]
+            ticket = await finish(decode.service.handoff.tickets.read("ticket"))  # type: ignore[union-attr]
             assert ticket is not None
             near.learn(ticket)
             await finish(near.ask(decode.prompt(TOKENS)))

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.latch import finish, turns, until
+from tests.pd import nodes
+from tests.pd.nodes import claimed, publish, settings
 from tests.world import World, world
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt, StoredKey
@@ -18,23 +20,14 @@ from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.staging import GROUP_BLOCKS
 from tierkv.pd.watch import Watch
 from tierkv.sched.fetch_groups import SharedTails
-from tierkv.sched.request import Request
 from tierkv.storage.base import StoreAround
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Capabilities, Store
 
 T = TypeVar("T")
-SETTINGS = HandoffSettings(
-    publish_deadline_s=20,
-    claim_deadline_s=20,
-    lookup_deadline_s=20,
-    direct=DirectPath.OFF,
-    streams=False,
-)
 PROMPT = [token % 50 for token in range(4 * (GROUP_BLOCKS + 8) + 2)]  # two groups, and a tail
 NUM_BLOCKS = len(PROMPT) // 4
 ALL_KEYS = NUM_BLOCKS + 1
@@ -72,41 +65,19 @@ class Counted(StoreAround):
 async def pair() -> AsyncIterator[tuple[World, World, Counted]]:
     """A prefill and a decode node, and the store as the decode node sees it."""
     inner = MemoryStore(MemorySettings(), SystemClock())
-    counted = Counted(inner)
+    counted, chosen = Counted(inner), settings(streams=False)
     room: dict[str, Any] = {"device_blocks": 3 * NUM_BLOCKS, "host_blocks": 3 * NUM_BLOCKS}
-    async with (
-        world(store=inner, handoff=SETTINGS, **room) as prefill,
-        world(store=counted, handoff=SETTINGS, **room) as decode,
-    ):
-        yield prefill, decode, counted
-        for node in (prefill, decode):
+    async with nodes.pair(chosen, chosen, store=inner, seen_as=counted, **room) as both:
+        yield *both, counted
+        for node in both:
             await node.settle()
-        assert not len(decode.service.tiers.slots.lent(Tier.HOST))
-
-
-async def publish(node: World, prompt: list[int], ticket_id: str) -> None:
-    request = await node.admit(prompt)
-    await node.prefill(request, prompt)
-    await finish(node.service.publish(request, ticket_id, [1]))
-    node.service.end(request)
-    await node.settle()
-
-
-async def claim(
-    node: World, prompt: list[int], policy: ClaimPolicy = ClaimPolicy.WHOLE, name: str = "claim"
-) -> Request:
-    request, _ = await finish(
-        node.service.claim(name, "t", node.prompt(prompt), max_new_tokens=0, policy=policy)
-    )
-    await finish(request.gate.all_layers(20.0))
-    node.check_kv(request, prompt, request.cached_tokens)
-    return request
+        assert not len(both[1].service.tiers.slots.lent(Tier.HOST))
 
 
 async def test_it_is_not_asked_whether_what_a_ticket_names_is_stored() -> None:
     async with pair() as (prefill, decode, store):
-        await publish(prefill, PROMPT, "t")
-        request = await claim(decode, PROMPT)
+        await publish(prefill, PROMPT, "ticket")
+        request = await claimed(decode, PROMPT, new=0)
         assert request.cached_tokens == len(PROMPT)
         assert store.num_asked == 0
         decode.service.end(request)
@@ -114,18 +85,18 @@ async def test_it_is_not_asked_whether_what_a_ticket_names_is_stored() -> None:
 
 async def test_what_nobody_promised_is_asked_for() -> None:
     async with pair() as (prefill, decode, store):
-        await publish(prefill, PROMPT, "t")
+        await publish(prefill, PROMPT, "ticket")
         assert (await decode.run(PROMPT)).storage_tokens == len(PROMPT) - 1
         assert store.num_asked == ALL_KEYS
 
 
 async def test_where_other_sizes_may_have_stored_it_the_size_is_asked_for() -> None:
     async with pair() as (prefill, decode, store):
-        await publish(prefill, PROMPT, "t")
+        await publish(prefill, PROMPT, "ticket")
         storage = decode.service.tiers.copies.storage
         assert storage is not None
         storage.slices.peer_sizes = (2,)
-        request = await claim(decode, PROMPT)
+        request = await claimed(decode, PROMPT, new=0)
         assert request.cached_tokens == len(PROMPT)
         assert store.num_asked == ALL_KEYS
         decode.service.end(request)
@@ -134,14 +105,14 @@ async def test_where_other_sizes_may_have_stored_it_the_size_is_asked_for() -> N
 @pytest.mark.parametrize("gone", [0, 1, GROUP_BLOCKS - 1, GROUP_BLOCKS, NUM_BLOCKS - 1, NUM_BLOCKS])
 async def test_a_block_that_went_although_it_was_promised_is_a_gap(gone: int) -> None:
     async with pair() as (prefill, decode, _):
-        await publish(prefill, PROMPT, "t")
+        await publish(prefill, PROMPT, "ticket")
         await decode.the_store.delete([prefill.names(PROMPT)[gone]])
         with pytest.raises(HandoffError) as error:
-            await claim(decode, PROMPT)
+            await claimed(decode, PROMPT, new=0)
         assert error.value.reason == "incomplete"
         assert f"only {4 * gone} of {len(PROMPT)}" in str(error.value)
         await decode.settle()
-        request = await claim(decode, PROMPT, ClaimPolicy.RECOMPUTE)
+        request = await claimed(decode, PROMPT, new=0, policy=ClaimPolicy.RECOMPUTE)
         assert request.cached_tokens == 4 * gone
         decode.service.end(request)
 
@@ -149,10 +120,10 @@ async def test_a_block_that_went_although_it_was_promised_is_a_gap(gone: int) ->
 @pytest.mark.parametrize("gone", [1, GROUP_BLOCKS + 3])
 async def test_behind_the_gap_comes_what_another_prompts_tail_has_of_it(gone: int) -> None:
     async with pair() as (prefill, decode, _):
-        await publish(prefill, PROMPT, "t")
+        await publish(prefill, PROMPT, "ticket")
         await publish(prefill, PROMPT[: 4 * gone + 3], "shorter")
         await decode.the_store.delete([prefill.names(PROMPT)[gone]])
-        request = await claim(decode, PROMPT, ClaimPolicy.RECOMPUTE)
+        request = await claimed(decode, PROMPT, new=0, policy=ClaimPolicy.RECOMPUTE)
         assert request.cached_tokens == 4 * gone + 3
         decode.service.end(request)
 
@@ -160,17 +131,19 @@ async def test_behind_the_gap_comes_what_another_prompts_tail_has_of_it(gone: in
 async def test_a_host_without_room_is_no_gap_in_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = MemoryStore(MemorySettings(), SystemClock())
     async with (
-        world(store=inner, handoff=SETTINGS, device_blocks=64) as prefill,
-        world(store=inner, handoff=SETTINGS, device_blocks=64, host_blocks=4) as decode,
+        world(store=inner, handoff=settings(streams=False), device_blocks=64) as prefill,
+        world(
+            store=inner, handoff=settings(streams=False), device_blocks=64, host_blocks=4
+        ) as decode,
     ):
-        await publish(prefill, list(range(38)), "t")
+        await publish(prefill, list(range(38)), "ticket")
         looked_for: list[Lease] = []
 
         async def find(_: SharedTails, prompt: Prompt, at: Lease, *, missing: object) -> None:
             looked_for.append(at)
 
         monkeypatch.setattr(SharedTails, "find", find)
-        request = await claim(decode, list(range(38)))
+        request = await claimed(decode, list(range(38)), new=0)
         assert request.cached_tokens == 38
         decode.service.end(request)
         assert not looked_for, "nobody needs to know who else stored a tail there"
@@ -181,7 +154,7 @@ async def test_the_blocks_of_a_claimed_prompt_are_hashed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pair() as (prefill, decode, _):
-        await publish(prefill, PROMPT, "t")
+        await publish(prefill, PROMPT, "ticket")
         tiers, hashed = decode.service.tiers, 0
         hashes = tiers.prompt_keys
 
@@ -191,7 +164,7 @@ async def test_the_blocks_of_a_claimed_prompt_are_hashed_once(
             return hashes(prompt)
 
         monkeypatch.setattr(tiers, "prompt_keys", counted)
-        request = await claim(decode, PROMPT)
+        request = await claimed(decode, PROMPT, new=0)
         assert hashed == 1
         decode.service.end(request)
 
@@ -217,30 +190,30 @@ async def test_who_waits_for_a_ticket_does_not_keep_its_keys() -> None:
 
 async def test_a_claim_is_acknowledged_when_its_blocks_are_on_the_device() -> None:
     async with pair() as (prefill, decode, _):
-        await publish(prefill, PROMPT, "t")
+        await publish(prefill, PROMPT, "ticket")
         handoff = decode.service.handoff
         assert handoff is not None
         decode.latch.hold(Direction.LOAD)
         request, _ = await finish(
-            decode.service.claim("claim", "t", decode.prompt(PROMPT), max_new_tokens=0)
+            decode.service.claim("claim", "ticket", decode.prompt(PROMPT), max_new_tokens=0)
         )
         await turns(20)
-        assert await handoff.tickets.read_acknowledgement("t") is None
+        assert await handoff.tickets.read_acknowledgement("ticket") is None
         decode.latch.release()
         await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
-        assert await handoff.tickets.read_acknowledgement("t") is not None
+        assert await handoff.tickets.read_acknowledgement("ticket") is not None
         decode.service.end(request)
 
 
 async def test_a_claim_whose_load_fails_is_acknowledged_all_the_same() -> None:
     async with pair() as (prefill, decode, _):
-        await publish(prefill, PROMPT, "t")
+        await publish(prefill, PROMPT, "ticket")
         handoff = decode.service.handoff
         assert handoff is not None
         decode.latch.fail_next(Direction.LOAD)
         request, _ = await finish(
-            decode.service.claim("claim", "t", decode.prompt(PROMPT), max_new_tokens=0)
+            decode.service.claim("claim", "ticket", decode.prompt(PROMPT), max_new_tokens=0)
         )
         await until(lambda: decode.service.tiers.work.num_tasks == 0, "the acknowledgement")
-        assert await handoff.tickets.read_acknowledgement("t") is not None
+        assert await handoff.tickets.read_acknowledgement("ticket") is not None
         decode.service.end(request)

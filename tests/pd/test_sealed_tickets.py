@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.latch import CopyLatch, finish
-from tests.pd.test_handoff import publish, tokens
+from tests.pd.nodes import claim, publish, tokens
 from tests.world import BLOCK, World, fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
@@ -56,20 +56,9 @@ async def published(store: MemoryStore, trust: Trust) -> AsyncIterator[tuple[Wor
         yield prefill, decode
 
 
-async def claim(decode: World) -> None:
-    request, found = await finish(
-        decode.service.claim("claim", "ticket", decode.prompt(PROMPT), max_new_tokens=1)
-    )
-    await finish(request.gate.all_layers(20))
-    assert found is not None
-    decode.check_kv(request, PROMPT, len(PROMPT))
-    decode.service.end(request)
-    await decode.settle()
-
-
 async def is_damaged(decode: World) -> None:
     with pytest.raises(HandoffError) as refused:
-        await claim(decode)
+        await claim(decode, PROMPT)
     assert refused.value.reason == "damaged"
     status = await finish(decode.service.ticket_state("ticket"))
     assert status.state is Standing.DAMAGED
@@ -97,7 +86,7 @@ async def test_a_prompt_is_handed_over_through_a_store_that_is_not_trusted(
         value = await get(store, ticket_name(prefill))
         assert value.startswith(b"TKVS")
         assert (b"fingerprint" in value) == (trust is Trust.SIGNED)
-        await claim(decode)
+        await claim(decode, PROMPT)
         status = await finish(decode.service.ticket_state("ticket"))
         assert status.state is Standing.ACKNOWLEDGED
 
@@ -132,7 +121,7 @@ async def test_a_ticket_that_was_changed_or_filed_under_another_name_is_not_used
         await put(store, name, await get(store, ticket_name(prefill, "other")))
         await is_damaged(decode)
         await put(store, name, value)
-        await claim(decode)
+        await claim(decode, PROMPT)
 
 
 async def test_an_acknowledgement_or_a_lease_without_the_key_says_nothing(

@@ -11,43 +11,21 @@ from typing import Any
 import pytest
 
 from tests.latch import CancelPoint, finish, turns, until
+from tests.pd.nodes import BLOCK, pair, settings, tokens
 from tests.storage.values import TurnedClock
 from tests.world import World, background_tasks, world
 from tierkv.cache.keys import Names
 from tierkv.cache.tokens import pack
-from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
 from tierkv.pd.ledger import Standing
-from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.stream import Stream
 from tierkv.sched.request import Matched, Request
-from tierkv.storage.memory import MemorySettings, MemoryStore
 
-BLOCK = 4
 # What storage does is what these tests are about; test_direct*.py is about the rest.
-QUICK = HandoffSettings(
-    publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, direct=DirectPath.OFF
-)
-
-
-def tokens(count: int, base: int = 0) -> list[int]:
-    return list(range(base, base + count))
-
-
-@asynccontextmanager
-async def pair(
-    clock: TurnedClock | None = None, **settings: Any
-) -> AsyncIterator[tuple[World, World]]:
-    store = MemoryStore(MemorySettings(), clock or SystemClock())
-    chosen = {"device_blocks": 64, "host_blocks": 64} | settings
-    async with (
-        world(store=store, clock=clock, handoff=QUICK, **chosen) as prefill,
-        world(store=store, clock=clock, handoff=QUICK, **chosen) as decode,
-    ):
-        yield prefill, decode
 
 
 class Prefill:
@@ -198,13 +176,13 @@ async def test_a_prefill_that_gives_up_says_why_at_once() -> None:
 
 async def test_a_producer_that_dies_in_the_middle_is_lost_not_late() -> None:
     clock = TurnedClock()
-    async with pair(clock) as (prefill, decode):
+    async with pair(clock=clock) as (prefill, decode):
         claiming = asyncio.create_task(claim(decode, tokens(21)))
         async with prefilling(prefill, tokens(21)) as here:
             await here.compute(8)
             await here.stored(2)
             here.task.cancel()  # nothing is said any more, as by a process that was killed
-        clock.now += QUICK.producer_lease_s + 1
+        clock.now += settings().producer_lease_s + 1
         with pytest.raises(HandoffError, match="says no more that it lives") as error:
             await finish(claiming)
         assert error.value.reason == "producer_lost"
@@ -229,7 +207,7 @@ async def test_a_producer_that_only_takes_long_is_not_yet() -> None:
 
 async def test_another_producer_may_take_over_where_one_died() -> None:
     clock = TurnedClock()
-    async with pair(clock) as (prefill, decode):
+    async with pair(clock=clock) as (prefill, decode):
         claiming = asyncio.create_task(claim(decode, tokens(21)))
         async with prefilling(prefill, tokens(21)) as here:
             await here.compute(8)
@@ -406,12 +384,12 @@ async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again() -> No
 
 async def test_with_a_policy_that_may_compute_a_lost_producer_is_no_failure() -> None:
     clock = TurnedClock()
-    async with pair(clock) as (prefill, decode):
+    async with pair(clock=clock) as (prefill, decode):
         async with prefilling(prefill, tokens(21)) as here:
             await here.compute(8)
             await here.stored(2)
             here.task.cancel()
-        clock.now += QUICK.producer_lease_s + 1
+        clock.now += settings().producer_lease_s + 1
         request, ticket = await finish(
             decode.service.claim(
                 "claim",

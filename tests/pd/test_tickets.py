@@ -13,44 +13,26 @@ from typing import Any
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.pd.test_handoff import publish, tokens
+from tests.pd import nodes
+from tests.pd.nodes import claim, publish, settings, tokens
 from tests.storage.values import TurnedClock
-from tests.world import World, fingerprint, world
+from tests.world import World, fingerprint
 from tierkv.cache.keys import Names, Prompt
 from tierkv.cache.tokens import pack
-from tierkv.clock import SystemClock
 from tierkv.errors import BadRequestError, HandoffError
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.ledger import Standing
-from tierkv.pd.settings import HandoffSettings
-from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import PutItem
-
-SETTINGS = HandoffSettings(
-    publish_deadline_s=20, claim_deadline_s=20, lookup_deadline_s=20, claimed_ttl_s=30
-)
 
 
 @asynccontextmanager
 async def pair(
-    clock: TurnedClock | None = None, **options: Any
+    clock: TurnedClock | None = None, **cache: Any
 ) -> AsyncIterator[tuple[World, World]]:
-    store = MemoryStore(MemorySettings(), clock or SystemClock())
-    async with (
-        world(store=store, clock=clock, handoff=SETTINGS, device_blocks=64) as prefill,
-        world(store=store, clock=clock, handoff=SETTINGS, device_blocks=64, **options) as decode,
-    ):
-        yield prefill, decode
-
-
-async def claim(node: World, prompt: list[int], **options: Any) -> None:
-    request, _ = await finish(
-        node.service.claim("claim", "ticket", node.prompt(prompt), max_new_tokens=1, **options)
-    )
-    await finish(request.gate.all_layers(20))
-    node.check_kv(request, prompt, request.cached_tokens)
-    node.service.end(request)
-    await node.settle()
+    chosen = settings(claimed_ttl_s=30)
+    async with nodes.pair(chosen, chosen, clock=clock, **cache) as both:
+        yield both
 
 
 async def test_the_producer_hears_who_claimed_its_ticket() -> None:
@@ -89,7 +71,7 @@ async def test_an_acknowledged_ticket_stays_for_a_while_and_then_says_so() -> No
         await claim(decode, tokens(9))
         assert (await decode.service.ticket_state("ticket")).state is Standing.ACKNOWLEDGED
         await claim(decode, tokens(9))  # by another node, should the first one have died
-        clock.now += SETTINGS.claimed_ttl_s + 1
+        clock.now += settings(claimed_ttl_s=30).claimed_ttl_s + 1
         with pytest.raises(HandoffError, match="claimed by tierkv") as error:
             await claim(decode, tokens(9), deadline_s=1.0)
         assert error.value.reason == "already_claimed"
@@ -109,7 +91,7 @@ async def test_states_are_told_without_waiting() -> None:
         assert (status.state, status.num_tokens, status.num_blocks) == (Standing.WHOLE, 9, 3)
         decode.the_store.fail_next(1)
         assert (await service.ticket_state("ticket")).state is Standing.UNAVAILABLE
-        clock.now += SETTINGS.ticket_ttl_s + 1
+        clock.now += settings(claimed_ttl_s=30).ticket_ttl_s + 1
         assert (await service.ticket_state("ticket")).state is Standing.EXPIRED
         await service.acknowledge("ticket")
         assert await service.forget_ticket("ticket")

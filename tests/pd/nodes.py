@@ -1,0 +1,95 @@
+"""A prefill node and a decode node with one store, and a prompt that goes from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tests.latch import finish
+from tests.world import World, world
+from tierkv.cache.keys import Fingerprint
+from tierkv.clock import Clock, SystemClock
+from tierkv.pd.handoff import Published
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.sched.request import Request
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import Store
+
+BLOCK = 4
+ROOM = {"device_blocks": 64, "host_blocks": 64}
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+TOKENS = tokens(42)  # ten blocks, and a tail
+
+
+def settings(**fields: Any) -> HandoffSettings:
+    """Through storage alone, unless `fields` say otherwise, and with patience."""
+    patient = {"publish_deadline_s": 20, "claim_deadline_s": 20, "lookup_deadline_s": 20}
+    return HandoffSettings(**({"direct": DirectPath.OFF} | patient | fields))
+
+
+@asynccontextmanager
+async def pair(
+    there: HandoffSettings | None = None,
+    here: HandoffSettings | None = None,
+    *,
+    clock: Clock | None = None,
+    who: Fingerprint | None = None,
+    seen_as: Store | None = None,
+    store: MemoryStore | None = None,
+    **cache: Any,
+) -> AsyncIterator[tuple[World, World]]:
+    """there, here: of the prefill and of the decode node. who: the decode node, if another than
+    the prefill node. seen_as: the store to it. cache: CacheSettings of it."""
+    shared = store or MemoryStore(MemorySettings(), clock or SystemClock())
+    chosen = ROOM | cache
+    room = {"device_blocks": max(64, chosen["device_blocks"]), "host_blocks": chosen["host_blocks"]}
+    async with (
+        world(store=shared, clock=clock, handoff=there or settings(), **room) as prefill,
+        world(
+            store=seen_as or shared, clock=clock, handoff=here or settings(), who=who, **chosen
+        ) as decode,
+    ):
+        yield prefill, decode
+
+
+async def publish(node: World, prompt: Sequence[int] = TOKENS, ticket: str = "ticket") -> Published:
+    request = await node.admit(prompt)
+    await node.prefill(request, prompt)
+    published = await finish(node.service.publish(request, ticket, [42, 43]))
+    node.service.end(request)
+    await node.settle()
+    return published
+
+
+async def claimed(
+    node: World,
+    prompt: Sequence[int] = TOKENS,
+    ticket: str = "ticket",
+    *,
+    name: str = "claim",
+    new: int = 1,
+    **options: Any,
+) -> Request:
+    """Its blocks are on the device, every byte right."""
+    request, _ = await finish(
+        node.service.claim(name, ticket, node.prompt(prompt), max_new_tokens=new, **options)
+    )
+    await finish(request.gate.all_layers(20))
+    node.check_kv(request, prompt, request.cached_tokens)
+    return request
+
+
+async def claim(
+    node: World, prompt: Sequence[int] = TOKENS, ticket: str = "ticket", **options: Any
+) -> None:
+    """All of it; nothing is left afterwards."""
+    request = await claimed(node, prompt, ticket, **options)
+    assert request.cached_tokens == len(prompt)
+    node.service.end(request)
+    await node.settle()
