@@ -83,7 +83,8 @@ class CopyLatch:
 class ManualEvent:
     """A device event that a test ends; counts how often it was looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: object = None, position: int = 0) -> None:
+        self.line, self.position = line or object(), position
         self.num_looks = 0
         self._reached = threading.Event()
         self._error: TransferError | None = None

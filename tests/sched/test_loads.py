@@ -255,6 +255,14 @@ class _SeenLate:
         self._switches = switches
 
     @property
+    def line(self) -> object:
+        return self
+
+    @property
+    def position(self) -> int:
+        return 0
+
+    @property
     def is_done(self) -> bool:
         if self._switches and self._inner.is_done:
             self._watch.is_on = True

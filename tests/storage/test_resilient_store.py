@@ -407,6 +407,18 @@ async def test_what_is_not_there_is_not_asked_for_again_until_somebody_writes(ma
     assert await pair.store.exists(NAMES) == 50
 
 
+async def test_a_list_of_tails_that_is_not_there_is_not_read_again_until_somebody_writes_it(
+    make: Make,
+) -> None:
+    pair, name = await make(negative_ttl_s=100.0), "t:0123:root:tails"
+    assert await pair.store.get(name, max_bytes=9) is None
+    asked = pair.faulty.num_operations
+    assert await pair.store.get(name, max_bytes=9) is None
+    assert pair.faulty.num_operations == asked
+    assert await put_one(pair.store, name, b"x") is PutStatus.STORED
+    assert await pair.store.get(name, max_bytes=9) == b"x"
+
+
 class LateAnswers(MemoryStore):
     """Answers what was true when it was asked, when `may_answer` is set."""
 

@@ -187,19 +187,11 @@ async def test_what_comes_while_another_takes_long_does_not_wait_for_it() -> Non
         await finish(waiting)
 
 
-class Placed(ManualEvent):
-    """An event of a line."""
-
-    def __init__(self, line: object, position: int) -> None:
-        super().__init__()
-        self.line, self.position = line, position
-
-
 async def test_an_earlier_event_of_a_line_does_not_wait_for_a_later_one_that_came_first() -> None:
     poller = EventPoller()
     async with poller.running():
         line = object()
-        events = {position: Placed(line, position) for position in (2, 0, 3, 1)}
+        events = {position: ManualEvent(line, position) for position in (2, 0, 3, 1)}
         futures = {position: poller.done(event) for position, event in events.items()}
         try:
             for position in range(4):

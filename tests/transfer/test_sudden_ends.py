@@ -16,7 +16,6 @@ from tests.latch import CopyLatch, ManualEvent, finish, turns
 from tests.layouts import LAYOUTS
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuEvent
-from tierkv.gpu.cuda import PendingEvent
 from tierkv.transfer.completion import EventPoller
 from tierkv.transfer.gate import LayerGate, Submission, submitted
 from tierkv.transfer.mover import Mover
@@ -103,7 +102,8 @@ def _failed(kind: str, error: TransferError) -> Submission:
         event = CpuEvent()
         event.reach(error)
         return submitted((event,))
-    pending = PendingEvent(threading.Condition(), object(), 0)
+    cuda = pytest.importorskip("tierkv.gpu.cuda", exc_type=ImportError)
+    pending = cuda.PendingEvent(threading.Condition(), object(), 0)
     pending.failed(error)
     return submitted((pending,))
 

@@ -470,6 +470,11 @@ class NameRun(Sequence[str]):
             yield names.name(keys[-1])
 
 
+def lists_tails(name: str) -> bool:
+    """Whether `name` is one of a list of tails, which each prompt that ends there asks for."""
+    return name.endswith(":tails")
+
+
 def tells_of_blocks(name: str) -> bool:
     """Whether `name` is one of a ticket: who finds it learns that blocks were stored."""
     return name.split(":")[1:2] in (["ticket"], ["open"])

@@ -54,6 +54,14 @@ class CpuEvent:
         self._error: TransferError | None = None
 
     @property
+    def line(self) -> object:
+        return self
+
+    @property
+    def position(self) -> int:
+        return 0
+
+    @property
     def is_done(self) -> bool:
         if not self._reached.is_set():
             return False

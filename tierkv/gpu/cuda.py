@@ -179,7 +179,7 @@ class PendingEvent:
     """Stands for an event that a lane's thread will record: recorded, refused, or not there yet.
 
     progress: notified by that thread whenever events have got on; shared by all of a lane.
-    line, position: see Ordered.
+    line, position: see Event.
     """
 
     __slots__ = ("_error", "_event", "_progress", "line", "position")

@@ -26,7 +26,17 @@ Ids = npt.NDArray[np.int32]
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in a stream's work.
+
+    line, position: events of one line are done in the order of their positions, so that of many
+    only the first of each line need be looked at. One that stands alone is a line of its own.
+    """
+
+    @property
+    def line(self) -> object: ...
+
+    @property
+    def position(self) -> int: ...
 
     @property
     def is_done(self) -> bool:
@@ -39,17 +49,6 @@ class Event(Protocol):
     def block_until_done(self, timeout_s: float) -> None:
         """Block the calling thread, never the event loop's. Raises GateTimeoutError after
         `timeout_s`, and what `is_done` raises."""
-
-
-class Ordered(Event, Protocol):
-    """An event that says where it stands: events of one line are done in the order of their
-    positions, so that of many only the first of each line need be looked at."""
-
-    @property
-    def line(self) -> object: ...
-
-    @property
-    def position(self) -> int: ...
 
 
 class Stream(Protocol):

@@ -232,6 +232,14 @@ class RankedEvent:
         self._errors: dict[int, TransferError] = {}
 
     @property
+    def line(self) -> object:
+        return self
+
+    @property
+    def position(self) -> int:
+        return 0
+
+    @property
     def is_done(self) -> bool:
         with self._lock:
             for rank in sorted(self._pending):
@@ -270,6 +278,14 @@ class FailedEvent:
 
     def __init__(self, error: TransferError) -> None:
         self._error = error
+
+    @property
+    def line(self) -> object:
+        return self
+
+    @property
+    def position(self) -> int:
+        return 0
 
     @property
     def is_done(self) -> bool:

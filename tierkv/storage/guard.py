@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
-from tierkv.cache.keys import tells_of_blocks
+from tierkv.cache.keys import lists_tails, tells_of_blocks
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError, TierKVError
 from tierkv.storage.base import StoreAround
@@ -208,9 +208,17 @@ class GuardedStore(StoreAround):
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
-        content = await self._ask_twice(lambda store: store.get(name, max_bytes=max_bytes))
-        if content is not None and tells_of_blocks(name):
-            self._missing.clear()
+        if not lists_tails(name):  # of others nobody asks again, or it is to be found at once
+            content = await self._ask_twice(lambda store: store.get(name, max_bytes=max_bytes))
+            if content is not None and tells_of_blocks(name):
+                self._missing.clear()
+            return content
+        if not self._missing.first([name]):
+            return None
+        with self._missing.asking() as note_missing:
+            content = await self._ask_twice(lambda store: store.get(name, max_bytes=max_bytes))
+            if content is None:
+                note_missing(name)
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:

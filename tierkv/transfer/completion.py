@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 from tierkv.errors import ShuttingDownError, TransferError
-from tierkv.gpu.protocol import Event, Ordered
+from tierkv.gpu.protocol import Event
 from tierkv.tasks import outlast, task_group
 
 # Event loops have timers of 1 ms. So after something new came the poller first looks for a moment
@@ -83,11 +82,8 @@ class EventPoller:
             return future
         if not self._is_running:
             raise ShuttingDownError("the event poller is not running")
-        if _is_ordered(event):
-            line = self._lines.setdefault(event.line, [])
-            insort(line, _Pending(event.position, event, future, is_long))
-        else:
-            self._lines[future] = [_Pending(0, event, future, is_long)]
+        line = self._lines.setdefault(event.line, [])
+        insort(line, _Pending(event.position, event, future, is_long))
         self._num_pending += 1
         self._tell()
         return future
@@ -136,11 +132,6 @@ class EventPoller:
         while not self._has_news and not any(_has_ended(one.event) for one in firsts):
             nap_s = _NAP_SHARE * (time.monotonic() - began)
             time.sleep(min(max(nap_s, least_s), _MOST_NAP_S))
-
-
-def _is_ordered(event: Event) -> TypeGuard[Ordered]:
-    """In a hundredth of the 20 us that `isinstance` takes with a protocol."""
-    return hasattr(event, "line") and hasattr(event, "position")
 
 
 def _has_ended(event: Event) -> bool:
