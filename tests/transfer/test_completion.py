@@ -204,18 +204,10 @@ async def test_an_earlier_event_of_a_line_does_not_wait_for_a_later_one_that_cam
         assert poller.num_in_flight == 0
 
 
-class EventOfALine(ManualEvent):
-    line = "a stream"
-
-    def __init__(self, position: int) -> None:
-        super().__init__()
-        self.position = position
-
-
 async def test_of_a_line_only_the_first_is_looked_at_whenever_it_came() -> None:
     poller = EventPoller()
     async with poller.running():
-        events = [EventOfALine(position) for position in (2, 1, 3)]
+        events = [ManualEvent("a stream", position) for position in (2, 1, 3)]
         futures = [poller.done(event) for event in events]
         second, first, third = events
         await until(lambda: first.num_looks > 5)
