@@ -48,15 +48,17 @@ def _service(**settings: Any) -> Any:  # noqa: ANN401 - of whichever checkout is
     return module.Service(device, fingerprint, cache, handoff, None)
 
 
-def _prompt(packed: bytes) -> Any:  # noqa: ANN401
-    return importlib.import_module("tierkv.cache.keys").Prompt.of(packed, _BLOCK)
+def _prompts() -> Callable[[bytes], Any]:
+    kind = importlib.import_module("tierkv.cache.keys").Prompt
+    return lambda packed: kind.of(packed, _BLOCK)
 
 
 async def _requests(service: Any, prompts: list[bytes]) -> float:  # noqa: ANN401
     """Microseconds a request, copies down included."""
+    prompt_of = _prompts()
     started = time.thread_time()
     for at, packed in enumerate(prompts):
-        request = await service.admit(str(at), _prompt(packed), max_new_tokens=0)
+        request = await service.admit(str(at), prompt_of(packed), max_new_tokens=0)
         await service.commit(request, packed)
         service.end(request)
         await asyncio.sleep(0)  # as between two steps of an engine: copies go on
@@ -90,8 +92,9 @@ async def _measure_host(rounds: int) -> float:
 
 async def _measure_extend(rounds: int) -> float:
     async with (service := _service(device_blocks=_BATCH * 40, host_blocks=16)).running():
+        prompt_of = _prompts()
         requests = [
-            await service.admit(str(at), _prompt(one[: 64 * 4]), max_new_tokens=0)
+            await service.admit(str(at), prompt_of(one[: 64 * 4]), max_new_tokens=0)
             for at, one in enumerate(_new(_BATCH))
         ]
         taken, grown = 0.0, 0

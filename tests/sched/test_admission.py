@@ -330,3 +330,18 @@ async def test_nothing_is_left_running_after_a_service() -> None:
 
     await live()
     await until(lambda: background_tasks() == before)
+
+
+async def test_a_prompt_that_is_committed_in_parts_is_cached_whole() -> None:
+    async with world() as here:
+        prompt = here.prompt(range(14))
+        request = await here.service.admit("parts", prompt, max_new_tokens=0)
+        here.compute(request, range(14))
+        for stop in (5, 8):
+            await here.service.commit(request, prompt.tokens[: 4 * stop])
+        await here.service.commit(request, prompt.tokens)  # the very same bytes
+        assert request.prompt.num_tokens == 14
+        here.service.end(request)
+        await here.settle()
+        assert here.service.index.match(prompt, 14).num_blocks == 3
+        assert (await here.run(list(range(14)))).device_tokens == 13

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from tests.world import World, world
 from tierkv.cache.copies import CopyState
 from tierkv.cache.node import Node, Tier
-from tierkv.sched.request import Request, RequestState
+from tierkv.sched.request import Request, RequestState, TenantUse
 
 Undo = Callable[[], None]
 
@@ -132,12 +132,12 @@ def running_that_ended(here: World, request: Request) -> Undo:
 
 def uncounted_tenant(here: World, _: Request) -> Undo:
     running = here.service.scheduler._running
-    return put(running, "_of_tenant", {"": (1, 99)})
+    return put(running, "_of_tenant", {"": TenantUse(1, 99, 1, 0)})
 
 
 def uncounted_private_blocks(here: World, _: Request) -> Undo:
     running = here.service.scheduler._running
-    return put(running, "_private", Counter({"": 99}))
+    return put(running.of_tenant(""), "num_private", 99)
 
 
 def claim_over(here: World, request: Request) -> Undo:
@@ -213,8 +213,8 @@ BROKEN: dict[Callable[[World, Request], Undo], str] = {
     preempted_lost: "softly pinned more or less often",
     preempted_in_another_state: "is listed as preempted, but ended",
     running_that_ended: "does not know whose its blocks are",
-    uncounted_tenant: "requests and blocks, but",
-    uncounted_private_blocks: "only their requests' own are miscounted",
+    uncounted_tenant: "num_blocks=99",
+    uncounted_private_blocks: "num_private=99",
     claim_over: "is over but still listed",
     claim_lost: "are counted",
     wait_without_end: "waits for blocks without an end",
@@ -279,18 +279,20 @@ async def test_what_must_be_over_when_nothing_runs_is_named(what: str, words: st
         await here.run(list(range(8)))
         service = here.service
         if what in ("num_loads", "num_offloads"):
-            undo = put(service.tiers, what, 1)
+            undo = put(service.tiers.copies, what, 1)
         elif what == "budget":
             undo = put(service.tiers.copies.background, "bytes_in_flight", 10)
         elif what == "stored":
             undo = put(service.tiers.copies.storing, "bytes_in_flight", 10)
         elif what == "being_stored":
-            undo = put(service.tiers, "_num_reads", 1)
+            slots = np.array([0], np.int32)
+            service.tiers.slots.begin_reading(slots)
+            undo = partial(service.tiers.slots.end_reading, slots)
         elif what == "queued":
             queued = service.estimator.begin_transfer(10, 0.0)
             undo = partial(service.estimator.end_transfer, queued, 1.0, is_late=False)
         elif what == "at_work":
-            undo = put(service.tiers, "_at_work", Counter({"": 1}))
+            undo = service.tiers.work.begin_storing("")
         elif what == "loading":
             undo = put(service.scheduler.loads, "_number_of", np.array([0, 7]))
         else:

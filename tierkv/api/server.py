@@ -56,12 +56,10 @@ def router_of(node: Node, guard: Guard) -> Router:
 log = logging.getLogger("tierkv.server")
 
 
-def run(
-    settings: NodeSettings, announce: Callable[[str], None], *, is_engine_attached: bool = False
-) -> None:
+def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, and return when all has ended in order.
 
-    announce: called with the URL once the node answers there. is_engine_attached: see Node.
+    announce: called with the URL once the node answers there.
     Raises a TierKVError whose sentence says what to correct, with nothing left open.
     """
     make_room_for(settings.node.max_connections)
@@ -73,8 +71,7 @@ def run(
         last_resort = threading.Timer(settings.node.close_limit_s, _leave, [settings.node])
         last_resort.daemon = True
         try:
-            node = Node(settings, is_engine_attached=is_engine_attached)
-            uvloop.run(serve(node, listeners, announce, last_resort.start))
+            uvloop.run(serve(Node(settings), listeners, announce, last_resort.start))
         finally:
             last_resort.cancel()
 

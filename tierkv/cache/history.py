@@ -76,10 +76,12 @@ class History:
             if (extra := part.extra(number))
         ]
         key = (node.space.name, block, hash((tokens, *extras)))
-        kept = _Kept(Event(Fate.EVICTED, _NAMES[tier], at))
+        event = Event(Fate.EVICTED, _NAMES[tier], at)
         if stop - first > 1:
-            kept = kept._replace(tokens=node.tokens_of(first, stop), extras=dict(node.extras or {}))
-        self._keep(key, kept)
+            run = node.tokens_of(first, stop)
+            self._keep(key, _Kept(event, run, dict(node.extras) if node.extras else {}))
+        else:
+            self._keep(key, _Kept(event))
 
     def record(self, prompt: Prompt, block: int, event: Event) -> None:
         self._keep(self._key(prompt, block), _Kept(event))
@@ -114,11 +116,19 @@ class History:
 
     def _keep(self, key: _Key, kept: _Kept) -> None:
         """Of a block the newest event, and those about longer runs, which tell of later blocks."""
-        known = self._events.setdefault(key, [])
+        known = self._events.get(key)
+        if known is None:
+            self._events[key] = [kept]
+            self._num_bytes += len(kept.tokens)
+            self._forget_oldest()
+            return
         longer = [one for one in known if len(one.tokens) > len(kept.tokens)][:_MOST_RUNS]
         self._num_bytes += len(kept.tokens) + _bytes_of(longer) - _bytes_of(known)
         known[:] = [kept, *longer]
         self._events.move_to_end(key)
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
         while len(self._events) > self._capacity or self._num_bytes > self._capacity_bytes:
             _, gone = self._events.popitem(last=False)
             self._num_bytes -= _bytes_of(gone)

@@ -6,15 +6,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from enum import Enum
+
+import msgspec
 
 from tierkv.cache.keys import Prompt, StoredKey, differences
 from tierkv.cache.node import Tier
 from tierkv.errors import HandoffError, NoRoomError, StoreUnavailableError, TransferError
 from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.portions import Portions
-from tierkv.pd.source import PeerSource, Supply
+from tierkv.pd.source import Source, Supply
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id
 from tierkv.pd.watch import Watch
@@ -54,7 +55,7 @@ class Claims:
         scheduler: Scheduler,
         fetcher: Fetcher,
         *,
-        source: PeerSource,
+        source: Source,
         portions: Portions,
         fetch_deadline_s: float,
         stats: HandoffStats,
@@ -103,7 +104,7 @@ class Claims:
     ) -> tuple[Request, Ticket | None]:
         give_up_at = asyncio.get_running_loop().time() + deadline_s
         if policy is ClaimPolicy.RECOMPUTE_ALL:
-            alone = replace(spec, needs_logits=True, uses_cache=False)
+            alone = msgspec.structs.replace(spec, needs_logits=True, uses_cache=False)
             return await self._scheduler.admit(alone), None
         with self._source.supply(lambda: self._has_room(spec.num_blocks)) as near:
             try:
@@ -230,7 +231,9 @@ class Claims:
         if error.reason != ClaimProblem.UNAVAILABLE.value:
             fetched = await self._fetcher.fetch(spec.prompt, deadline_s=self._fetch_deadline_s)
             fetched.earlier = tuple(came)
-        return await self._scheduler.admit(replace(spec, needs_logits=True), fetched)
+        return await self._scheduler.admit(
+            msgspec.structs.replace(spec, needs_logits=True), fetched
+        )
 
     async def _acknowledge(self, request: Request, ticket: Ticket) -> None:
         for load in request.loads:  # an engine waits for these, for this nobody does

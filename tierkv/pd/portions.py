@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from tierkv.cache.keys import StoredKey
 from tierkv.errors import OwnershipError, RequestAbortedError, StoreUnavailableError, TransferError
@@ -129,4 +130,6 @@ class Portions:
         brought = num_cached - request.cached_tokens
         request.cached_tokens = num_cached
         matched = request.matched
-        request.matched = replace(matched, storage_tokens=matched.storage_tokens + brought)
+        request.matched = msgspec.structs.replace(
+            matched, storage_tokens=matched.storage_tokens + brought
+        )

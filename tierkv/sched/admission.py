@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from tierkv.cache.copies import CopyState
@@ -27,7 +28,6 @@ from tierkv.errors import (
     OverQuotaError,
     RequestTooLargeError,
     TierKVError,
-    TransferError,
 )
 from tierkv.sched.computing import Computing, Wait
 from tierkv.sched.fair_queue import Waiting, WaitingLine
@@ -78,7 +78,7 @@ class Starting:
         """Raises OutOfBlocksError, with nothing held, if it has to wait."""
         spec = waiting.spec
         if not waiting.uses_partial:
-            plan = replace(plan, match=replace(plan.match, partial=None))
+            plan = msgspec.structs.replace(plan, match=replace(plan.match, partial=None))
         match = plan.match
         lease = self._index.hold(match.node, match.num_blocks)
         partial = match.partial
@@ -125,7 +125,7 @@ class Starting:
         space = self._index.root_of(prompt).space
         if not space.has_quota:
             return self._tiers.eviction.take(Tier.DEVICE, count)
-        reserved = self._running.private_blocks(space.name)
+        reserved = self._running.of_tenant(space.name).num_private
         return self._tiers.eviction.take(Tier.DEVICE, count, space, reserved=reserved)
 
     def _start(
@@ -136,7 +136,9 @@ class Starting:
         source: Lease | None,
         slots: Ids,
     ) -> Request:
-        spec, match, index = waiting.spec, plan.match, self._index
+        match, index = plan.match, self._index
+        if not match.num_blocks and source is None:
+            return self._begin(waiting, match, lease, slots.copy(), Matched(), [], [])
         loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
         first_load = match.num_blocks - plan.num_loads
         movements = []
@@ -157,15 +159,29 @@ class Starting:
             loads.append(self._load(lease, first_load, match.num_blocks, loading, partial))
         movements += [load.movement for load in loads]
 
-        self._index.count_hit(lease)
-        # A table of its own: the pool may hand on a view of another array.
+        index.count_hit(lease)
         cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
         table = np.concatenate([cached, private])
-        is_private = np.zeros(len(table), np.bool_)
-        is_private[match.num_blocks :] = True
         fetched = waiting.fetched
         came = _joined([fetched.tokens, *fetched.earlier]) if fetched else []
-        matched = _matched(match, came, self._index.block_size, source)
+        matched = _matched(match, came, index.block_size, source)
+        return self._begin(waiting, match, lease, table, matched, movements, loads)
+
+    def _begin(  # noqa: PLR0913, PLR0917 - what was found
+        self,
+        waiting: Waiting,
+        match: Match,
+        lease: Lease,
+        table: Ids,
+        matched: Matched,
+        movements: Sequence[Movement],
+        loads: list[Load],
+    ) -> Request:
+        """table: the request's own array, which the pool does not hand on."""
+        spec = waiting.spec
+        is_private = np.empty(len(table), np.bool_)
+        is_private[: match.num_blocks] = False
+        is_private[match.num_blocks :] = True
         request = Request(
             spec=spec,
             prompt=spec.prompt,
@@ -176,15 +192,18 @@ class Starting:
             matched=matched,
             gate=self._tiers.mover.gate([movement.submission for movement in movements]),
             loads=tuple(movements),
+            num_private=len(table) - match.num_blocks,
         )
-        self._running.add(request, plan.num_private)
-        self._loads.used_by[request] = loads
+        self._running.add(request)
+        if loads:
+            self._loads.used_by[request] = loads
         if spec.uses_cache:
             now = asyncio.get_running_loop().time()
             request.promise = self._computing.begin(
                 request.lease.node, match.num_blocks, spec.prompt, now
             )
-        self._tiers.copies.write_down(lease.node, match.device_blocks)
+        if match.device_blocks:
+            self._tiers.copies.write_down(lease.node, match.device_blocks)
         self.stats.admitted_requests += 1
         self.stats.prompt_tokens += spec.prompt.num_tokens
         self.stats.device_hit_tokens += matched.device_tokens
@@ -207,17 +226,15 @@ class Starting:
             movement = mover.copy_within(slot, partial.target)
         else:
             movement = mover.load(self._host_slot(partial), partial.target)
-        work = self._release_after(movement, source)
-        self._tiers.work.start(work, "tierkv-copy-partial", space=source.node.space.name)
-        return movement
+        end = self._tiers.work.begin(source.node.space.name)
 
-    async def _release_after(self, movement: Movement, lease: Lease) -> None:
-        try:
-            await movement.done()
-        except TransferError:
-            self._tiers.eviction.stats.failed_transfers += 1
-        self._index.release(lease)
-        self._tiers.work.capacity_changed()
+        def release() -> None:
+            self._tiers.eviction.stats.failed_transfers += movement.has_failed
+            self._index.release(source)
+            end()
+
+        movement.when_ended(release)
+        return movement
 
 
 def _joined(ranges: Sequence[range]) -> list[range]:
@@ -294,6 +311,8 @@ class Growing:
         if not self._missing(request, tokens):
             return
         self._check(request, tokens)
+        if not self.extending and self._is_room(request, tokens):
+            return
         self.extending.append(request)
         has_waited = False
         try:
@@ -314,6 +333,15 @@ class Growing:
             if request not in self.extending:
                 self._short_of_quota.discard(request)
             self._tiers.work.capacity_changed()
+
+    def _is_room(self, request: Request, tokens: int) -> bool:
+        """Whether it had its blocks at once: there is nothing to wait for, and nobody to tell."""
+        try:
+            slots = self._starting.take(request.prompt, self._missing(request, tokens))
+        except OutOfBlocksError:
+            return False
+        self._grow(request, slots)
+        return True
 
     def holds_up(self, space: str) -> bool:
         """Whether a running request waits for blocks that one of this tenant might take: anybody's,
@@ -346,9 +374,10 @@ class Growing:
         ):
             if most is not None and total > most:
                 raise RequestTooLargeError(f"{total} blocks are more than {what}: {most}")
-        _, blocks = self._running.of_tenant(space.name)
-        if limits.blocks is not None and blocks + more > limits.blocks:
-            available = max(limits.blocks - blocks, 0)
+        if limits.blocks is not None:
+            available = max(limits.blocks - self._running.of_tenant(space.name).num_blocks, 0)
+            if more <= available:
+                return
             raise OutOfBlocksError("the tenant's limit", needed=more, available=available)
 
     def _try_extend(self, request: Request, count: int) -> Ids | None:
@@ -594,13 +623,15 @@ class Admitting:
 
     def _may_go(self, waiting: Waiting) -> bool:
         spec = waiting.spec
-        requests, blocks = self._running.of_tenant(spec.prompt.space)
         limits, space = self._limits.of(spec), spec.prompt.space
+        if limits.are_none and not self._over_quota and not self._growing.extending:
+            return True
         if waiting.outcome.done() or not limits.allow(1, spec.num_blocks):
             return True  # it leaves the line
         if space in self._over_quota or self._growing.holds_up(space):
             return False
-        return limits.allow(requests + 1, blocks + spec.num_blocks)
+        use = self._running.of_tenant(space)
+        return limits.allow(use.num_running + 1, use.num_blocks + spec.num_blocks)
 
     def _is_busy(self, tenant: str | None = None) -> bool:
         """Whether something is under way whose end makes room: of this tenant, or of anybody."""

@@ -61,6 +61,11 @@ class ByteBudget:
         self._line: deque[_Turn] = deque()
 
     @property
+    def num_in_line(self) -> int:
+        """Those that wait, and those that have left since they were looked at."""
+        return len(self._line)
+
+    @property
     def num_waiting(self) -> int:
         return sum(not turn.granted.cancelled() for turn in self._line)
 
@@ -164,15 +169,19 @@ class Copies:
         # Runs that a task is to copy to the host, and up to which block: nobody starts another.
         self._to_host: dict[Node, int] = {}
         eviction.copy_down = self.copy_down
-        work.on_capacity(self.background.look_again)
-        work.on_capacity(self._store_more)
-        self._store_more()
+        self.resized()
+        work.on_capacity(self._look_again)
 
-    def _store_more(self) -> None:
-        """The host may have another size by now."""
+    def _look_again(self) -> None:
+        if self.background.num_in_line:
+            self.background.look_again()
+        if self.storing.num_in_line:
+            self.storing.look_again()
+
+    def resized(self) -> None:
+        """The host has another size by now."""
         most = self._slots.pools[Tier.HOST].capacity * self._block_bytes // _SHARE_BEING_STORED
         self.storing.max_bytes = min(self.background.max_bytes, most)
-        self.storing.look_again()
 
     def findings(self) -> list[str]:
         """What is wrong, in words, when nothing is on its way."""

@@ -97,8 +97,11 @@ class Eviction:
         space: whose quota they count in, together with `reserved` slots that are not in the index
         yet. Who is over its quota evicts from its own.
         """
+        leaving, pool = self._slots.leaving.get(tier), self._pools[tier]
+        is_free = count <= pool.num_free and space is None and leaving is None
+        if is_free and not self._watermarks[tier].low:
+            return pool.allocate(count)
         slots = self._take(tier, count, space, reserved)
-        leaving = self._slots.leaving.get(tier)
         while leaving is not None and (goes := slots >= leaving.first).any():
             self._slots.retire(tier, slots[goes])
             asyncio.get_running_loop().call_soon(

@@ -35,10 +35,15 @@ class Commits:
             await self._all_arrived(request)
             request.check_tokens(tokens)
         known = request.spec.prompt
-        request.prompt = Prompt(tokens, self._index.block_size, known.extras, known.space)
+        request.prompt = (
+            known
+            if tokens is known.tokens
+            else Prompt(tokens, known.block_size, known.extras, known.space)
+        )
         request.computed_tokens = request.prompt.num_tokens
-        # Kernels of earlier commits may still write: what comes now is not there before them.
-        request.written = tuple(one for one in (*request.written, *after) if not _is_done(one))
+        if request.written or after:
+            # Kernels of earlier commits may still write: what comes now is not there before them.
+            request.written = tuple(one for one in (*request.written, *after) if not _is_done(one))
         if not request.written:
             self._insert(request, request.prompt)
         else:
@@ -84,6 +89,9 @@ class Commits:
         request.state = state
         self._running.remove(request)
         events = (*request.written, *after)
+        if not events and not request.loads:
+            self._finish(request)
+            return
         is_quiet = all(_is_over(event) for event in events)
         if is_quiet and all(movement.has_ended for movement in request.loads):
             request.is_damaged |= not all(_is_done(event) for event in events)
@@ -122,9 +130,9 @@ class Commits:
         self._index.release(request.lease)
         for load in self._loads.used_by.pop(request, ()):
             self._loads.let_go(load)
-        private = request.private_slots()
-        self._tiers.slots.pools[Tier.DEVICE].release(private)
-        self._running.freed(request, len(private))
+        if request.num_private:
+            self._tiers.slots.pools[Tier.DEVICE].release(request.private_slots())
+        self._running.freed(request)
         self._tiers.work.capacity_changed()
 
     def _keep_tail(self, request: Request) -> Node | None:

@@ -85,6 +85,7 @@ class Lifecycle:
                     await self._retire(tier, leaving, keeps_blocks=True)
                 pool.shrink(capacity)
             tiers.index.order[tier].resized(capacity)
+            tiers.copies.resized()
         tiers.work.capacity_changed()
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from tierkv.cache.copies import CopyState
@@ -17,8 +18,7 @@ from tierkv.errors import OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.request import RequestSpec
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionPlan:
+class AdmissionPlan(msgspec.Struct, frozen=True):
     """What admitting a request takes.
 
     num_loads: blocks of the match that only the host has; they get device slots of the index.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
 import numpy as np
 
 from tierkv.cache.copies import Mask
@@ -23,8 +23,7 @@ from tierkv.transfer.gate import LayerGate
 from tierkv.transfer.mover import Movement
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSpec:
+class RequestSpec(msgspec.Struct, frozen=True):
     """What an engine asks for.
 
     max_new_tokens: room for as many generated tokens is reserved at admission, so that a running
@@ -44,7 +43,7 @@ class RequestSpec:
     uses_cache: bool = True
     priority: int = 0
     most_cached_tokens: int | None = None
-    num_blocks: int = field(init=False)
+    num_blocks: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt.num_tokens:
@@ -52,7 +51,7 @@ class RequestSpec:
         if self.max_new_tokens < 0:
             raise BadRequestError(f"max_new_tokens must not be negative: {self.max_new_tokens}")
         total = self.prompt.num_tokens + operator.index(self.max_new_tokens)  # perhaps NumPy's
-        object.__setattr__(self, "num_blocks", -(-total // self.prompt.block_size))
+        msgspec.structs.force_setattr(self, "num_blocks", -(-total // self.prompt.block_size))
 
     @property
     def max_cached_tokens(self) -> int:
@@ -60,8 +59,7 @@ class RequestSpec:
         return most if self.most_cached_tokens is None else min(most, self.most_cached_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
+class Matched(msgspec.Struct, frozen=True):
     """Where the tokens that need not be computed were found; disjoint, tails included.
 
     device counts blocks on their way there for another request too. storage counts what was brought
@@ -86,13 +84,12 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, eq=False):
     """An admitted request. Owned by the scheduler; engines read it.
 
     prompt: the tokens that are committed; before the first commit, what it was admitted for.
     block_table: int32 device blocks, in order, for the prompt and max_new_tokens more.
-    is_private[i]: block i of the table is this request's own, not the index's.
+    is_private[i]: block i of the table is this request's own, not the index's; num_private are.
     cached_tokens: the first so many tokens have KV in the table once `gate` is open.
     written: events, not over yet when last looked at, of the kernels that write what was committed.
     is_damaged: such a kernel failed, so nothing more of the request is cached.
@@ -110,8 +107,9 @@ class Request:
     matched: Matched
     gate: LayerGate
     loads: tuple[Movement, ...]
+    num_private: int
     state: RequestState = RequestState.RUNNING
-    computed_tokens: int = field(default=0)
+    computed_tokens: int = 0
     written: tuple[Event, ...] = ()
     is_damaged: bool = False
     pinned: Node | None = None
@@ -192,89 +190,93 @@ class Request:
 
 
 @dataclass(slots=True)
+class TenantUse:
+    """What one tenant's requests have. num_running, num_blocks: of those that run. num_with_blocks,
+    num_private: of those that have ended with copies at work, too; num_private blocks are theirs
+    alone, and not the index's."""
+
+    num_running: int = 0
+    num_blocks: int = 0
+    num_with_blocks: int = 0
+    num_private: int = 0
+
+
+_NO_USE = TenantUse()
+
+
 class Running:
     """by_id: in the order of admission. ending: kernels or copies may still touch their blocks."""
 
-    by_id: dict[str, Request] = field(default_factory=dict)
-    ending: set[Request] = field(default_factory=set)
-    _of_tenant: dict[str, tuple[int, int]] = field(default_factory=dict)
-    _private: Counter[str] = field(default_factory=Counter)
-    _num_with_blocks: Counter[str] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self.by_id: dict[str, Request] = {}
+        self.ending: set[Request] = set()
+        self._of_tenant: dict[str, TenantUse] = {}
 
     def __iter__(self) -> Iterator[Request]:
         yield from self.by_id.values()
         yield from self.ending
 
-    def __contains__(self, request: object) -> bool:
-        return request in self.ending or (
-            isinstance(request, Request) and self.by_id.get(request.request_id) is request
-        )
+    def __contains__(self, request: Request) -> bool:
+        return request in self.ending or self.by_id.get(request.request_id) is request
 
-    def private_blocks(self, space: str) -> int:
-        """Device blocks of a tenant's requests that the index does not count."""
-        return self._private[space]
+    def of_tenant(self, space: str) -> TenantUse:
+        return self._of_tenant.get(space, _NO_USE)
 
     def has_tenant(self, space: str) -> bool:
         """Whether requests of a tenant run, or have ended with copies at work."""
-        return space in self._num_with_blocks
+        return space in self._of_tenant
 
-    def of_tenant(self, space: str) -> tuple[int, int]:
-        """How many requests of a tenant run, and how many blocks they have together."""
-        return self._of_tenant.get(space, (0, 0))
-
-    def add(self, request: Request, num_private: int) -> None:
+    def add(self, request: Request) -> None:
         self.by_id[request.request_id] = request
-        self._count(request, +1, len(request.block_table))
-        self._private[request.space] += num_private
-        self._num_with_blocks[request.space] += 1
+        space = request.spec.prompt.space
+        use = self._of_tenant.get(space)
+        if use is None:
+            use = self._of_tenant[space] = TenantUse()
+        use.num_running += 1
+        use.num_blocks += len(request.block_table)
+        use.num_with_blocks += 1
+        use.num_private += request.num_private
 
     def grown(self, request: Request, num_blocks: int) -> None:
         """A running request has so many blocks more, all private."""
-        self._count(request, 0, num_blocks)
-        self._private[request.space] += num_blocks
+        request.num_private += num_blocks
+        use = self._of_tenant[request.spec.prompt.space]
+        use.num_blocks += num_blocks
+        use.num_private += num_blocks
 
     def cached(self, request: Request, num_blocks: int) -> None:
         """So many of its private blocks are the index's now."""
-        self._private[request.space] -= num_blocks
+        request.num_private -= num_blocks
+        self._of_tenant[request.spec.prompt.space].num_private -= num_blocks
 
     def remove(self, request: Request) -> None:
         """It does not run any more; it has its blocks still."""
         del self.by_id[request.request_id]
-        self._count(request, -1, -len(request.block_table))
+        use = self._of_tenant[request.spec.prompt.space]
+        use.num_running -= 1
+        use.num_blocks -= len(request.block_table)
 
-    def freed(self, request: Request, num_private: int) -> None:
-        """It has given back all of its blocks, of which so many were private."""
-        space = request.space
-        self._private[space] -= num_private
-        self._num_with_blocks[space] -= 1
-        if not self._num_with_blocks[space]:
-            del self._num_with_blocks[space], self._private[space]
-
-    def _count(self, request: Request, requests: int, blocks: int) -> None:
-        space = request.space
-        had = self._of_tenant.get(space, (0, 0))
-        self._of_tenant[space] = had[0] + requests, had[1] + blocks
-        if not self._of_tenant[space][0]:
+    def freed(self, request: Request) -> None:
+        """It has given back all of its blocks."""
+        space = request.spec.prompt.space
+        use = self._of_tenant[space]
+        use.num_private -= request.num_private
+        use.num_with_blocks -= 1
+        if not use.num_with_blocks:
             del self._of_tenant[space]
 
     def findings(self) -> list[str]:
         """What is wrong with the counts, in words."""
-        running: dict[str, tuple[int, int]] = {}
-        private: Counter[str] = Counter()
+        found: dict[str, TenantUse] = {}
         for one in self:
-            space = one.space
-            private[space] += int(np.count_nonzero(one.is_private))
+            use = found.setdefault(one.space, TenantUse())
+            use.num_with_blocks += 1
+            use.num_private += int(np.count_nonzero(one.is_private))
             if one not in self.ending:
-                had = running.get(space, (0, 0))
-                running[space] = had[0] + 1, had[1] + len(one.block_table)
-        wrong = [
-            f"tenant {space!r} runs {running.get(space, (0, 0))} requests and blocks, but "
-            f"{self._of_tenant.get(space, (0, 0))} are counted"
-            for space in sorted(running.keys() | self._of_tenant.keys())
-            if running.get(space) != self._of_tenant.get(space)
+                use.num_running += 1
+                use.num_blocks += len(one.block_table)
+        return [
+            f"tenant {space!r} has {found.get(space)}, but {self._of_tenant.get(space)} is counted"
+            for space in sorted(found.keys() | self._of_tenant.keys())
+            if found.get(space) != self._of_tenant.get(space)
         ]
-        if private != self._private:
-            wrong.append("the blocks that are only their requests' own are miscounted by tenant")
-        if Counter(one.space for one in self) != self._num_with_blocks:
-            wrong.append("the requests that have blocks are miscounted by tenant")
-        return wrong

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
@@ -307,7 +308,7 @@ class Scheduler:
             await self.tiers.work.next_change()
         prompt = request.whole_prompt
         is_computed = request.computed_tokens >= prompt.num_tokens  # so the next token is known
-        spec = replace(
+        spec = msgspec.structs.replace(
             request.spec,
             prompt=prompt,
             max_new_tokens=max_new_tokens,

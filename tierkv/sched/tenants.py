@@ -35,6 +35,10 @@ class Limits:
             if what is not None and what < 1:
                 raise ConfigError("a limit of running requests or blocks is at least 1")
 
+    @property
+    def are_none(self) -> bool:
+        return self.requests is None and self.blocks is None and self.request_blocks is None
+
     def allow(self, running: int, blocks: int) -> bool:
         """Whether so many requests with so many blocks are within the limits."""
         return (self.requests is None or running <= self.requests) and (
@@ -85,7 +89,8 @@ class TenantLimits:
             raise RequestTooLargeError(
                 f"the request needs {num_blocks} blocks, its tenant's quota is {quota}"
             )
-        if not self.of(spec).allow_request(num_blocks):
+        limits = self.of(spec)
+        if not (limits.are_none or limits.allow_request(num_blocks)):
             raise RequestTooLargeError(
                 f"the request needs {num_blocks} blocks, more than its tenant's limit"
             )

@@ -99,6 +99,21 @@ class Work:
             self._at_work[space] += 1
             task.add_done_callback(lambda _: self._work_ended(space))
 
+    def begin(self, space: str) -> Callable[[], None]:
+        """A copy is under way without a task here, whose end makes room; call what is returned
+        then."""
+        self.num_tasks += 1
+        self._at_work[space] += 1
+
+        def end() -> None:
+            self.num_tasks -= 1
+            self._at_work[space] -= 1
+            if not self._at_work[space]:
+                del self._at_work[space]
+            self.capacity_changed()
+
+        return end
+
     def begin_storing(self, space: str) -> Callable[[], None]:
         """A store has been given blocks which can go when it is done with them; call what is
         returned then. STORE_PATIENCE_S long they are waited for, and count in `num_late` after

@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from tierkv.errors import (
     DeviceFailedError,
@@ -30,7 +31,7 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
-from tierkv.pd.stream import PublishStream
+from tierkv.pd.stream import Stream
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.service.handing import Publishing
@@ -204,7 +205,7 @@ class Session:
         self._request = None
         self._service.end(request, after=after)
         try:
-            spec = replace(self.spec, most_cached_tokens=intact * size)
+            spec = msgspec.structs.replace(self.spec, most_cached_tokens=intact * size)
             recovered = self._took(await self._service.scheduler.admit(spec))
             await self.loaded(timeout_s)
         except BaseException:  # a cancel too
@@ -332,7 +333,7 @@ class Session:
         )
 
     def _start(
-        self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
+        self, work: Coroutine[None, None, Published], stream: Stream | None = None
     ) -> Publishing:
         publishing = self._service.publishings.start(work, stream)
         publishing.task.add_done_callback(lambda _: self._publish_over())

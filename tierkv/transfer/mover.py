@@ -60,6 +60,11 @@ class Movement:
     def has_ended(self) -> bool:
         return self._ended.done()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without all of its bytes."""
+        return self._ended.done() and self._ended.exception() is not None
+
 
 class Mover:
     """Two lanes, and a thread that submits what is copied within the device."""
