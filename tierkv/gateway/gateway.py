@@ -133,6 +133,12 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+        self._lag = Histogram(
+            "tierkv_gateway_event_loop_lag_seconds",
+            "By how much the event loop came late to something due, 20 times a second",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
         for how in ROUTES:
@@ -143,6 +149,9 @@ class GatewayMetrics:
 
     def count_request(self, outcome: str) -> None:
         self._requests.labels(outcome).inc()
+
+    def observe_lag(self, late_s: float) -> None:
+        self._lag.observe(late_s)
 
     def count_tokens(self, count: int) -> None:
         self._tokens.inc(count)
@@ -223,6 +232,7 @@ class Backend:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
+        self.beat.on_beat = lambda late_s, _: self.metrics.observe_lag(late_s)
         async with (
             self.beat.running(),
             self.calls.running(),

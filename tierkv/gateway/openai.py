@@ -129,11 +129,6 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
     suffix: str | None = None
     echo: bool | None = False
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the prompts, as they came."""
-        return len(bytes(self.prompt))
-
     def without_prompts(self) -> Self:
         """Which holds none of their memory."""
         return replace(self, prompt=msgspec.Raw(b""))
@@ -177,10 +172,6 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     def most_tokens(self) -> int:
         given = self.max_completion_tokens
         return super().most_tokens if given is None else given
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(message.text()) for message in self.messages)
 
     def without_prompts(self) -> Self:
         return replace(self, messages=[])

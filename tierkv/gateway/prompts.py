@@ -109,6 +109,7 @@ def text_prompt(text: str, most_tokens: int) -> Prompt:
 def read_prompts(given: msgspec.Raw, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
     """What `given`, a field of a body, has for prompts, counted. It costs no more memory than the
     prompts that are not refused. Raises FieldError or InvalidRequestError."""
+    _refuse_the_longest(memoryview(given), most_tokens)
     raw = bytes(given)
     if raw[:1] not in (b'"', b"["):  # not JSON's: these are numbers in msgpack
         try:
@@ -131,6 +132,17 @@ def read_prompts(given: msgspec.Raw, *, most_prompts: int, most_tokens: int) -> 
     if len(prompts) > most_prompts:
         raise _too_many(most_prompts)
     return prompts
+
+
+def _refuse_the_longest(view: memoryview, most_tokens: int) -> None:
+    """Where one look at a long prompt tells: nothing of it is copied."""
+    start = bytes(view[:2])
+    if start[:1] == b'"' and len(view) - 2 > most_tokens * _ESCAPE_BYTES:
+        raise _too_long(most_tokens)
+    if start[:1] == b"[" and start[1:].isdigit():
+        pieces = range(0, len(view), _PIECE_BYTES)
+        if sum(bytes(view[at : at + _PIECE_BYTES]).count(b",") for at in pieces) >= most_tokens:
+            raise _too_long(most_tokens)
 
 
 def _text(raw: bytes, most_tokens: int) -> Prompt:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import TypeVar
@@ -44,6 +43,7 @@ from tierkv.gateway.openai import (
     Shape,
     Usage,
 )
+from tierkv.gateway.prompts import Prompt
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies
 from tierkv.http.auth import Guard
@@ -61,6 +61,7 @@ _ID_CHARS = 200  # what nodes get is longer by the number of the call
 _CLOSE_LIMIT_S = 5.0  # after the drain, in which all but a loop that does not turn has ended
 _MOST_PIECES = 64  # that wait for the client; a slow one then slows its own answer only
 
+B = TypeVar("B", CompletionBody, ChatBody)
 T = TypeVar("T")
 SayTo = Callable[[int, str], Awaitable[None]]
 
@@ -80,7 +81,7 @@ class CompletionRoutes:
         return await self._counted(request, ChatBody, ChatShape())
 
     async def _counted(
-        self, request: web.BaseRequest, kind: type[CompletionBody | ChatBody], shape: Shape
+        self, request: web.BaseRequest, kind: type[B], shape: Shape
     ) -> web.StreamResponse:
         metrics = self._gateway.backend.metrics
         try:
@@ -96,26 +97,26 @@ class CompletionRoutes:
         return response
 
     async def _answer(
-        self, request: web.BaseRequest, kind: type[CompletionBody | ChatBody], shape: Shape
+        self, request: web.BaseRequest, kind: type[B], shape: Shape
     ) -> web.StreamResponse:
         settings, backend = self._gateway.settings, self._gateway.backend
-        async with self._gateway.work():
-            body = await self._bodies.read(request, kind)
+        prompts: list[Prompt] = []
+
+        def count(body: B) -> B:
             if body.model not in (None, settings.gateway.model):
                 raise NoSuchModelError(body.model, settings.gateway.model)
-            counted = partial(
-                body.prompts,
-                most_prompts=settings.limits.max_batch,
-                most_tokens=settings.gateway.max_prompt_tokens,
-            )
-            prompts = await self._aside(body.num_bytes, counted)
+            most = settings.gateway.max_prompt_tokens
+            prompts.extend(body.prompts(most_prompts=settings.limits.max_batch, most_tokens=most))
+            return body.without_prompts()
+
+        async with self._gateway.work():
+            body = await self._bodies.read(request, kind, count)
         stops, num_bytes = body.stops(), sum(prompt.packed_bytes for prompt in prompts)
         backend.admission.check(len(prompts))
         with backend.admission.holding(num_bytes):
             async with self._gateway.work():
                 packed = await self._aside(num_bytes, lambda: [one.packed() for one in prompts])
             prompts.clear()
-            body = body.without_prompts()
             given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
             answers = [
                 PromptAnswer(job, backend, stops, min_tokens=body.min_tokens)

@@ -69,28 +69,27 @@ class BodyReader:
     async def read(
         self, request: web.BaseRequest, kind: type[T], finish: Callable[[T], T] = lambda body: body
     ) -> T:
-        """The request's body as `kind`, by its content type. A long one is decoded in a thread,
-        where `finish` may do what takes time with it.
+        """The request's body as `kind`, by its content type, after `finish`, which may do what
+        takes time with it: a long one is decoded, and finished, in a thread.
 
         application/octet-stream is the packed tokens alone, with the other fields as query
         parameters. Raises BodyError, MediaTypeError, BodyTimeoutError, TooMuchInWorkError, what
         `finish` raises, or FieldError.
         """
         content_type = _media_type(request, kind)
-        raw = await self._receive(request)
+        pieces = await self._receive(request)
 
         def work() -> T:
+            raw = b"".join(pieces)
             if content_type == OCTETS:
                 return finish(from_query(request, kind, {"tokens": raw}))
             most = self._section.max_prompt_tokens
             return finish(decode(raw, kind, content_type=content_type, most_tokens=most))
 
-        if not raw and content_type != OCTETS:
+        if not pieces and content_type != OCTETS:
             raise BodyError("the body is empty")
-        if len(raw) <= LARGE_BYTES:
-            if content_type == OCTETS:
-                return from_query(request, kind, {"tokens": raw})
-            return decode(raw, kind, content_type=content_type)
+        if sum(map(len, pieces)) <= LARGE_BYTES:
+            return work()
         async with self._long_one:
             return await asyncio.to_thread(work)
 
@@ -100,7 +99,7 @@ class BodyReader:
             return kind()
         return await self.read(request, kind)
 
-    async def _receive(self, request: web.BaseRequest) -> bytes:
+    async def _receive(self, request: web.BaseRequest) -> list[bytes]:
         most, timeout_s = request.client_max_size, self._section.body_timeout_s
         length = request.content_length or 0
         if length > most:  # none of it need be read
@@ -110,7 +109,8 @@ class BodyReader:
         def late() -> BodyTimeoutError:
             return BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s")
 
-        pieces, size = [], 0
+        pieces: list[bytes] = []
+        size = 0
         try:
             async with deadline(timeout_s, late):
                 async for piece in request.content.iter_any():
@@ -122,7 +122,7 @@ class BodyReader:
                         self._count(request, len(piece))
         except (web.RequestPayloadError, ValueError) as error:
             raise BodyError("the body breaks off, or is not encoded as its headers say") from error
-        return b"".join(pieces)
+        return pieces
 
     def _count(self, request: web.BaseRequest, num_bytes: int) -> None:
         if self.num_bytes + num_bytes > self._section.max_work_bytes:
@@ -181,21 +181,37 @@ def _has_tokens(kind: type) -> bool:
     return issubclass(kind, msgspec.Struct) and "tokens" in kind.__struct_fields__
 
 
+def _left_raw(kind: type) -> tuple[str, ...]:
+    """The fields of `kind` that are not decoded with it."""
+    if not issubclass(kind, msgspec.Struct):
+        return ()
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is msgspec.Raw)
+
+
 def decode(raw: bytes, kind: type[T], *, content_type: str, most_tokens: int | None = None) -> T:
     """`raw` as `kind`. Raises BodyError, FieldError, or RequestTooLargeError.
 
     A long list of tokens is counted, then packed in pieces, between which the loop's thread has a
     turn: one call for 10 MB would hold the interpreter for 70 ms (2-core x86-64 VM, 2026-11-21).
+    What `kind` leaves as it is (msgspec.Raw) is not read a second time.
     """
     try:
         if content_type == MSGPACK:
             return msgspec.msgpack.decode(raw, type=kind)
-        is_short = len(raw) <= LARGE_BYTES or not _has_tokens(kind)
+        left = _left_raw(kind) if len(raw) > LARGE_BYTES else ()
+        is_short = len(raw) <= LARGE_BYTES or not (left or _has_tokens(kind))
         body = msgspec.json.decode(raw, type=kind) if is_short else None
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         _refuse_twins(raw, fields)
         if body is not None:
             return body
+        if left:
+            raws = {name: fields[name] for name in left if name in fields}
+            rest = msgspec.json.decode(
+                msgspec.json.encode({**fields, **dict.fromkeys(raws)}), type=kind
+            )
+            assert isinstance(rest, msgspec.Struct), "kinds that leave something are structs"
+            return msgspec.structs.replace(rest, **raws)
         tokens = memoryview(fields.get("tokens", b""))
         if tokens[:1].tobytes() != b"[":
             return msgspec.json.decode(raw, type=kind)
