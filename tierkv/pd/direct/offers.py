@@ -250,7 +250,7 @@ class Offers:
 
     @property
     def _block_bytes(self) -> int:
-        return int(self._slots.array.shape[1])
+        return sum(part.layout.block_bytes for part in self._storage.slices.parts)
 
     def _offer(self, key: StoredKey) -> Offer | None:
         for offer in reversed(self._of.get(key.digest, ())):
