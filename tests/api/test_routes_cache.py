@@ -10,9 +10,10 @@ from msgspec.structs import replace
 
 from tests.api.nodes import Answer, Client, Here, here
 from tests.latch import until
-from tierkv.api import pins, prefetches
+from tierkv.api import movements, pins
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
+from tierkv.sched.tenants import MOST_ADAPTERS
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 Json = dict[str, Any]
@@ -36,11 +37,7 @@ async def publish(client: Client, ticket_id: str = "t", **fields: Any) -> Answer
 
 
 async def prefetched(client: Client, prefetch_id: str) -> Json:
-    async with asyncio.timeout(10):
-        while True:
-            body: Json = (await client.get(f"/v1/prefetches/{prefetch_id}")).body
-            if body["state"] != "running":
-                return body
+    return await moved(client, f"/v1/prefetches/{prefetch_id}")
 
 
 async def test_lookup_and_explain_tell_where_a_prompt_is() -> None:
@@ -104,10 +101,111 @@ async def test_a_prefetch_can_be_given_up() -> None:
         await on.settle()
 
 
+async def moved(client: Client, path: str) -> Json:
+    """How a movement ended."""
+    async with asyncio.timeout(10):
+        while True:
+            body: Json = (await client.get(path)).body
+            if body["state"] != "running":
+                return body
+
+
+async def test_a_backup_stores_what_is_cached_of_a_prompt() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(store=store) as on:
+        await admit(on.client, "r")
+        await on.client.post("/v1/requests/r/commit", {})
+        await on.client.post("/v1/requests/r/finish", {})
+        body = {"tokens": [*TOKENS[:32], 77], "request_id": "b"}
+        answer = await on.client.post("/v1/backups", body)
+        assert (answer.status, answer.headers["Location"]) == (202, "/v1/backups/b")
+        done = await moved(on.client, "/v1/backups/b")
+        assert (done["state"], done["stored_tokens"], done["problem"]) == ("done", 32, None)
+        assert (await on.client.post("/v1/backups", body)).body == done
+        await on.settle()
+        await on.client.ask("POST", "/v1/reset")
+        found = (await on.client.post("/v1/lookup", {"tokens": TOKENS})).body
+        assert (found["device_tokens"], found["storage_tokens"]) == (0, 32)
+
+
+async def test_a_backup_tells_how_far_it_came() -> None:
+    async with here() as on:
+        await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "none"})
+        nothing = await moved(on.client, "/v1/backups/none")
+        assert (nothing["state"], nothing["stored_tokens"]) == ("partial", 0)
+        assert "cached" in nothing["problem"]
+        await admit(on.client, "r")
+        await on.client.post("/v1/requests/r/commit", {"num_tokens": 16})
+        on.store.hold()
+        await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "gone"})
+        given_up = await on.client.ask("DELETE", "/v1/backups/gone")
+        assert given_up.body["state"] == "cancelled"
+        on.store.release()
+        await on.client.post("/v1/backups", {"tokens": TOKENS, "request_id": "part"})
+        part = await moved(on.client, "/v1/backups/part")
+        assert (part["state"], part["stored_tokens"]) == ("partial", 16)
+        await on.client.post("/v1/requests/r/finish", {})
+        await on.settle()
+
+
+MEDIA: Json = {"start": 4, "num_tokens": 8, "hash": "ab" * 16}
+
+
+@pytest.mark.parametrize(
+    ("keys", "others"),
+    [
+        ({"media": [MEDIA]}, {}),
+        ({"media": [MEDIA]}, {"media": [MEDIA | {"hash": "cd" * 16}]}),
+        ({"adapter": "chat-v1"}, {}),
+        ({"adapter": "chat-v1"}, {"adapter": "chat-v2"}),
+    ],
+)
+async def test_prompts_of_other_media_or_adapters_share_no_block(keys: Json, others: Json) -> None:
+    async with here() as on:
+        assert (await publish(on.client, **keys)).status == 200
+        for fields, num_tokens in ((keys, 40), (others, 0)):
+            body = {"tokens": TOKENS, **fields}
+            found = (await on.client.post("/v1/lookup", body)).body
+            assert (found["device_tokens"] > 0) == (num_tokens > 0)
+            claim = {**body, "ticket_id": "t", "request_id": str(num_tokens), "deadline_s": 1.0}
+            claimed = await on.client.post("/v1/claims", claim)
+            if num_tokens:
+                assert (claimed.status, claimed.body["cached_tokens"]) == (200, 40)
+                await on.client.ask("DELETE", f"/v1/requests/{num_tokens}")
+            else:
+                assert claimed.status == 409
+                assert claimed.body["reason"] in ("other_prompt", "incompatible")
+        state = (await on.client.get("/v1/tickets/t")).body
+        assert state["state"] in ("whole", "claimed")  # of these keys, every block is found
+        await on.settle()
+
+
+async def test_media_and_adapters_are_refused_where_nothing_reads_them() -> None:
+    async with here() as on:
+        for fields in ({"media": [MEDIA]}, {"adapter": "chat-v1"}):
+            answer = await on.client.post("/v1/generate", {"prompt": "a" * 40, **fields})
+            assert (answer.status, answer.code) == (422, "invalid_body")
+        beyond = {"tokens": [1] * 8, "media": [MEDIA]}
+        assert (await on.client.post("/v1/lookup", beyond)).status == 400
+
+
+async def test_a_tenant_with_many_adapters_makes_room_among_its_own() -> None:
+    async with here() as on:
+        assert (await publish(on.client, adapter="first")).status == 200
+        assert (await publish(on.client, "plain")).status == 200
+        for number in range(MOST_ADAPTERS):
+            body = {"tokens": TOKENS, "adapter": f"a{number}"}
+            assert (await on.client.post("/v1/lookup", body)).status == 200
+        for fields, is_there in (({}, True), ({"adapter": "first"}, False)):
+            found = (await on.client.post("/v1/lookup", {"tokens": TOKENS, **fields})).body
+            assert (found["device_tokens"] > 0) == is_there
+        await on.settle()
+
+
 async def test_a_prefetch_too_many_is_refused_until_one_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefetches, "MOST_RUNNING", 1)
+    monkeypatch.setattr(movements, "MOST_RUNNING", 1)
     async with here() as on:
         on.store.hold()
         first = {"tokens": TOKENS, "request_id": "first"}

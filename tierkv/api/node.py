@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from tierkv.api.events import EventFeed
 from tierkv.api.idempotency import Once
+from tierkv.api.movements import Movements, backing_up, prefetching
 from tierkv.api.pins import PinBook
-from tierkv.api.prefetches import Prefetches
 from tierkv.api.sessions import Desk
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
-from tierkv.cache.keys import Fingerprint, Prompt
+from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
 from tierkv.clock import SystemClock
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu import open_device
@@ -82,7 +82,8 @@ class Node:
             lambda: self.desk.num_open,
         )
         self.desk = Desk(self.service, self._working.changed)
-        self.prefetches = Prefetches(self.service)
+        self.prefetches = Movements(self.service, "prefetch", prefetching(self.service))
+        self.backups = Movements(self.service, "backup", backing_up(self.service))
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.feed = EventFeed(self.service)
         self.answers: Once[GenerateAnswer] = Once(
@@ -107,6 +108,7 @@ class Node:
                 self.engine.running(),
                 self.desk.running(),
                 self.prefetches.running(),
+                self.backups.running(),
                 self.feed.running(),
                 self.heartbeat.running(),
             ):
@@ -124,16 +126,30 @@ class Node:
         if not self.has_started:
             raise NotReadyError("this node has not started yet")
 
-    def prompt(self, tokens: bytes, tenant: str) -> Prompt:
-        """Packed tokens as a prompt of this tenant's, which shares nothing with others'."""
-        return Prompt(tokens, self.settings.cache.block_size, space=self.space(tenant))
+    def check_engine(self) -> None:
+        """Raise NoEngineError if nobody but this node may write its memory."""
+        if not self._is_engine_attached:
+            raise NoEngineError(
+                "this node computes with its own model: requests of other engines are not "
+                "admitted, committed or published here, since nobody else can have written their KV"
+            )
 
-    def request_name(self, request_id: str, prompt: Prompt) -> str:
-        return request_name(prompt.space, request_id)
+    def prompt(
+        self, tokens: bytes, tenant: str, media: Sequence[MediaItem] = (), adapter: str = ""
+    ) -> Prompt:
+        """Packed tokens as a prompt of this tenant and adapter, which shares nothing with those of
+        others. Raises BadRequestError if media lie beyond it."""
+        space = self.space(tenant, adapter)
+        return Prompt.of(tokens, self.settings.cache.block_size, media, space=space)
 
-    def space(self, tenant: str) -> str:
-        """What the cache calls a tenant."""
-        return self.service.space_of_tenant(tenant) if tenant else ""
+    def request_name(self, request_id: str, tenant: str) -> str:
+        return request_name(self.space(tenant), request_id)
+
+    def space(self, tenant: str, adapter: str = "") -> str:
+        """What the cache calls a tenant, and what it computes with an adapter."""
+        if not (tenant or adapter):
+            return ""
+        return self.service.space_of_tenant(tenant or self.settings.cache.tenant, adapter)
 
     # Work and its end
 

@@ -70,5 +70,6 @@ class Routes:
         return self._node.desk.find(key)
 
     def _prompt(self, request: web.BaseRequest, body: PromptBody) -> Prompt:
-        """In the space of the caller's tenant. Raises FieldError or BadRequestError."""
-        return self._node.prompt(body.packed(self._most_tokens), principal_of(request).tenant)
+        """In the space of the caller's tenant and adapter. Raises FieldError or BadRequestError."""
+        tokens, tenant = body.packed(self._most_tokens), principal_of(request).tenant
+        return self._node.prompt(tokens, tenant, body.media_items(), body.adapter)

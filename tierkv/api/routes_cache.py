@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from http import HTTPStatus
+from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
 
+from tierkv.api.movements import Movement, Movements
 from tierkv.api.pins import Pin
-from tierkv.api.prefetches import Prefetch
 from tierkv.api.routes import Routes, principal_of
 from tierkv.api.routes_requests import content_of
 from tierkv.api.types import (
+    BackupAnswer,
+    BackupBody,
     LookupAnswer,
     LookupBody,
     PinAnswer,
@@ -35,6 +38,8 @@ from tierkv.http.route import Disconnect, Route, in_path
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.ledger import Standing
 from tierkv.sched.explain import Explanation, Miss
+
+B = TypeVar("B", PrefetchBody, BackupBody)
 
 
 class LookRoutes(Routes):
@@ -74,10 +79,22 @@ class LookRoutes(Routes):
         return msgspec.structs.replace(found, reason=Miss.NEVER_STORED.value, detail="")
 
 
+class _MovementRoutes(Routes):
+    async def _begin(
+        self, request: web.BaseRequest, kind: type[B], movements: Movements
+    ) -> Movement:
+        async with self._node.work():
+            body = await self._read_prompt(request, kind)
+            prompt = self._prompt(request, body)
+            key = (principal_of(request).tenant, self._name(request, body.request_id))
+            content = content_of(body, prompt.tokens)
+            return await movements.begin(key, content, prompt, deadline_s=body.deadline_s)
+
+
 _PREFETCH = "/v1/prefetches/{id}"
 
 
-class PrefetchRoutes(Routes):
+class PrefetchRoutes(_MovementRoutes):
     @Route(
         "POST",
         "/v1/prefetches",
@@ -89,41 +106,79 @@ class PrefetchRoutes(Routes):
     )
     async def begin(self, request: web.BaseRequest) -> web.Response:
         """Begin to bring what storage has of a prompt to the host."""
-        node = self._node
-        async with node.work():
-            body = await self._read_prompt(request, PrefetchBody)
-            prompt = self._prompt(request, body)
-            key = (principal_of(request).tenant, self._name(request, body.request_id))
-            prefetch = await node.prefetches.begin(
-                key, content_of(body, prompt.tokens), prompt, deadline_s=body.deadline_s
-            )
-        response = bodies.answer(request, _answer(prefetch), status=HTTPStatus.ACCEPTED)
-        response.headers["Location"] = "/v1/prefetches/" + quote(key[1], safe="")
-        return response
+        movement = await self._begin(request, PrefetchBody, self._node.prefetches)
+        return _accepted(request, "/v1/prefetches/", movement.key[1], _prefetched(movement))
 
     @Route("GET", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
     async def look(self, request: web.BaseRequest) -> PrefetchAnswer:
         """Tell how a prefetch stands."""
         self._node.check_started()
-        return _answer(self._node.prefetches.find(self._key(request)))
+        return _prefetched(self._node.prefetches.find(self._key(request)))
 
     @Route("DELETE", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
     async def cancel(self, request: web.BaseRequest) -> PrefetchAnswer:
         """Give a prefetch up."""
         self._node.check_started()
-        prefetch = self._node.prefetches.find(self._key(request))
-        self._node.prefetches.cancel(prefetch)
-        return _answer(prefetch)
+        return _prefetched(self._node.prefetches.cancel(self._key(request)))
 
 
-def _answer(prefetch: Prefetch) -> PrefetchAnswer:
+_BACKUP = "/v1/backups/{id}"
+
+
+class BackupRoutes(_MovementRoutes):
+    @Route(
+        "POST",
+        "/v1/backups",
+        Access.WRITE,
+        body=BackupBody,
+        answer=BackupAnswer,
+        status=HTTPStatus.ACCEPTED,
+        on_disconnect=Disconnect.DETACH,
+    )
+    async def begin(self, request: web.BaseRequest) -> web.Response:
+        """Begin to store what is cached here of a prompt, in whole blocks."""
+        movement = await self._begin(request, BackupBody, self._node.backups)
+        return _accepted(request, "/v1/backups/", movement.key[1], _backed_up(movement))
+
+    @Route("GET", _BACKUP, Access.WRITE, answer=BackupAnswer)
+    async def look(self, request: web.BaseRequest) -> BackupAnswer:
+        """Tell how a backup stands."""
+        self._node.check_started()
+        return _backed_up(self._node.backups.find(self._key(request)))
+
+    @Route("DELETE", _BACKUP, Access.WRITE, answer=BackupAnswer)
+    async def cancel(self, request: web.BaseRequest) -> BackupAnswer:
+        """Give a backup up; what it has stored stays."""
+        self._node.check_started()
+        return _backed_up(self._node.backups.cancel(self._key(request)))
+
+
+def _accepted(
+    request: web.BaseRequest, path: str, name: str, answer: msgspec.Struct
+) -> web.Response:
+    response = bodies.answer(request, answer, status=HTTPStatus.ACCEPTED)
+    response.headers["Location"] = path + quote(name, safe="")
+    return response
+
+
+def _prefetched(movement: Movement) -> PrefetchAnswer:
     return PrefetchAnswer(
-        prefetch_id=prefetch.key[1],
-        state=prefetch.state,
-        prompt_tokens=prefetch.prompt_tokens,
-        first_token=prefetch.tokens.start,
-        fetched_tokens=len(prefetch.tokens),
-        problem=prefetch.problem,
+        prefetch_id=movement.key[1],
+        state=movement.state,
+        prompt_tokens=movement.prompt_tokens,
+        first_token=movement.tokens.start,
+        fetched_tokens=len(movement.tokens),
+        problem=movement.problem,
+    )
+
+
+def _backed_up(movement: Movement) -> BackupAnswer:
+    return BackupAnswer(
+        backup_id=movement.key[1],
+        state=movement.state,
+        prompt_tokens=movement.prompt_tokens,
+        stored_tokens=len(movement.tokens),
+        problem=movement.problem,
     )
 
 
@@ -248,7 +303,8 @@ class TicketRoutes(Routes):
         )
 
     async def _count_present(self, request: web.BaseRequest, handoff: Handoff, name: str) -> int:
-        space = self._node.space(principal_of(request).tenant)
         ticket = await handoff.tickets.read(name)
+        adapter = ticket.fingerprint.get("adapter", "") if ticket else ""
+        space = self._node.space(principal_of(request).tenant, adapter)
         keys = ticket.keys() if ticket else []
         return await handoff.count_present([replace(key, space=space) for key in keys])

@@ -28,7 +28,7 @@ from tierkv.api.types import (
     StreamBody,
 )
 from tierkv.http import bodies
-from tierkv.http.callers import Access, request_name
+from tierkv.http.callers import Access
 from tierkv.http.problems import UnknownIdError
 from tierkv.http.route import Disconnect, Route
 from tierkv.sched.request import RequestSpec
@@ -49,7 +49,7 @@ class RequestRoutes(Routes):
             tenant = principal_of(request).tenant
 
             spec = RequestSpec(
-                node.request_name(request_id, prompt),
+                node.request_name(request_id, principal_of(request).tenant),
                 prompt,
                 body.max_new_tokens,
                 uses_cache=body.use_cache,
@@ -87,7 +87,7 @@ class RequestRoutes(Routes):
             bodies.name_request(request, request_id)
             if not node.desk.has((tenant, request_id)):
                 # It waits for its blocks, or the engine of this node computes it; that is told.
-                if not node.service.abort(request_name(node.space(tenant), request_id)):
+                if not node.service.abort(node.request_name(request_id, tenant)):
                     raise UnknownIdError(f"there is no request {request_id!r}")
                 return EndAnswer(request_id=request_id, state=State.ABORTED, computed_tokens=0)
             held = self._held(request)
@@ -268,7 +268,7 @@ class HandoffRoutes(Routes):
             ticket = self._ticket(request, body.ticket_id)
 
             spec = RequestSpec(
-                node.request_name(request_id, prompt),
+                node.request_name(request_id, principal_of(request).tenant),
                 prompt,
                 body.max_new_tokens,
                 needs_logits=False,

@@ -198,7 +198,7 @@ class WorkRoutes(Routes):
     ) -> _Work:
         request_id = self._name(request, body.request_id)
         prompt = self._prompt(request, body)
-        name = self._node.request_name(request_id, prompt)
+        name = self._node.request_name(request_id, principal_of(request).tenant)
         job = body.job(name, prompt, max_tokens, uses_cache=uses_cache)
         content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
         return _Work(operation, request_id, principal_of(request).tenant, content, job)

@@ -15,7 +15,13 @@ from msgspec.structs import replace
 
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.routes_cache import LookRoutes, PinRoutes, PrefetchRoutes, TicketRoutes
+from tierkv.api.routes_cache import (
+    BackupRoutes,
+    LookRoutes,
+    PinRoutes,
+    PrefetchRoutes,
+    TicketRoutes,
+)
 from tierkv.api.routes_life import EventRoutes, LifeRoutes
 from tierkv.api.routes_node import NodeRoutes, QuotaRoutes
 from tierkv.api.routes_requests import HandoffRoutes, RequestRoutes
@@ -31,7 +37,8 @@ from tierkv.http.route import NO_ROUTE, Route, Router, routes_of
 from tierkv.http.server import Limits, serving
 
 _KINDS = (
-    *(StatusRoutes, RequestRoutes, HandoffRoutes, PrefetchRoutes, PinRoutes, TicketRoutes),
+    *(StatusRoutes, RequestRoutes, HandoffRoutes, PrefetchRoutes, BackupRoutes),
+    *(PinRoutes, TicketRoutes),
     *(LookRoutes, NodeRoutes, LifeRoutes, QuotaRoutes, EventRoutes, WorkRoutes),
 )
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import asdict
 
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import MediaItem, Prompt
 from tierkv.cache.tokens import TOKEN_BYTES, pack
 from tierkv.errors import RequestTooLargeError
 from tierkv.http.bodies import FieldError
@@ -25,12 +25,30 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
+class MediaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image, audio clip or video whose placeholder tokens are `num_tokens` of the prompt from
+    token `start` on. hash: of its whole content and shape, 16 to 64 bytes in hexadecimal."""
+
+    start: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    hash: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2}){16,64}$")]
+
+
 class PromptBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Exactly one of `prompt`, text, and `tokens`: a list of integers or, packed, bytes of 32-bit
-    little-endian integers (base64 in JSON)."""
+    little-endian integers (base64 in JSON).
+
+    media: prompts share a block only if what is in it is the same. adapter: name and revision of
+    the LoRA weights in use; two adapters share nothing. The reference model takes neither.
+    """
 
     prompt: str | None = None
     tokens: list[int] | bytes | None = None
+    media: Annotated[list[MediaBody], msgspec.Meta(max_length=1024)] = []
+    adapter: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+    def media_items(self) -> list[MediaItem]:
+        return [MediaItem(one.start, one.num_tokens, bytes.fromhex(one.hash)) for one in self.media]
 
     def packed(self, most_tokens: int = 2**31 - 1) -> bytes:
         """The prompt's tokens, packed. Raises FieldError, BadRequestError or RequestTooLargeError,
@@ -58,6 +76,8 @@ class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=
         self, name: str, prompt: Prompt, max_tokens: int = 1, *, uses_cache: bool = True
     ) -> GenerateRequest:
         """name: what the scheduler calls it. prompt: this body's. Raises BadRequestError."""
+        if self.media or self.adapter:
+            raise FieldError("the reference model takes no media and has no adapters")
         sampling = Sampling(temperature=self.temperature, seed=self.seed, top_k=self.top_k)
         return GenerateRequest(
             name, prompt.tokens, max_tokens, sampling, uses_cache=uses_cache, space=prompt.space
@@ -465,6 +485,26 @@ class PrefetchAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     first_token: int
     fetched_tokens: int
+    problem: str | None
+
+
+class BackupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """request_id: names the backup; asked again with the same body, it is not done twice.
+
+    deadline_s: how long it may take, waiting for room on the device included.
+    """
+
+    request_id: str | None = None
+    deadline_s: WaitSeconds = 30.0
+
+
+class BackupAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """stored_tokens: so many first tokens are in storage. `done`: that is every whole block."""
+
+    backup_id: str
+    state: PrefetchState
+    prompt_tokens: int
+    stored_tokens: int
     problem: str | None
 
 

@@ -14,6 +14,8 @@ from msgspec.structs import replace
 
 from tierkv.api.types import (
     AdmitBody,
+    BackupAnswer,
+    BackupBody,
     BlocksAnswer,
     ClaimAnswer,
     ClaimBody,
@@ -243,7 +245,7 @@ class AsyncClient:
     async def abort(self, name: str) -> EndAnswer:
         return await self._calls.ask(routes.ABORT, Question(name))
 
-    # What is cached: prefetches, pins, tickets
+    # What is cached: prefetches, backups, pins, tickets
 
     async def prefetch(self, body: PrefetchBody) -> PrefetchAnswer:
         """Begin to bring a prompt's blocks from storage to the host."""
@@ -254,6 +256,16 @@ class AsyncClient:
 
     async def cancel_prefetch(self, name: str) -> PrefetchAnswer:
         return await self._calls.ask(routes.CANCEL_PREFETCH, Question(name))
+
+    async def backup(self, body: BackupBody) -> BackupAnswer:
+        """Begin to store what is cached of a prompt, in whole blocks."""
+        return await self._calls.ask(routes.BACKUP, Question(body=named(body)))
+
+    async def backup_state(self, name: str) -> BackupAnswer:
+        return await self._calls.ask(routes.BACKUP_STATE, Question(name))
+
+    async def cancel_backup(self, name: str) -> BackupAnswer:
+        return await self._calls.ask(routes.CANCEL_BACKUP, Question(name))
 
     async def pins(self) -> PinsAnswer:
         """All of the caller's tenant."""

@@ -99,6 +99,9 @@ class TenantLimits:
 _AT_ONCE = 128  # copies of a tenant that is closed in the same turn of the loop
 
 
+MOST_ADAPTERS = 64  # of one tenant, open at a time
+
+
 class Tenants:
     """fingerprints: by space, the service's own under "". is_in_use: whether requests of a space
     run, wait, or are on their way. on_close: told of a space that is no more. max_tenants: how many
@@ -124,7 +127,8 @@ class Tenants:
         self._quota = quota
         self._set_quotas: dict[str, Quota] = {}  # by space, which may be closed now
         self._eviction = eviction
-        self._by_tenant: OrderedDict[str, str] = OrderedDict()  # last asked for last
+        # By tenant and adapter, last asked for last.
+        self._by_tenant: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._closing: set[str] = set()  # spaces that make room for others, in tasks
 
     def known_space_of(self, tenant: str) -> str | None:
@@ -136,41 +140,50 @@ class Tenants:
         short = replace(own, tenant=tenant).short
         return short if short in self._fingerprints or short in self._set_quotas else None
 
-    def space_of(self, tenant: str) -> str:
-        """The space of a tenant's prompts, opened on first use. When there are too many, the one
+    def space_of(self, tenant: str, adapter: str = "") -> str:
+        """The space of a tenant's prompts, of those computed with an adapter, opened on first use
+        with the quota that the tenant has then. When there are too many, the one
         that was not asked for longest and is not in use is closed, its blocks forgotten; many of
         them in a task, unless it is asked for meanwhile. Raises OutOfBlocksError if all are in
         use."""
         own = self._fingerprints[DEFAULT]
-        if tenant == own.tenant:
+        if tenant == own.tenant and adapter in {"", own.adapter}:
             return DEFAULT
-        known = self._by_tenant.get(tenant)
+        key = tenant, adapter
+        known = self._by_tenant.get(key)
         if known is not None:
-            self._by_tenant.move_to_end(tenant)
+            self._by_tenant.move_to_end(key)
             self._closing.discard(known)
             return known
-        fingerprint = replace(own, tenant=tenant)
+        plain = replace(own, tenant=tenant)
+        fingerprint = replace(plain, adapter=adapter) if adapter else plain
         if fingerprint.short not in self._fingerprints:
-            self._make_room()
-            self._open(fingerprint, self._set_quotas.get(fingerprint.short, self._quota))
-        self._by_tenant[tenant] = fingerprint.short
+            self._make_room(key)
+            self._open(fingerprint, self._set_quotas.get(plain.short, self._quota))
+        self._by_tenant[key] = fingerprint.short
         return fingerprint.short
 
-    def _make_room(self) -> None:
-        if len(self._by_tenant) - len(self._closing) < self._max_tenants:
-            return
-        for tenant, space in self._by_tenant.items():
+    def _make_room(self, wanted: tuple[str, str]) -> None:
+        """A tenant with as many adapters as one may have makes room among its own."""
+        tenant, adapter = wanted
+        candidates = [one for one in self._by_tenant if adapter and one[1] and one[0] == tenant]
+        if len(candidates) < MOST_ADAPTERS:
+            if len(self._by_tenant) - len(self._closing) < self._max_tenants:
+                return
+            candidates = list(self._by_tenant)
+        for key in candidates:
+            space = self._by_tenant[key]
             if space in self._closing or self._why_not_to_close(space):
                 continue
             if sum(self._index.root_named(space).space.used) <= _AT_ONCE:
-                self._close(tenant, space)
+                self._close(key, space)
             else:
                 self._closing.add(space)
-                self._tiers.work.start(self._close_on(tenant, space), "tierkv-close", space=space)
+                self._tiers.work.start(self._close_on(key, space), "tierkv-close", space=space)
             return
         raise OutOfBlocksError("tenants", needed=1, available=0)
 
-    async def _close_on(self, tenant: str, space: str) -> None:
+    async def _close_on(self, key: tuple[str, str], space: str) -> None:
         if space not in self._closing:
             return
         for _ in forgetting(self._tiers, [self._index.root_named(space)]):
@@ -179,7 +192,7 @@ class Tenants:
                 return
         self._closing.remove(space)
         if not self._why_not_to_close(space):
-            self._close(tenant, space)
+            self._close(key, space)
 
     def open(self, fingerprint: Fingerprint, quota: Quota) -> str:
         """Serve `fingerprint`, too; the space of its prompts. It keeps its quota as with
@@ -202,9 +215,9 @@ class Tenants:
         Storage has of it stays. Raises BadRequestError, with nothing changed, while it is in use.
         All in one turn of the loop: `retire` lets it go round."""
         self._check_unused(name)
-        tenant = next((t for t, space in self._by_tenant.items() if space == name), None)
+        key = next((one for one, space in self._by_tenant.items() if space == name), None)
         self._set_quotas.pop(name, None)
-        return self._close(tenant, name)
+        return self._close(key, name)
 
     async def retire(self, name: str) -> int:
         """As `close`, a slice in a turn of the loop. Raises BadRequestError, with nothing changed
@@ -234,7 +247,7 @@ class Tenants:
             return "some of its blocks are held, by pins or by copies under way"
         return ""
 
-    def _close(self, tenant: str | None, name: str) -> int:
+    def _close(self, key: tuple[str, str] | None, name: str) -> int:
         root = self._index.root_named(name)
         before = sum(root.space.used)
         for node in list(root.children.values()):
@@ -243,8 +256,8 @@ class Tenants:
         del self._fingerprints[name]
         self._on_close(name)
         self._closing.discard(name)
-        if tenant is not None:
-            del self._by_tenant[tenant]
+        if key is not None:
+            del self._by_tenant[key]
         self._tiers.work.capacity_changed()
         return before
 

@@ -177,9 +177,10 @@ class Service:
         self.scheduler.forget_limits(space)
         return num_copies
 
-    def space_of_tenant(self, tenant: str) -> str:
-        """The space of a tenant's prompts, opened on first use; see Tenants.space_of."""
-        return self.tenants.space_of(tenant)
+    def space_of_tenant(self, tenant: str, adapter: str = "") -> str:
+        """The space of a tenant's prompts, of those computed with an adapter, opened on first use;
+        see Tenants.space_of."""
+        return self.tenants.space_of(tenant, adapter)
 
     def quota_of(self, space: str) -> Quota:
         """Also of a space that was given one and is closed now."""
