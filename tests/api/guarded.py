@@ -118,7 +118,10 @@ async def guarded(
     if section is not None:
         chosen = replace(chosen, node=section)
     node = Node(
-        chosen, device=CpuDevice(), store=store or MemoryStore(MemorySettings(), SystemClock())
+        chosen,
+        device=CpuDevice(),
+        store=store or MemoryStore(MemorySettings(), SystemClock()),
+        is_engine_attached=True,
     )
     async with AsyncExitStack() as stack:
         listeners = [stack.enter_context(bind(chosen.node))]

@@ -103,12 +103,20 @@ def settings(role: Role = Role.BOTH, **options: Any) -> NodeSettings:
 
 
 @asynccontextmanager
-async def here(role: Role = Role.BOTH, *, store: Any = None, **options: Any) -> AsyncIterator[Here]:
-    """A running node that answers on a port of its own. options: of its table `node`."""
+async def here(
+    role: Role = Role.BOTH, *, store: Any = None, is_engine_attached: bool = True, **options: Any
+) -> AsyncIterator[Here]:
+    """A running node that answers on a port of its own. options: of its table `node`. Tests are its
+    engine, too, unless they say otherwise."""
     latch = CopyLatch()
     faulty = FaultyStore(store or MemoryStore(MemorySettings(), SystemClock()))
     chosen = settings(role, **options)
-    node = Node(chosen, device=CpuDevice(before_copy=latch), store=faulty)
+    node = Node(
+        chosen,
+        device=CpuDevice(before_copy=latch),
+        store=faulty,
+        is_engine_attached=is_engine_attached,
+    )
     async with (
         listening(node, bind(chosen.node)) as url,
         node.running(),

@@ -22,7 +22,7 @@ from tierkv.gpu.protocol import Device
 from tierkv.http.bodies import BodyReader
 from tierkv.http.callers import request_name
 from tierkv.http.loop import Heartbeat
-from tierkv.http.problems import NotReadyError
+from tierkv.http.problems import NoEngineError, NotReadyError
 from tierkv.http.process import Working
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.refmodel.engine import ReferenceEngine
@@ -40,6 +40,8 @@ class Node:
     """Everything behind the HTTP interface. Use it inside `running()`, from one event loop.
 
     device, store: for tests; the settings name them otherwise.
+    is_engine_attached: an engine in this process writes the device's memory and says over HTTP what
+        is in it. Where there is none, only the node's own model does.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Node:
         device: Device | None = None,
         store: Store | None = None,
         environ: Mapping[str, str] = os.environ,
+        is_engine_attached: bool = False,
     ) -> None:
         self.settings = settings
+        self._is_engine_attached = is_engine_attached
         node, model = settings.node, settings.model
         self.name = node.name or f"{node.role.value}@{node.host}:{node.port}"
         layout = model.layout(settings.cache.block_size)

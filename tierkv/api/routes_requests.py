@@ -41,6 +41,7 @@ class RequestRoutes(Routes):
     @Route("POST", "/v1/requests", Access.WRITE, body=AdmitBody, answer=RequestAnswer)
     async def admit(self, request: web.BaseRequest) -> RequestAnswer:
         """Admit a request: its block table, and what of its prompt is cached."""
+        self._node.check_engine()
         node = self._node
         async with node.work():
             body = await self._read_prompt(request, AdmitBody)
@@ -104,6 +105,7 @@ class RequestRoutes(Routes):
     )
     async def commit(self, request: web.BaseRequest) -> RequestAnswer:
         """Tell which tokens' KV is computed."""
+        self._node.check_engine()
         async with self._node.call():
             held = self._held(request)
             body = await self._read_optional(request, CommitBody)
@@ -113,6 +115,7 @@ class RequestRoutes(Routes):
     @Route("POST", f"{_PATH}/extend", Access.WRITE, body=ExtendBody, answer=RequestAnswer)
     async def extend(self, request: web.BaseRequest) -> RequestAnswer:
         """Get room for more tokens."""
+        self._node.check_engine()
         async with self._node.call():
             held = self._held(request)
             body = await self._read(request, ExtendBody)
@@ -122,6 +125,7 @@ class RequestRoutes(Routes):
     @Route("POST", f"{_PATH}/preempt", Access.WRITE, answer=RequestAnswer)
     async def preempt(self, request: web.BaseRequest) -> RequestAnswer:
         """Give the blocks back for a while."""
+        self._node.check_engine()
         async with self._node.call():
             held = self._held(request)
             await self._node.desk.preempt(held)
@@ -137,6 +141,7 @@ class RequestRoutes(Routes):
     )
     async def resume(self, request: web.BaseRequest) -> RequestAnswer:
         """Get blocks again after a preemption."""
+        self._node.check_engine()
         async with self._node.work():
             held = self._held(request)
             body = await self._read_optional(request, ResumeBody)
@@ -157,6 +162,7 @@ class RequestRoutes(Routes):
     async def finish(self, request: web.BaseRequest) -> EndAnswer:
         """End a request, after a last commit if the body has one; what was committed stays
         cached."""
+        self._node.check_engine()
         async with self._node.call():
             held = self._held(request)
             body = await self._read_optional(request, CommitBody)
@@ -217,6 +223,7 @@ class HandoffRoutes(Routes):
     )
     async def publish(self, request: web.BaseRequest) -> PublishAnswer:
         """Store a request's committed prompt, and a ticket for it."""
+        self._node.check_engine()
         node = self._node
         async with node.call():
             held = self._held(request)
@@ -247,6 +254,7 @@ class HandoffRoutes(Routes):
     )
     async def stream(self, request: web.BaseRequest) -> StreamAnswer:
         """Store what is committed of the prompt from now on; publish ends it."""
+        self._node.check_engine()
         node = self._node
         async with node.call():
             held = self._held(request)
@@ -260,6 +268,7 @@ class HandoffRoutes(Routes):
     @Route("POST", "/v1/claims", Access.WRITE, body=ClaimBody, answer=ClaimAnswer)
     async def claim(self, request: web.BaseRequest) -> ClaimAnswer:
         """Wait for a published prompt, and admit a request for it."""
+        self._node.check_engine()
         node = self._node
         async with node.work():
             body = await self._read_prompt(request, ClaimBody)

@@ -63,10 +63,12 @@ def router_of(node: Node, guard: Guard) -> Router:
 log = logging.getLogger("tierkv.server")
 
 
-def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
+def run(
+    settings: NodeSettings, announce: Callable[[str], None], *, is_engine_attached: bool = False
+) -> None:
     """Serve until SIGTERM or SIGINT, and return when all has ended in order.
 
-    announce: called with the URL once the node answers there.
+    announce: called with the URL once the node answers there. is_engine_attached: see Node.
     Raises a TierKVError whose sentence says what to correct, with nothing left open.
     """
     make_room_for(settings.node.max_connections)
@@ -78,7 +80,8 @@ def run(settings: NodeSettings, announce: Callable[[str], None]) -> None:
         last_resort = threading.Timer(settings.node.close_limit_s, _leave, [settings.node])
         last_resort.daemon = True
         try:
-            uvloop.run(serve(Node(settings), listeners, announce, last_resort.start))
+            node = Node(settings, is_engine_attached=is_engine_attached)
+            uvloop.run(serve(node, listeners, announce, last_resort.start))
         finally:
             last_resort.cancel()
 

@@ -79,6 +79,11 @@ PASSING_REASONS = frozenset(
 )
 
 
+class NoEngineError(BadRequestError):
+    """This node computes with a model of its own: nobody else writes its memory, or says what is in
+    it."""
+
+
 class WrongRoleError(BadRequestError):
     """This node's role does not include what was asked: ask a node that has it."""
 
@@ -108,6 +113,7 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (FieldError, 422, "invalid_body", "The body's fields are wrong"),
     (MediaTypeError, 415, "unsupported_media_type", "The body's type is not supported"),
     (BodyTimeoutError, 408, "body_timeout", "The body did not arrive in time"),
+    (NoEngineError, 409, "no_engine", "No engine is attached to this node"),
     (WrongRoleError, 409, "wrong_role", "Another node does this"),
     (UnknownIdError, 404, "unknown_id", "There is nothing of this id"),
     (TooManyError, 429, "too_many", "There are too many of these"),
