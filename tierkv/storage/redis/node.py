@@ -18,8 +18,12 @@ from tierkv.errors import (
     StoreUnavailableError,
 )
 from tierkv.storage.protocol import StoredValue, is_name
-from tierkv.storage.redis.control import Command, RedisLanes, connection_factory
-from tierkv.storage.redis.control import Reply as ControlReply
+from tierkv.storage.redis.control import (
+    Command,
+    Conversation,
+    connection_factory,
+    conversation,
+)
 from tierkv.storage.redis.pool import WRITE_BYTES, ConnectionPool, Dialer, Locator, Login, finished
 from tierkv.storage.redis.requests import TAKES_NOTHING, pipeline, question, question_each
 from tierkv.storage.redis.resp import Refused, Reply, pack_all
@@ -129,25 +133,25 @@ class RedisNode:
             self._access.tls_files,
             connect_timeout_s=self._access.settings.connect_timeout_s,
         )
-        lanes = RedisLanes(new_connection, num_connections=1, url=self.url)
+        deadline_s = self._access.settings.timeout_s
         values: dict[str, StoredValue] = {}
         moving: list[str] = []
-        async with lanes.running():
+        async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:
             while True:
-                position, names = await self._scan(lanes, prefix, position, limit)
-                for value in await self._describe(lanes, names, moving):
+                position, names = await self._scan(talk, prefix, position, limit)
+                for value in await self._describe(talk, names, moving):
                     values[value.name] = value
                 if position == 0 or len(values) + len(moving) >= limit:
                     return position, values, moving
 
     async def _scan(
-        self, lanes: RedisLanes, prefix: str, position: int, count: int
+        self, talk: Conversation, prefix: str, position: int, count: int
     ) -> tuple[int, Sequence[str]]:
         # check_prefix lets no glob character through, so there is nothing to escape.
         command: Command = (
             "SCAN", position, "MATCH", f"{prefix}*", "COUNT", min(count, _SCAN_COUNT),
         )  # fmt: skip
-        [reply] = await lanes.ask([command], deadline_s=self._access.settings.timeout_s)
+        [reply] = await talk.ask([command])
         if isinstance(reply, ResponseError):
             raise StoreUnavailableError(f"{self.url} refused SCAN: {reply}") from reply
         match reply:
@@ -157,16 +161,14 @@ class RedisNode:
         raise StoreUnavailableError(f"{self.url} does not answer {reply!r:.80} to SCAN")
 
     async def _describe(
-        self, lanes: RedisLanes, names: Sequence[str], moving: MutableSequence[str]
+        self, talk: Conversation, names: Sequence[str], moving: MutableSequence[str]
     ) -> Sequence[StoredValue]:
         """What is known of each name, less those that are gone or are not strings."""
         values = []
         now = self._clock.wall()
         for part in cut(names, NAMES_PER_COMMAND):
             commands: list[Command] = [(verb, name) for name in part for verb in ("STRLEN", "PTTL")]
-            replies: list[ControlReply] = await lanes.ask(
-                commands, deadline_s=self._access.settings.timeout_s
-            )
+            replies = await talk.ask(commands)
             for name, *told in zip(part, replies[::2], replies[1::2], strict=True):
                 refusal = next((reply for reply in told if isinstance(reply, ResponseError)), None)
                 if refusal is None:

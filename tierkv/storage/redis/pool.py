@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from ssl import SSLContext
 from typing import Protocol
@@ -113,16 +113,26 @@ class ConnectionPool:
         self.num_connections = num_connections
         self._max_retries = min(num_connections, _MAX_RETRIES)
         self._max_waiting = max_waiting
-        self.url = url
+        self._url = url
         self._waiting: deque[Request] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()  # of each lane that has nothing to carry
         self._traffic = Traffic(dialer.max_on_one, dialer.least_on_one, dialer.most_at_home)
-        self.is_open = False
+        self._is_open = False
         self._wires: list[Wire] = []
 
-    def running(self) -> AbstractAsyncContextManager[None]:
-        """Leaving closes the connections; whoever still waits gets a Failure."""
-        return serving(self)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """A task owns each connection. Leaving closes them; whoever still waits gets a Failure."""
+        tasks = {f"tierkv-redis-{at}": self._serve() for at in range(self.num_connections)}
+        try:
+            async with background(tasks):
+                self._is_open = True
+                try:
+                    yield
+                finally:
+                    self._is_open = False
+        finally:
+            self._fail_waiting(f"{self._url} is closed")
 
     async def ask(self, requests: Sequence[Request]) -> list[Outcome]:
         """The outcome of each. A cancel is raised when no buffer of theirs is in use any more."""
@@ -132,10 +142,10 @@ class ConnectionPool:
         """Have `requests` carried out; their outcomes tell the rest. The server has the first ones
         to work on while others are made."""
         refusal = None
-        if not self.is_open:
-            refusal = f"{self.url} is closed"
+        if not self._is_open:
+            refusal = f"{self._url} is closed"
         elif len(self._waiting) >= self._max_waiting:
-            refusal = f"{self.url} has {len(self._waiting)} requests waiting for it"
+            refusal = f"{self._url} has {len(self._waiting)} requests waiting for it"
         begun: list[Request] = []
         for request in requests:
             begun.append(request)
@@ -150,7 +160,7 @@ class ConnectionPool:
             self._wake_one()
         return begun
 
-    async def serve(self) -> None:
+    async def _serve(self) -> None:
         wire: Wire | None = None
         loop = asyncio.get_running_loop()
         try:
@@ -166,10 +176,10 @@ class ConnectionPool:
                             await asyncio.sleep(_WITHOUT_S)
                         else:
                             request.settle(Failure(str(error)))
-                            self.fail_waiting(str(error))
+                            self._fail_waiting(str(error))
                         continue
                     except asyncio.CancelledError:
-                        request.settle(Failure(f"{self.url} is closed"))
+                        request.settle(Failure(f"{self._url} is closed"))
                         raise
                 if request.outcome is not None:  # its caller has gone meanwhile, its buffers too
                     continue
@@ -252,12 +262,12 @@ class ConnectionPool:
                 address = await dialer.locator.locate()
                 pipe = await open_pipe(address, dialer.tls)
         except TimeoutError as error:
-            late = f"{self.url} did not answer within {dialer.connect_timeout_s * 1000:.0f} ms"
+            late = f"{self._url} did not answer within {dialer.connect_timeout_s * 1000:.0f} ms"
             is_tls = ", to TLS: does it speak that on this port?" if dialer.tls else ""
             raise StoreUnavailableError(late + is_tls) from error
         except OSError as error:
             why = why_unreachable(error)
-            raise StoreUnavailableError(f"{self.url} cannot be reached {why}") from error
+            raise StoreUnavailableError(f"{self._url} cannot be reached {why}") from error
         wire = Wire(
             pipe,
             dialer.pace,
@@ -273,7 +283,7 @@ class ConnectionPool:
             wire.close(Failure("is closed"))
             raise
         if wire.is_lost:
-            raise StoreUnavailableError(f"{self.url} closed the connection it had just taken")
+            raise StoreUnavailableError(f"{self._url} closed the connection it had just taken")
         wire.is_ready = True
         return wire
 
@@ -293,15 +303,15 @@ class ConnectionPool:
                 raise StoreUnavailableError(outcome.reason)
             if isinstance(outcome[0], Refused):
                 raise StoreUnavailableError(
-                    f"{self.url} refused to log us in ({outcome[0].message}): "
+                    f"{self._url} refused to log us in ({outcome[0].message}): "
                     "check user, password and database"
                 )
 
     def take_back(self, requests: Sequence[Request], failure: Failure) -> None:
         """Try again what was on a connection that the peer ended, and what a new one was to
         carry as long as others work; fail the rest."""
-        reason = f"{self.url} {failure.reason}"
-        may_retry = failure.is_over and self.is_open
+        reason = f"{self._url} {failure.reason}"
+        may_retry = failure.is_over and self._is_open
         serves = may_retry and failure.is_new and self._serves()
         again: list[Request] = []
         lost: list[Request] = []
@@ -313,7 +323,7 @@ class ConnectionPool:
         for request in lost:
             request.settle(Failure(reason))
         if lost and not again and not lost[0].is_login:
-            self.fail_waiting(reason)
+            self._fail_waiting(reason)
         self._put_back(again)
 
     def _put_back(self, requests: Sequence[Request]) -> None:
@@ -327,7 +337,7 @@ class ConnectionPool:
         """Whether some connection works: a server that takes no more serves those it has."""
         return any(wire.has_answered and not wire.is_lost for wire in self._wires)
 
-    def fail_waiting(self, reason: str) -> None:
+    def _fail_waiting(self, reason: str) -> None:
         while self._waiting:
             self._waiting.popleft().settle(Failure(reason))
 
@@ -351,36 +361,3 @@ async def finished(requests: Sequence[Request]) -> list[Outcome]:
         assert request.outcome is not None, "all have ended"
         outcomes.append(request.outcome)
     return outcomes
-
-
-class Lanes(Protocol):
-    """is_open: requests are taken."""
-
-    is_open: bool
-
-    @property
-    def num_connections(self) -> int: ...
-
-    @property
-    def url(self) -> str: ...
-
-    def serve(self) -> Coroutine[None, None, None]:
-        """Own one connection."""
-
-    def fail_waiting(self, reason: str) -> None:
-        """Let whoever waits for a connection know that there is none."""
-
-
-@asynccontextmanager
-async def serving(lanes: Lanes) -> AsyncIterator[None]:
-    """Leaving closes the connections; whoever still waits is told so."""
-    tasks = {f"tierkv-redis-{lane}": lanes.serve() for lane in range(lanes.num_connections)}
-    try:
-        async with background(tasks):
-            lanes.is_open = True
-            try:
-                yield
-            finally:
-                lanes.is_open = False
-    finally:
-        lanes.fail_waiting(f"{lanes.url} is closed")
