@@ -57,6 +57,11 @@ _RETRY_WITHIN_S = 0.1
 _STUCK_S = 0.05
 # What a value costs beside its bytes, as bytes: 0.16 ms at 100 MB/s. 10,000 small ones took 0.4 s.
 _ITEM_BYTES = 16 << 10
+# A store is slow, and not dead, as long as a round trip takes no longer than so many timeout_s.
+_SLOWEST = 4
+# Of round trips that were measured to be long, an operation may take so many: to connect, to log
+# in, to ask and, in a cluster, to be sent elsewhere.
+_ROUND_TRIPS = 4
 
 T = TypeVar("T")
 
@@ -120,6 +125,8 @@ class GuardedStore(StoreAround):
         self._clock = clock
         self._breaker = Breaker(settings.failures_to_open, clock)
         self._opened = asyncio.Event()
+        self._is_late = asyncio.Event()  # something took long: see how long a round trip takes
+        self._latency_s = 0.0  # of a round trip; 0 while that is short
         self._reads = SlotGate(settings.max_reads)
         self._writes = WriteQueue(
             self._write,
@@ -166,11 +173,16 @@ class GuardedStore(StoreAround):
         """Asks the store, while it is left alone, whether it is back. One that is opened again has
         just answered, whatever it was left for."""
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
-        self._opened = asyncio.Event()  # of this loop
+        self._opened, self._is_late = asyncio.Event(), asyncio.Event()  # of this loop
         async with (
-            self.inner.running(),
+            self._opened_patiently(),
             task_group() as tasks,
-            background({"tierkv-store-probe": self._keep_probing()}),
+            background(
+                {
+                    "tierkv-store-probe": self._keep_probing(),
+                    "tierkv-store-latency": self._keep_measuring(),
+                }
+            ),
             self._writes.running(),
         ):
             self._tasks = tasks
@@ -222,7 +234,7 @@ class GuardedStore(StoreAround):
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        async with self._read_slot(), self._within(self._settings.timeout_s):
+        async with self._read_slot(), self._within(self._deadline_s(0)):
             answer = await self._apart(ask)
         self._breaker.succeed()
         return answer
@@ -273,9 +285,8 @@ class GuardedStore(StoreAround):
     async def _get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         """The caller's buffers have to come back: a read that is stuck is waited for."""
         num_bytes = sum(item.num_bytes + _ITEM_BYTES for item in items)
-        deadline_s = self._settings.timeout_s + num_bytes / self._settings.slowest_bytes_per_s
         try:
-            async with self._read_slot(), self._within(deadline_s):
+            async with self._read_slot(), self._within(self._deadline_s(num_bytes)):
                 outcomes = await self.inner.get_into(items)
         except StoreUnavailableError as error:
             return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
@@ -328,7 +339,7 @@ class GuardedStore(StoreAround):
         if self._clock.monotonic() < self._full_until:
             return [PutOutcome(PutStatus.FULL, self._write_refusal)] * len(items)
         num_bytes = sum(item.num_bytes for item in items)
-        deadline_s = self._settings.write_timeout_s + num_bytes / self._settings.slowest_bytes_per_s
+        deadline_s = self._deadline_s(num_bytes, self._settings.write_timeout_s)
         try:
             async with self._within(deadline_s, writes=True):
                 outcomes = await self.inner.put(items)
@@ -353,6 +364,12 @@ class GuardedStore(StoreAround):
 
     # Deadlines and retries
 
+    def _deadline_s(self, num_bytes: int, timeout_s: float = 0.0) -> float:
+        """timeout_s: a read's, unless given."""
+        timeout_s = timeout_s or self._settings.timeout_s
+        patience_s = _ROUND_TRIPS * self._latency_s
+        return timeout_s + patience_s + num_bytes / self._settings.slowest_bytes_per_s
+
     @asynccontextmanager
     async def _within(self, deadline_s: float, *, writes: bool = False) -> AsyncIterator[None]:
         """The body is cancelled after `deadline_s`, which is a failure of the store even if the
@@ -372,7 +389,9 @@ class GuardedStore(StoreAround):
                 if self._num_stuck == self._settings.write_batches:
                     self._writes.give_up(late())
 
-        stuck = asyncio.get_running_loop().call_later(deadline_s + _STUCK_S, note_stuck)
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        stuck = loop.call_later(deadline_s + _STUCK_S, note_stuck)
         try:
             async with asyncio.timeout(deadline_s):
                 yield
@@ -387,6 +406,8 @@ class GuardedStore(StoreAround):
             raise
         finally:
             stuck.cancel()
+            if self._is_long(loop.time() - began_at):
+                self._is_late.set()
             self._num_stuck -= is_stuck and writes
 
     def _takes_retry(self, started: float) -> bool:
@@ -442,14 +463,57 @@ class GuardedStore(StoreAround):
                     call()
 
     async def _probe(self) -> str | None:
+        """Why the store did not answer; None if it did, and then it is known how late it is."""
+        time = asyncio.get_running_loop().time
+        slowest_s = _SLOWEST * self._settings.timeout_s
+        latency_s = self._latency_s if self._breaker.is_closed else 0.0
+        self.inner.expect_latency(latency_s, of_questions_s=slowest_s)
+        asked_at = time()
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(self._settings.timeout_s + slowest_s):
                 await self._apart(lambda store: store.ping())
+            latency_s = time() - asked_at
         except TimeoutError:
             return f"{self.url} did not answer a probe"
         except StoreUnavailableError as error:
             return str(error)
+        finally:
+            self._expect(latency_s)
         return None
+
+    async def _keep_measuring(self) -> None:
+        """While something took long, see whether that is because every round trip does."""
+        while True:
+            await self._is_late.wait()
+            self._is_late.clear()
+            if self._breaker.is_closed:
+                await self._probe()
+            await asyncio.sleep(self._settings.probe_interval_s)
+            if self._latency_s:
+                self._is_late.set()
+
+    @asynccontextmanager
+    async def _opened_patiently(self) -> AsyncIterator[None]:
+        """Within the store's lifetime, which a slow one takes long to begin."""
+        time = asyncio.get_running_loop().time
+        self.inner.expect_latency(0.0, of_questions_s=_SLOWEST * self._settings.timeout_s)
+        asked_at = time()
+        async with self.inner.running():
+            self._expect(time() - asked_at)
+            if self._latency_s:
+                self._is_late.set()  # that was several round trips, or something else
+            yield
+
+    def _is_long(self, took_s: float) -> bool:
+        return took_s > self._settings.timeout_s / 2
+
+    def _expect(self, latency_s: float) -> None:
+        slowest_s = _SLOWEST * self._settings.timeout_s
+        was_slow = self._latency_s > 0
+        self._latency_s = min(latency_s, slowest_s) if self._is_long(latency_s) else 0.0
+        self.inner.expect_latency(self._latency_s)
+        if not was_slow and self._latency_s:
+            _log.warning("%s is slow: it takes %.2f s to answer", self.url, latency_s)
 
     # Not guarded: long, and an operator's
 

@@ -305,6 +305,13 @@ class Store(Protocol):
         which are plain memory and stay until it is left. For a store whose network card has to
         know."""
 
+    def expect_latency(self, latency_s: float, *, of_questions_s: float = 0.0) -> None:
+        """A round trip to where its values are takes so long, as was measured: it counts towards no
+        deadline of the store's own from now on. 0: not worth counting.
+
+        of_questions_s: likewise, but of what lends no buffers, while it is being measured.
+        """
+
     def when_back(self, call: Callable[[], None]) -> None:
         """Call `call` whenever the store answers again after it did not: it may have lost all it
         had. One call is called once, however often it was given."""

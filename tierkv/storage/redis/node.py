@@ -29,7 +29,7 @@ from tierkv.storage.redis.requests import TAKES_NOTHING, pipeline, question, que
 from tierkv.storage.redis.resp import Refused, Reply, pack_all
 from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.url import RedisSettings, TlsFiles
-from tierkv.storage.redis.wire import MOST_BYTES, Failure, Request, Turn, WireStats
+from tierkv.storage.redis.wire import MOST_BYTES, Failure, Pace, Request, Turn, WireStats
 
 # Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
 NAMES_PER_COMMAND = 1024
@@ -59,6 +59,8 @@ class Access:
     tls_files: TlsFiles | None
     tls: SSLContext | None
     stats: WireStats
+    pace: Pace
+    question_pace: Pace
     turn: Turn = field(default_factory=Turn)
 
 
@@ -72,7 +74,7 @@ class RedisNode:
         self._access = access
         self._clock = clock
         dialer = Dialer(
-            locator, access.login, access.tls, settings.connect_timeout_s, settings.pace,
+            locator, access.login, access.tls, settings.connect_timeout_s, access.pace,
             access.stats,
         )  # fmt: skip
         # What asks is never held up by what writes.
@@ -83,6 +85,11 @@ class RedisNode:
             least_on_one=1,
             most_at_home=MOST_BYTES,
         )
+        dialers = {
+            Purpose.READ: dialer,
+            Purpose.WRITE: writing,
+            Purpose.QUESTION: replace(dialer, pace=access.question_pace),
+        }
         numbers = {
             Purpose.READ: settings.num_connections,
             Purpose.WRITE: settings.write_connections,
@@ -90,7 +97,7 @@ class RedisNode:
         }
         self.pools = {
             purpose: ConnectionPool(
-                writing if purpose is Purpose.WRITE else dialer,
+                dialers[purpose],
                 num_connections=count,
                 max_waiting=_MAX_WAITING,
                 url=url,

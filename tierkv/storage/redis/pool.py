@@ -257,12 +257,13 @@ class ConnectionPool:
     async def _connect(self) -> Wire:
         """Raises StoreUnavailableError."""
         dialer = self._dialer
+        deadline_s = dialer.connect_timeout_s + dialer.pace.extra_s
         try:
-            async with asyncio.timeout(dialer.connect_timeout_s):
+            async with asyncio.timeout(deadline_s):
                 address = await dialer.locator.locate()
                 pipe = await open_pipe(address, dialer.tls)
         except TimeoutError as error:
-            late = f"{self._url} did not answer within {dialer.connect_timeout_s * 1000:.0f} ms"
+            late = f"{self._url} did not answer within {deadline_s * 1000:.0f} ms"
             is_tls = ", to TLS: does it speak that on this port?" if dialer.tls else ""
             raise StoreUnavailableError(late + is_tls) from error
         except OSError as error:

@@ -71,6 +71,11 @@ _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
 _MANY_WRITES = 8
 
 
+# Of a latency that was measured so many count towards no deadline: an exchange may wait for one
+# before it, and a connection for its TLS.
+_ROUND_TRIPS = 2
+
+
 __all__ = ["RedisSettings", "RedisStore"]
 
 
@@ -88,6 +93,7 @@ class RedisStore(BaseStore):
         self._clock = clock
         self._router: Router | None = None
         self._access: Access | None = None
+        self._pace, self._question_pace = settings.pace, settings.pace
         self._num_puts = 0  # under way
         self.stats = WireStats()
 
@@ -102,12 +108,18 @@ class RedisStore(BaseStore):
     def capabilities(self) -> Capabilities:
         return Capabilities(is_shared=True, is_durable=True, sends_from_loop=True)
 
+    def expect_latency(self, latency_s: float, *, of_questions_s: float = 0.0) -> None:
+        self._pace.extra_s = _ROUND_TRIPS * latency_s
+        self._question_pace.extra_s = _ROUND_TRIPS * max(latency_s, of_questions_s)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         files = self._settings.tls if self._url.is_tls else None
         context = None if files is None else await asyncio.to_thread(files.context)
         login = Login(self._url.username, self._url.password, self._url.db)
-        access = Access(self._settings, login, files, context, self.stats)
+        access = Access(
+            self._settings, login, files, context, self.stats, self._pace, self._question_pace
+        )
         router = _router(self._url, access, self._clock)
         self._access = access
         async with router.running():

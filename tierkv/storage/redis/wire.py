@@ -126,15 +126,17 @@ class Request:
             self.settle(Failure("nobody waits for it"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pace:
-    """How long an exchange may take: timeout_s, and its bytes at slowest_bytes_per_s."""
+    """How long an exchange may take: timeout_s, its bytes at slowest_bytes_per_s, and extra_s that
+    the way to the servers takes, while that is a long one."""
 
     timeout_s: float
     slowest_bytes_per_s: float
+    extra_s: float = 0.0
 
     def deadline_s(self, num_bytes: int) -> float:
-        return self.timeout_s + num_bytes / self.slowest_bytes_per_s
+        return self.timeout_s + self.extra_s + num_bytes / self.slowest_bytes_per_s
 
 
 class Traffic:

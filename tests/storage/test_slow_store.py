@@ -1,0 +1,115 @@
+"""A store that answers late is slow, not dead: deadlines follow what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.e2e.exact import exact_node, text, truth
+from tests.faulty import FaultyStore
+from tests.latch import until
+from tests.redis_proxy import Proxy, redis_proxy
+from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.storage.values import content_of, get_one, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import StoreUnavailableError
+from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.storage.factory import StoreSettings, open_guarded_store
+from tierkv.storage.guard import GuardedStore, ResilienceSettings
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.protocol import BreakerState, GetStatus, PutStatus
+
+LATENCY_S = 0.5
+NAMES = [f"t:f:{index:02}:0" for index in range(10)]
+
+
+@asynccontextmanager
+async def late_redis(server: RedisServer, delay_s: float) -> AsyncIterator[tuple[Proxy, str]]:
+    async with redis_proxy(server.port) as proxy:
+        proxy.delay_s = delay_s
+        yield proxy, proxy.url
+
+
+@pytest.mark.parametrize("is_late_at_first", [True, False])
+async def test_a_store_that_takes_half_a_second_for_each_answer_is_used(
+    is_late_at_first: bool,
+    empty_redis: RedisServer,  # noqa: F811
+) -> None:
+    async with late_redis(empty_redis, LATENCY_S if is_late_at_first else 0.0) as (proxy, url):
+        store = open_guarded_store(url, StoreSettings(), SystemClock())
+        async with store.running():
+            if not is_late_at_first:
+                assert await put_one(store, "t:f:early:0", b"x") is PutStatus.STORED
+                proxy.delay_s = LATENCY_S
+                with pytest.raises(StoreUnavailableError):  # nobody knows yet
+                    await store.exists(NAMES)
+                async with asyncio.timeout(20):
+                    while await put_one(store, "t:f:late:0", b"x") is PutStatus.FAILED:
+                        pass
+
+            async def use(name: str) -> None:
+                content = content_of(name, 10_000)
+                assert await put_one(store, name, content) is PutStatus.STORED
+                assert await get_one(store, name, 10_000) == (GetStatus.HIT, content)
+
+            async with asyncio.TaskGroup() as group:
+                for name in NAMES:
+                    group.create_task(use(name))
+            assert await store.exists(NAMES) == len(NAMES)
+            assert store.health.circuit is BreakerState.CLOSED
+            if is_late_at_first:
+                assert store.health.num_opened == 0
+
+
+async def test_a_hand_off_over_a_store_that_is_later_than_its_deadlines_succeeds(
+    empty_redis: RedisServer,  # noqa: F811
+) -> None:
+    settings = HandoffSettings(direct=DirectPath.OFF)
+    async with late_redis(empty_redis, 0.3) as (_, url):  # of 0.25
+        stores = [open_guarded_store(url, StoreSettings(), SystemClock()) for _ in range(2)]
+        async with (
+            exact_node(stores[0], handoff=settings) as prefill,
+            exact_node(stores[1], handoff=settings) as decode,
+        ):
+            prompt = text(100)
+            await prefill.engine.prefill(prefill.job(prompt, 1), "t")
+            generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t", deadline_s=20)
+            assert generation.tokens == truth(prompt, 4).tokens
+
+
+async def test_a_store_that_is_quick_again_has_short_deadlines_again() -> None:
+    inner = FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+    settings = ResilienceSettings(
+        timeout_s=0.1, failures_to_open=100, probe_interval_s=0.01, negative_ttl_s=0.0
+    )
+    store = GuardedStore(inner, settings, SystemClock())
+
+    async def answers() -> bool:
+        try:
+            await store.exists(NAMES)
+        except StoreUnavailableError:
+            return False
+        return True
+
+    async with store.running():
+        inner.delay_s = 0.2
+        assert not await answers()
+        async with asyncio.timeout(20):
+            while not await answers():
+                pass
+        inner.delay_s = 0.0
+        await until(lambda: inner.num_operations > 0, "operations")
+        async with asyncio.timeout(20):
+            while True:  # silent now: it is given up as soon as one that was never slow
+                await asyncio.sleep(0.02)
+                inner.hold()
+                started = time.monotonic()
+                assert not await answers()
+                took_s = time.monotonic() - started
+                inner.release()
+                if took_s < 0.2:
+                    return
