@@ -140,7 +140,7 @@ class RedisNode:
             self._access.tls_files,
             connect_timeout_s=self._access.settings.connect_timeout_s,
         )
-        deadline_s = self._access.settings.timeout_s
+        deadline_s = self._access.question_pace.deadline_s(0)
         values: dict[str, StoredValue] = {}
         moving: list[str] = []
         async with conversation(new_connection, url=self.url, deadline_s=deadline_s) as talk:
