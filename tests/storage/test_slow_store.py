@@ -11,7 +11,6 @@ import pytest
 
 from tests.e2e.exact import exact_node, text, truth
 from tests.faulty import FaultyStore
-from tests.latch import until
 from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.values import content_of, get_one, put_one
@@ -97,12 +96,10 @@ async def test_a_store_that_is_quick_again_has_short_deadlines_again() -> None:
 
     async with store.running():
         inner.delay_s = 0.2
-        assert not await answers()
         async with asyncio.timeout(20):
             while not await answers():
                 pass
         inner.delay_s = 0.0
-        await until(lambda: inner.num_operations > 0, "operations")
         async with asyncio.timeout(20):
             while True:  # silent now: it is given up as soon as one that was never slow
                 await asyncio.sleep(0.02)
