@@ -4,14 +4,55 @@ before the work does."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import Context, ContextVar
+from typing import Any, TypeVar
 
 from tierkv.errors import ShuttingDownError, TierKVError
 
 T = TypeVar("T")
+
+
+Tell = Callable[[str, BaseException], None]
+_told: ContextVar[Tell | None] = ContextVar("tierkv_told_of_failures", default=None)
+
+
+@contextmanager
+def failures_told_to(tell: Tell) -> Iterator[None]:
+    """Groups that are entered in the body, of lifetimes that is, tell of a task that fails as
+    nobody expected, by its name and at once: who waits for the group hears of it only when all that
+    lives in it has ended."""
+    _told.set(tell)
+    try:
+        yield
+    finally:
+        _told.set(None)
+
+
+class _TellingGroup(asyncio.TaskGroup):
+    def __init__(self, tell: Tell) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def create_task(
+        self,
+        coro: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        task = super().create_task(coro, name=name, context=context)
+        task.add_done_callback(self._look)
+        return task
+
+    def _look(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, TierKVError):
+            self._tell(task.get_name(), error)
 
 
 @asynccontextmanager
@@ -19,8 +60,9 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """A TaskGroup whose single error comes out as it is, not in a group of one: who enters a
     lifetime expects the errors of what lives in it. So does the first of several that are all
     expected: a connection that is lost fails all who wait for it in the same turn of the loop."""
+    tell = _told.get()
     try:
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() if tell is None else _TellingGroup(tell) as group:
             yield group
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]

@@ -82,7 +82,9 @@ class Node:
             )
         self.engine = ReferenceEngine(self.service, reference, settings.engine)
         self._working = Working(
-            lambda: ShuttingDownError("this node was stopped before the request was done"),
+            lambda: ShuttingDownError(
+                f"this node {self._why_ends('was stopped')} before the request was done"
+            ),
             lambda: self.desk.num_open,
         )
         self.desk = Desk(self.service, self._working.changed)
@@ -161,6 +163,10 @@ class Node:
     def is_draining(self) -> bool:
         return self.service.is_draining
 
+    def _why_ends(self, words: str) -> str:
+        failure = self.service.failure
+        return words if failure is None else f"has failed ({failure}) and is shutting down"
+
     @property
     def num_working(self) -> int:
         return len(self._working)
@@ -171,7 +177,7 @@ class Node:
         work when its time is up."""
         self.check_started()
         if self.is_draining:
-            raise ShuttingDownError("this node is shutting down")
+            raise ShuttingDownError(f"this node {self._why_ends('is shutting down')}")
         async with self._working.call():
             yield
 

@@ -67,7 +67,9 @@ def _of_service(node: Node) -> Part:
     if not node.has_started:
         return Health.DOWN, "this node has not started yet"
     if node.is_draining:
-        return Health.DOWN, "this node is shutting down"
+        failure = node.service.failure
+        why = "" if failure is None else f", since it has failed: {failure}"
+        return Health.DOWN, f"this node is shutting down{why}"
     return Health.OK, "takes requests"
 
 

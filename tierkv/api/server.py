@@ -77,10 +77,10 @@ def run(
             port: int = listeners[0].getsockname()[1]
             settings = replace(settings, node=replace(settings.node, port=port))
             _warn_of_plain_tokens(settings, listeners[0])
-        last_resort = threading.Timer(settings.node.close_limit_s, _leave, [settings.node])
+        node = Node(settings, is_engine_attached=is_engine_attached)
+        last_resort = threading.Timer(settings.node.close_limit_s, _leave, [node])
         last_resort.daemon = True
         try:
-            node = Node(settings, is_engine_attached=is_engine_attached)
             uvloop.run(serve(node, listeners, announce, last_resort.start))
         finally:
             last_resort.cancel()
@@ -98,13 +98,15 @@ def open_listeners(settings: NodeSection, *, asks_callers: bool) -> Iterator[lis
         yield listeners
 
 
-def _leave(settings: NodeSection) -> None:
+def _leave(node: Node) -> None:
     """End the process, of which a thread hangs in the system: nothing else can end that. What is
     stored is whole or invisible at any moment, so no harm comes of it."""
+    failure = node.service.failure
     log.critical(
         "closing took longer than node.close_limit_s = %g s: a store or a device still uses this "
-        "node's memory. The process ends without waiting for it",
-        settings.close_limit_s,
+        "node's memory. The process ends without waiting for it%s",
+        node.settings.node.close_limit_s,
+        "" if failure is None else f". It closes since it has failed: {failure}",
     )
     os._exit(1)
 

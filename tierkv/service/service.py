@@ -33,6 +33,7 @@ from tierkv.service.memory import Memory
 from tierkv.service.parts import MadeOf, Parts, check, opened, sleep, wake
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
+from tierkv.tasks import failures_told_to
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
 
 log = logging.getLogger("tierkv.service")
@@ -63,6 +64,7 @@ class Service:
         self.publishings = Publishings()
         self.is_ready = False
         self.is_draining = False
+        self.failure: str | None = None  # why it closes although nobody asked for that
 
     # Opening and closing
 
@@ -71,7 +73,15 @@ class Service:
         """Opens store and memory; at the end waits for every copy, checks the books, frees all.
         Once more it begins anew, without the tenants of before."""
         self.is_draining = False
+        self.failure = None
         self._made_of.begin_anew()
+        with failures_told_to(self._failed):
+            async with self._running():
+                yield
+        log.info("service %s closed", self._made_of.name)
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
         async with opened(self._made_of, self._memory, self._storage_tier) as parts:
             self._adopt(parts)
             self.is_ready = True
@@ -82,7 +92,20 @@ class Service:
                 self.is_ready = False
                 self.drain()
             await self.scheduler.until_idle()
-        log.info("service %s closed", self._made_of.name)
+
+    def _failed(self, task: str, error: BaseException) -> None:
+        """A task that the service lives by has ended as nobody expected, and all of it will."""
+        log.critical(
+            "service %s has failed and closes: task %s ended with %r",
+            self._made_of.name,
+            task,
+            error,
+            exc_info=error,
+        )
+        if self.failure is None:
+            self.failure = f"{task} ended with {type(error).__name__}: {error}"
+        if self.is_ready:
+            self.drain()
 
     def _adopt(self, parts: Parts) -> None:
         """What was opened, under the names by which others use it."""

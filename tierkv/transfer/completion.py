@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tierkv.errors import ShuttingDownError, TransferError
+from tierkv.errors import DeviceFailedError, ShuttingDownError, TransferError
 from tierkv.gpu.protocol import Event
 from tierkv.tasks import outlast, task_group
 
@@ -94,6 +94,17 @@ class EventPoller:
         self._wake.set()
 
     async def _poll(self, watcher: ThreadPoolExecutor) -> None:
+        try:
+            await self._poll_on(watcher)
+        except BaseException as error:  # who waits would wait for ever: nobody else looks
+            self._is_running = False
+            lines, self._lines, self._num_pending = self._lines, {}, 0
+            for one in (one for line in lines.values() for one in line):
+                if not one.future.done():
+                    one.future.set_exception(DeviceFailedError(f"the poller failed: {error!r}"))
+            raise
+
+    async def _poll_on(self, watcher: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         while self._is_running or self._lines:
             if not self._lines:
