@@ -21,6 +21,8 @@ class BrokenEvent:
 
     def __init__(self) -> None:
         self.num_looks = 0
+        self.line: object = self
+        self.position = 0
 
     @property
     def is_done(self) -> bool:
