@@ -32,6 +32,9 @@ class Lease:
     is_released: bool = False
 
 
+_STATES = tuple(CopyState)  # by value
+
+
 class Leases(Tree):
     """A lease ends on the node that ends where it does, which is split off for it."""
 
@@ -136,9 +139,9 @@ class Index(Leases):
 
     def states(self, tier: Tier, node: Node, start: int, stop: int) -> list[CopyState]:
         return [
-            CopyState(state)
+            _STATES[state]
             for n, i, j in segments(node, start, stop)
-            for state in n.copies[tier].states[i:j]
+            for state in n.copies[tier].states[i:j].tolist()
         ]
 
     def digests(self, node: Node, stop: int, *, start: int = 0) -> list[bytes]:

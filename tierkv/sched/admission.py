@@ -308,11 +308,10 @@ class Growing:
             raise BadRequestError(f"num_tokens must not be negative: {num_tokens}")
         num_tokens = operator.index(num_tokens)  # perhaps NumPy's
         tokens = request.whole_prompt.num_tokens + num_tokens
-        if not self._missing(request, tokens):
+        count = self._missing(request, tokens)
+        if not count or (self._is_free(request) and self._has_grown(request, count)):
             return
         self._check(request, tokens)
-        if not self.extending and self._is_room(request, tokens):
-            return
         self.extending.append(request)
         has_waited = False
         try:
@@ -334,10 +333,15 @@ class Growing:
                 self._short_of_quota.discard(request)
             self._tiers.work.capacity_changed()
 
-    def _is_room(self, request: Request, tokens: int) -> bool:
-        """Whether it had its blocks at once: there is nothing to wait for, and nobody to tell."""
+    def _is_free(self, request: Request) -> bool:
+        """Whether nothing but the device's room limits how it may grow, and nobody waits for it."""
+        is_limited = self._index.root_of(request.prompt).space.has_quota
+        return not (self.extending or is_limited) and self._limits_of(request.spec).are_none
+
+    def _has_grown(self, request: Request, count: int) -> bool:
+        """Whether it has its blocks at once: there is nothing to wait for, and nobody to tell."""
         try:
-            slots = self._starting.take(request.prompt, self._missing(request, tokens))
+            slots = self._tiers.eviction.take(Tier.DEVICE, count)
         except OutOfBlocksError:
             return False
         self._grow(request, slots)
@@ -356,9 +360,7 @@ class Growing:
         return max(-(-tokens // self._index.block_size) - len(request.block_table), 0)
 
     def _grow(self, request: Request, slots: Ids) -> None:
-        private = np.ones(len(slots), np.bool_)
-        request.block_table = np.concatenate([request.block_table, slots])
-        request.is_private = np.concatenate([request.is_private, private])
+        request.grow(slots)
         self._running.grown(request, len(slots))
 
     def _check(self, request: Request, tokens: int) -> None:

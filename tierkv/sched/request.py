@@ -94,6 +94,7 @@ class Request(msgspec.Struct, eq=False):
     written: events, not over yet when last looked at, of the kernels that write what was committed.
     is_damaged: such a kernel failed, so nothing more of the request is cached.
     pinned: the end of its path while it is preempted.
+    room: what block_table and is_private are the first part of, once it has grown.
     is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
     promise: the blocks that it computes, for others to wait for.
     """
@@ -114,6 +115,7 @@ class Request(msgspec.Struct, eq=False):
     is_damaged: bool = False
     pinned: Node | None = None
     is_aborted: bool = False
+    room: tuple[Ids, Mask] | None = None
     promise: Promise | None = None
 
     @property
@@ -130,6 +132,18 @@ class Request(msgspec.Struct, eq=False):
         """What it was admitted for, and what was committed beyond that."""
         asked, committed = self.spec.prompt, self.prompt
         return committed if committed.num_tokens >= asked.num_tokens else asked
+
+    def grow(self, slots: Ids) -> None:
+        """Add private blocks at the end of the table. Both arrays have room for as many again, so
+        that a request that grows block by block does not copy them each time."""
+        start, stop = len(self.block_table), len(self.block_table) + len(slots)
+        if self.room is None or len(self.room[0]) < stop:
+            room = np.empty(2 * stop, np.int32), np.ones(2 * stop, np.bool_)
+            room[0][:start], room[1][:start] = self.block_table, self.is_private
+            self.room = room
+        table, private = self.room
+        table[start:stop] = slots
+        self.block_table, self.is_private = table[:stop], private[:stop]
 
     def private_slots(self) -> Ids:
         table = self.block_table
