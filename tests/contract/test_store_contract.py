@@ -19,6 +19,7 @@ from tests.mooncake_server import (  # noqa: F401 - fixtures
 )
 from tests.redis_groups import RedisCluster, redis_cluster
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.storage.sqlite_store import open_sqlite
 from tests.storage.values import (
     Routed,
     Taken,
@@ -57,6 +58,7 @@ KINDS = (
     "routed",
     "places",
     "resilient",
+    "sqlite",  # a store of somebody's own
 )
 SIZES = (0, 1, 15, 17, 4097, (1 << 20) + 3)
 SETTINGS = StoreSettings(redis=RedisSettings(timeout_s=10.0, connect_timeout_s=5.0))
@@ -118,6 +120,7 @@ def local_ground(kind: str, root: Path) -> Ground:
         "routed": lambda: Routed({"t:f": at(files[0]), "t:abc": at(files[1])}, at(files[2])),
         "places": lambda: Places(at(files[0])),
         "resilient": lambda: open_guarded_store(files[0], settings, clock),
+        "sqlite": lambda: open_sqlite(f"sqlite://{root}/values", clock),
     }
     return Ground(makers[kind], clock)
 

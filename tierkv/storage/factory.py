@@ -1,9 +1,10 @@
-"""From a URL to a store. A new store is one file and one row here."""
+"""From a URL to a store: the kinds that tierkv brings, and those that other packages do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -19,6 +20,10 @@ from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.url import ACCEPTED as REDIS_ACCEPTED
 from tierkv.storage.redis.url import REDIS_SCHEMES, RedisSettings, parse_redis_url
+
+# Under it, by the scheme of its URLs, a package names a function that takes a URL and a Clock and
+# returns a Store (docs/storage.md, "A store of your own").
+ENTRY_POINTS = "tierkv.stores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +105,29 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     if separator and scheme == "mirrored":
         raise ConfigError(_NO_MIRRORS)
     row = _STORES.get(scheme) if separator else None
+    if row is None and separator and (entry := _brought(scheme)) is not None:
+        return _of_entry_point(entry, url, clock)
     if row is None:
         accepted = "; ".join(dict.fromkeys(row.accepted for row in _STORES.values()))
         # Not quoted in full: behind a misspelt scheme there can be a password.
         raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {accepted}")
     return row.open(url, settings, clock)
+
+
+def _brought(scheme: str) -> EntryPoint | None:
+    """What another package brings for URLs of `scheme`. Reads the installed packages' metadata: a
+    few milliseconds, for a scheme that is not our own."""
+    return next(iter(entry_points(group=ENTRY_POINTS, name=scheme)), None)
+
+
+def _of_entry_point(entry: EntryPoint, url: str, clock: Clock) -> Store:
+    try:
+        opens: Callable[[str, Clock], Store] = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the store for {entry.name}: URLs, {entry.value}, cannot be imported: {error}"
+        ) from error
+    return opens(url, clock)
 
 
 def urls_in(url: str) -> Sequence[str]:

@@ -1,0 +1,45 @@
+"""A store that another package brings is found by the scheme of its URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.storage.sqlite_store import SqliteStore
+from tests.storage.values import get_one, put_one
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError
+from tierkv.storage.factory import ENTRY_POINTS, StoreSettings, open_guarded_store, open_store
+from tierkv.storage.protocol import GetStatus, PutStatus
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package, as far as Python's metadata tell."""
+    facts = tmp_path / "site" / "my_package-1.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text(
+        f"[{ENTRY_POINTS}]\nsqlite = tests.storage.sqlite_store:open_sqlite\n"
+        "gone = tests.storage.sqlite_store:open_nothing\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return tmp_path
+
+
+async def test_a_package_brings_a_store_by_the_scheme_of_its_url(package: Path) -> None:
+    url = f"sqlite://{package}/values"
+    assert isinstance(open_store(url, StoreSettings(), SystemClock()), SqliteStore)
+    store = open_guarded_store(url, StoreSettings(), SystemClock())
+    async with store.running():
+        assert await put_one(store, "t:f:a:0", b"value") is PutStatus.STORED
+    async with store.running():
+        assert await get_one(store, "t:f:a:0", 5) == (GetStatus.HIT, b"value")
+
+
+def test_what_cannot_be_imported_and_what_nobody_brings_is_said(package: Path) -> None:
+    with pytest.raises(ConfigError, match="open_nothing"):
+        open_store("gone://x", StoreSettings(), SystemClock())
+    with pytest.raises(ConfigError, match="accepted: memory://"):
+        open_store("unknown://x", StoreSettings(), SystemClock())
