@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from tests.gpu.cuda import blocks_of, cupy_or_skip, read_plane, write_blocks
 from tests.layouts import ALL_LAYOUTS, LAYOUTS
 from tierkv.cache.layout import Layout, Plane, attention_layout, layered
-from tierkv.errors import ConfigError, DeviceFailedError, LayoutError
+from tierkv.errors import ConfigError, LayoutError
 from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.gpu.units import Order, UnitSizes
 
@@ -69,7 +68,6 @@ def patterns(num_blocks: int) -> dict[str, np.ndarray]:
 def test_exactly_the_named_blocks_arrive(
     cupy: ModuleType, name: str, direction: Direction, order: Order, sizes: str
 ) -> None:
-
     layout = (ALL_LAYOUTS | BIG_LAYOUTS)[name]
     device = CudaDevice(lanes=LaneSettings(staging_bytes=1 << 20, units=SIZES[sizes]))
     num_blocks = 23
@@ -143,7 +141,6 @@ def engine_tensors(cupy: ModuleType, layout: Layout, num_blocks: int, kind: str)
 @pytest.mark.parametrize("kind", ["interleaved", "unaligned", "transposed"])
 @pytest.mark.parametrize("name", ["gqa", "mla", "dsa", "fp8", "gqa-128k"])
 def test_an_engines_tensors_are_adopted_in_place(cupy: ModuleType, name: str, kind: str) -> None:
-
     layout = (LAYOUTS | BIG_LAYOUTS)[name]
     device = CudaDevice()
     tensors = engine_tensors(cupy, layout, 9, kind)
@@ -216,7 +213,6 @@ def test_adopted_tensors_are_moved_be_they_allocations_of_their_own_or_not(
 
 
 def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
-
     device = CudaDevice()
     layout = Layout(1, (Plane(0, "key", "uint8", 64), Plane(0, "value", "uint8", 64)))
     good = cupy.zeros((5, 64), cupy.uint8)
@@ -235,7 +231,6 @@ def test_tensors_that_do_not_fit_are_refused(cupy: ModuleType) -> None:
 
 
 def test_blocks_are_copied_within_the_gpu_after_compute(cupy: ModuleType) -> None:
-
     device = CudaDevice()
     for layout in ALL_LAYOUTS.values():
         planes = device.allocate_planes(layout, 1300)
@@ -323,37 +318,7 @@ def test_a_small_copy_does_not_overtake_a_big_one_nor_the_other_way(
     device.close()
 
 
-@pytest.fixture
-def opened(cupy: ModuleType) -> Iterator[tuple[object, ...]]:
-
-    device = CudaDevice()
-    layout = LAYOUTS["gqa"]
-    planes, host = device.allocate_planes(layout, 8), device.allocate_host(layout, 8)
-    yield device, planes, host
-    host.close()
-    planes.close()
-    device.close()
-
-
-def test_what_a_lane_cannot_do_is_refused_with_nothing_submitted(
-    cupy: ModuleType, opened: tuple[object, ...]
-) -> None:
-
-    device, planes, host = opened
-    assert isinstance(device, CudaDevice)
-    lane = device.open_lane(Direction.LOAD, planes, host)  # type: ignore[arg-type]
-    for slots, blocks in ((8, 0), (0, 8), (-1, 0), (0, -1)):
-        with pytest.raises(LayoutError, match="outside"):
-            lane.submit(BlockCopy(Direction.LOAD, ids(slots), ids(blocks)))
-    with pytest.raises(LayoutError, match="load lane"):
-        lane.submit(BlockCopy(Direction.OFFLOAD, ids(0), ids(0)))
-    lane.close()
-    with pytest.raises(DeviceFailedError):
-        lane.submit(BlockCopy(Direction.LOAD, ids(0), ids(0)))
-
-
 def test_too_little_memory_is_an_error_that_leaves_the_gpu_usable(cupy: ModuleType) -> None:
-
     device = CudaDevice()
     layout = BIG_LAYOUTS["gqa-128k"]
     with pytest.raises(ConfigError, match=r"memory.*cache\.device_blocks"):
@@ -366,6 +331,5 @@ def test_too_little_memory_is_an_error_that_leaves_the_gpu_usable(cupy: ModuleTy
 
 
 def test_a_gpu_that_is_not_there_is_a_config_error(cupy: ModuleType) -> None:
-
     with pytest.raises(ConfigError, match="no GPU 99"):
         CudaDevice(99)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.latch import finish, turns, until
 from tests.layouts import LAYOUTS
-from tests.pd.nodes import pair, publish, settings, tokens
+from tests.pd.nodes import claim, pair, publish, settings, tokens
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
 from tierkv import wire
@@ -273,17 +273,6 @@ async def test_a_ticket_whose_time_is_over_is_expired() -> None:
         assert (await refused(decode, tokens(9), deadline_s=SOON_S)).reason == "not_yet"
 
 
-async def test_partial_keys_and_tickets_have_a_time_to_live() -> None:  # fault 13
-    clock = TurnedClock()
-    async with pair(clock=clock) as (prefill, decode):
-        await publish(prefill, tokens(9))
-        page = await decode.the_store.list("tierkv", limit=100)
-        assert len(page.values) == 5  # two blocks, the tail, its list, the ticket
-        assert all(value.expires_at is not None for value in page.values)
-        clock.now += 2 * 86_400
-        assert (await decode.the_store.list("tierkv", limit=100)).values == ()
-
-
 @pytest.mark.parametrize("byte", [0, 4, 6, 20, 30, -1])
 async def test_a_damaged_ticket_is_damaged(byte: int) -> None:
     async with pair() as (prefill, decode):
@@ -380,12 +369,7 @@ async def test_a_damaged_block_is_damaged(at: int) -> None:
         assert (await refused(decode, tokens(9))).reason == "damaged"
         # Deleted by now, so the prefill node can publish it again.
         await publish(prefill, tokens(9))
-        request, _ = await finish(
-            decode.service.claim("again", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
-        )
-        await finish(request.gate.all_layers(20))
-        decode.check_kv(request, tokens(9), 9)
-        decode.service.end(request)
+        await claim(decode, tokens(9), name="again", new=0)
 
 
 async def test_a_store_that_does_not_answer_is_unavailable_first_and_last() -> None:  # fault 12
@@ -444,12 +428,7 @@ async def test_a_decode_node_that_dies_in_a_claim_loses_nothing_that_was_publish
             dying.cancel()
         decode.the_store.release()
         await decode.settle()
-        request, _ = await finish(
-            decode.service.claim("claim", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
-        )
-        await finish(request.gate.all_layers(20))
-        decode.check_kv(request, tokens(9), 9)
-        decode.service.end(request)
+        await claim(decode, tokens(9), new=0)
 
 
 def test_every_reason_has_a_test_here() -> None:

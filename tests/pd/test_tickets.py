@@ -194,6 +194,8 @@ async def test_a_ticket_leaves_nothing_but_what_has_a_time_to_live() -> None:
         kinds = {value.name.split(":")[1] for value in page.values}
         assert kinds == {prefill.service.fingerprint.short, "ticket", "ack"}
         assert Names("tierkv", "").open_ticket("ticket") not in {v.name for v in page.values}
+        clock.now += 2 * 86_400
+        assert (await decode.the_store.list("tierkv", limit=100)).values == ()
 
 
 async def copied(node: World, source: str, target: str) -> None:
