@@ -71,7 +71,7 @@ class Direct:
         self._server: DirectServer | None = None
         self._num_claims = 0
         self.speeds = Speeds(is_named=settings.direct is not DirectPath.AUTO)
-        self.offers = Offers(storage, slots, stats, self.speeds)
+        self.offers = Offers(storage, stats, self.speeds)
 
     @property
     def _is_on(self) -> bool:

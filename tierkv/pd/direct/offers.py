@@ -18,7 +18,7 @@ from tierkv.cache.keys import StoredKey
 from tierkv.errors import StoreCorruptError, StoreUnavailableError, TransferError
 from tierkv.gpu import process_memory
 from tierkv.gpu.process_memory import NotPermittedError, Piece
-from tierkv.gpu.protocol import HostSlots, Ids
+from tierkv.gpu.protocol import Ids
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.direct.network import TransferEngine
 from tierkv.pd.ledger import HandoffStats
@@ -155,11 +155,8 @@ class Offers:
     blocks are one slice.
     """
 
-    def __init__(
-        self, storage: StorageIO, slots: HostSlots, stats: HandoffStats, speeds: Speeds
-    ) -> None:
+    def __init__(self, storage: StorageIO, stats: HandoffStats, speeds: Speeds) -> None:
         self._storage = storage
-        self._slots = slots
         self._stats = stats
         self._speeds = speeds
         self._of: dict[bytes, list[Offer]] = {}
