@@ -21,7 +21,7 @@ from tierkv.errors import ConfigError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import SharedPlanes
 from tierkv.pd.direct import offers
-from tierkv.pd.direct.address import Answer, Ask, Channel, DirectAddress, this_machine
+from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.settings import CacheSettings
@@ -72,8 +72,8 @@ async def connected(address: DirectAddress) -> AsyncIterator[Channel]:
 
 async def ask(
     channel: Channel, address: DirectAddress, first: int = 0, stop: int = BLOCKS
-) -> Answer:
-    await channel.send_ask(Ask(offer=address.offer, first=first, stop=stop), address.secret)
+) -> DirectAnswer:
+    await channel.send_ask(DirectAsk(offer=address.offer, first=first, stop=stop), address.secret)
     return await finish(channel.answer(address.secret))
 
 
@@ -112,7 +112,7 @@ async def test_only_a_holder_of_the_ticket_is_told_anything() -> None:
         ):
             wrong = msgspec.structs.replace(address, secret=secret)
             async with connected(wrong) as channel:
-                await channel.send_ask(Ask(offer=offer, first=0, stop=1), secret)
+                await channel.send_ask(DirectAsk(offer=offer, first=0, stop=1), secret)
                 await is_hung_up_on(channel, wrong)
         assert leases(prefill) == 0
 
@@ -311,16 +311,16 @@ async def test_a_port_that_is_taken_only_costs_the_direct_path() -> None:
 @pytest.mark.parametrize("blocks", [(4,), (0, -1), (1 << 40,)])
 def test_an_answer_names_only_blocks_of_the_device_that_it_shows(blocks: tuple[int, ...]) -> None:
     shown = SharedPlanes(owner="o", name="n", place="cpu", num_blocks=4, planes=())
-    assert Answer(planes=shown, block_ids=(0, 3)).block_ids == (0, 3)
+    assert DirectAnswer(planes=shown, block_ids=(0, 3)).block_ids == (0, 3)
     with pytest.raises(ValueError, match="has not"):
-        Answer(planes=shown, block_ids=blocks)
+        DirectAnswer(planes=shown, block_ids=blocks)
     with pytest.raises(ValueError, match="has not"):
-        Answer(block_ids=(0,))
+        DirectAnswer(block_ids=(0,))
 
 
 def test_an_answer_says_as_much_of_each_block() -> None:
     with pytest.raises(ValueError, match="per block"):
-        Answer(blocks=(1, 2), addresses=(1,), headers=(b"",))
+        DirectAnswer(blocks=(1, 2), addresses=(1,), headers=(b"",))
 
 
 @pytest.mark.parametrize("is_in_storage", [True, False])

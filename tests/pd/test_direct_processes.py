@@ -160,7 +160,7 @@ async def test_a_producer_that_dies_while_it_is_read_is_no_loss(
         with producer(url, **WAYS[way]) as other:
             await asyncio.to_thread(other.publish, COUNT, "t")
 
-            def dying(pid: int, pieces: Sequence[process_memory.Piece]) -> None:
+            def dying(pid: int, pieces: Sequence[process_memory.RemotePiece]) -> None:
                 if when == "before":
                     other.kill()
                 read(pid, pieces)
@@ -220,12 +220,12 @@ async def test_without_the_transfer_library_blocks_come_from_storage(
 _METRIC = 'tierkv_direct_blocks_total{path="memory"}'
 _ASKS_AND_HANGS = """
 import asyncio, sys, msgspec
-from tierkv.pd.direct.address import Ask, Channel, DirectAddress
+from tierkv.pd.direct.address import DirectAsk, Channel, DirectAddress
 async def main():
     address = msgspec.json.decode(sys.argv[1], type=DirectAddress)
     channel = Channel(*await asyncio.open_connection(address.host, address.port))
     await channel.be_greeted()
-    await channel.send_ask(Ask(offer=address.offer, first=0, stop=20), address.secret)
+    await channel.send_ask(DirectAsk(offer=address.offer, first=0, stop=20), address.secret)
     print(len((await channel.answer(address.secret)).blocks), flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

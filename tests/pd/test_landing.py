@@ -27,9 +27,9 @@ from tierkv.gpu.process_memory import CpuSharing
 from tierkv.gpu.protocol import Direction, Ids, Planes, SharedPlane, SharedPlanes
 from tierkv.pd.direct import landing
 from tierkv.pd.direct.address import (
-    Ask,
     Channel,
     DirectAddress,
+    DirectAsk,
     connect_near,
     name_of,
     near_listener,
@@ -90,7 +90,7 @@ class Reads:
         self.go = threading.Event()
         self.num_begun = 0
 
-    def __call__(self, pid: int, pieces: Sequence[process_memory.Piece]) -> None:
+    def __call__(self, pid: int, pieces: Sequence[process_memory.RemotePiece]) -> None:
         self.num_begun += 1
         assert self.go.wait(PATIENCE_S), "a test left a read waiting"
         self._read(pid, pieces)
@@ -319,7 +319,7 @@ async def shown(address: DirectAddress, machine: str, *, is_near: bool) -> int:
         streams = await finish(asyncio.open_connection(address.host, address.port))
     channel = Channel(*streams)
     await finish(channel.be_greeted())
-    ask = Ask(offer=address.offer, first=0, stop=BLOCKS, machine=machine)
+    ask = DirectAsk(offer=address.offer, first=0, stop=BLOCKS, machine=machine)
     await channel.send_ask(ask, address.secret)
     answer = await finish(channel.answer(address.secret))
     channel.close()

@@ -22,7 +22,7 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
 from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.stream import Stream
+from tierkv.pd.stream import PublishStream
 from tierkv.sched.request import Matched, Request
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.
@@ -31,7 +31,9 @@ from tierkv.sched.request import Matched, Request
 class Prefill:
     """A prompt that a test computes step by step, on its way out."""
 
-    def __init__(self, node: World, request: Request, stream: Stream, prompt: list[int]) -> None:
+    def __init__(
+        self, node: World, request: Request, stream: PublishStream, prompt: list[int]
+    ) -> None:
         self.node, self.request, self.stream, self.prompt = node, request, stream, prompt
         self.task: asyncio.Task[Published]
 

@@ -18,7 +18,7 @@ _MOST_PIECES = 1024  # IOV_MAX
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RemotePiece:
     """`num_bytes` at `theirs` in the peer's memory, to `ours` in this process's."""
 
     theirs: int
@@ -38,7 +38,7 @@ def is_possible() -> bool:
     return sys.platform == "linux" and hasattr(_libc(), "process_vm_readv")
 
 
-def read(pid: int, pieces: Sequence[Piece]) -> None:
+def read(pid: int, pieces: Sequence[RemotePiece]) -> None:
     """Read all `pieces`; blocks for as long as the copy takes. A process that is stopped can be
     read, one that is dead cannot.
 
@@ -104,7 +104,9 @@ class _CpuPeer:
         for theirs, ours in zip(self._shared.planes, self._own.arrays, strict=True):
             start, stride, num_bytes = int(ours.ctypes.data), int(ours.strides[0]), ours.shape[1]
             pieces += [
-                Piece(theirs.offset + source * theirs.stride, start + target * stride, num_bytes)
+                RemotePiece(
+                    theirs.offset + source * theirs.stride, start + target * stride, num_bytes
+                )
                 for source, target in pairs
             ]
         read(int(self._shared.planes[0].handle), pieces)

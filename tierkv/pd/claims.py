@@ -15,7 +15,7 @@ from tierkv.cache.node import Tier
 from tierkv.errors import HandoffError, NoRoomError, StoreUnavailableError, TransferError
 from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.portions import Portions
-from tierkv.pd.source import Source, Supply
+from tierkv.pd.source import PeerSource, Supply
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id
 from tierkv.pd.watch import Watch
@@ -55,7 +55,7 @@ class Claims:
         scheduler: Scheduler,
         fetcher: Fetcher,
         *,
-        source: Source,
+        source: PeerSource,
         portions: Portions,
         fetch_deadline_s: float,
         stats: HandoffStats,

@@ -25,8 +25,8 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.ledger import HandoffStats, Ledger
-from tierkv.pd.source import Source
+from tierkv.pd.ledger import HandoffStats, TicketLedger
+from tierkv.pd.source import PeerSource
 from tierkv.pd.staging import NUM_GROUPS, Staging, groups_of
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.pd.tickets import Tickets, check_id, check_written
@@ -67,8 +67,8 @@ class Handoff:
         staging: Staging,
         tickets: Tickets,
         *,
-        ledger: Ledger,
-        source: Source,
+        ledger: TicketLedger,
+        source: PeerSource,
         stats: HandoffStats,
     ) -> None:
         self._tiers = tiers

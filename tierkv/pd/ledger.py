@@ -160,7 +160,7 @@ class TicketView(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Ledger:
+class TicketLedger:
     """The last tickets of this node. What is held for a ticket (`hold`) is let go once it is
     acknowledged, has failed or has expired."""
 

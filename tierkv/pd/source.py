@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tierkv.cache.keys import Prompt
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.ledger import Ledger
+from tierkv.pd.ledger import TicketLedger
 from tierkv.pd.ticket import OpenTicket, Ticket
 
 
@@ -29,7 +29,7 @@ class Supply(Protocol):
         at a time."""
 
 
-class Source(Protocol):
+class PeerSource(Protocol):
     """What a node offers to claimers of its prompts, and where its own claims ask."""
 
     @property
@@ -44,7 +44,7 @@ class Source(Protocol):
     def num_offered(self) -> int:
         """Blocks that other nodes offer to claims of this one, right now."""
 
-    def offer(self, ticket_id: str, prompt: Prompt, ledger: Ledger) -> DirectAddress | None:
+    def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
         """What to write into the prompt's ticket, and into its open one; None if this node offers
         nothing. Goes on until `ledger` lets go of what is held for the ticket."""
 

@@ -40,7 +40,7 @@ class _Finish:
     sampling: dict[str, str]
 
 
-class Stream:
+class PublishStream:
     """One prompt on its way out. Whoever computes it calls `advance`, and at the end `finish` or
     `fail`; a task runs `run`, and ends the request only after that has returned.
 

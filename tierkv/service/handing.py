@@ -17,7 +17,7 @@ from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.ledger import TicketStatus, TicketView
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.stream import Stream
+from tierkv.pd.stream import PublishStream
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.tiers import Tiers
@@ -71,14 +71,14 @@ class Handing:
             deadline_s=deadline_s,
         )
 
-    def stream(self, request: Request, ticket_id: str) -> Stream | None:
+    def stream(self, request: Request, ticket_id: str) -> PublishStream | None:
         """Publish the request's prompt while it is computed; None if the settings say otherwise.
-        See Stream."""
+        See PublishStream."""
         handoff = self._the_handoff()
         if not self._settings.streams:
             return None
         deadline_s = self._settings.publish_deadline_s
-        return Stream(handoff, request, ticket_id, deadline_s=deadline_s)
+        return PublishStream(handoff, request, ticket_id, deadline_s=deadline_s)
 
     async def claim(
         self,
@@ -136,7 +136,7 @@ class Publishing:
     """
 
     task: asyncio.Task[Published | TierKVError]
-    stream: Stream | None = None
+    stream: PublishStream | None = None
     refused: TierKVError | None = None
 
     @property
@@ -174,7 +174,7 @@ class Publishings:
             yield
 
     def start(
-        self, work: Coroutine[None, None, Published], stream: Stream | None = None
+        self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
     ) -> Publishing:
         """Run `work`, waited for or not. An expected failure is its outcome, not the service's."""
         task = self._tasks.create_task(_outcome(work), name="tierkv-publish")

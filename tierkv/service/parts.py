@@ -21,7 +21,7 @@ from tierkv.pd.claims import Claims
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.lease import ProducerLease
-from tierkv.pd.ledger import HandoffStats, Ledger
+from tierkv.pd.ledger import HandoffStats, TicketLedger
 from tierkv.pd.portions import Portions
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.small import SmallValues
@@ -145,7 +145,7 @@ class Parts:
             storage,
             staging,
             tickets,
-            ledger=Ledger(tickets, clock),
+            ledger=TicketLedger(tickets, clock),
             source=direct,
             stats=stats,
         )

@@ -19,7 +19,7 @@ from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.ledger import TicketStatus, TicketView
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.stream import Stream
+from tierkv.pd.stream import PublishStream
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, Surroundings, explain
@@ -433,7 +433,7 @@ class Service:
             request, ticket_id, first_tokens, after=after, sampling=sampling
         )
 
-    def stream(self, request: Request, ticket_id: str) -> Stream | None:
+    def stream(self, request: Request, ticket_id: str) -> PublishStream | None:
         """Publish the prompt while it is computed; None if the settings say otherwise."""
         return self._handing.stream(request, ticket_id)
 

@@ -31,7 +31,7 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
-from tierkv.pd.stream import Stream
+from tierkv.pd.stream import PublishStream
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.service.handing import Publishing
@@ -333,7 +333,7 @@ class Session:
         )
 
     def _start(
-        self, work: Coroutine[None, None, Published], stream: Stream | None = None
+        self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
     ) -> Publishing:
         publishing = self._service.publishings.start(work, stream)
         publishing.task.add_done_callback(lambda _: self._publish_over())

@@ -58,7 +58,7 @@ class DirectAddress(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.port} is no port")
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class DirectAsk(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks [first, stop) of the prompt of an offer. Ends what the last answer held.
 
     machine: where the claimer is, if it wants them from the producer's device; "" for the host.
@@ -70,7 +70,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     machine: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class DirectAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that lie where it says until the next question, the connection's end, or `held_s`
     seconds later.
 
@@ -117,25 +117,25 @@ class Channel:
     async def be_greeted(self) -> None:
         self._nonce = await self._reader.readexactly(NONCE_BYTES)
 
-    async def send_ask(self, ask: Ask, secret: bytes) -> None:
+    async def send_ask(self, ask: DirectAsk, secret: bytes) -> None:
         await self._send(wire.seal(_ASK, _VERSION, ask), secret)
 
-    async def send_answer(self, answer: Answer, secret: bytes) -> None:
+    async def send_answer(self, answer: DirectAnswer, secret: bytes) -> None:
         await self._send(wire.seal(_ANSWER, _VERSION, answer), secret)
 
-    async def next_ask(self, node_secret: bytes) -> Ask:
+    async def next_ask(self, node_secret: bytes) -> DirectAsk:
         """Raises StoreCorruptError for what the offer's secret does not vouch for, and what the
         stream raises when it ends."""
         body, mac = await self._receive()
-        ask = wire.unseal(_ASK, _VERSION, body, Ask)
+        ask = wire.unseal(_ASK, _VERSION, body, DirectAsk)
         self._check(body, mac, secret_of(node_secret, ask.offer))
         return ask
 
-    async def answer(self, secret: bytes) -> Answer:
+    async def answer(self, secret: bytes) -> DirectAnswer:
         """Raises as `next_ask` does."""
         body, mac = await self._receive()
         self._check(body, mac, secret)
-        return wire.unseal(_ANSWER, _VERSION, body, Answer)
+        return wire.unseal(_ANSWER, _VERSION, body, DirectAnswer)
 
     @property
     def peer_uid(self) -> int | None:

@@ -11,7 +11,14 @@ import numpy as np
 
 from tierkv.cache.keys import Prompt
 from tierkv.errors import StoreCorruptError
-from tierkv.pd.direct.address import MAX_BLOCKS, Answer, Ask, Channel, DirectAddress, connect_near
+from tierkv.pd.direct.address import (
+    MAX_BLOCKS,
+    Channel,
+    DirectAddress,
+    DirectAnswer,
+    DirectAsk,
+    connect_near,
+)
 from tierkv.pd.direct.landing import Landing
 from tierkv.pd.direct.offers import Offer, Offers, Peer
 from tierkv.pd.ticket import OpenTicket, Ticket
@@ -103,7 +110,7 @@ class Claimer:
 
     async def _was_held(self, channel: Channel, address: DirectAddress) -> bool:
         """What the last answer named, until now. The claim may have hung up meanwhile."""
-        nothing = Ask(offer=address.offer, first=0, stop=0)
+        nothing = DirectAsk(offer=address.offer, first=0, stop=0)
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await channel.send_ask(nothing, address.secret)
@@ -112,11 +119,11 @@ class Claimer:
             log.info("the producer of a ticket does not answer any more: %r", error)
             return False
 
-    async def _answer_to(self, first: int, stop: int, machine: str = "") -> Answer | None:
+    async def _answer_to(self, first: int, stop: int, machine: str = "") -> DirectAnswer | None:
         """None, now and ever after, if the producer does not give one."""
         if self._is_silent or self._address is None:
             return None
-        ask = Ask(offer=self._address.offer, first=first, stop=stop, machine=machine)
+        ask = DirectAsk(offer=self._address.offer, first=first, stop=stop, machine=machine)
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await self._exchange(ask)
@@ -125,7 +132,7 @@ class Claimer:
             self._is_silent = True
             return None
 
-    async def _exchange(self, ask: Ask) -> Answer:
+    async def _exchange(self, ask: DirectAsk) -> DirectAnswer:
         address = self._address
         assert address is not None, "there is somebody to ask"
         try:
@@ -142,7 +149,7 @@ class Claimer:
             self._hang_up()  # cancelled or not: the next answer would be that of this question
             raise
 
-    def _note(self, answer: Answer, peer: Peer, digests: Sequence[bytes]) -> None:
+    def _note(self, answer: DirectAnswer, peer: Peer, digests: Sequence[bytes]) -> None:
         self._forget()
         rows = zip(answer.blocks, answer.addresses, answer.headers, strict=True)
         for block, address, header in rows:

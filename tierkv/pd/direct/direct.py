@@ -22,7 +22,7 @@ from tierkv.pd.direct.landing import Landing, ShownPlanes
 from tierkv.pd.direct.network import TransferEngine
 from tierkv.pd.direct.offers import MemoryWay, NetworkWay, Offers, Speeds
 from tierkv.pd.direct.producer import Answers, DirectServer
-from tierkv.pd.ledger import HandoffStats, Ledger
+from tierkv.pd.ledger import HandoffStats, TicketLedger
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.codec import Codec, PlainCodec
@@ -35,8 +35,8 @@ _ENGINE_START_S = 10.0
 
 
 class Direct:
-    """See Source. `offers` is where this node's fetcher gets blocks from; inside `running()` also
-    from producers.
+    """See PeerSource. `offers` is where this node's fetcher gets blocks from; inside `running()`
+    also from producers.
 
     codecs: how a fingerprint's blocks are stored, None for a plain checksum. A ticket lies in the
     store, so whoever reads the store may read what the ticket opens: blocks that are signed or
@@ -175,7 +175,7 @@ class Direct:
     def _shows_host(self) -> bool:
         return bool(self._pid) or self._engine is not None
 
-    def offer(self, ticket_id: str, prompt: Prompt, ledger: Ledger) -> DirectAddress | None:
+    def offer(self, ticket_id: str, prompt: Prompt, ledger: TicketLedger) -> DirectAddress | None:
         server = self._server
         if server is None or not self._is_plain(prompt.space):
             return None

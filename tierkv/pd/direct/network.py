@@ -22,7 +22,7 @@ import numpy as np
 
 from tierkv.cache.layout import Bytes1D
 from tierkv.errors import ConfigError, TransferError
-from tierkv.gpu.process_memory import Piece
+from tierkv.gpu.process_memory import RemotePiece
 
 # Of the kernel's packet filter.
 _SO_ATTACH_FILTER = 26
@@ -87,7 +87,7 @@ class TransferEngine:
             raise ConfigError(f"Mooncake's engine cannot show the host tier ({status})")
         self._shown.append(address)
 
-    def read(self, peer: str, pieces: Sequence[Piece]) -> None:
+    def read(self, peer: str, pieces: Sequence[RemotePiece]) -> None:
         """Read all `pieces`. Raises TransferError, with none of them written to."""
         if self._engine is None:
             raise TransferError("this node has no transfer engine any more")

@@ -17,7 +17,7 @@ from typing import Protocol
 from tierkv.cache.keys import StoredKey
 from tierkv.errors import StoreCorruptError, StoreUnavailableError, TransferError
 from tierkv.gpu import process_memory
-from tierkv.gpu.process_memory import NotPermittedError, Piece
+from tierkv.gpu.process_memory import NotPermittedError, RemotePiece
 from tierkv.gpu.protocol import Ids
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.direct.network import TransferEngine
@@ -38,7 +38,7 @@ AGAIN_S = 60.0
 FAST_S_PER_BYTE = 1 / 4e9  # no store has brought more (docs/benchmarks.md)
 
 
-Read = Callable[[Sequence[Piece]], None]  # of one producer's host tier, in a thread
+Read = Callable[[Sequence[RemotePiece]], None]  # of one producer's host tier, in a thread
 
 
 class Way(Protocol):
@@ -286,7 +286,7 @@ class Offers:
         payloads = [part.payload(read.slot, read.key.num_tokens) for read in reads]
         peer.read(
             [
-                Piece(read.offer.address, int(payload.ctypes.data), payload.nbytes)
+                RemotePiece(read.offer.address, int(payload.ctypes.data), payload.nbytes)
                 for read, payload in zip(reads, payloads, strict=True)
             ]
         )

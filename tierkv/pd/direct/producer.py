@@ -26,10 +26,10 @@ from tierkv.errors import ConfigError, StoreCorruptError
 from tierkv.gpu.protocol import HostSlots
 from tierkv.pd.direct.address import (
     MAX_BLOCKS,
-    Answer,
-    Ask,
     Channel,
     DirectAddress,
+    DirectAnswer,
+    DirectAsk,
     name_of,
     near_listener,
     secret_of,
@@ -83,7 +83,7 @@ class DirectServer:
 
     @property
     def num_leases(self) -> int:
-        """Held for claimers, right now."""
+        """ShownBlocks for claimers, right now."""
         return self._answers.num_leases
 
     def offer(self, offer: str, prompt: Prompt) -> DirectAddress:
@@ -143,7 +143,7 @@ class DirectServer:
                 task.cancel()
 
     async def _claimer(self, channel: Channel) -> None:
-        held = Held(channel.peer_uid)
+        held = ShownBlocks(channel.peer_uid)
         try:
             await channel.greet()
             left_s = _FIRST_WORD_S
@@ -167,7 +167,7 @@ _PLAIN = PlainCodec()
 
 
 @dataclass(slots=True)
-class Held:
+class ShownBlocks:
     """What the last answer on one connection names. uid: who is at its other end, None if that is
     not known."""
 
@@ -209,7 +209,7 @@ class Answers:
         async with self._threads.running():
             yield
 
-    async def answer(self, ask: Ask, held: Held) -> Answer:
+    async def answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
         """What of it is whole, held by a lease that is put into `held` in place of the last."""
         was_held = bool(held.leases) and self._tiers.mover.device.failure is None
         self.let_go(held)
@@ -217,7 +217,7 @@ class Answers:
         self._on_blocks(len(answer.blocks) + len(answer.block_ids))
         return msgspec.structs.replace(answer, held_s=self._held_s, was_held=was_held)
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, held: ShownBlocks) -> None:
         for lease in held.leases:
             self._tiers.index.release(lease)
             self.num_leases -= 1
@@ -225,42 +225,42 @@ class Answers:
             held.leases.clear()
             self._tiers.work.capacity_changed()
 
-    async def _answer(self, ask: Ask, held: Held) -> Answer:
+    async def _answer(self, ask: DirectAsk, held: ShownBlocks) -> DirectAnswer:
         prompt = self.prompts.get(ask.offer)
         if prompt is None or not 0 <= ask.first < ask.stop <= ask.first + MAX_BLOCKS:
-            return Answer()
+            return DirectAnswer()
         if ask.machine:
             return await self._on_device(ask, prompt, held)
         return await self._on_host(ask, prompt, held)
 
-    def _hold(self, prompt: Prompt, stop: int, held: Held) -> Lease:
+    def _hold(self, prompt: Prompt, stop: int, held: ShownBlocks) -> Lease:
         index = self._tiers.index
         held.leases.append(index.hold(index.match(prompt).node, stop))
         self.num_leases += 1
         return held.leases[-1]
 
-    async def _on_device(self, ask: Ask, prompt: Prompt, held: Held) -> Answer:
+    async def _on_device(self, ask: DirectAsk, prompt: Prompt, held: ShownBlocks) -> DirectAnswer:
         stop = min(ask.stop, self._tiers.index.match(prompt).device_blocks)
         # Who has a handle can read and write all of the planes, as this user's processes can.
         may = ask.machine == self._machine and held.uid == os.geteuid()
         is_sound = self._tiers.mover.device.failure is None
         if stop <= ask.first or self._planes is None or not may or not is_sound:
-            return Answer()
+            return DirectAnswer()
         node = self._hold(prompt, stop, held).node
         try:
             planes = await self._threads.run(self._planes.describe)
         except ConfigError as error:
             log.warning("the device's blocks are not shown: %s", error)
             self.let_go(held)
-            return Answer()
+            return DirectAnswer()
         ids = self._tiers.index.slots(Tier.DEVICE, node, ask.first, stop)
-        return Answer(planes=planes, block_ids=tuple(ids.tolist()))
+        return DirectAnswer(planes=planes, block_ids=tuple(ids.tolist()))
 
-    async def _on_host(self, ask: Ask, prompt: Prompt, held: Held) -> Answer:
+    async def _on_host(self, ask: DirectAsk, prompt: Prompt, held: ShownBlocks) -> DirectAnswer:
         tiers, index = self._tiers, self._tiers.index
         stop = min(ask.stop, index.match(prompt).num_blocks)
         if stop <= ask.first:
-            return Answer()
+            return DirectAnswer()
         node = self._hold(prompt, stop, held).node
         states = index.states(Tier.HOST, node, ask.first, stop)
         slots = index.slots(Tier.HOST, node, ask.first, stop).tolist()
@@ -270,7 +270,7 @@ class Answers:
         headers = await self._threads.run(lambda: tuple(self._header(*row) for row in rows))
         array = self._slots.array
         base, width = int(array.ctypes.data), int(array.strides[0])
-        return Answer(
+        return DirectAnswer(
             blocks=tuple(ask.first + i for i in ready),
             addresses=tuple(base + slot * width for _, slot in rows),
             headers=headers,
