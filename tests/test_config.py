@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tierkv.api.settings import NodeSettings
-from tierkv.config import load
+from tierkv.config import load, settings_in
 from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySettings
 
@@ -57,6 +60,8 @@ def test_a_nested_table_can_be_set_by_the_environment() -> None:
         ("[handoff]\nprefix = 'a b'", {}, "handoff.prefix"),
         ("[handoff]\nprefix = 'a:b'", {}, "handoff.prefix"),
         ("[handoff]\nblock_ttl_s = 1.0", {}, "block_ttl_s"),
+        ("[handoff]\nproducer_lease_s = 5.0", {}, "no setting handoff.producer_lease_s"),
+        ("", {"TIERKV_STORAGE__RESILIENCE__MAX_READS": "5"}, "no setting storage.resilience.max"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -90,3 +95,16 @@ def test_a_key_that_neither_role_knows_is_named_by_both(tmp_path: Path) -> None:
         load(GatewaySettings, None, environ, beside=NodeSettings)
     with pytest.raises(ConfigError, match="caches"):
         load(GatewaySettings, file(tmp_path, "[caches]\nx = 1"), {}, beside=NodeSettings)
+
+
+def test_what_can_be_set_is_what_somebody_asks_for_by_name() -> None:
+    names = {name for kind in (NodeSettings, GatewaySettings) for name in _names(kind)}
+    assert len(names) <= 110, "a value that nobody asks for by name is Fixed"
+
+
+def _names(kind: object, at: str = "") -> Iterator[str]:
+    for name, hint in settings_in(kind).items():
+        if dataclasses.is_dataclass(hint) or isinstance(hint, type(msgspec.Struct)):
+            yield from _names(hint, f"{at}{name}.")
+        else:
+            yield f"{at}{name}".replace("gateway.", "node.")  # both listen alike

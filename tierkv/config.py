@@ -8,7 +8,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
@@ -16,6 +16,10 @@ from tierkv.errors import ConfigError
 
 T = TypeVar("T")
 _ENV_PREFIX = "TIERKV_"
+_FIXED = "no setting"
+Fixed = Annotated[T, _FIXED]
+"""A value that is no setting, but of a type that holds settings: nobody asks for it by name, its
+default says where it comes from, and only who makes the part can give another."""
 
 
 def load(
@@ -83,8 +87,18 @@ def _section(table: dict[str, Any], names: Sequence[str], where: str) -> dict[st
     return table
 
 
+def settings_in(kind: object) -> dict[str, Any]:
+    """The types of what may be set of `kind`, a type of settings, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: hint
+        for name, hint in hints.items()
+        if get_origin(hint) is not Annotated or _FIXED not in hint.__metadata__
+    }
+
+
 def _refuse_unknown(kind: object, table: Mapping[str, Any], where: str, at: str) -> None:
-    hints = get_type_hints(kind)
+    hints = settings_in(kind)
     for key, value in table.items():
         if key not in hints:
             known = ", ".join(sorted(hints))

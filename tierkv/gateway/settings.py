@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tierkv.client.http import client_tls, node_url
-from tierkv.config import all_above_zero
+from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import ConfigError
 from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 
@@ -57,7 +57,7 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queued: int = 256
     queue_timeout_s: float = 15.0
     max_batch: int = 32
-    max_attempts: int = 8
+    max_attempts: Fixed[int] = 8
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_batch", "max_attempts"):
@@ -80,12 +80,12 @@ class DeadlineSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     request_s: float = 600.0
-    connect_s: float = 2.0
+    connect_s: Fixed[float] = 2.0
     first_token_s: float = 120.0
     stall_s: float = 20.0
     lookup_s: float = 0.1
-    hedge_s: float = 5.0
-    hedge_factor: float = 3.0
+    hedge_s: Fixed[float] = 5.0
+    hedge_factor: Fixed[float] = 3.0
 
     def __post_init__(self) -> None:
         all_above_zero("deadlines", self, *self.__struct_fields__)
@@ -101,10 +101,10 @@ class HealthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     probe_interval_s: float = 1.0
-    probe_timeout_s: float = 2.0
-    eject_s: float = 1.0
-    eject_most_s: float = 30.0
-    gone_after_probes: int = 3
+    probe_timeout_s: Fixed[float] = 2.0
+    eject_s: Fixed[float] = 1.0
+    eject_most_s: Fixed[float] = 30.0
+    gone_after_probes: Fixed[int] = 3
 
     def __post_init__(self) -> None:
         all_above_zero("health", self, *self.__struct_fields__)

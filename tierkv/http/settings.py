@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from tierkv.config import all_above_zero
+from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import ConfigError
 
 _MAX_PORT = 65_535
@@ -38,9 +38,9 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_work_bytes: int = 256 << 20
     max_connections: int = 16_384
     idle_timeout_s: float = 75.0
-    head_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    send_timeout_s: float = 60.0
+    head_timeout_s: Fixed[float] = 10.0
+    body_timeout_s: Fixed[float] = 30.0
+    send_timeout_s: Fixed[float] = 60.0
 
     def check(self, table: str) -> None:
         """Raise ConfigError, with the names of the config file's `table`."""
@@ -66,7 +66,7 @@ class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reload_s: how often is looked whether it has changed."""
 
     file: str = ""
-    reload_s: float = 1.0
+    reload_s: Fixed[float] = 1.0
 
     def __post_init__(self) -> None:
         all_above_zero("auth", self, "reload_s")
@@ -83,7 +83,7 @@ class TlsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cert: str = ""
     key: str = ""
     client_ca: str = ""
-    reload_s: float = 10.0
+    reload_s: Fixed[float] = 10.0
 
     def __post_init__(self) -> None:
         all_above_zero("tls", self, "reload_s")

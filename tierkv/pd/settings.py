@@ -7,7 +7,7 @@ from enum import Enum
 
 import msgspec
 
-from tierkv.config import all_above_zero
+from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import BadRequestError, ConfigError
 from tierkv.storage.protocol import check_ttl, is_name
 
@@ -45,16 +45,16 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     prefix: str = "tierkv"
     block_ttl_s: float | None = 86_400.0
     ticket_ttl_s: float = 600.0
-    claimed_ttl_s: float = 120.0
-    producer_lease_s: float = 3.0
+    claimed_ttl_s: Fixed[float] = 120.0
+    producer_lease_s: Fixed[float] = 3.0
     streams: bool = True
     direct: DirectPath = DirectPath.AUTO
     direct_host: str = ""
     direct_port: int = 0
-    direct_lease_s: float = 10.0
+    direct_lease_s: Fixed[float] = 10.0
     publish_deadline_s: float = 30.0
     claim_deadline_s: float = 10.0
-    lookup_deadline_s: float = 2.0
+    lookup_deadline_s: Fixed[float] = 2.0
 
     def __post_init__(self) -> None:
         all_above_zero(

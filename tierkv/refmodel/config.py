@@ -8,6 +8,7 @@ from typing import Literal
 
 from tierkv.cache.layout import Layout, attention_layout
 from tierkv.cache.shards import ShardScheme
+from tierkv.config import Fixed
 from tierkv.errors import ConfigError
 
 VOCAB_SIZE = 256
@@ -37,9 +38,9 @@ class ModelConfig:
     num_kv_heads: int = 2
     head_dim: int = 16
     hidden: int = 64
-    ffn: int = 128
-    rope_theta: float = 10_000.0
-    max_positions: int = 131_072
+    ffn: Fixed[int] = 128
+    rope_theta: Fixed[float] = 10_000.0
+    max_positions: Fixed[int] = 131_072
     seed: int = 0
     kv_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
 

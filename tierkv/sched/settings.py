@@ -6,7 +6,7 @@ import msgspec
 
 from tierkv.cache.eviction import EvictionKind, EvictionPolicy, WritePolicy, make_policy
 from tierkv.cache.node import Quota, check_quota
-from tierkv.config import all_above_zero
+from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import ConfigError
 from tierkv.sched.eviction import Watermarks
 from tierkv.sched.tenants import Limits
@@ -40,7 +40,7 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host_after_hits: int = 2
     storage_write: WritePolicy = WritePolicy.NONE
     storage_after_hits: int = 2
-    background_copy_bytes: int = 256 << 20
+    background_copy_bytes: Fixed[int] = 256 << 20
     fetch_deadline_s: float = 10.0
     fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT
     tenant: str = ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierkv.clock import Clock
+from tierkv.config import Fixed
 from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.storage.base import BaseStore
 from tierkv.storage.file_paths import Listing
@@ -59,7 +60,7 @@ class FileSettings:
     num_threads: int = 4
     syncs_values: bool = False
     writes_directly: bool = False
-    sweep_interval_s: float = 600.0
+    sweep_interval_s: Fixed[float] = 600.0
     capacity_bytes: int | None = None
     min_free_bytes: int = 512 << 20
 

@@ -28,6 +28,7 @@ from typing import TypeVar
 
 from tierkv.cache.keys import lists_tails, tells_of_blocks
 from tierkv.clock import Clock
+from tierkv.config import Fixed
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError, TierKVError
 from tierkv.storage.base import StoreAround
 from tierkv.storage.protocol import (
@@ -85,17 +86,17 @@ class ResilienceSettings:
 
     timeout_s: float = 0.3
     write_timeout_s: float = 2.0
-    slowest_bytes_per_s: float = 100e6
+    slowest_bytes_per_s: Fixed[float] = 100e6
     failures_to_open: int = 5
     probe_interval_s: float = 1.0
-    retries_per_operation: float = 0.1
-    max_reads: int = 64
-    max_waiting_reads: int = 1024
-    write_batches: int = 2
-    max_waiting_write_bytes: int = 512 << 20
-    full_pause_s: float = 1.0
-    negative_ttl_s: float = 0.5
-    negative_names: int = 65_536
+    retries_per_operation: Fixed[float] = 0.1
+    max_reads: Fixed[int] = 64
+    max_waiting_reads: Fixed[int] = 1024
+    write_batches: Fixed[int] = 2
+    max_waiting_write_bytes: Fixed[int] = 512 << 20
+    full_pause_s: Fixed[float] = 1.0
+    negative_ttl_s: Fixed[float] = 0.5
+    negative_names: Fixed[int] = 65_536
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "write_timeout_s", "slowest_bytes_per_s", "probe_interval_s"):

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from tierkv.config import Fixed
 from tierkv.errors import BadRequestError, ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage.base import (
     StoreAround,
@@ -58,7 +59,7 @@ class LayeredSettings:
     """
 
     near_ttl_s: float = 3600.0
-    max_fill_bytes: int = 256 << 20
+    max_fill_bytes: Fixed[int] = 256 << 20
 
     def __post_init__(self) -> None:
         try:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from tierkv.config import Fixed
 from tierkv.errors import ConfigError
 
 
@@ -97,10 +98,10 @@ class MooncakeSettings:
     """
 
     local_host: str = "127.0.0.1"
-    num_threads: int = 1
-    local_buffer_bytes: int = 64 << 20
+    num_threads: Fixed[int] = 1
+    local_buffer_bytes: Fixed[int] = 64 << 20
     replicas: int = 1
-    connect_timeout_s: float = 2.0
+    connect_timeout_s: Fixed[float] = 2.0
     protocol: str = "tcp"
     rdma_devices: str = ""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from urllib.parse import SplitResult, unquote
 
+from tierkv.config import Fixed
 from tierkv.errors import ConfigError
 from tierkv.storage.redis.socket import Address, port_of
 from tierkv.storage.redis.wire import Pace
@@ -208,10 +209,10 @@ class RedisSettings:
     """
 
     num_connections: int = 2
-    write_connections: int = 2
+    write_connections: Fixed[int] = 2
     timeout_s: float = 0.25
-    connect_timeout_s: float = 0.25
-    slowest_bytes_per_s: float = 200e6
+    connect_timeout_s: Fixed[float] = 0.25
+    slowest_bytes_per_s: Fixed[float] = 200e6
     tls: TlsFiles = field(default_factory=TlsFiles)
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
