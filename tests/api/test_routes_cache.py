@@ -375,3 +375,20 @@ async def test_a_request_aborted_while_it_is_published_leaves_nothing() -> None:
 
 def _is_publishing(on: Here) -> bool:
     return bool(on.node.desk.find(("", "r")).open().is_publishing)
+
+
+async def test_a_claim_that_finds_no_room_until_its_deadline_is_told_to_come_again() -> None:
+    async with here() as on:
+        await publish(on.client)
+        await on.settle()
+        everything = {"tokens": list(range(100, 100 + 64 * 16)), "max_new_tokens": 0}
+        assert (await admit(on.client, "all", **everything)).status == 200
+        body = {"tokens": TOKENS, "ticket_id": "t", "request_id": "c", "deadline_s": 0.1}
+        refused = await on.client.post("/v1/claims", body)
+        assert (refused.status, refused.code) == (503, "handoff_failed")
+        assert (refused.body["reason"], refused.headers["Retry-After"]) == ("no_room", "1")
+        await on.client.post("/v1/requests/all/finish", {})
+        claimed = await on.client.post("/v1/claims", body | {"request_id": "d", "deadline_s": 5})
+        assert (claimed.status, claimed.body["cached_tokens"]) == (200, 40)
+        await on.client.post("/v1/requests/d/finish", {})
+        await on.settle()

@@ -1,9 +1,9 @@
-"""Where requests wait to be admitted, and how they start. This is where a request's wait for room
-ends: `Admitting` gives turns and is told of every change of capacity.
+"""Where requests wait to be admitted, and how they start.
 
-It waits for room on the device or within its tenant's quota and limits (`Admitting`), for blocks
-that another request computes (`Parking`), or, once it runs, for more blocks (`Growing`). Only its
-wait for storage comes before (`fetch.py`).
+A request waits for room on the device or within its tenant's quota and limits (`Admissions`), for
+blocks that another one computes (`SharedWaits`), or, once it runs, for more blocks (`Growth`).
+`Admissions` is told of every change of capacity and ends the waits of all three. What comes before,
+a request's wait for storage, ends in `fetch.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Partial:
     target: Ids
 
 
-class Starting:
+class Starts:
     """All or nothing: a start that fails has changed nothing."""
 
     def __init__(self, tiers: Tiers, running: Running, loads: Loads, computing: Computing) -> None:
@@ -272,7 +272,7 @@ def _count_below(stop: int, ranges: Sequence[range]) -> int:
     return sum(len(range(one.start, min(one.stop, stop))) for one in ranges)
 
 
-class Growing:
+class Growth:
     """extending: requests that wait for more blocks right now. limits_of: a request's tenant's.
     let_go: lets one that waits for admission, of one tenant or any, give up what was fetched for
     it; whether there was one."""
@@ -281,7 +281,7 @@ class Growing:
         self,
         tiers: Tiers,
         running: Running,
-        starting: Starting,
+        starts: Starts,
         *,
         limits_of: Callable[[RequestSpec], Limits],
         let_go: Callable[[str | None], bool],
@@ -289,7 +289,7 @@ class Growing:
         self._tiers = tiers
         self._index = tiers.index
         self._running = running
-        self._starting = starting
+        self._starts = starts
         self._limits_of = limits_of
         self._let_go = let_go
         self.extending: list[Request] = []
@@ -385,7 +385,7 @@ class Growing:
     def _try_extend(self, request: Request, count: int) -> Ids | None:
         while True:
             try:
-                return self._starting.take(request.prompt, count)
+                return self._starts.take(request.prompt, count)
             except OutOfBlocksError as error:
                 if isinstance(error, OverQuotaError):
                     self._short_of_quota.add(request)
@@ -413,7 +413,7 @@ class Growing:
         return rivals if all(one in self.extending for one in rivals) else []
 
 
-class Parking:
+class SharedWaits:
     """on_timeout: called when a wait is up, and its request is back in line."""
 
     def __init__(
@@ -480,7 +480,7 @@ class Parking:
 _SLICE = 8
 
 
-class Admitting:
+class Admissions:
     """The first in line is never overtaken because it is large: while there is no room for it,
     nobody is admitted. Those that run and want more blocks come before all that wait."""
 
@@ -490,20 +490,20 @@ class Admitting:
         line: WaitingLine,
         running: Running,
         *,
-        starting: Starting,
-        growing: Growing,
+        starts: Starts,
+        growth: Growth,
         limits: TenantLimits,
-        parking: Parking,
+        shared_waits: SharedWaits,
     ) -> None:
         self._tiers = tiers
         self._index = tiers.index
         self._device_pool = tiers.slots.pools[Tier.DEVICE]
         self._line = line
         self._running = running
-        self._starting = starting
-        self._growing = growing
+        self._starts = starts
+        self._growth = growth
         self._limits = limits
-        self._parking = parking
+        self._shared_waits = shared_waits
         self.pauses: set[str] = set()  # why nobody is admitted
         self._is_pumping = False
         self._pumps_again = False
@@ -521,7 +521,7 @@ class Admitting:
         if self._is_first(waiting):
             try:
                 plan = plan_admission(self._index, self._device_pool, waiting.spec)
-                wait = self._parking.worth_a_wait(waiting, plan)
+                wait = self._shared_waits.worth_a_wait(waiting, plan)
                 if wait is None:
                     request = self._start(waiting, plan)
                     self._line.given(waiting.tenant, waiting.spec.num_blocks)
@@ -530,7 +530,7 @@ class Admitting:
                 pass
             else:
                 self._line.join(waiting)
-                self._parking.park(waiting, wait)
+                self._shared_waits.park(waiting, wait)
                 return None
         self._line.join(waiting)
         if self.is_paused:
@@ -540,8 +540,8 @@ class Admitting:
         return None
 
     def _start(self, waiting: Waiting, plan: AdmissionPlan) -> Request:
-        request = self._starting.try_start(waiting, plan)
-        self._parking.started(waiting)
+        request = self._starts.try_start(waiting, plan)
+        self._shared_waits.started(waiting)
         return request
 
     def _is_first(self, waiting: Waiting) -> bool:
@@ -581,7 +581,7 @@ class Admitting:
 
     def _admit_waiting(self, most: int) -> int:
         """Give up to `most` turns; how many there were, fewer if there is nothing more to do."""
-        self._parking.bring_back()
+        self._shared_waits.bring_back()
         self._over_quota.clear()
         for num_turns in range(most):
             if self.is_paused:
@@ -592,9 +592,9 @@ class Admitting:
             try:
                 self._limits.check(waiting.spec)
                 plan = plan_admission(self._index, self._device_pool, waiting.spec)
-                wait = self._parking.worth_a_wait(waiting, plan)
+                wait = self._shared_waits.worth_a_wait(waiting, plan)
                 if wait is not None:
-                    self._parking.park(waiting, wait)
+                    self._shared_waits.park(waiting, wait)
                     continue
                 request = self._start(waiting, plan)
             except OverQuotaError:
@@ -626,11 +626,11 @@ class Admitting:
     def _may_go(self, waiting: Waiting) -> bool:
         spec = waiting.spec
         limits, space = self._limits.of(spec), spec.prompt.space
-        if limits.are_none and not self._over_quota and not self._growing.extending:
+        if limits.are_none and not self._over_quota and not self._growth.extending:
             return True
         if waiting.outcome.done() or not limits.allow(1, spec.num_blocks):
             return True  # it leaves the line
-        if space in self._over_quota or self._growing.holds_up(space):
+        if space in self._over_quota or self._growth.holds_up(space):
             return False
         use = self._running.of_tenant(space)
         return limits.allow(use.num_running + 1, use.num_blocks + spec.num_blocks)

@@ -19,7 +19,7 @@ from tierkv.errors import (
     ShuttingDownError,
 )
 from tierkv.gpu.protocol import Event
-from tierkv.sched.admission import Admitting, Growing, Parking, SchedulerStats, Starting
+from tierkv.sched.admission import Admissions, Growth, SchedulerStats, SharedWaits, Starts
 from tierkv.sched.computing import Computing
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
@@ -60,32 +60,32 @@ class Scheduler:
         self._preempted: set[Request] = set()  # until they are resumed or abandoned
         self.loads = Loads(tiers)
         self.computing = Computing(prefill or Prefill(), self._pump, tiers.decisions)
-        self._starting = Starting(tiers, self._running, self.loads, self.computing)
+        self._starts = Starts(tiers, self._running, self.loads, self.computing)
         self._commits = Commits(tiers, self._running, self.loads, self.computing)
-        self._growing = Growing(
+        self._growth = Growth(
             tiers,
             self._running,
-            self._starting,
+            self._starts,
             limits_of=self._limits.of,
             let_go=self._waiting.let_go_of_last,
         )
-        self._admitting = Admitting(
+        self._admissions = Admissions(
             tiers,
             self._waiting,
             self._running,
-            starting=self._starting,
-            growing=self._growing,
+            starts=self._starts,
+            growth=self._growth,
             limits=self._limits,
-            parking=Parking(self._waiting, self.computing, self.stats, self._pump),
+            shared_waits=SharedWaits(self._waiting, self.computing, self.stats, self._pump),
         )
         tiers.work.on_capacity(self._pump)
 
     def _pump(self) -> None:
-        self._admitting.pump()
+        self._admissions.pump()
 
     @property
     def stats(self) -> SchedulerStats:
-        return self._starting.stats
+        return self._starts.stats
 
     @property
     def num_waiting(self) -> int:
@@ -139,18 +139,18 @@ class Scheduler:
 
     @property
     def is_paused(self) -> bool:
-        return self._admitting.is_paused
+        return self._admissions.is_paused
 
     def pause(self, *, why: str = "asked") -> None:
         """Admit nobody until `unpause` for the same reason; requests may come and wait, those
         running go on. What was fetched for those that wait is held no longer: a sleep or a shrink
         would wait for it, and they for the end of that."""
-        self._admitting.pauses.add(why)
+        self._admissions.pauses.add(why)
         for waiting in list(self._waiting):
             waiting.release_fetched()
 
     def unpause(self, *, why: str = "asked") -> None:
-        self._admitting.pauses.discard(why)
+        self._admissions.pauses.discard(why)
         self._pump()
 
     def findings(self) -> list[str]:
@@ -208,7 +208,7 @@ class Scheduler:
         waiting = Waiting(spec, fetched, outcome)
         try:
             self.check(spec)
-            request = self._admitting.admit_or_join(waiting)
+            request = self._admissions.admit_or_join(waiting)
             return await outcome if request is None else request
         except asyncio.CancelledError:
             if waiting in self._waiting:
@@ -224,10 +224,10 @@ class Scheduler:
         """Bring to the device what the host has of `prompt`, for a request that is to come; return
         when it is there. Nothing happens if there is no room, or somebody waits for it. Raises
         TransferError; cancelling the wait does not touch the copy."""
-        if self.is_paused or self._is_draining or self._waiting or self._growing.extending:
+        if self.is_paused or self._is_draining or self._waiting or self._growth.extending:
             return
         try:
-            movement = self._starting.load(prompt)
+            movement = self._starts.load(prompt)
         except OutOfBlocksError:
             return
         if movement is not None:
@@ -236,7 +236,7 @@ class Scheduler:
     def take_device(self, prompt: Prompt, count: int) -> Ids:
         """Device slots for blocks of `prompt` that somebody else brings, within its tenant's quota.
         Raises OutOfBlocksError with none taken."""
-        return self._starting.take(prompt, count)
+        return self._starts.take(prompt, count)
 
     def abort(self, request_id: str) -> bool:
         """Nobody wants this request any more; whether there was one.
@@ -278,8 +278,8 @@ class Scheduler:
         await self._commits.commit(request, tokens, after=after)
 
     async def extend(self, request: Request, num_tokens: int) -> None:
-        """More room in the block table; see Growing.extend."""
-        await self._growing.extend(request, num_tokens)
+        """More room in the block table; see Growth.extend."""
+        await self._growth.extend(request, num_tokens)
 
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Give all blocks back for a while. What was committed goes to the host, if it has room,
