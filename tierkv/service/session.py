@@ -134,9 +134,18 @@ class Session:
         """Wait for a published prompt and for blocks with every token of it on its way into them;
         see `Service.claim`. `ticket` is there afterwards."""
         self._policy = policy
-        request, self.ticket = await self._service.claim_as(
-            self.spec, ticket_id, policy, deadline_s, sampling
-        )
+        try:
+            request, self.ticket = await self._service.claim_as(
+                self.spec, ticket_id, policy, deadline_s, sampling
+            )
+        except DeviceFailedError:
+            raise
+        except TransferError as error:  # a prompt that came in portions did not all load
+            self.check_may_compute(error)
+            log.warning("request %s computes all of it: %s", self.spec.request_id, error)
+            self.load_problem = str(error)
+            alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
+            request = await self._service.admit_as(alone)
         return self._took(request)
 
     def _took(self, request: Request) -> Request:

@@ -1,0 +1,282 @@
+"""The life of a request as a Session decides it, whoever drives it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.latch import PATIENCE_S, ManualEvent, cancelled_at, finish, until
+from tests.world import BLOCK, World, world
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.tokens import pack
+from tierkv.errors import (
+    DuplicateRequestError,
+    HandoffError,
+    OwnershipError,
+    TierKVError,
+    TransferError,
+)
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.claims import ClaimPolicy
+from tierkv.sched.request import RequestSpec
+from tierkv.service.session import LOAD_FAILED, Session
+
+PROMPT = list(range(2 * BLOCK + 1))
+
+
+def session(on: World, tokens: Sequence[int] = PROMPT, *, name: str = "r", new: int = 0) -> Session:
+    return Session(on.service, RequestSpec(name, on.prompt(tokens), new))
+
+
+async def computed(on: World, tokens: Sequence[int] = PROMPT, *, name: str = "r") -> Session:
+    """A session of which all tokens are committed."""
+    one = session(on, tokens, name=name)
+    request = await finish(one.admit())
+    on.compute(request, tokens, request.cached_tokens)
+    await finish(one.commit(pack(list(tokens))))
+    return one
+
+
+async def test_an_end_gives_the_blocks_back_when_nothing_publishes_them_any_more() -> None:
+    async with world(with_store=True) as on:
+        one = await computed(on)
+        on.the_store.hold()
+        publishing = one.publish("t", [7])
+        one.end()
+        assert one.is_ending
+        assert not one.has_ended
+        assert on.service.scheduler.running_requests
+        with pytest.raises(OwnershipError, match="ending"):
+            await one.commit(pack(PROMPT))
+        on.the_store.release()
+        published = await finish(publishing.published())
+        assert published.ticket.first_tokens == (7,)
+        assert one.has_ended
+        assert not on.service.scheduler.running_requests
+        one.end()
+        await on.settle()
+
+
+async def test_an_abort_gives_up_what_is_being_published() -> None:
+    async with world(with_store=True) as on:
+        one = await computed(on)
+        on.the_store.hold()
+        publishing = one.publish("t", [7])
+        await on.the_store.until_held(1)
+        one.abort()
+        with pytest.raises(OwnershipError, match="before it was published"):
+            await finish(publishing.published())
+        await finish(asyncio.wait([one.over]))
+        on.the_store.release()
+        await on.settle()
+
+
+async def test_a_prompt_is_published_once_per_ticket_and_a_call_that_says_otherwise_is_told() -> (
+    None
+):
+    async with world(with_store=True) as on:
+        one = await computed(on)
+        first = one.publish("t", [7])
+        assert one.publish("t", [7]) is first
+        await finish(one.published(first, [7], {}))
+        with pytest.raises(DuplicateRequestError):
+            await finish(one.published(one.publish("t", [8]), [8], {}))
+        one.end()
+
+
+async def test_a_publish_that_failed_may_be_asked_for_again() -> None:
+    async with world(with_store=True) as on:
+        one = await computed(on)
+        on.the_store.fail_next(1000)
+        with pytest.raises(TierKVError):
+            await finish(one.publish("t", [7]).published())
+        on.the_store.fail_next(0)
+        assert (await finish(one.publish("t", [7]).published())).num_blocks == 3
+        one.end()
+
+
+async def test_a_preemption_waits_for_publishes_and_is_refused_while_the_prompt_streams() -> None:
+    async with world(with_store=True) as on:
+        one = await computed(on)
+        assert await finish(one.stream("s"))
+        with pytest.raises(OwnershipError, match="as it is computed"):
+            await one.preempt()
+        on.the_store.hold()
+        one.publish("s", [7])
+        preempting = asyncio.get_running_loop().create_task(one.preempt())
+        await on.the_store.until_held(1)
+        assert not preempting.done()
+        on.the_store.release()
+        await finish(preempting)
+        assert one.is_preempted
+        request = await finish(one.resume(max_new_tokens=0))
+        await finish(request.gate.all_layers(PATIENCE_S))
+        on.check_kv(request, PROMPT, request.cached_tokens)
+        one.end()
+        await on.settle()
+
+
+async def test_a_request_that_ends_while_it_waits_to_be_resumed_gives_all_back_at_once() -> None:
+    async with world(device_blocks=4) as on:
+        one = await computed(on)
+        await one.preempt()
+        other = session(on, range(100, 100 + 4 * BLOCK), name="other")
+        await finish(other.admit())
+        resuming = asyncio.get_running_loop().create_task(one.resume(max_new_tokens=0))
+        await until(lambda: on.service.scheduler.num_waiting == 1, "a request in line")
+        one.end()
+        with pytest.raises(OwnershipError, match="has ended"):
+            await finish(resuming)
+        assert one.has_ended
+        other.end()
+        await on.settle()
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_resume_that_is_cancelled_anywhere_leaves_the_request_preempted(
+    *, late: bool
+) -> None:
+    for at in range(1, 20):
+        async with world(with_store=True) as on:
+            one = await computed(on)
+            await one.preempt()
+            was_there = await cancelled_at(at, one.resume(max_new_tokens=0), late=late)
+            assert one.is_preempted or one.running().request_id == "r"
+            one.end()
+            await on.settle()
+        if not was_there:
+            return
+
+
+async def failed(on: World, tokens: Sequence[int] = PROMPT) -> Session:
+    """A session of whose cached tokens, on the host alone, the load has failed."""
+    await on.run(tokens)
+    on.latch.fail_next(Direction.LOAD)
+    await finish(on.service.sleep())
+    await finish(on.service.wake())
+    one = session(on, tokens)
+    request = await finish(one.admit())
+    assert request.matched.host_tokens
+    with pytest.raises(TransferError):
+        await finish(one.loaded(PATIENCE_S))
+    return one
+
+
+async def test_what_did_not_load_is_named_and_the_request_goes_on_without_it() -> None:
+    async with world(host_write=WritePolicy.WRITE_THROUGH) as on:
+        one = await failed(on)
+        before = one.request
+        await finish(one.recover("it broke", timeout_s=PATIENCE_S))
+        assert one.failed_blocks == range(2)
+        assert one.load_problem == "it broke"
+        assert one.request is not before
+        on.compute(one.request, PROMPT)
+        await finish(one.commit(pack(PROMPT)))
+        on.check_kv(one.request, PROMPT, len(PROMPT))
+        one.end()
+        await on.settle()
+
+
+async def test_the_blocks_that_a_recovery_leaves_wait_for_the_kernels_that_still_use_them() -> None:
+    async with world(host_write=WritePolicy.WRITE_THROUGH, device_blocks=6) as on:
+        one = await failed(on)
+        used, kernel = set(one.request.block_table.tolist()), ManualEvent()
+        await finish(one.recover("it broke", timeout_s=PATIENCE_S, after=[kernel]))
+        assert not used & set(one.request.block_table.tolist())
+        assert on.free_device_blocks == 0
+        kernel.finish()
+        one.end()
+        await on.settle()
+
+
+async def claimed(one: Session, policy: ClaimPolicy) -> None:
+    await one.claim("t", policy)
+    await one.loaded_or_recovered(PATIENCE_S)
+
+
+async def test_a_claimed_prompt_that_does_not_load_whole_is_refused_and_not_computed() -> None:
+    async with world(with_store=True) as on:
+        producer = await computed(on)
+        await finish(producer.publish("t", [7]).published())
+        producer.end()
+        await on.settle()
+        await finish(on.service.forget())
+        on.latch.fail_next(Direction.LOAD)
+        one = session(on)
+        with pytest.raises(HandoffError) as refused:
+            await finish(claimed(one, ClaimPolicy.WHOLE))
+        assert refused.value.reason == LOAD_FAILED
+        one.end()
+        await on.settle()
+
+
+async def test_a_claimed_prompt_that_does_not_load_may_be_computed_if_the_policy_says_so() -> None:
+    async with world(with_store=True) as on:
+        producer = await computed(on)
+        await finish(producer.publish("t", [7]).published())
+        producer.end()
+        await on.settle()
+        await finish(on.service.forget())
+        on.latch.fail_next(Direction.LOAD)
+        one = session(on)
+        await finish(claimed(one, ClaimPolicy.RECOMPUTE))
+        assert one.load_problem is not None
+        on.compute(one.request, PROMPT, one.request.cached_tokens)
+        on.check_kv(one.request, PROMPT, len(PROMPT))
+        one.end()
+        await on.settle()
+
+
+async def test_a_stream_tells_who_waits_why_a_prompt_will_not_come() -> None:
+    async with world(with_store=True) as on:
+        one = session(on)
+        await finish(one.admit())
+        assert await finish(one.stream("t"))
+        one.end(reason="the engine was not heard of")
+        await finish(asyncio.wait([one.over]))
+        with pytest.raises(HandoffError, match="the engine was not heard of"):
+            await finish(session(on, name="c").claim("t", ClaimPolicy.WHOLE, 5.0))
+        await on.settle()
+
+
+async def test_a_publish_of_a_stream_that_is_not_computed_is_refused() -> None:
+    async with world(with_store=True) as on:
+        one = session(on)
+        await finish(one.admit())
+        assert await finish(one.stream("t"))
+        with pytest.raises(OwnershipError, match=f"0 of {len(PROMPT)}"):
+            one.publish("t", [7])
+        one.abort()
+        await finish(asyncio.wait([one.over]))
+        await on.settle()
+
+
+async def test_many_sessions_that_end_as_they_please_leave_nothing() -> None:
+    rng = np.random.default_rng(5)
+    async with world(with_store=True, device_blocks=16) as on:
+
+        async def life(at: int) -> None:
+            one = session(on, [at % 4, *PROMPT], name=f"r{at}")
+            request = await one.admit()
+            try:
+                await one.loaded_or_recovered(PATIENCE_S)
+                request = one.request
+                on.compute(request, [at % 4, *PROMPT], request.cached_tokens)
+                await one.commit(pack([at % 4, *PROMPT]))
+                if choices[at] == 1:
+                    one.publish(f"t{at}", [1])
+                if choices[at] == 2:
+                    await one.preempt()
+                    await one.resume(max_new_tokens=0)
+            finally:
+                (one.abort if choices[at] == 3 else one.end)()
+
+        choices = rng.integers(0, 4, 40).tolist()
+        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+            for at in range(40):
+                tasks.create_task(life(at))
+        await until(lambda: not on.service.scheduler.running_requests, "the end of all")
+        await on.settle()
