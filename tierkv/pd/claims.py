@@ -28,6 +28,9 @@ from tierkv.tasks import background, deadline
 
 log = logging.getLogger("tierkv.handoff")
 
+# Whoever would rather compute than wait gives up a store that has said nothing for so long: one
+# that is left alone is asked each second whether it is back.
+_SILENT_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 # Computing the prompt here would not be what the caller meant.
@@ -108,7 +111,8 @@ class Claims:
             return await self._scheduler.admit(alone), None
         with self._source.supply(lambda: self._has_room(spec.num_blocks)) as near:
             try:
-                ticket, keys = await self._wait(spec, ticket_id, deadline_s, near)
+                silent_s = deadline_s if policy is ClaimPolicy.WHOLE else _SILENT_S
+                ticket, keys = await self._wait(spec, ticket_id, near, deadline_s, silent_s)
                 _check_sampling(ticket, sampling)
             except HandoffError as error:
                 if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
@@ -124,7 +128,7 @@ class Claims:
         return has_room and not self._scheduler.num_waiting
 
     async def _wait(
-        self, spec: RequestSpec, ticket_id: str, deadline_s: float, near: Supply
+        self, spec: RequestSpec, ticket_id: str, near: Supply, deadline_s: float, silent_s: float
     ) -> tuple[Ticket, Sequence[StoredKey]]:
         """The ticket, and the prompt's keys, which are its; blocks that are whole before it is are
         on their way meanwhile."""
@@ -144,7 +148,7 @@ class Claims:
             on_open=near.learn,
         )
         async with background({"tierkv-claim-ahead": ahead.run()}):
-            return await watch.ticket(deadline_s=deadline_s), watch.keys
+            return await watch.ticket(deadline_s=deadline_s, silent_s=silent_s), watch.keys
 
     async def _get(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 from tierkv.cache.keys import Prompt, StoredKey
@@ -50,10 +51,14 @@ class Watch:
         # A store that was flushed or restarted has lost the lease until the next beat.
         self._lost_after_s = self._lease.beat_s + _GRACE_S
 
-    async def ticket(self, *, deadline_s: float) -> Ticket:
-        """The ticket, as soon as it is there. Raises HandoffError, its reason a ClaimProblem."""
+    async def ticket(self, *, deadline_s: float, silent_s: float = math.inf) -> Ticket:
+        """The ticket, as soon as it is there. Raises HandoffError, its reason a ClaimProblem.
+
+        silent_s: after so long it is given up if the store has not answered once.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
+        silent_until = loop.time() + silent_s
         pause = _FIRST_LOOK_S
         # Nothing was said yet: a claim may be over before the store answers once.
         problem: StoreUnavailableError | None = StoreUnavailableError(
@@ -65,7 +70,7 @@ class Watch:
                 try:
                     async with asyncio.timeout_at(max(deadline, loop.time() + _LONGEST_LOOK_S)):
                         found = await self._look()
-                    problem = None
+                    problem, silent_until = None, deadline
                     if found is not None:
                         return found
                     hashing.cancel()
@@ -79,7 +84,7 @@ class Watch:
                 if self._over is not None and loop.time() - self._over_since >= self._patience_s:
                     raise self._over
                 left = deadline - loop.time()
-                if left <= 0:
+                if left <= 0 or loop.time() >= silent_until:
                     break
                 is_quiet = listener.is_live and self._over is None
                 await self._hear(listener.next, min(_LIVE_LOOK_S if is_quiet else pause, left))
