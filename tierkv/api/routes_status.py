@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from enum import Enum
+from functools import cached_property
 
 import msgspec
 from aiohttp import web
@@ -163,7 +164,12 @@ class OpenApiRoutes:
     """table: all other routes; its own is told of too."""
 
     def __init__(self, table: list[Route]) -> None:
-        self._document = msgspec.json.encode(document([*table, *routes_of(self)], EXAMPLES))
+        self._table = [*table, *routes_of(self)]
+
+    @cached_property
+    def _document(self) -> bytes:
+        """Made when it is first asked for: it takes 50 ms, and few ask."""
+        return msgspec.json.encode(document(self._table, EXAMPLES))
 
     @Route("GET", "/openapi.json", Access.READ, content_type=JSON)
     async def tell(self, request: web.BaseRequest) -> web.Response:
