@@ -23,7 +23,7 @@ from tierkv.http.bodies import BodyReader
 from tierkv.http.callers import request_name
 from tierkv.http.loop import Heartbeat
 from tierkv.http.problems import NoEngineError, NotReadyError
-from tierkv.http.process import Working
+from tierkv.http.process import Call, Working
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
@@ -171,22 +171,18 @@ class Node:
     def num_working(self) -> int:
         return len(self._working)
 
-    @asynccontextmanager
-    async def work(self) -> AsyncIterator[None]:
+    def work(self) -> Call:
         """One request's work. Raises ShuttingDownError once draining, and in the middle of the
         work when its time is up."""
         self.check_started()
         if self.is_draining:
             raise ShuttingDownError(f"this node {self._why_ends('is shutting down')}")
-        async with self._working.call():
-            yield
+        return self._working.call()
 
-    @asynccontextmanager
-    async def call(self) -> AsyncIterator[None]:
+    def call(self) -> Call:
         """As `work`, for what belongs to a request under way: it may begin while draining."""
         self.check_started()
-        async with self._working.call():
-            yield
+        return self._working.call()
 
     def drain(self) -> None:
         """Be unready, and take no more work; what runs goes on."""

@@ -111,15 +111,25 @@ class BodyReader:
 
         pieces: list[bytes] = []
         size = 0
+
+        def take(piece: bytes) -> None:
+            nonlocal size
+            pieces.append(piece)
+            size += len(piece)
+            if size > most:
+                raise web.HTTPRequestEntityTooLarge(most)
+            if size > length:  # it came in chunks, or compressed
+                self._count(request, len(piece))
+
+        content = request.content
         try:
+            if content.is_eof():  # a short one comes with its head
+                while piece := content.read_nowait():
+                    take(piece)
+                return pieces
             async with deadline(timeout_s, late):
-                async for piece in request.content.iter_any():
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > most:
-                        raise web.HTTPRequestEntityTooLarge(most)
-                    if size > length:  # it came in chunks, or compressed
-                        self._count(request, len(piece))
+                async for piece in content.iter_any():
+                    take(piece)
         except (web.RequestPayloadError, ValueError) as error:
             raise BodyError("the body breaks off, or is not encoded as its headers say") from error
         return pieces
