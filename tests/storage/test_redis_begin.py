@@ -24,7 +24,7 @@ from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 from tierkv.storage.redis.pool import (
-    WRITE_BYTES,
+    WRITING_BYTES,
     ConnectionPool,
     Dialer,
     FixedAddress,
@@ -79,7 +79,9 @@ async def lanes_to(
         where = FixedAddress(Address(host, server.sockets[0].getsockname()[1]))
         dialer = Dialer(where, Login(password=password), None, 5.0, Pace(30.0, 1e6), stats, turn)
         if writes:
-            dialer = replace(dialer, max_on_one=WRITE_BYTES, least_on_one=1)
+            dialer = replace(
+                dialer, home_bytes=WRITING_BYTES, away_bytes=connections * WRITING_BYTES
+            )
         lanes = ConnectionPool(
             dialer, num_connections=connections, max_waiting=99, url="redis://slow"
         )

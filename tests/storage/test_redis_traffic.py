@@ -13,7 +13,7 @@ from tests.latch import until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
-from tierkv.storage.redis.pool import WRITE_BYTES, ConnectionPool, Dialer, FixedAddress, Login
+from tierkv.storage.redis.pool import WRITING_BYTES, ConnectionPool, Dialer, FixedAddress, Login
 from tierkv.storage.redis.requests import put_request
 from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.store import RedisSettings, RedisStore
@@ -109,7 +109,7 @@ async def test_short_values_and_questions_do_not_wait_for_the_answers_before() -
         (HOME, LONG, (2, 2, 2, 1)),
         (HOME, 3 << 18, (2, 2, 2, 1)),
         (HOME, 1 << 18, (4, 3, 2, 1)),
-        (AWAY, LONG, (3, 3, 2, 1)),
+        (AWAY, LONG, (2, 2, 2, 1)),
         (AWAY, 3 << 18, (4, 3, 2, 1)),
     ],
 )
@@ -205,7 +205,7 @@ async def test_the_next_value_is_sent_before_anybody_hears_of_the_one_before() -
     async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
         dialer = Dialer(FixedAddress(address), Login(), None, 5.0, Pace(30.0, 1e6), stats)
-        one_by_one = replace(dialer, max_on_one=WRITE_BYTES, least_on_one=1)
+        one_by_one = replace(dialer, home_bytes=WRITING_BYTES, away_bytes=WRITING_BYTES)
         lanes = ConnectionPool(one_by_one, num_connections=1, max_waiting=9, url="redis://slow")
         async with lanes.running(), asyncio.timeout(60):
             requests = [put_request(PutItem(name, (bytes(LONG),))) for name in NAMES]

@@ -24,12 +24,19 @@ from tierkv.storage.redis.control import (
     connection_factory,
     conversation,
 )
-from tierkv.storage.redis.pool import WRITE_BYTES, ConnectionPool, Dialer, Locator, Login, finished
+from tierkv.storage.redis.pool import (
+    WRITING_BYTES,
+    ConnectionPool,
+    Dialer,
+    Locator,
+    Login,
+    finished,
+)
 from tierkv.storage.redis.requests import TAKES_NOTHING, pipeline, question, question_each
 from tierkv.storage.redis.resp import Refused, Reply, pack_all
 from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.url import RedisSettings, TlsFiles
-from tierkv.storage.redis.wire import MOST_BYTES, Failure, Pace, Request, Turn, WireStats
+from tierkv.storage.redis.wire import Failure, Pace, Request, Turn, WireStats
 
 # Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
 NAMES_PER_COMMAND = 1024
@@ -81,9 +88,8 @@ class RedisNode:
         writing = replace(
             dialer,
             turn=access.turn,
-            max_on_one=WRITE_BYTES,
-            least_on_one=1,
-            most_at_home=MOST_BYTES,
+            home_bytes=WRITING_BYTES,
+            away_bytes=settings.write_connections * WRITING_BYTES,  # a long one on each
         )
         dialers = {
             Purpose.READ: dialer,

@@ -19,8 +19,8 @@ from tierkv.storage.redis.wire import (
     Outcome,
     Pace,
     Request,
-    Traffic,
     Turn,
+    Window,
     Wire,
     WireStats,
 )
@@ -29,23 +29,17 @@ from tierkv.tasks import background, outlast
 
 # Of one request, whose connection the peer ended: all others may have ended too, as yet unnoticed.
 _MAX_RETRIES = 3
-# Of values being read on one connection when one more is asked for there. A second one always is,
-# so that the server works on it while the first is landing: GET of 2 MiB over one connection at 1.2
-# to 1.5 of the rate (loopback, Redis 7.0, 2 cores, 2026-11-22). With 3 MiB instead, seven values of
-# 512 KiB took the server a fifth more processor time.
-_READ_BYTES = 1 << 20
-_READ_AT_LEAST = 2
-# Of values being read when one more is asked for, over all connections to a server on this machine:
-# two of half a MiB, or two ranges of longer ones, are what its processor's cache has room for. To
-# 3 MiB GET came at 1.0 to 1.4 of the rate with 512 KiB and 1.05 to 1.5 with 2 and 8 MiB (loopback,
-# Redis 7.0, 2 cores, 2026-11-23). From another machine the next must be on its way for longer.
-_READ_AT_HOME = 1 << 20
-# Of values being written on one connection when one more is begun there. redis-server takes over a
-# long value as it was received if nothing is received with it, and copies it otherwise: behind
-# another SET on the same connection it cost the server an eighth more.
-WRITE_BYTES = 256 << 10
+# Values on their way to one server, see Window. Reading from this machine, two of half a MiB or two
+# ranges of longer ones are what its processor's cache has room for: to 3 MiB GET came at 1.0 to 1.5
+# of the rate. Writing, it is two long ones: with one the server has nothing to do from its answer
+# until the next value comes, with a third what it has yet to read is in no cache any more. Both go
+# on one connection, as values of several the server reads by turns: to one each on two SET of 512
+# KiB came at 1.07 to 1.4 of the rate (loopback, Redis 7.0, 2 cores, 2026-11-23).
+READING_BYTES = 1 << 20
+WRITING_BYTES = 512 << 10
+READING_AWAY_BYTES = 3 << 20
 _BEGUN_FIRST = 4  # of a batch, before the others are made
-# How long a lane that gets no connection leaves the requests to those that have one.
+# How long a task that gets no connection leaves the requests to those that have one.
 _WITHOUT_S = 0.5
 
 
@@ -93,9 +87,8 @@ class Dialer:
     pace: Pace
     stats: WireStats = field(default_factory=WireStats)
     turn: Turn = field(default_factory=Turn)
-    max_on_one: int = _READ_BYTES
-    least_on_one: int = _READ_AT_LEAST
-    most_at_home: int = _READ_AT_HOME
+    home_bytes: int = READING_BYTES
+    away_bytes: int = READING_AWAY_BYTES
 
 
 class ConnectionPool:
@@ -115,8 +108,8 @@ class ConnectionPool:
         self._max_waiting = max_waiting
         self._url = url
         self._waiting: deque[Request] = deque()
-        self._idle: deque[asyncio.Future[None]] = deque()  # of each lane that has nothing to carry
-        self._traffic = Traffic(dialer.max_on_one, dialer.least_on_one, dialer.most_at_home)
+        self._idle: deque[asyncio.Future[None]] = deque()  # of each task that has nothing to carry
+        self._window = Window(home_bytes=dialer.home_bytes, away_bytes=dialer.away_bytes)
         self._is_open = False
         self._wires: list[Wire] = []
 
@@ -186,7 +179,7 @@ class ConnectionPool:
                 wire.submit(request, since=since)
                 wire.send()
                 if self.num_connections > 1:
-                    await asyncio.sleep(0)  # the other lanes take their share
+                    await asyncio.sleep(0)  # the other tasks take their share
                 await wire.until_room()
                 if wire.is_lost and not wire.has_answered and self._serves():
                     await asyncio.sleep(_WITHOUT_S)
@@ -195,10 +188,10 @@ class ConnectionPool:
                 wire.close(Failure("is closed"))
 
     async def _next(self, wire: Wire | None) -> Request:
-        """What a lane is to carry, over `wire` or a new connection in its place."""
+        """What a task is to carry, over `wire` or a new connection in its place."""
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
-                self._wake_one()  # another lane, in the place of this one
+                self._wake_one()  # another task, in the place of this one
                 await wire.until_room()
             request = self._take()
             if request is not None:
@@ -210,7 +203,7 @@ class ConnectionPool:
 
     def fill(self, wire: Wire) -> None:
         """Begin on `wire` what it may carry now: a turn of the loop later the server would have had
-        nothing to do meanwhile. What is left is for lanes that are idle."""
+        nothing to do meanwhile. what is left is for tasks that are idle."""
         while wire.has_room and (request := self._take()) is not None:
             wire.submit(request, since=asyncio.get_running_loop().time())
         wire.send()
@@ -219,7 +212,7 @@ class ConnectionPool:
         self._wake_one()
 
     def _begin_at_once(self) -> None:
-        """Give connections that are open what they may carry now: until their lanes are awake, a
+        """Give connections that are open what they may carry now: until their tasks are awake, a
         turn of the loop later, the server would have nothing to do."""
         for wire in list(self._wires):
             while self._may_begin(wire):
@@ -232,23 +225,22 @@ class ConnectionPool:
                     return
 
     def _may_begin(self, wire: Wire) -> bool:
-        """One request on each that is idle, but on one as many long values as there is room for."""
+        """One request on each that is idle, and long writes one behind the other, see above."""
         if not (self._waiting and wire.is_ready and wire.has_room and self._dialer.turn.left > 0):
             return False
-        is_long = self._traffic.is_at_home and self._waiting[0].is_long_write
-        return is_long or wire.is_idle
+        return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
     def _take(self) -> Request | None:
         """The oldest request that somebody waits for, if it may be begun now."""
-        while self._waiting and self._traffic.has_room:
+        while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
             if request.outcome is None:
                 return request
         return None
 
     def _wake_one(self) -> None:
-        """Have a lane look for a request that it may carry; it wakes the next one when it has."""
-        while self._idle and self._waiting and self._traffic.has_room:
+        """Have a task look for a request that it may carry; it wakes the next one when it has."""
+        while self._idle and self._waiting and self._window.has_room:
             idle = self._idle.popleft()
             if not idle.done():  # else its task is being cancelled
                 idle.set_result(None)
@@ -274,7 +266,7 @@ class ConnectionPool:
             dialer.pace,
             dialer.stats,
             turn=dialer.turn,
-            traffic=self._traffic,
+            window=self._window,
             owner=self,
         )
         self._wires = [one for one in self._wires if not one.is_lost] + [wire]

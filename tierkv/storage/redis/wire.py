@@ -26,21 +26,10 @@ from tierkv.storage.unreachable import why_unreachable
 # store: a MiB takes 0.3 ms. SET of 512 KiB over 8 connections kept the loop for 5.2 ms at times
 # (p99) without.
 _TURN_BYTES = 1 << 20
-# So much of values may be on its way when one more is begun, over all connections of one kind to a
-# server: what is behind costs it memory that is in no cache by the time it is sent or received. GET
-# of 2 MiB took it 0.5 ms with one at a time, 0.6 with two and 1.5 with two on each of 8 connections
-# (loopback, Redis 7.0, 2 cores, 2026-11-22). But the next must be there when one ends: with 1 MiB,
-# a value of 2 MiB at a time, GET went at 0.8 of the rate.
-MOST_BYTES = 3 << 20
-# Of longer values, which make up most of the bytes, so many are written at a time to a server on
-# this machine, and on one connection while it has room: with one the server has nothing to do from
-# its answer until the next value comes, with a third what it has yet to read is in no cache any
-# more, and values of several connections it reads by turns. To one each on two connections SET of
-# 512 KiB went at 1.07 of the rate into an empty server and 1.4 where values are replaced, of 2 MiB
-# at 1.01 and 1.08 (loopback, Redis 7.0, 2 cores, 2026-11-23; on 16 cores 1.06 and 1.02).
-LONG_BYTES = 256 << 10
-LONG_AT_HOME = 2
-_LEAST_VALUES = 2  # on their way: the next is there when one ends
+
+
+_LEAST_VALUES = 2
+_LONG_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +94,7 @@ class Request:
 
     @property
     def is_long_write(self) -> bool:
-        return self.into is None and self.bulk_bytes > LONG_BYTES
+        return self.into is None and self.bulk_bytes > _LONG_BYTES
 
     def make_ready(self) -> None:
         """What is sent is complete now, see PutItem."""
@@ -139,46 +128,34 @@ class Pace:
         return self.timeout_s + self.extra_s + num_bytes / self.slowest_bytes_per_s
 
 
-class Traffic:
-    """Values on their way between us and one server, over all connections of one kind.
+class Window:
+    """Values on their way between us and one server, over all connections of one purpose.
 
-    max_on_one: of their bytes so many may be on a connection when one more request is begun there.
-    least_on_one: requests that may be there however long they are.
-    num_connections: open ones. is_at_home: they end on this machine. most_at_home: of their bytes
-    so many, over all connections, if they do, and two values however long they are.
+    home_bytes: fewer must be when one more is begun, to a server on this machine; what is behind
+    costs it memory that is in no cache by the time it is sent or received. away_bytes: to another
+    machine, where the next must be on its way for longer. Two values may be in any case, so that
+    the next is there when one ends.
     """
 
-    def __init__(self, max_on_one: int, least_on_one: int, most_at_home: int = MOST_BYTES) -> None:
-        self.max_on_one = max_on_one
-        self.least_on_one = least_on_one
-        self._most_at_home = most_at_home
-        self.num_connections = 0
-        self.is_at_home = False
+    def __init__(self, *, home_bytes: int, away_bytes: int) -> None:
+        self._home_bytes = home_bytes
+        self._away_bytes = away_bytes
         self._num_bytes = 0
         self._num_values = 0
-        self._num_long_writes = 0
+        self.is_at_home = False  # said by whoever has connected
 
     @property
     def has_room(self) -> bool:
-        if self.is_at_home and self._num_long_writes >= LONG_AT_HOME:
-            return False
-        may_be_full = self.is_at_home and self._num_values >= _LEAST_VALUES
-        return self._num_bytes <= (self._most_at_home if may_be_full else MOST_BYTES)
+        most = self._home_bytes if self.is_at_home else self._away_bytes
+        return self._num_bytes < most or self._num_values < _LEAST_VALUES
 
-    def began(self, request: Request) -> None:
-        self._num_bytes += request.bulk_bytes
-        self._num_values += request.bulk_bytes > 0
-        self._num_long_writes += request.is_long_write
+    def began(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._num_values += num_bytes > 0
 
-    def shrank(self, num_bytes: int) -> None:
-        """So many bytes less count as on their way."""
+    def ended(self, num_bytes: int) -> None:
         self._num_bytes -= num_bytes
-
-    def ended(self, request: Request, num_bytes: int) -> None:
-        """num_bytes: that counted to the end."""
-        self._num_bytes -= num_bytes
-        self._num_values -= request.bulk_bytes > 0
-        self._num_long_writes -= request.is_long_write
+        self._num_values -= num_bytes > 0
 
 
 @dataclass(slots=True)
@@ -235,7 +212,6 @@ _FEW_IN_FLIGHT = 2
 class _InFlight:
     request: Request
     due: float
-    num_bytes: int  # that count as on their way
     replies: list[Reply] = field(default_factory=list)
 
 
@@ -259,21 +235,20 @@ class Wire:
         stats: WireStats,
         *,
         turn: Turn,
-        traffic: Traffic,
+        window: Window,
         owner: Owner,
     ) -> None:
         self._pipe = pipe
         self._pace = pace
         self._stats = stats
         self._turn = turn
-        self._traffic = traffic
+        self._window = window
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._replies = Replies()
         self._to_send: deque[memoryview] = deque()
         self._in_flight: deque[_InFlight] = deque()
         self._in_flight_bytes = 0
-        self._bulk_bytes = 0  # of them
         self._was_heard = False
         self._has_ended_some = False  # which the owner has not been told
         self._is_writing = False  # as soon as the socket takes more
@@ -288,8 +263,7 @@ class Wire:
         self._reads_on: asyncio.Handle | None = None
         self._loop.add_reader(pipe.fd, self._read)
         stats.connections += 1
-        traffic.num_connections += 1
-        traffic.is_at_home = pipe.is_at_home
+        window.is_at_home = pipe.is_at_home
 
     def submit(self, request: Request, *, since: float) -> None:
         """`send` sends `request`, as soon as what is before it has been sent.
@@ -305,9 +279,8 @@ class Wire:
         self._in_flight_bytes += request.num_bytes
         allowed_s = self._pace.deadline_s(self._in_flight_bytes)
         due = max(since + allowed_s, self._loop.time() + allowed_s / 2)
-        self._in_flight.append(_InFlight(request, due, request.bulk_bytes))
-        self._bulk_bytes += request.bulk_bytes
-        self._traffic.began(request)
+        self._in_flight.append(_InFlight(request, due))
+        self._window.began(request.bulk_bytes)
         for _ in range(request.num_replies - 1):
             self._replies.expect()
         if request.into is None and not request.num_bytes:
@@ -332,23 +305,12 @@ class Wire:
 
     @property
     def has_room(self) -> bool:
-        """Whether another request may be submitted."""
-        if self.is_lost or self._is_broken:
-            return False
-        num_in_flight = len(self._in_flight)
-        is_free = self._bulk_bytes <= self._traffic.max_on_one
-        is_free |= num_in_flight < self._traffic.least_on_one
-        if not is_free and (self._traffic.is_at_home or self._traffic.num_connections == 1):
-            # Of several to another machine another one has the next.
-            writes = self._in_flight[0].request.into is None
-            is_free = writes and num_in_flight < LONG_AT_HOME
-        return is_free and num_in_flight < _MAX_IN_FLIGHT
+        """Whether another request may be submitted, as far as this connection goes."""
+        return not (self.is_lost or self._is_broken) and len(self._in_flight) < _MAX_IN_FLIGHT
 
     async def until_room(self) -> None:
         """Return when another request may be submitted, or the connection is lost."""
-        while not (self.is_lost or self.has_room):  # others that open take room from this one
-            self._room.clear()
-            await self._room.wait()
+        await self._room.wait()
 
     def close(self, failure: Failure) -> None:
         """Close the socket; requests in flight get `failure`. Again: nothing."""
@@ -363,9 +325,8 @@ class Wire:
         self._to_send.clear()
         requests = [waiting.request for waiting in self._in_flight]
         for waiting in self._in_flight:
-            self._traffic.ended(waiting.request, waiting.num_bytes)
+            self._window.ended(waiting.request.bulk_bytes)
         self._in_flight.clear()
-        self._traffic.num_connections -= 1
         self._room.set()
         self._owner.take_back(requests, failure)
 
@@ -443,8 +404,7 @@ class Wire:
             return []
         self._in_flight.popleft()
         self._in_flight_bytes -= waiting.request.num_bytes
-        self._bulk_bytes -= waiting.request.bulk_bytes
-        self._traffic.ended(waiting.request, waiting.num_bytes)
+        self._window.ended(waiting.request.bulk_bytes)
         waiting.request.settle(waiting.replies)
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
@@ -473,8 +433,6 @@ class Wire:
             self._stats.sent_bytes += num_bytes
             self._turn.spend(num_bytes)
             self._drop_sent(num_bytes)
-            if not self._to_send:
-                self._all_is_sent()
         if self.is_lost:
             return
         if is_full is not self._is_writing:
@@ -487,24 +445,12 @@ class Wire:
             self._waits_for_turn = True
             self._turn.when_next(self._send_on)
 
-    def _all_is_sent(self) -> None:
-        """Of a very long value the server has taken most by now. Had the next one to wait for its
-        answer, the server would wait, too."""
-        over = 0
-        for waiting in self._in_flight:
-            if waiting.request.into is None and waiting.num_bytes > MOST_BYTES:
-                over += waiting.num_bytes - MOST_BYTES
-                waiting.num_bytes = MOST_BYTES
-        if over:
-            self._traffic.shrank(over)
-            self._owner.fill(self)
-
     def _next_pieces(self, max_bytes: int) -> list[memoryview]:
         """A long one waits for a call of its own, behind another and more than a turn has left."""
-        pieces = []
+        pieces: list[memoryview] = []
         num_bytes = 0
         for piece in self._to_send:
-            is_second = num_bytes > LONG_BYTES and len(piece) > LONG_BYTES
+            is_second = num_bytes > _LONG_BYTES and len(piece) > _LONG_BYTES
             if is_second and num_bytes + len(piece) > self._turn.left + _HEADS_BYTES:
                 break
             pieces.append(piece[: max_bytes - num_bytes])
