@@ -283,8 +283,8 @@ class OneNode:
         await self._node.ask("PING")
 
     async def carry_out(self, calls: Sequence[Call], purpose: Purpose) -> list[Reply | Failure]:
-        lanes = self._node.pools[purpose]
-        outcomes = await finished(lanes.begin(call.make() for call in calls))
+        pool = self._node.pools[purpose]
+        outcomes = await finished(pool.begin(call.make() for call in calls))
         return [outcome if isinstance(outcome, Failure) else outcome[-1] for outcome in outcomes]
 
     async def count_leading(self, names: Sequence[str]) -> int:

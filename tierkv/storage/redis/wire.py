@@ -271,7 +271,7 @@ class Wire:
         since: when it could have been sent, had there been a connection. That the connection had to
         be made counts towards the time it has, of which it keeps at least half.
         """
-        assert not self.is_lost, "the lane looks before it submits"
+        assert not self.is_lost, "who submits looks before"
         if not self._in_flight:
             self._was_heard = False
         request.was_sent = True
