@@ -77,7 +77,7 @@ class Cache:
 
     def _freed(self, needed: int) -> list[Ids]:
         """The slots of what had to go so that `needed` are free."""
-        order = self.index.order[_DEVICE]
+        order = self.index.spaces.order[_DEVICE]
         freed: list[Ids] = []
         missing = missing_slots(order, self.pool, needed=needed, on_the_way=0)
         while missing > 0 and (leaf := order.leaf_to_go(missing, _RULE)) is not None:
@@ -300,7 +300,7 @@ def measure_memory(requests: Sequence[Sequence[int]]) -> list[Row]:
         tracemalloc.stop()
         # 12: the pool's three int32 of each slot, allocated before.
         what = "with digests" if digests else "without digests"
-        tokens = sum(node.token_bytes for node in index.nodes())
+        tokens = sum(node.token_bytes for node in index.spaces.nodes())
         rows.append(
             row(
                 f"memory of a block, {what}",

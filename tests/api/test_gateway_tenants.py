@@ -60,5 +60,5 @@ async def test_a_prompt_is_cached_for_the_tenant_that_asked_and_for_no_other(
         assert await cached(two) >= LENGTH - 1 - LENGTH % 16
         for node in nodes:
             spaces = {node.node.space(name) for name in ("one", "two")}
-            used = {cached.space.name for cached in node.node.service.index.nodes()}
+            used = {cached.space.name for cached in node.node.service.index.spaces.nodes()}
             assert used == spaces

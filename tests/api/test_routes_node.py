@@ -381,7 +381,7 @@ async def test_a_reader_that_falls_behind_is_told_how_much_it_lost() -> None:
         async with feed.reading(None, 0) as reader:
             await listening(on)
             await cache(on.client, 16)
-            node = next(iter(on.node.service.index.nodes()))
+            node = next(iter(on.node.service.index.spaces.nodes()))
             events = on.node.service.tiers.events
             for number in range(RING_EVENTS + 100):
                 events.tell(Happening.STORED, "device", node, 0, 1)

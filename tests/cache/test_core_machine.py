@@ -65,7 +65,7 @@ class Machine:
         self.pools = {Tier.DEVICE: BlockPool("device", 14), Tier.HOST: BlockPool("host", 10)}
         policies = (make_policy(kind, 14), make_policy(kind, 10))
         self.index = Index(SIZE, ROOTS[""], policies)
-        self.index.open_space(Space("acme", ROOTS["acme"], quota=(5, 4)), kind)
+        self.index.spaces.open(Space("acme", ROOTS["acme"], quota=(5, 4)), kind)
         self.copies: dict[Tier, dict[Block, tuple[int, CopyState]]] = {t: {} for t in Tier}
         self.held: list[Held] = []
         self.moving: list[Moving] = []
@@ -326,18 +326,18 @@ class Machine:
 
     def evict(self) -> None:
         tier = self.rng.choice(list(Tier))
-        self.evict_from(tier, self.index.order[tier], None)
+        self.evict_from(tier, self.index.spaces.order[tier], None)
 
     def evict_leaves(self) -> None:
         """One by one, without a plan: what a plan would let go first, and nothing is below it."""
         tier, count = self.rng.choice(list(Tier)), self.rng.randrange(1, 6)
-        order, other = self.index.order[tier], Tier(1 - tier)
+        order, other = self.index.spaces.order[tier], Tier(1 - tier)
         assert order.leaf_to_go(count, WriteRule(WritePolicy.WRITE_BACK)) is None
         while count > 0:
             leaf = order.leaf_to_go(count, WriteRule(WritePolicy.WRITE_THROUGH))
             planned = order.victims(count)
             if leaf is None:
-                run = planned[0].node if planned else self.index.root
+                run = planned[0].node if planned else self.index.spaces.root
                 is_mixed = run.copies[tier].uniform is not CopyState.READY
                 assert (
                     not planned
@@ -357,8 +357,8 @@ class Machine:
 
     def evict_own(self) -> None:
         tier = self.rng.choice(list(Tier))
-        space = self.index.root_named("acme").space
-        order = self.index.own_order(space, tier)
+        space = self.index.spaces.root_named("acme").space
+        order = self.index.spaces.own_order(space, tier)
         assert (order is None) == (not space.has_quota)
         if order is not None:
             self.evict_from(tier, order, "acme")
@@ -367,15 +367,15 @@ class Machine:
         """A tenant's quota comes, goes or changes, whatever blocks it has by then."""
         name = self.rng.choice(["acme", "acme", ""])
         given = self.rng.choice([(5, 4), (2, None), (None, 3), (None, None)])
-        self.index.set_quota(self.index.root_named(name).space, given, self.kind)
+        self.index.spaces.set_quota(self.index.spaces.root_named(name).space, given, self.kind)
 
     def open_or_close(self) -> None:
         """A tenant that comes by name, and goes again once nobody holds anything of it."""
         if "guest" not in self.tenants:
             self.tenants.append("guest")
-            self.index.open_space(Space("guest", ROOTS["guest"]), self.kind)
+            self.index.spaces.open(Space("guest", ROOTS["guest"]), self.kind)
             return
-        root = self.index.root_named("guest")
+        root = self.index.spaces.root_named("guest")
         if root.holders or any(b[0] == "guest" for m in self.moving for b in m.blocks):
             return
         for node in list(root.children.values()):
@@ -386,7 +386,7 @@ class Machine:
             for block in [b for b in self.copies[each] if b[0] == "guest"]:
                 del self.copies[each][block]
         self.pinned = [pin for pin in self.pinned if pin[0].space.name != "guest"]
-        self.index.close_space("guest")
+        self.index.spaces.close("guest")
         self.tenants.remove("guest")
 
     def evict_from(self, tier: Tier, order: EvictionOrder, tenant: str | None) -> None:
@@ -492,7 +492,7 @@ class Machine:
     def compare(self) -> None:
         found: dict[Tier, dict[Block, tuple[int, CopyState]]] = {tier: {} for tier in Tier}
         leased, pins = self.leased(), self.pins()
-        for node in self.index.nodes():
+        for node in self.index.spaces.nodes():
             blocks = blocks_of(node, 0, node.num_blocks)
             assert {block in leased for block in blocks} == {node.holders > 0}
             assert {block in pins for block in blocks} == {node.soft_pins > 0}
@@ -525,11 +525,11 @@ class Machine:
             self.index.release(held.lease)
         self.held.clear()
         for tier in Tier:
-            while victims := self.index.order[tier].victims(3):
+            while victims := self.index.spaces.order[tier].victims(3):
                 for victim in victims:
                     self.drop(tier, victim.node, victim.start, victim.stop)
         self.compare()
-        assert list(self.index.nodes()) == []
+        assert list(self.index.spaces.nodes()) == []
 
 
 def blocks_of(node: Node, start: int, stop: int) -> list[Block]:

@@ -17,8 +17,8 @@ CAT, DOG = b"c" * 16, b"d" * 16
 def lose_from(block: int, prompt: Prompt, history: History, at: float = 1.0) -> None:
     """Cache the prompt, cut in two runs, and evict it from `block` on."""
     index = Index(SIZE)
-    index.open_space(Space("acme", b"a" * 32))
-    lease = index.hold(index.root_of(prompt), 0)
+    index.spaces.open(Space("acme", b"a" * 32))
+    lease = index.hold(index.spaces.root_of(prompt), 0)
     slots = BlockPool("device", 10).allocate(prompt.num_blocks)
     index.insert(Tier.DEVICE, lease, prompt, prompt.num_blocks, slots)
     index.release(lease)

@@ -296,7 +296,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(Tier), count=st.integers(1, 6))
     def evict(self, tier: Tier, count: int) -> None:
-        order = self.index.order[tier]
+        order = self.index.spaces.order[tier]
         evictable = order.num_unheld
         before = {prefix: self.state(tier, prefix) for prefix in self.copies[tier]}
         victims = order.victims(count)
@@ -345,7 +345,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def the_index_holds_what_the_model_holds(self) -> None:
         found: dict[Tier, dict[Prefix, Copy]] = {Tier.DEVICE: {}, Tier.HOST: {}}
-        for node in self.index.nodes():
+        for node in self.index.spaces.nodes():
             for at in range(node.num_blocks):
                 prefix = path_tokens(node, node.start + at)
                 for tier in Tier:
@@ -381,12 +381,12 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.release(held.lease)
         self.held.clear()
         for tier in Tier:
-            assert self.index.order[tier].num_unheld == len(self.copies[tier])
-            while victims := self.index.order[tier].victims(3):
+            assert self.index.spaces.order[tier].num_unheld == len(self.copies[tier])
+            while victims := self.index.spaces.order[tier].victims(3):
                 for victim in victims:
                     self._drop(tier, victim.node, victim.start, victim.stop)
         assert self.cached == set()
-        assert list(self.index.nodes()) == []
+        assert list(self.index.spaces.nodes()) == []
         self.the_books_are_right()
 
 

@@ -31,7 +31,7 @@ def test_holding_a_run_for_a_copy_is_not_a_use() -> None:
     put(index, pool, [2])
     oldest = index.match(Prompt.of([1], 1)).node
     index.release(index.hold_as_is(oldest))
-    assert index.order[Tier.DEVICE].victims(1)[0].node is oldest
+    assert index.spaces.order[Tier.DEVICE].victims(1)[0].node is oldest
 
 
 def test_a_tail_that_is_on_its_way_is_not_placed_a_second_time() -> None:
@@ -59,9 +59,9 @@ def test_a_held_run_whose_last_copy_failed_stays_till_its_lease_ends_and_goes_th
     index.drop(Tier.DEVICE, run, 0, 1)
     lease = index.hold_as_is(run)
     assert index.change(Tier.HOST, run, 1, 2, Change.FAIL).tolist() == [0]
-    assert run in list(index.nodes()), "its path stays while it is held"
+    assert run in list(index.spaces.nodes()), "its path stays while it is held"
     index.release(lease)
-    assert {node.tokens for node in index.nodes()} == {pack([1]), pack([3])}
+    assert {node.tokens for node in index.spaces.nodes()} == {pack([1]), pack([3])}
 
 
 def test_a_block_that_follows_one_that_went_is_not_believed_stored() -> None:
@@ -106,7 +106,7 @@ def memory_after(uses: int) -> int:
         index.release(index.hold(index.match(used).node, 2))
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert index.order[Tier.DEVICE].findings(list(index.nodes())) == []
+    assert index.spaces.order[Tier.DEVICE].findings(list(index.spaces.nodes())) == []
     return kept
 
 

@@ -24,7 +24,7 @@ def hits(kind: EvictionKind, seed: int, rule: WriteRule | None) -> list[int]:
     without a plan as long as some do, None: all go by plans."""
     index = Index(1, policies=(make_policy(kind, CAPACITY), Lru()))
     pools = {Tier.DEVICE: BlockPool("device", CAPACITY), Tier.HOST: BlockPool("host", 0)}
-    pool, order, rng = pools[Tier.DEVICE], index.order[Tier.DEVICE], random.Random(seed)
+    pool, order, rng = pools[Tier.DEVICE], index.spaces.order[Tier.DEVICE], random.Random(seed)
     found = []
     for _ in range(400):
         tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
@@ -64,7 +64,7 @@ def test_a_block_ready_below_one_that_still_comes_is_a_finding() -> None:
         index.insert(Tier.DEVICE, lease, prompt, 3, slots)
     pools = {Tier.DEVICE: pool, Tier.HOST: BlockPool("host", 0)}
     assert invariants.findings(index, pools, NOBODY) == []
-    [upper] = index.root.children.values()
+    [upper] = index.spaces.root.children.values()
     upper.device.uniform = CopyState.INCOMING
     wrong = invariants.findings(index, pools, NOBODY)
     assert len(wrong) == 2, "both runs below are named"

@@ -52,7 +52,7 @@ def simulate(requests: Sequence[Sequence[int]], capacity: int) -> list[int]:
 def run_index(requests: Sequence[Sequence[int]], capacity: int) -> tuple[list[int], list[str]]:
     """Hits of each request, one token a block, and what is wrong in the end."""
     index, pool = Index(1), BlockPool("device", capacity)
-    order = index.order[Tier.DEVICE]
+    order = index.spaces.order[Tier.DEVICE]
     hits: list[int] = []
     for request in requests:
         prompt = Prompt(pack(list(request[:capacity])), 1)

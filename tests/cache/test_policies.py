@@ -43,7 +43,7 @@ class Cached:
         return node
 
     def evict(self, count: int) -> None:
-        for victim in self.index.order[Tier.DEVICE].victims(count):
+        for victim in self.index.spaces.order[Tier.DEVICE].victims(count):
             slots = self.index.drop(Tier.DEVICE, *victim)
             self.pools[Tier.DEVICE].release(slots)
 
@@ -114,7 +114,7 @@ def test_slru_protects_what_fell_back_again_only_once_it_is_matched() -> None:
     for number in (1, 2):  # the second one sends the first one back
         cache.use(number)
         cache.use(number)
-    order = cache.index.order[Tier.DEVICE]
+    order = cache.index.spaces.order[Tier.DEVICE]
     first, second = (cache.index.match(Prompt.of([number], 1)).node for number in (1, 2))
     cache.index.release(cache.index.hold(first, 1))  # used last, and not matched
     assert [victim.node for victim in order.victims(2)] == [first, second]
@@ -188,7 +188,7 @@ def test_whatever_the_policy_leaves_go_before_their_parents(kind: EvictionKind) 
     rng = np.random.default_rng(5)
     for _ in range(60):
         cache.use(*rng.integers(0, 3, rng.integers(1, 7)).tolist())
-    while victims := cache.index.order[Tier.DEVICE].victims(3):
+    while victims := cache.index.spaces.order[Tier.DEVICE].victims(3):
         for victim in victims:
             assert not victim.node.children or victim.node.present_children[Tier.DEVICE] == 0
             slots = cache.index.drop(Tier.DEVICE, *victim)
@@ -216,15 +216,15 @@ def test_what_is_softly_pinned_goes_last_and_as_before_once_it_is_not(kind: Evic
 
 def test_what_is_added_behind_softly_pinned_blocks_is_not_pinned() -> None:
     index, pool = Index(1), BlockPool("device", 10)
-    lease = index.hold(index.root, 0)
+    lease = index.hold(index.spaces.root, 0)
     index.insert(Tier.DEVICE, lease, Prompt.of([1, 2], 1), 2, pool.allocate(2))
     pin = index.pin_softly(lease.node, 2)
     index.insert(Tier.DEVICE, lease, Prompt.of([1, 2, 3, 4], 1), 4, pool.allocate(2))
     index.release(lease)
-    lease = index.hold(index.root, 0)
+    lease = index.hold(index.spaces.root, 0)
     index.insert(Tier.DEVICE, lease, Prompt.of([9], 1), 1, pool.allocate(1))  # used last
     index.release(lease)
-    order = index.order[Tier.DEVICE]
+    order = index.spaces.order[Tier.DEVICE]
     listed = [(v.node.start + v.start, v.node.start + v.stop) for v in order.victims(5)]
     assert listed == [(2, 4), (0, 1), (0, 2)]
     index.unpin_softly(pin)
@@ -240,7 +240,7 @@ def test_a_run_used_again_and_again_does_not_pile_up_in_the_queue_nor_drive_othe
         index.release(index.hold(busiest, 1))
     assert sys.getrefcount(busiest) - before < 200, "what is queued of it refers to it"
     cache.check()
-    assert [v.node for v in index.order[Tier.DEVICE].victims(20)] == [*nodes, busiest]
+    assert [v.node for v in index.spaces.order[Tier.DEVICE].victims(20)] == [*nodes, busiest]
 
 
 def test_a_soft_pin_follows_its_blocks_through_splits() -> None:
@@ -254,7 +254,7 @@ def test_a_soft_pin_follows_its_blocks_through_splits() -> None:
     assert not cache.has(1, 2, 3, 4)
     cache.index.unpin_softly(pinned)
     cache.check()
-    assert all(node.soft_pins == 0 for node in cache.index.nodes())
+    assert all(node.soft_pins == 0 for node in cache.index.spaces.nodes())
 
 
 def test_slru_protects_its_share_of_what_the_tier_has_after_a_resize() -> None:
@@ -263,7 +263,7 @@ def test_slru_protects_its_share_of_what_the_tier_has_after_a_resize() -> None:
         cache.use(number)
         cache.use(number)
     cache.use(50)
-    cache.index.order[Tier.DEVICE].resized(5)
+    cache.index.spaces.order[Tier.DEVICE].resized(5)
     cache.check()
     for number in range(8, 12):  # the share is used up: each of these sends an older one back
         cache.use(number)
@@ -279,19 +279,21 @@ def test_s3fifo_lets_its_newcomers_overflow_at_once_when_the_tier_shrinks() -> N
     for number in range(8):
         cache.use(number)
     cache.use(1000)
-    order = cache.index.order[Tier.DEVICE]
-    assert {order.rank(node) >> 48 for node in cache.index.nodes()} == {2}, "within their share"
+    order = cache.index.spaces.order[Tier.DEVICE]
+    assert {order.rank(node) >> 48 for node in cache.index.spaces.nodes()} == {2}, (
+        "within their share"
+    )
     order.resized(20)
     cache.check()
-    assert [order.rank(node) >> 48 for node in cache.index.nodes()].count(2) == 2
+    assert [order.rank(node) >> 48 for node in cache.index.spaces.nodes()].count(2) == 2
 
 
 def test_a_quota_that_changes_has_its_share_protected() -> None:
     index = Index(1)
     space = Space("tenant", bytes(32), quota=(10, None))
-    index.open_space(space, EvictionKind.SLRU)
-    index.set_quota(space, (5, None))
-    order = index.own_order(space, Tier.DEVICE)
+    index.spaces.open(space, EvictionKind.SLRU)
+    index.spaces.set_quota(space, (5, None))
+    order = index.spaces.own_order(space, Tier.DEVICE)
     assert order is not None
     assert isinstance(order.policy, Slru)
     assert order.policy.max_protected == 4

@@ -118,7 +118,7 @@ SIMULATORS: dict[EvictionKind, Simulator] = {
 
 def hits_of_index(kind: EvictionKind, trace: list[int], capacity: int) -> list[bool]:
     index = Index(1, policies=(make_policy(kind, capacity), make_policy(kind, 1)))
-    pool, order, found = BlockPool("device", capacity), index.order[Tier.DEVICE], []
+    pool, order, found = BlockPool("device", capacity), index.spaces.order[Tier.DEVICE], []
     for key in trace:
         prompt = Prompt.of([key], 1)
         match = index.match(prompt)

@@ -35,7 +35,7 @@ class Cache:
         return lease.node
 
     def evict(self, count: int) -> None:
-        for victim in self.index.order[Tier.DEVICE].victims(count):
+        for victim in self.index.spaces.order[Tier.DEVICE].victims(count):
             self.pool.release(self.index.drop(Tier.DEVICE, *victim))
 
     def drop(self, node: Node, start: int, stop: int) -> None:

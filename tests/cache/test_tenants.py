@@ -20,7 +20,7 @@ tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 def index_with(*spaces: Space) -> Index:
     index = Index(2, ROOTS[""])
     for space in spaces:
-        index.open_space(space)
+        index.spaces.open(space)
     return index
 
 
@@ -70,7 +70,7 @@ def test_remembered_digests_survive_a_split_and_an_eviction() -> None:
     expected = index.digests(index.match(prompt).node, 4)
     put(index, pool, Prompt.of([1, 2, 3, 4, 9, 9], 2))
     assert index.digests(index.match(prompt).node, 4) == expected
-    for victim in index.order[Tier.DEVICE].victims(1):
+    for victim in index.spaces.order[Tier.DEVICE].victims(1):
         pool.release(index.drop(Tier.DEVICE, *victim))
     match = index.match(prompt)
     assert index.digests(match.node, match.num_blocks) == expected[: match.num_blocks]
@@ -82,7 +82,7 @@ def test_a_quotas_own_order_lists_only_its_own_blocks() -> None:
     put(index, pool, Prompt.of([7] * 8, 2))
     put(index, pool, Prompt.of([1, 2, 3, 4], 2, space="a"))
     put(index, pool, Prompt.of([5, 6], 2, space="a"))
-    order = index.own_order(space, Tier.DEVICE)
+    order = index.spaces.own_order(space, Tier.DEVICE)
     assert order is not None
     assert (order.num_unheld, space.used) == (3, [3, 0])
     assert {victim.node.space.name for victim in order.victims(10)} == {"a"}
@@ -97,7 +97,7 @@ def test_a_tenant_nobody_opened_is_refused_and_none_is_opened_twice() -> None:
     with pytest.raises(BadRequestError, match="'who'"):
         index.match(Prompt.of([1], 2, space="who"))
     with pytest.raises(BadRequestError, match="open already"):
-        index.open_space(Space("a", ROOTS["a"]))
+        index.spaces.open(Space("a", ROOTS["a"]))
     with pytest.raises(ConfigError, match="quota"):
         Space("c", b"", quota=(-1, None))
 
@@ -107,10 +107,10 @@ def test_a_space_that_still_has_blocks_is_not_closed_and_an_empty_one_is() -> No
     prompt = Prompt.of([1, 2, 3, 4], 2, space="a")
     put(index, pool, prompt)
     with pytest.raises(AssertionError, match="when it is empty"):
-        index.close_space("a")
+        index.spaces.close("a")
     assert index.match(prompt).num_blocks == 2, "nothing has changed"
     index.forget_below(index.match(prompt).node, 0)
-    index.close_space("a")
+    index.spaces.close("a")
     with pytest.raises(BadRequestError, match="no fingerprint 'a'"):
         index.match(prompt)
-    assert index.order[Tier.DEVICE].num_unheld == 0
+    assert index.spaces.order[Tier.DEVICE].num_unheld == 0

@@ -30,7 +30,7 @@ class Cached:
 
 def cached() -> Cached:
     index = Index(2, b"r" * 32)
-    index.open_space(Space("acme", b"a" * 32, quota=(4, 4)))
+    index.spaces.open(Space("acme", b"a" * 32, quota=(4, 4)))
     pools = {tier: BlockPool(tier.name.lower(), 20) for tier in Tier}
     prompts = [Prompt.of([1, 2, 3, 4, last, 6, 7, 8], 2, [MediaItem(0, 1, b"i" * 16)])
                for last in (5, 9)]  # fmt: skip
@@ -78,7 +78,7 @@ def hits_below(here: Cached) -> None:
 
 def no_child_by_first_token(here: Cached) -> None:
     key = here.upper.key
-    here.index.root.children = {key + b"\xff": here.index.root.children[key]}
+    here.index.spaces.root.children = {key + b"\xff": here.index.spaces.root.children[key]}
 
 
 def order_of_children(here: Cached) -> None:
@@ -86,7 +86,7 @@ def order_of_children(here: Cached) -> None:
 
 
 def roots_children(here: Cached) -> None:
-    here.index.root.count_present(Tier.HOST, 1)
+    here.index.spaces.root.count_present(Tier.HOST, 1)
 
 
 def slots_of_fewer_blocks(here: Cached) -> None:
@@ -109,11 +109,11 @@ def believed_stored(here: Cached) -> None:
 
 
 def quota_without_queue(here: Cached) -> None:
-    here.index.root.space.quota = (3, None)
+    here.index.spaces.root.space.quota = (3, None)
 
 
 def queue_without_quota(here: Cached) -> None:
-    here.index.root_named("acme").space.quota = (None, None)
+    here.index.spaces.root_named("acme").space.quota = (None, None)
 
 
 @pytest.mark.parametrize(

@@ -476,5 +476,5 @@ async def test_the_tier_that_blocks_landed_on_is_the_device() -> None:
             await finish(near.ask(decode.prompt(TOKENS)))
         match = decode.service.index.match(decode.prompt(TOKENS))
         assert (match.device_blocks, match.host_blocks) == (BLOCKS, 0)
-        assert decode.service.index.root_of(decode.prompt(TOKENS)).space.used[Tier.HOST] == 0
+        assert decode.service.index.spaces.root_of(decode.prompt(TOKENS)).space.used[Tier.HOST] == 0
         await decode.settle()

@@ -115,7 +115,9 @@ async def test_each_run_is_an_event_with_a_number_of_its_own() -> None:
         await here.run(tokens(8) + tokens(8, 500))  # cuts the first prompt's run in two
         with here.service.events.subscribe() as subscription:
             here.service.pin("x", here.prompt(tokens(16)), 100.0)
-            [leaf] = [n for n in here.service.index.nodes() if n.tokens.startswith(pack([8]))]
+            [leaf] = [
+                n for n in here.service.index.spaces.nodes() if n.tokens.startswith(pack([8]))
+            ]
             here.service.events.tell(Happening.STORED, "storage", leaf, 0, 4)
             first, second = await heard(subscription, 2)
             assert (first.start, first.stop, second.start, second.stop) == (0, 2, 2, 4)

@@ -197,9 +197,9 @@ async def test_a_preempted_request_that_is_abandoned_leaves_no_pin() -> None:
     async with world() as here:
         request = await preempted(here, 11)
         await here.settle()
-        assert any(node.soft_pins for node in here.service.index.nodes())
+        assert any(node.soft_pins for node in here.service.index.spaces.nodes())
         here.service.scheduler.abandon(request)
-        assert not any(node.soft_pins for node in here.service.index.nodes())
+        assert not any(node.soft_pins for node in here.service.index.spaces.nodes())
         await here.settle()
 
 

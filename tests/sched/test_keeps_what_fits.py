@@ -66,7 +66,7 @@ async def full_host(rule: WritePolicy = BACK) -> AsyncIterator[World]:
         await here.run(tokens(16) + tokens(24, 100))
         await here.service.sleep(keeps_blocks=False)
         await here.service.wake()
-        assert here.service.index.root.space.used == [0, 16]
+        assert here.service.index.spaces.root.space.used == [0, 16]
         assert await num_stored(here) == 0
         yield here
 
@@ -81,7 +81,7 @@ def test_a_host_that_shrinks_stores_first_what_write_back_promises() -> None:
     async def scene() -> None:
         async with full_host() as here:
             await here.service.resize(Tier.HOST, 2)
-            left = here.service.index.root.space.used[Tier.HOST]
+            left = here.service.index.spaces.root.space.used[Tier.HOST]
             assert await num_stored(here) + left >= 16, "nothing is nowhere"
             assert await num_stored(here) >= 14
             await here.service.resize(Tier.HOST, 16)
@@ -196,7 +196,7 @@ def test_what_stays_after_a_shrink_was_cancelled_is_stored_when_it_goes() -> Non
             await here.settle()
             here.the_store.delay_s = 0.0
             assert await num_stored(here) <= 4, "no more than the store had in hand"
-            left = here.service.index.root.space.used[Tier.HOST]
+            left = here.service.index.spaces.root.space.used[Tier.HOST]
             assert left == 16
             await here.service.resize(Tier.HOST, 2)
             assert await num_stored(here) >= 14

@@ -193,7 +193,7 @@ def test_a_pin_that_is_replaced_neither_holds_anything_nor_ends_the_one_in_its_p
             here.service.pin("it", here.prompt(first), 1.0, is_soft=is_soft)
             here.service.pin("it", here.prompt(second), 100.0, is_soft=is_soft)
             await asyncio.sleep(10.0)
-            nodes = list(here.service.index.nodes())
+            nodes = list(here.service.index.spaces.nodes())
             assert [bool(node.holders or node.soft_pins) for node in nodes].count(True) == 1
             assert here.service.unpin("it"), "the first one's time is not the second one's"
             assert here.service.reset() == 0

@@ -70,7 +70,7 @@ async def test_on_the_device(cached: int) -> None:
 async def test_on_the_host(cached: int) -> None:
     async with world(host_write=THROUGH) as on:
         await on.run(list(range(cached)))
-        for node in list(on.service.index.nodes()):
+        for node in list(on.service.index.spaces.nodes()):
             if not node.children:
                 on.service.tiers.eviction.evict_below(Tier.DEVICE, node, 0)
         for shared in (0, cached - 1, cached):

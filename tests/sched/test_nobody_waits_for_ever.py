@@ -114,7 +114,7 @@ class Storm:
     async def change(self, what: str) -> None:
         rng, service = self.rng, self.here.service
         if what == "quota":
-            for space in service.index.spaces():
+            for space in service.index.spaces.all():
                 if space.name:
                     service.set_quota(space.name, rng.choice([(12, 12), (14, None), (None, None)]))
             return

@@ -55,7 +55,7 @@ async def test_a_tenant_writes_and_fetches_as_much_as_its_host_quota_takes(quota
         assert request.matched.storage_tokens // GQA.block_size == most
         here.service.end(request)
         await here.settle()
-        assert here.service.index.root_named(acme).space.used[1] <= quota
+        assert here.service.index.spaces.root_named(acme).space.used[1] <= quota
 
 
 async def test_a_prompt_longer_than_a_tenants_host_quota_is_stored_as_far_as_that_goes() -> None:

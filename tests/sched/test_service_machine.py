@@ -39,7 +39,7 @@ def cached(here: World) -> set[Copy]:
     """Every copy that the index has."""
     return {
         (tier.name.lower(), node.space.name, key.digest)
-        for node in here.service.index.nodes()
+        for node in here.service.index.spaces.nodes()
         for tier in Tier
         for key, state in zip(
             path_keys(here.service.index, node, node.start, node.end),
@@ -195,7 +195,7 @@ class Machine:
 
     def change_a_tenant(self) -> None:
         service, rng = self.here.service, self.rng
-        spaces = [space.name for space in service.index.spaces() if space.name]
+        spaces = [space.name for space in service.index.spaces.all() if space.name]
         if not spaces:
             return
         name = rng.choice(spaces)

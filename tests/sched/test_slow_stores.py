@@ -154,12 +154,12 @@ def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_instead(
             assert tiers.eviction.available(Tier.HOST) == 2
             with pytest.raises(OutOfBlocksError):
                 tiers.eviction.take(Tier.HOST, 3)
-            assert index.root.space.used == [4, 4], "all or nothing"
+            assert index.spaces.root.space.used == [4, 4], "all or nothing"
             slots = tiers.eviction.take(Tier.HOST, 1)
             assert not set(slots.tolist()) & set(read.tolist())
             tiers.slots.end_reading(read)
             tiers.slots.give(Tier.HOST, slots)
-            assert here.service.stats().host.free == 4 - index.root.space.used[1]
+            assert here.service.stats().host.free == 4 - index.spaces.root.space.used[1]
             assert here.service.verify() == []
 
     simulate(scene())

@@ -58,7 +58,7 @@ async def test_of_too_many_the_one_not_asked_for_longest_is_closed() -> None:
         await run(here, "b", tokens(8))
         assert await run(here, "a", tokens(8)) == 7
         await run(here, "c", tokens(8))
-        assert len(here.service.index.spaces()) == 3
+        assert len(here.service.index.spaces.all()) == 3
         assert await run(here, "a", tokens(8)) == 7
         assert await run(here, "b", tokens(8)) == 0
 
@@ -105,9 +105,9 @@ async def test_quotas_come_from_the_settings_and_change_at_run_time() -> None:
         await run(here, "a", tokens(16))
         await run(here, "", tokens(16, 300))
         await run(here, "a", tokens(16, 100))
-        assert here.service.index.root_named(space).space.used[Tier.DEVICE] <= 6
+        assert here.service.index.spaces.root_named(space).space.used[Tier.DEVICE] <= 6
         here.service.set_quota(space, (2, None))
-        assert here.service.index.root_named(space).space.used[Tier.DEVICE] == 2
+        assert here.service.index.spaces.root_named(space).space.used[Tier.DEVICE] == 2
         assert here.service.verify() == []
         assert await run(here, "", tokens(16, 300)) == 15  # the others' are where they were
         with pytest.raises(RequestTooLargeError):
@@ -127,7 +127,7 @@ async def test_a_quota_set_on_a_tenant_with_blocks_counts_them() -> None:
             await run(here, "a", tokens(16, base))
         held = await admit(here, "a", tokens(16))
         here.service.set_quota(space, (5, None))
-        assert here.service.index.root_named(space).space.used[Tier.DEVICE] == 5
+        assert here.service.index.spaces.root_named(space).space.used[Tier.DEVICE] == 5
         assert here.service.verify() == []
         here.service.end(held)
         await here.settle()
@@ -180,7 +180,7 @@ async def test_an_operator_is_told_the_field_that_differs_and_a_tenant_is_not() 
     async with world(who=fingerprint(revision="1")) as here:
         here.service.open_fingerprint(fingerprint(revision="2"))
         prompt = here.prompt(tokens(8))
-        [other] = [s.name for s in here.service.index.spaces() if s.name]
+        [other] = [s.name for s in here.service.index.spaces.all() if s.name]
         elsewhere = Prompt.of(tokens(8), 4, space=other)
         request = await here.service.admit("r", elsewhere, max_new_tokens=0)
         await here.service.commit(request, pack(tokens(8)))
@@ -272,7 +272,7 @@ async def test_the_quota_of_a_tenant_that_is_closed_can_be_read_and_changed() ->
         assert space not in here.service.roots(), "that opens nothing"
         assert here.service.quota_of(space) == (2, 5)
         here.service.space_of_tenant("a")
-        assert here.service.index.root_named(space).space.quota == (2, 5)
+        assert here.service.index.spaces.root_named(space).space.quota == (2, 5)
         here.service.close_fingerprint(space)
         assert here.service.tenants.known_space_of("a") is None
         with pytest.raises(BadRequestError):
@@ -332,7 +332,7 @@ async def test_a_quota_that_lets_much_go_lets_others_go_on_meanwhile(tier: Tier)
         for base in range(3):
             await run(here, "a", tokens(1200 * 4, base * 10_000))
         await run(here, "b", tokens(8))
-        used = here.service.index.root_named(space).space.used
+        used = here.service.index.spaces.root_named(space).space.used
         assert used[tier] == 3600
         here.service.set_quota(space, (5, None) if tier is Tier.DEVICE else (None, 5))
         after_one_turn = used[tier]
@@ -352,7 +352,7 @@ async def test_a_quota_whose_tenant_is_closed_while_much_of_it_goes_harms_nobody
         here.service.space_of_tenant("a")
         await run(here, "a", tokens(8 * 4))
         await here.settle()
-        assert here.service.index.root_named(space).space.used[0] == 8
+        assert here.service.index.spaces.root_named(space).space.used[0] == 8
 
 
 async def test_what_goes_from_the_device_for_a_lower_quota_keeps_its_host_copies() -> None:

@@ -145,7 +145,7 @@ async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:
             ids = tokens(8, 100 * (number + 1))
             here.service.end(await compute(here, ids, f"acme {number}", acme))
             await here.settle()
-        space = here.service.index.root_of(Prompt.of([1], 4, space=acme)).space
+        space = here.service.index.spaces.root_of(Prompt.of([1], 4, space=acme)).space
         assert space.used[Tier.DEVICE] == 4
         assert here.service.index.match(here.prompt(tokens(16))).device_blocks == 4
         assert here.free_device_blocks == 4  # free, but not for acme

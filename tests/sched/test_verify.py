@@ -23,7 +23,7 @@ Undo = Callable[[], None]
 
 
 def some_node(here: World) -> Node:
-    return next(node for node in here.service.index.nodes() if not node.holders)
+    return next(node for node in here.service.index.spaces.nodes() if not node.holders)
 
 
 def put(owner: Any, name: str, value: Any) -> Undo:
@@ -48,17 +48,17 @@ def wrong_holders(here: World, request: Request) -> Undo:
 
 
 def wrong_unheld(here: World, _: Request) -> Undo:
-    order = here.service.index.order[Tier.DEVICE]
+    order = here.service.index.spaces.order[Tier.DEVICE]
     return put(order, "num_unheld", order.num_unheld + 1)
 
 
 def forgotten_candidate(here: World, _: Request) -> Undo:
-    order = here.service.index.order[Tier.DEVICE]
+    order = here.service.index.spaces.order[Tier.DEVICE]
     return put(order, "_newest", {})
 
 
 def no_heap(here: World, _: Request) -> Undo:
-    order = here.service.index.order[Tier.DEVICE]
+    order = here.service.index.spaces.order[Tier.DEVICE]
     entries = [*order._line, *order._heap]
     undo_line = put(order, "_line", deque())
     undo_heap = put(order, "_heap", sorted(entries, reverse=True))
@@ -71,12 +71,12 @@ def no_heap(here: World, _: Request) -> Undo:
 
 
 def no_line(here: World, _: Request) -> Undo:
-    order = here.service.index.order[Tier.DEVICE]
+    order = here.service.index.spaces.order[Tier.DEVICE]
     return put(order, "_line", deque(reversed(order._line)))
 
 
 def wrong_use(here: World, _: Request) -> Undo:
-    space = here.service.index.root.space
+    space = here.service.index.spaces.root.space
     return put(space, "used", [space.used[0] + 1, space.used[1]])
 
 

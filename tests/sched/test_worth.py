@@ -354,7 +354,7 @@ def computing_and_a_wait() -> tuple[Computing, Wait]:
     prefill, index, prompt = Prefill(), Index(4), Prompt.of(list(range(64)), 4)
     prefill.tell(64, 1.0)
     computing = Computing(prefill, lambda: None)
-    computing.begin(index.root, 0, prompt, 0.0)
+    computing.begin(index.spaces.root, 0, prompt, 0.0)
     wait = computing.possible_wait(index.match(prompt), prompt, 16, 0.01)
     assert wait is not None
     return computing, wait
@@ -373,7 +373,7 @@ def test_waiting_for_owners_costs_little_when_they_fail_and_saves_when_they_deli
     with_waits = without = 0.0
     for number in range(2000):
         prompt = Prompt.of(list(range(number * 64, number * 64 + 64)), 4)
-        promise = computing.begin(index.root, 0, prompt, 0.0)
+        promise = computing.begin(index.spaces.root, 0, prompt, 0.0)
         assert promise is not None
         compute_s, elapsed = prefill.seconds(64), begun * rng.random() * prefill.seconds(64)
         wait = computing.possible_wait(index.match(prompt), prompt, 16, elapsed)

@@ -68,7 +68,7 @@ async def node_over(
 
 
 def believed_stored(here: World) -> int:
-    nodes = here.service.index.nodes()
+    nodes = here.service.index.spaces.nodes()
     return sum(int(node.stored_in(0, node.num_blocks).sum()) for node in nodes)
 
 

@@ -186,7 +186,9 @@ class Listings:
         """Up to `limit` blocks. Raises UnknownIdError if the cursor is of no listing under way."""
         if cursor is None:
             name = uuid4().hex
-            listing = _Listing([child for root in index.roots() for child in _children(root)])
+            listing = _Listing(
+                [child for root in index.spaces.roots() for child in _children(root)]
+            )
         else:
             name, _, number = cursor.partition(".")
             found = self._listings.get(name)

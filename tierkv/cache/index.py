@@ -13,14 +13,16 @@ from typing import Final
 import numpy as np
 
 from tierkv.cache.copies import Change, CopyState, TierCopies
+from tierkv.cache.eviction import EvictionPolicy
 from tierkv.cache.keys import DIGEST_BYTES, Prompt, block_digest, chain_tokens
 from tierkv.cache.match import Match, descend, longest_match, segments
 from tierkv.cache.node import HOST, Node, Tier
 from tierkv.cache.pool import Ids
-from tierkv.cache.tree import Tree
+from tierkv.cache.tree import Spaces, Tree
 from tierkv.errors import OwnershipError
 
 _READY: Final = CopyState.READY
+_STATES: Final = tuple(CopyState)  # by value
 
 
 @dataclass(slots=True, eq=False)
@@ -32,94 +34,23 @@ class Lease:
     is_released: bool = False
 
 
-_STATES = tuple(CopyState)  # by value
+class Index:
+    """All cached runs, of one fingerprint or of several, each in a space of its own.
 
+    A lease ends on the node that ends where it does, which is split off for it.
+    """
 
-class Leases(Tree):
-    """A lease ends on the node that ends where it does, which is split off for it."""
-
-    num_held_leases = 0
-
-    def hold(self, node: Node, num_blocks: int) -> Lease:
-        """Forbid eviction of the path up to `num_blocks`, and mark it as used now.
-
-        A run that goes on beyond is split, so that its rest stays free to go.
-        """
-        if node.end != num_blocks:
-            node = self._ending_at(node, num_blocks)
-        self._hold(node)
-        self._use(node)
-        self.num_held_leases += 1
-        return Lease(node, num_blocks)
-
-    def hold_as_is(self, node: Node) -> Lease:
-        """Forbid eviction of the path to `node`'s end for a movement: no split, not a use."""
-        self._hold(node)
-        self.num_held_leases += 1
-        return Lease(node, node.end)
-
-    def release(self, lease: Lease) -> None:
-        """End a lease. Raises OwnershipError if it has ended already."""
-        if lease.is_released:
-            raise OwnershipError("a lease was released twice")
-        lease.is_released = True
-        self.num_held_leases -= 1
-        node = lease.node
-        self._unhold(node)
-        if node.device.uniform is not _READY:  # else there is nothing to prune
-            self.prune(node)
-
-    def _move(self, lease: Lease, node: Node, *, is_new: bool = False) -> None:
-        """Let `lease` end where `node` does from now on, a use of that.
-
-        is_new: a run made for it, which has its holder already and is one of its parent's.
-        """
-        before, lease.node, lease.num_blocks = lease.node, node, node.end
-        end = node.parent if is_new else node
-        if end is not before and end is not None:
-            self._hold(end)
-            self._unhold(before)
-            self.prune(before)
-        self._use(node)
-
-    def _use(self, node: Node) -> None:
-        """The path to `node` is used now: what is above is told when its holder ends."""
-        self._tick += 1
-        node.last_used = self._tick
-
-    def count_hit(self, lease: Lease) -> None:
-        for part in lease.node.path():
-            part.hits += 1
-
-    def _ending_at(self, node: Node, num_blocks: int) -> Node:
-        """The node of the path to `node` that ends at `num_blocks`, after a split if need be."""
-        while node.parent is not None and node.start >= num_blocks:
-            node = node.parent
-        if num_blocks < node.end:
-            node = self._split(node, num_blocks - node.start)
-        return node
-
-    # Soft pins
-
-    def pin_softly(self, node: Node, num_blocks: int) -> Node:
-        """Let the path up to `num_blocks` go after everything that is not pinned; returns what
-        `unpin_softly` takes."""
-        node = self._ending_at(node, num_blocks)
-        self._pin(node, +1)
-        return node
-
-    def unpin_softly(self, node: Node) -> None:
-        """Undo one `pin_softly`. What went meanwhile is no error."""
-        self._pin(node, -1)
-
-    def _pin(self, node: Node, step: int) -> None:
-        for part in node.path():
-            part.soft_pins += step
-            self._offer(part)
-
-
-class Index(Leases):
-    """All cached runs, of one fingerprint or of several, each in a space of its own."""
+    def __init__(
+        self,
+        block_size: int,
+        root_digest: bytes = b"",
+        policies: tuple[EvictionPolicy, EvictionPolicy] | None = None,
+    ) -> None:
+        self.spaces = Spaces(root_digest, policies)
+        self.block_size = block_size
+        self.num_held_leases = 0
+        self._tree = Tree(self.spaces, block_size)
+        self._tick = 0
 
     # Looking
 
@@ -128,7 +59,7 @@ class Index(Leases):
         limit = prompt.num_tokens
         if max_tokens is not None and max_tokens < limit:
             limit = max_tokens
-        return longest_match(self.root_of(prompt), prompt, limit)
+        return longest_match(self.spaces.root_of(prompt), prompt, limit)
 
     def slots(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
         """Slots of blocks [start, stop) on the path to `node`."""
@@ -171,9 +102,88 @@ class Index(Leases):
                 digest = block_digest(digest, tokens, part.extra(part.start + i))
                 more.append(digest)
         else:
-            more = chain_tokens(digest, part.tokens_of(known, stop), self.block_token_bytes)
+            more = chain_tokens(digest, part.tokens_of(known, stop), self._tree.block_token_bytes)
         part.digests += b"".join(more)
         return more
+
+    # Leases: what may not be evicted
+
+    def hold(self, node: Node, num_blocks: int) -> Lease:
+        """Forbid eviction of the path up to `num_blocks`, and mark it as used now.
+
+        A run that goes on beyond is split, so that its rest stays free to go.
+        """
+        if node.end != num_blocks:
+            node = self._ending_at(node, num_blocks)
+        self._tree.hold(node)
+        self._use(node)
+        self.num_held_leases += 1
+        return Lease(node, num_blocks)
+
+    def hold_as_is(self, node: Node) -> Lease:
+        """Forbid eviction of the path to `node`'s end for a movement: no split, not a use."""
+        self._tree.hold(node)
+        self.num_held_leases += 1
+        return Lease(node, node.end)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Raises OwnershipError if it has ended already."""
+        if lease.is_released:
+            raise OwnershipError("a lease was released twice")
+        lease.is_released = True
+        self.num_held_leases -= 1
+        node = lease.node
+        self._tree.unhold(node)
+        if node.device.uniform is not _READY:  # else there is nothing to prune
+            self._tree.prune(node)
+
+    def _move(self, lease: Lease, node: Node, *, is_new: bool = False) -> None:
+        """Let `lease` end where `node` does from now on, a use of that.
+
+        is_new: a run made for it, which has its holder already and is one of its parent's.
+        """
+        before, lease.node, lease.num_blocks = lease.node, node, node.end
+        end = node.parent if is_new else node
+        if end is not before and end is not None:
+            self._tree.hold(end)
+            self._tree.unhold(before)
+            self._tree.prune(before)
+        self._use(node)
+
+    def _use(self, node: Node) -> None:
+        """The path to `node` is used now: what is above is told when its holder ends."""
+        self._tick += 1
+        node.last_used = self._tick
+
+    def count_hit(self, lease: Lease) -> None:
+        for part in lease.node.path():
+            part.hits += 1
+
+    def _ending_at(self, node: Node, num_blocks: int) -> Node:
+        """The node of the path to `node` that ends at `num_blocks`, after a split if need be."""
+        while node.parent is not None and node.start >= num_blocks:
+            node = node.parent
+        if num_blocks < node.end:
+            node = self._tree.split(node, num_blocks - node.start)
+        return node
+
+    # Soft pins
+
+    def pin_softly(self, node: Node, num_blocks: int) -> Node:
+        """Let the path up to `num_blocks` go after everything that is not pinned; returns what
+        `unpin_softly` takes."""
+        node = self._ending_at(node, num_blocks)
+        self._pin(node, +1)
+        return node
+
+    def unpin_softly(self, node: Node) -> None:
+        """Undo one `pin_softly`. What went meanwhile is no error."""
+        self._pin(node, -1)
+
+    def _pin(self, node: Node, step: int) -> None:
+        for part in node.path():
+            part.soft_pins += step
+            self._tree.offer(part)
 
     # Growing
 
@@ -201,7 +211,7 @@ class Index(Leases):
         if pos < stop:
             below = node
             new = slots[pos - first :] if pos > first else slots
-            node = self._grow(tier, node, pos, prompt, stop, new, at.node)
+            node = self._tree.grow(tier, node, pos, prompt, stop, new, at.node)
             self._move(at, node, is_new=node is not below)
         else:
             self._move(at, self._ending_at(node, stop))
@@ -225,7 +235,7 @@ class Index(Leases):
             for i, state in enumerate(copies.states[start:end].tolist(), start=start):
                 at = above + i
                 if state == CopyState.ABSENT:
-                    self._change(tier, part, i, i + 1, Change.PLACE, slots=slots[at : at + 1])
+                    self._tree.change(tier, part, i, i + 1, Change.PLACE, slots=slots[at : at + 1])
                 elif state == CopyState.INCOMING and tier is Tier.DEVICE:
                     return part.start + i, tuple(refused)
                 else:
@@ -240,12 +250,12 @@ class Index(Leases):
         node = self._ending_at(at.node, at.num_blocks)
         tail = node.child_with(prompt.block(at.num_blocks), prompt.extra(at.num_blocks))
         if tail is None:
-            tail = self._new_node(node, prompt, TierCopies(1))
+            tail = self._tree.new_node(node, prompt, TierCopies(1))
             self._use(tail)
             node.last_used = tail.last_used
         is_new = tail.copies[tier].uniform is CopyState.ABSENT
         if is_new:
-            self._change(tier, tail, 0, 1, Change.PLACE, slots=np.array([slot], np.int32))
+            self._tree.change(tier, tail, 0, 1, Change.PLACE, slots=np.array([slot], np.int32))
         return tail, is_new
 
     # Changing copies
@@ -267,9 +277,9 @@ class Index(Leases):
         had, at = [], 0
         for part, i, j in segments(node, start, stop):
             given = None if slots is None else slots[at : at + j - i]
-            had.append(self._change(tier, part, i, j, change, slots=given))
+            had.append(self._tree.change(tier, part, i, j, change, slots=given))
             at += j - i
-        self.prune(node)
+        self._tree.prune(node)
         return np.concatenate(had) if had else np.zeros(0, np.int32)
 
     def mark_stored(self, node: Node, start: int, stop: int) -> None:
@@ -286,14 +296,14 @@ class Index(Leases):
 
     def unmark_all_stored(self) -> None:
         """Storage is another one, or may have lost what it had: walks the tree, 1 us a run."""
-        for node in self.nodes():
+        for node in self.spaces.nodes():
             node.believe_nothing_stored()
 
     def drop(self, tier: Tier, node: Node, i: int, j: int) -> Ids:
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = (node.on(tier), node.device) if tier is HOST else (node.device, node.host)
-        order = self.order[tier]
+        order = self.spaces.order[tier]
         if order.memory is not None:
             order.memory.evicted(node)
         if (
@@ -304,20 +314,21 @@ class Index(Leases):
         ):
             # The common case, a leaf's last blocks on their last tier: no state is needed between.
             node.space.used[tier] -= j - i
-            order.num_unheld -= j - i
-            if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:
-                own[tier].num_unheld -= j - i
+            if tier is HOST:
+                self._tree.count_unheld(node.space, 0, i - j)
+            else:
+                self._tree.count_unheld(node.space, i - j, 0)
             if i:
                 node.cut(tier, i)
                 return copies.drop_ready(i)
-            parent = self._unlink(node)
+            parent = self._tree.unlink(node)
             parent.count_present(tier, -1)
             # Else there's nothing new for it.
             if not (parent.children_on_host if tier is HOST else parent.children_on_device):
-                self._offer(parent)
+                self._tree.offer(parent)
             return copies.drop_ready(0)
-        had = self._change(tier, node, i, j, Change.EVICT)
-        self.prune(node)
+        had = self._tree.change(tier, node, i, j, Change.EVICT)
+        self._tree.prune(node)
         return had
 
     def forget_below(self, node: Node, i: int) -> tuple[Ids, Ids]:
@@ -337,10 +348,10 @@ class Index(Leases):
             for tier in Tier:
                 ready = part.copies[tier].is_in(CopyState.READY, start, part.num_blocks)
                 freed[tier].extend(
-                    self._change(tier, part, start + at, start + end, Change.EVICT)
+                    self._tree.change(tier, part, start + at, start + end, Change.EVICT)
                     for at, end in runs_of(ready)
                 )
-            self.prune(part)
+            self._tree.prune(part)
         empty = np.zeros(0, np.int32)
         return (np.concatenate([empty, *freed[0]]), np.concatenate([empty, *freed[1]]))
 

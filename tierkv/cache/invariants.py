@@ -23,9 +23,9 @@ def findings(
     owned_elsewhere: slots of each tier that requests and movements hold outside the index.
     Walks the whole tree: for tests, shutdown, and an operator who asks.
     """
-    nodes = list(index.nodes())
+    nodes = list(index.spaces.nodes())
     wrong: list[str] = []
-    for root in index.roots():
+    for root in index.spaces.roots():
         wrong += [f"root {root.space.name!r} {what}" for what in _children_findings(root)]
     for node in nodes:
         wrong += _node_findings(node, index)
@@ -34,7 +34,7 @@ def findings(
         slots = np.concatenate([_EMPTY, *(copies.slots for copies in fit)])
         owned = np.concatenate([slots[slots != NO_SLOT], _array(owned_elsewhere[tier])])
         wrong += pools[tier].findings(owned.tolist())
-        for order, space in index.orders(tier):
+        for order, space in index.spaces.orders(tier):
             wrong += order.findings([n for n in nodes if space is None or n.space is space])
         wrong += _space_findings(index, nodes, tier)
     wrong += _lease_findings(index, nodes)
@@ -55,13 +55,13 @@ def _space_findings(index: Index, nodes: list[Node], tier: Tier) -> list[str]:
     wrong = [
         f"fingerprint {space.name!r} has {used[space.name]} {tier.name} copies, "
         f"but {space.used[tier]} are counted"
-        for space in index.spaces()
+        for space in index.spaces.all()
         if used[space.name] != space.used[tier]
     ]
     wrong.extend(
         f"fingerprint {space.name!r} has a quota or a {tier.name} queue of its own, not both"
-        for space in index.spaces()
-        if space.has_quota != (index.own_order(space, tier) is not None)
+        for space in index.spaces.all()
+        if space.has_quota != (index.spaces.own_order(space, tier) is not None)
     )
     return wrong
 
@@ -70,7 +70,7 @@ def _lease_findings(index: Index, nodes: list[Node]) -> list[str]:
     """Every holder is a lease that is out or a child with holders."""
     wrong = []
     num_leases = 0
-    for node in [*index.roots(), *nodes]:
+    for node in [*index.spaces.roots(), *nodes]:
         held_children = sum(child.holders > 0 for child in node.children.values())
         if node.holders < held_children:
             wrong.append(f"node {node.uid} counts fewer holders than its children")
@@ -82,7 +82,7 @@ def _lease_findings(index: Index, nodes: list[Node]) -> list[str]:
 
 def _node_findings(node: Node, index: Index) -> list[str]:
     name = f"node {node.uid} (blocks {node.start} to {node.end})"
-    wrong = [f"{name} {what}" for what in _shape_findings(node, index.block_token_bytes)]
+    wrong = [f"{name} {what}" for what in _shape_findings(node, (index.block_size * TOKEN_BYTES))]
     wrong += [f"{name} {what}" for what in _memory_findings(node)]
     wrong += [f"{name} {what}" for what in _children_findings(node)]
     unfit = [tier for tier in Tier if not node.copies[tier].fits(node.num_blocks)]

@@ -23,57 +23,61 @@ from tierkv.errors import BadRequestError
 
 
 class Spaces:
-    """order: the eviction queues of all spaces together. A space with a quota has its own, too."""
+    """The roots of the tree, one for each fingerprint's space, and the queues of what may go.
+
+    order: the eviction queues of all spaces together. own_orders: those of each space with a quota,
+    by name.
+    """
 
     def __init__(
         self, root_digest: bytes, policies: tuple[EvictionPolicy, EvictionPolicy] | None
     ) -> None:
         device, host = policies or (None, None)
         self.order = (EvictionOrder(Tier.DEVICE, device), EvictionOrder(Tier.HOST, host))
-        self._own_orders: dict[str, tuple[EvictionOrder, EvictionOrder]] = {}
+        self.own_orders: dict[str, tuple[EvictionOrder, EvictionOrder]] = {}
         self._roots: dict[str, Node] = {}
-        self.root = self.open_space(Space(DEFAULT, root_digest))
+        self.root = self.open(Space(DEFAULT, root_digest))
 
-    def open_space(self, space: Space, kind: EvictionKind = EvictionKind.LRU) -> Node:
+    def open(self, space: Space, kind: EvictionKind = EvictionKind.LRU) -> Node:
         """Let prompts of `space.name` in; returns its root. kind: how it evicts within a quota."""
         if space.name in self._roots:
             raise BadRequestError(f"fingerprint {space.name!r} is open already")
         root = Node(0, None, space, TierCopies(0))
         self._roots[space.name] = root
         if space.has_quota:
-            self._open_own_orders(space, kind)
+            self._open_own(space, kind)
         return root
 
-    def close_space(self, name: str) -> None:
+    def close(self, name: str) -> None:
         """Let prompts of `name` in no more. It has no block, and is not the default one."""
         root = self.root_named(name)
         assert not root.children, "a space is closed when it is empty"
         assert root is not self.root, "the default space stays"
         del self._roots[name]
-        self._own_orders.pop(name, None)
+        self.own_orders.pop(name, None)
 
     def set_quota(self, space: Space, quota: Quota, kind: EvictionKind = EvictionKind.LRU) -> None:
         """Another quota from now on; nothing is evicted here. Walks the tree of the space if it
         had none before, to queue its blocks."""
         space.quota = quota
         if not space.has_quota:
-            self._own_orders.pop(space.name, None)
-        elif own := self._own_orders.get(space.name):
+            self.own_orders.pop(space.name, None)
+        elif own := self.own_orders.get(space.name):
             for order in own:
                 order.resized(quota[order.tier] or 0)
         else:
-            self._open_own_orders(space, kind)
+            self._open_own(space, kind)
             pending = list(self._roots[space.name].children.values())
             while pending:
                 node = pending.pop()
                 pending.extend(node.children.values())
-                for order in self._own_orders[space.name]:
+                for order in self.own_orders[space.name]:
                     if not node.holders:
                         order.num_unheld += node.num_present(order.tier)
                     order.offer(node)
 
-    def _open_own_orders(self, space: Space, kind: EvictionKind) -> None:
-        self._own_orders[space.name] = (
+    def _open_own(self, space: Space, kind: EvictionKind) -> None:
+        self.own_orders[space.name] = (
             EvictionOrder(Tier.DEVICE, make_policy(kind, space.quota[0] or 0)),
             EvictionOrder(Tier.HOST, make_policy(kind, space.quota[1] or 0)),
         )
@@ -89,17 +93,17 @@ class Spaces:
             message = f"no fingerprint {name!r} is open here"
             raise BadRequestError(message) from None
 
-    def spaces(self) -> list[Space]:
+    def all(self) -> list[Space]:
         return [root.space for root in self._roots.values()]
 
     def own_order(self, space: Space, tier: Tier) -> EvictionOrder | None:
         """The queue of the space's own blocks, None if it has no quota."""
-        own = self._own_orders.get(space.name)
+        own = self.own_orders.get(space.name)
         return None if own is None else own[tier]
 
     def orders(self, tier: Tier) -> list[tuple[EvictionOrder, Space | None]]:
         """Every queue of the tier, with the space it is limited to."""
-        own = [(order, space) for space in self.spaces() if (order := self.own_order(space, tier))]
+        own = [(order, space) for space in self.all() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
 
     def roots(self) -> list[Node]:
@@ -119,24 +123,18 @@ _SMALL_RUN_BLOCKS: Final = 256
 _READY: Final = CopyState.READY
 
 
-class Tree(Spaces):
+class Tree:
     """Nodes and what is counted about them, below the roots of all spaces."""
 
-    def __init__(
-        self,
-        block_size: int,
-        root_digest: bytes = b"",
-        policies: tuple[EvictionPolicy, EvictionPolicy] | None = None,
-    ) -> None:
-        super().__init__(root_digest, policies)
+    def __init__(self, spaces: Spaces, block_size: int) -> None:
         self.block_size = block_size
         self.block_token_bytes = block_size * TOKEN_BYTES
+        self._order, self._own_orders = spaces.order, spaces.own_orders
         self._next_uid = 1
-        self._tick = 0
 
     # Holders
 
-    def _hold(self, node: Node) -> None:
+    def hold(self, node: Node) -> None:
         """One more holder at `node`'s end."""
         device = host = 0
         while True:
@@ -149,9 +147,9 @@ class Tree(Spaces):
                 host -= node.host.num_present
             node = parent
         if device or host:
-            self._count_unheld(node.space, device, host)
+            self.count_unheld(node.space, device, host)
 
-    def _unhold(self, node: Node) -> None:
+    def unhold(self, node: Node) -> None:
         device = host = 0
         while True:
             left, parent = node.holders - 1, node.parent
@@ -163,25 +161,25 @@ class Tree(Spaces):
             device += node.device.num_present
             if node.host is not None:
                 host += node.host.num_present
-                self._offer(node)
+                self.offer(node)
             elif not node.children_on_device:
-                self._offer(node)
+                self.offer(node)
             node = parent
         if device or host:
-            self._count_unheld(node.space, device, host)
+            self.count_unheld(node.space, device, host)
 
-    def _count_unheld(self, space: Space, device: int, host: int) -> None:
+    def count_unheld(self, space: Space, device: int, host: int) -> None:
         """So many more copies of `space` can be evicted."""
-        self.order[0].num_unheld += device
+        self._order[0].num_unheld += device
         if host:
-            self.order[1].num_unheld += host
+            self._order[1].num_unheld += host
         if self._own_orders and (own := self._own_orders.get(space.name)) is not None:
             own[0].num_unheld += device
             own[1].num_unheld += host
 
-    def _offer(self, node: Node) -> None:
+    def offer(self, node: Node) -> None:
         """Let it be queued wherever it can go now."""
-        device, host = self.order
+        device, host = self._order
         device.offer(node)
         if node.host is not None:
             host.offer(node)
@@ -191,7 +189,7 @@ class Tree(Spaces):
 
     # Growing
 
-    def _new_node(self, parent: Node, prompt: Prompt, device: TierCopies) -> Node:
+    def new_node(self, parent: Node, prompt: Prompt, device: TierCopies) -> Node:
         """A child with the next blocks of `prompt`, as many as `device` has; if only the tail is
         left, with it. To count the copies is the caller's business."""
         tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
@@ -207,14 +205,14 @@ class Tree(Spaces):
         parent.adopt(node)
         return node
 
-    def _grow(  # noqa: PLR0913, PLR0917 - a place, and what comes there
+    def grow(  # noqa: PLR0913, PLR0917 - a place, and what comes there
         self, tier: Tier, node: Node, pos: int, prompt: Prompt, stop: int, slots: Ids, held: Node
     ) -> Node:
         """Add blocks [pos, stop), which are not in the tree, ready in `slots`, below `pos` blocks
         of the path to `node`; returns the node they end in, which is held if it is new.
         held: where the caller's lease ends."""
         if pos < node.end:
-            node = self._split(node, pos - node.start)
+            node = self.split(node, pos - node.start)
         elif not node.children and self._grows_in_place(node, stop - pos, held):
             before, packed = node.num_present(tier), node.packed
             node.append(tier, slots)
@@ -228,7 +226,7 @@ class Tree(Spaces):
             self._recount(tier, node, before)
             return node
         ready = TierCopies(stop - pos, _READY, slots)
-        child = self._new_node(node, prompt, TierCopies(stop - pos) if tier is HOST else ready)
+        child = self.new_node(node, prompt, TierCopies(stop - pos) if tier is HOST else ready)
         if tier is HOST:
             child.host = ready
         child.holders = 1
@@ -247,7 +245,7 @@ class Tree(Spaces):
             and (node.num_blocks < _SMALL_RUN_BLOCKS or node.num_blocks < num_blocks)
         )
 
-    def _split(self, node: Node, at: int) -> Node:
+    def split(self, node: Node, at: int) -> Node:
         """Cut a run in two; returns the new upper half. Leases stay with the lower one, which is
         then the upper one's only child."""
         assert 0 < at < node.num_blocks, "a split leaves two non-empty runs"
@@ -262,7 +260,7 @@ class Tree(Spaces):
         parent.children[upper.key] = upper  # in the place of `node`, whose key it has
         upper.adopt(node)
         upper.children_on_device, upper.children_on_host = int(had[0]), int(had[1])
-        self._offer(node)
+        self.offer(node)
         if is_mixed:  # else both halves are where the run was, and neither's turn has come
             self._recount_halves(parent, upper, node, had)
         return upper
@@ -278,12 +276,12 @@ class Tree(Spaces):
         for tier in TIERS:
             # The parent counted this run once; now it has the upper half for a child.
             parent.count_present(tier, is_upper[tier] - had[tier])
-        self._offer(parent)
-        self._offer(upper)
+        self.offer(parent)
+        self.offer(upper)
 
     # Copies
 
-    def _change(
+    def change(
         self, tier: Tier, node: Node, i: int, j: int, change: Change, *, slots: Ids | None = None
     ) -> Ids:
         """Advance the copies of run blocks [i, j); returns the slots they had."""
@@ -303,16 +301,16 @@ class Tree(Spaces):
         node.space.used[tier] += after - before
         own = self._own_orders.get(node.space.name) if self._own_orders else None
         if node.holders == 0:
-            self.order[tier].num_unheld += after - before
+            self._order[tier].num_unheld += after - before
             if own is not None:
                 own[tier].num_unheld += after - before
         parent = node.parent
         if parent is not None and (before > 0) != (after > 0):
             parent.count_present(tier, 1 if after else -1)
             if not after:
-                self._offer(parent)
+                self.offer(parent)
         if after > before:
-            self._offer(node)
+            self.offer(node)
 
     # Shrinking
 
@@ -326,16 +324,16 @@ class Tree(Spaces):
                 return
             if node.holders:
                 return  # its lease will end; until then the path must stay
-            node = self._unlink(node)
+            node = self.unlink(node)
 
-    def _unlink(self, node: Node) -> Node:
+    def unlink(self, node: Node) -> Node:
         """Take a node that has nothing left out of the tree; returns its parent."""
         parent = node.parent
         assert parent is not None, "the root stays"
         parent.disown(node)
         if parent.packed is node.packed:
             parent.keep_less(node.packed)
-        device, host = self.order
+        device, host = self._order
         device.forget(node)
         host.forget(node)
         if self._own_orders and (own := self._own_orders.get(node.space.name)) is not None:

@@ -122,7 +122,7 @@ class Starts:
 
     def take(self, prompt: Prompt, count: int) -> Ids:
         """Device slots within the tenant's quota, of which private blocks are a part too."""
-        space = self._index.root_of(prompt).space
+        space = self._index.spaces.root_of(prompt).space
         if not space.has_quota:
             return self._tiers.eviction.take(Tier.DEVICE, count)
         reserved = self._running.of_tenant(space.name).num_private
@@ -335,7 +335,7 @@ class Growth:
 
     def _is_free(self, request: Request) -> bool:
         """Whether nothing but the device's room limits how it may grow, and nobody waits for it."""
-        is_limited = self._index.root_of(request.prompt).space.has_quota
+        is_limited = self._index.spaces.root_of(request.prompt).space.has_quota
         return not (self.extending or is_limited) and self._limits_of(request.spec).are_none
 
     def _has_grown(self, request: Request, count: int) -> bool:
@@ -368,7 +368,7 @@ class Growth:
         more = self._missing(request, tokens)
         total = len(request.block_table) + more
         limits = self._limits_of(request.spec)
-        space = self._index.root_of(request.prompt).space
+        space = self._index.spaces.root_of(request.prompt).space
         for most, what in (
             (self._tiers.slots.pools[Tier.DEVICE].capacity, "the device holds"),
             (space.quota[Tier.DEVICE], "its tenant's quota"),

@@ -119,7 +119,7 @@ class Eviction:
     def _take(self, tier: Tier, count: int, space: Space | None, reserved: int) -> Ids:
         if space is not None:
             self._stay_within_quota(tier, space, count, reserved)
-        pool, order, rule = self._pools[tier], self.index.order[tier], self.rules[tier]
+        pool, order, rule = self._pools[tier], self.index.spaces.order[tier], self.rules[tier]
         freed: list[Ids] = []
         missing = self._missing(tier, count)
         while missing > 0 and (leaf := order.leaf_to_go(missing, rule)) is not None:
@@ -144,7 +144,7 @@ class Eviction:
         return self.take(tier, min(count, max(room, 1)), space, reserved=reserved)
 
     def _take_by_plan(self, tier: Tier, count: int) -> Ids:
-        pool, order = self._pools[tier], self.index.order[tier]
+        pool, order = self._pools[tier], self.index.spaces.order[tier]
         while True:
             steps = plan_eviction(order, tier, self._missing(tier, count), self.rules[tier])
             if not steps or not self._make_room(tier, steps):
@@ -152,7 +152,7 @@ class Eviction:
 
     def _missing(self, tier: Tier, count: int) -> int:
         return missing_slots(
-            self.index.order[tier],
+            self.index.spaces.order[tier],
             self._pools[tier],
             needed=count,
             on_the_way=self.on_the_way[tier],
@@ -162,7 +162,7 @@ class Eviction:
     def _stay_within_quota(self, tier: Tier, space: Space, count: int, reserved: int) -> None:
         """Let `space` have `count` more. Raises OverQuotaError if what it holds is in the way, and
         OutOfBlocksError, with nothing evicted, if the tier has not as many."""
-        quota, order = space.quota[tier], self.index.own_order(space, tier)
+        quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
             return
         while (excess := space.used[tier] + count + reserved - quota) > 0:
@@ -179,7 +179,7 @@ class Eviction:
     def shrink_to_quota(self, tier: Tier, space: Space) -> bool:
         """Evict of what `space` has beyond its quota and nobody holds as much as the loop has time
         for in one turn; whether there is more of it."""
-        quota, order = space.quota[tier], self.index.own_order(space, tier)
+        quota, order = space.quota[tier], self.index.spaces.own_order(space, tier)
         if quota is None or order is None:
             return False
         excess = min(space.used[tier] - quota, order.num_unheld)
@@ -201,17 +201,17 @@ class Eviction:
         if not marks.low:
             return
         missing = int(marks.high * pool.capacity) - pool.num_free - self.on_the_way[tier]
-        steps = plan_eviction(self.index.order[tier], tier, missing, self.rules[tier])
+        steps = plan_eviction(self.index.spaces.order[tier], tier, missing, self.rules[tier])
         self._make_room(tier, steps)
 
     def available(self, tier: Tier, space: Space | None = None, *, reserved: int = 0) -> int:
         """Slots that `take` could give at once or after copies it would start; to `space`, within
         its quota, of which `reserved` are taken without being in the index."""
-        can_go = self.index.order[tier].num_unheld - self._slots.num_being_stored(tier)
+        can_go = self.index.spaces.order[tier].num_unheld - self._slots.num_being_stored(tier)
         room = self._pools[tier].num_free + max(can_go, 0)
         if space is None or (quota := space.quota[tier]) is None:
             return room
-        own = self.index.own_order(space, tier)
+        own = self.index.spaces.own_order(space, tier)
         unheld = own.num_unheld if own is not None else 0
         return min(room, max(quota - space.used[tier] + unheld - reserved, 0))
 

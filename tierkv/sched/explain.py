@@ -133,7 +133,7 @@ def _first_miss(
         return Miss.IN_FLIGHT, None, None, "being computed by a request"
     if around.stored and block in around.stored:
         return Miss.STORED, "storage", None, "a request would fetch it, if that is worth its time"
-    for space in index.spaces():
+    for space in index.spaces.all():
         if space.name == prompt.space:
             continue
         other = Prompt(prompt.tokens, prompt.block_size, prompt.extras, space.name)

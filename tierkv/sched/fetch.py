@@ -440,7 +440,7 @@ class _Fetch:
                 landed.tail = index.hold(partial.node, partial.block + 1)
             return
         self.claimed.append(shared.claim([found.key], start))
-        space = index.root_of(self.prompt).space
+        space = index.spaces.root_of(self.prompt).space
         slots = await shared.groups.take(1, space)
         if slots is None:
             return

@@ -108,7 +108,7 @@ class FetchGroups:
         Two groups are on their way at a time, so that the store does not wait while one is taken
         in. on_arrival: called with each that was. What is missing is `landed.problem`.
         """
-        space = self._index.root_of(prompt).space
+        space = self._index.spaces.root_of(prompt).space
         before: asyncio.Task[bool] | None = None
         at = 0
         async with task_group() as tasks:
@@ -217,7 +217,7 @@ class SharedTails:
             return None
         index = self._tiers.index
         digests = index.digests(at.node, at.num_blocks, start=max(at.num_blocks - 1, 0))
-        parent = digests[-1] if digests else index.root_of(prompt).space.root_digest
+        parent = digests[-1] if digests else index.spaces.root_of(prompt).space.root_digest
         found = await self._storage.tails.best(
             parent, wanted, prompt.extra(at.num_blocks), prompt.space, missing=missing
         )

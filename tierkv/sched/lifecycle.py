@@ -54,10 +54,10 @@ class Lifecycle:
         return self._num_copies()
 
     def _num_copies(self) -> int:
-        return sum(space.used[tier] for space in self._tiers.index.spaces() for tier in Tier)
+        return sum(space.used[tier] for space in self._tiers.index.spaces.all() for tier in Tier)
 
     def _forgetting(self) -> Iterator[None]:
-        return forgetting(self._tiers, self._tiers.index.roots())
+        return forgetting(self._tiers, self._tiers.index.spaces.roots())
 
     async def resize(self, tier: Tier, capacity: int) -> None:
         """Let the tier have `capacity` slots, within the memory there is.
@@ -84,7 +84,7 @@ class Lifecycle:
                 with self._retiring(tier, capacity) as leaving:
                     await self._retire(tier, leaving, keeps_blocks=True)
                 pool.shrink(capacity)
-            tiers.index.order[tier].resized(capacity)
+            tiers.index.spaces.order[tier].resized(capacity)
             tiers.copies.resized()
         tiers.work.capacity_changed()
 
@@ -132,7 +132,7 @@ class Lifecycle:
         tried: set[int] = set()  # runs whose copy was started once: it may have failed
         while True:
             seen = tiers.work.num_changes
-            nodes, is_last = tiers.index.nodes(), False
+            nodes, is_last = tiers.index.spaces.nodes(), False
             while not is_last:
                 part = list(islice(nodes, _SLICE))
                 is_last = len(part) < _SLICE
@@ -233,7 +233,7 @@ class Lifecycle:
             pool.shrink(num_blocks)
         else:
             pool.grow(num_blocks)
-        self._tiers.index.order[Tier.DEVICE].resized(num_blocks)
+        self._tiers.index.spaces.order[Tier.DEVICE].resized(num_blocks)
         self._slots[Tier.DEVICE] = num_blocks
         self._tiers.work.capacity_changed()
 

@@ -181,7 +181,7 @@ class Scheduler:
         if not self._preempted.issuperset(lost):
             wrong.append("a request was preempted that is not listed")
         pins = Counter(part for end in ends for part in end.path())
-        if any(node.soft_pins != pins[node] for node in self.index.nodes()):
+        if any(node.soft_pins != pins[node] for node in self.index.spaces.nodes()):
             wrong.append(
                 "blocks are softly pinned more or less often than pins end on or below them"
             )

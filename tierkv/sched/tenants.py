@@ -84,7 +84,7 @@ class TenantLimits:
         """Raise RequestTooLargeError if no waiting would admit it; limits change while it waits."""
         check_size(self._index, self._device_pool, spec)
         num_blocks = spec.num_blocks
-        quota = self._index.root_of(spec.prompt).space.quota[Tier.DEVICE]
+        quota = self._index.spaces.root_of(spec.prompt).space.quota[Tier.DEVICE]
         if quota is not None and num_blocks > quota:
             raise RequestTooLargeError(
                 f"the request needs {num_blocks} blocks, its tenant's quota is {quota}"
@@ -175,7 +175,7 @@ class Tenants:
             space = self._by_tenant[key]
             if space in self._closing or self._why_not_to_close(space):
                 continue
-            if sum(self._index.root_named(space).space.used) <= _AT_ONCE:
+            if sum(self._index.spaces.root_named(space).space.used) <= _AT_ONCE:
                 self._close(key, space)
             else:
                 self._closing.add(space)
@@ -186,7 +186,7 @@ class Tenants:
     async def _close_on(self, key: tuple[str, str], space: str) -> None:
         if space not in self._closing:
             return
-        for _ in forgetting(self._tiers, [self._index.root_named(space)]):
+        for _ in forgetting(self._tiers, [self._index.spaces.root_named(space)]):
             await asyncio.sleep(0)
             if space not in self._closing:
                 return
@@ -206,7 +206,7 @@ class Tenants:
         if fingerprint.layout.digest != own.layout.digest or fingerprint.short == own.short:
             raise ConfigError("another fingerprint has the same layout and another root")
         space = Space(fingerprint.short, fingerprint.root(), quota=quota)
-        self._index.open_space(space, self._eviction)
+        self._index.spaces.open(space, self._eviction)
         self._fingerprints[space.name] = fingerprint
         return space.name
 
@@ -237,10 +237,10 @@ class Tenants:
             raise BadRequestError(f"no fingerprint {name!r} is open beside the service's own")
         if why := self._why_not_to_close(name):
             raise BadRequestError(f"fingerprint {name!r} is in use: {why}")
-        return self._index.root_named(name)
+        return self._index.spaces.root_named(name)
 
     def _why_not_to_close(self, name: str) -> str:
-        root = self._index.root_named(name)
+        root = self._index.spaces.root_named(name)
         if self._is_in_use(name):
             return "its requests have not ended"
         if root.holders:
@@ -248,11 +248,11 @@ class Tenants:
         return ""
 
     def _close(self, key: tuple[str, str] | None, name: str) -> int:
-        root = self._index.root_named(name)
+        root = self._index.spaces.root_named(name)
         before = sum(root.space.used)
         for node in list(root.children.values()):
             self._tiers.eviction.forget(node, 0)
-        self._index.close_space(name)
+        self._index.spaces.close(name)
         del self._fingerprints[name]
         self._on_close(name)
         self._closing.discard(name)
@@ -263,7 +263,7 @@ class Tenants:
 
     def findings(self) -> list[str]:
         """What is wrong, in words."""
-        wrong, open_spaces = [], {space.name for space in self._index.spaces()}
+        wrong, open_spaces = [], {space.name for space in self._index.spaces.all()}
         if open_spaces != self._fingerprints.keys():
             wrong.append("the fingerprints that are served are not those that have blocks")
         if not self._closing <= set(self._by_tenant.values()) <= open_spaces:
@@ -280,7 +280,7 @@ class Tenants:
     def quota_of(self, name: str) -> Quota:
         """Also of a space that was given one and is closed now."""
         kept = self._set_quotas.get(name)
-        return self._index.root_named(name).space.quota if kept is None else kept
+        return self._index.spaces.root_named(name).space.quota if kept is None else kept
 
     def set_quota(self, name: str, quota: Quota) -> None:
         """The most device and host blocks that `name` may have from now on, None for any. What it
@@ -291,9 +291,9 @@ class Tenants:
         if name in self._set_quotas and name not in self._fingerprints:
             self._set_quotas[name] = quota
             return
-        root = self._index.root_named(name)
+        root = self._index.spaces.root_named(name)
         self._set_quotas[name] = quota
-        self._index.set_quota(root.space, quota, self._eviction)
+        self._index.spaces.set_quota(root.space, quota, self._eviction)
         if self._shrink(root.space):
             self._tiers.work.start(self._shrink_on(root.space), "tierkv-quota", space=name)
         self._tiers.work.capacity_changed()

@@ -217,7 +217,7 @@ class Service:
         """What a space may have running from now on, also after it was closed for others. Raises
         BadRequestError if it is closed, and was given neither limits nor a quota before that."""
         if not (self.tenants.has_quota_set(space) or self.scheduler.has_limits_set(space)):
-            self.index.root_named(space)
+            self.index.spaces.root_named(space)
         self.scheduler.limit(space, limits)
 
     def fingerprint_of(self, space: str) -> Fingerprint:
