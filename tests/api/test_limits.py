@@ -21,7 +21,7 @@ from tests.api.nodes import Here, here
 from tests.latch import until
 from tierkv.api.settings import NodeSection
 from tierkv.http.listen import bind, url_of
-from tierkv.http.server import Limits, serving
+from tierkv.http.server import ConnectionLimits, serving
 from tierkv.http.settings import TlsSection
 
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -188,7 +188,7 @@ async def test_a_client_that_goes_while_it_is_answered_is_no_error_in_the_log(
     section = NodeSection(port=0)
     listener = bind(section)
     async with (
-        serving(answer, [listener], limits=Limits.of(section)),
+        serving(answer, [listener], limits=ConnectionLimits.of(section)),
         connected(url_of(listener, has_tls=False)) as (reader, writer),
     ):
         writer.write(LIVE)

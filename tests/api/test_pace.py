@@ -12,13 +12,13 @@ import pytest
 
 from tests.api.nodes import Here, here
 from tests.latch import until
-from tierkv.http.server import Pace
+from tierkv.http.server import AcceptRate
 
 _MOST_PER_TURN = 128
 
 
 async def test_a_turn_lets_some_through_and_the_rest_in_order_later() -> None:
-    pace = Pace(asyncio.get_running_loop())
+    pace = AcceptRate(asyncio.get_running_loop())
     taken: list[tuple[int, int]] = []
     turn = 0
     for number in range(500):
@@ -38,7 +38,7 @@ async def test_a_turn_lets_some_through_and_the_rest_in_order_later() -> None:
 
 
 async def test_what_comes_in_a_later_turn_has_that_turns_share() -> None:
-    pace = Pace(asyncio.get_running_loop())
+    pace = AcceptRate(asyncio.get_running_loop())
     for _ in range(50):
         assert pace.lets_through()
         await asyncio.sleep(0)

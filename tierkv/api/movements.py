@@ -28,7 +28,7 @@ Move = Callable[[Prompt, float], Awaitable[tuple[range, str | None]]]
 
 
 @dataclass(slots=True, eq=False)
-class Movement:
+class PromptMovement:
     """tokens: of the prompt, those that were moved. problem: why no more."""
 
     key: Key
@@ -39,7 +39,7 @@ class Movement:
     problem: str | None = None
 
 
-class Movements:
+class PromptMovements:
     """Those of one kind, by name. At the end of `running` those under way are given up.
 
     kind: what one is called. move: does one, within so many seconds; tells which tokens it moved,
@@ -50,13 +50,13 @@ class Movements:
         self._service = service
         self._kind = kind
         self._move = move
-        self._running: set[Movement] = set()
+        self._running: set[PromptMovement] = set()
         self._tasks: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         now = asyncio.get_running_loop().time
-        self._once: Once[Movement] = Once(most=MOST_DONE, ttl_s=DONE_TTL_S, now=now)
+        self._once: Once[PromptMovement] = Once(most=MOST_DONE, ttl_s=DONE_TTL_S, now=now)
         async with task_group() as self._tasks:
             try:
                 yield
@@ -66,16 +66,16 @@ class Movements:
 
     async def begin(
         self, key: Key, content: bytes, prompt: Prompt, *, deadline_s: float
-    ) -> Movement:
+    ) -> PromptMovement:
         """The movement of this key, begun now or before. Raises StoreUnavailableError without a
         storage tier, TooManyError, and DuplicateRequestError."""
 
-        async def first() -> Movement:
+        async def first() -> PromptMovement:
             if self._service.tiers.copies.storage is None:
                 raise StoreUnavailableError("this node has no storage tier")
             if len(self._running) >= MOST_RUNNING:
                 raise TooManyError(f"{MOST_RUNNING} such are under way")
-            movement = Movement(key, prompt.num_tokens)
+            movement = PromptMovement(key, prompt.num_tokens)
             self._running.add(movement)
             assert self._tasks is not None, "movements are running"
             movement.task = self._tasks.create_task(
@@ -85,26 +85,26 @@ class Movements:
 
         return await self._once.do(key, content, first)
 
-    def find(self, key: Key) -> Movement:
+    def find(self, key: Key) -> PromptMovement:
         """Raises UnknownIdError."""
         movement = self._once.find(key)
         if movement is None:
             raise UnknownIdError(f"there is no {self._kind} {key[1]!r}")
         return movement
 
-    def cancel(self, key: Key) -> Movement:
+    def cancel(self, key: Key) -> PromptMovement:
         """Wait for it no more: what is on its way still arrives. No error if it is over. Raises
         UnknownIdError."""
         movement = self.find(key)
         self._cancel(movement)
         return movement
 
-    def _cancel(self, movement: Movement) -> None:
+    def _cancel(self, movement: PromptMovement) -> None:
         if movement.task is not None and movement in self._running:
             movement.task.cancel()
             self._is_over(movement, PrefetchState.CANCELLED)
 
-    async def _run(self, movement: Movement, prompt: Prompt, deadline_s: float) -> None:
+    async def _run(self, movement: PromptMovement, prompt: Prompt, deadline_s: float) -> None:
         try:
             movement.tokens, movement.problem = await self._move(prompt, deadline_s)
         except TierKVError as error:
@@ -112,7 +112,7 @@ class Movements:
         is_whole = movement.problem is None
         self._is_over(movement, PrefetchState.DONE if is_whole else PrefetchState.PARTIAL)
 
-    def _is_over(self, movement: Movement, state: PrefetchState) -> None:
+    def _is_over(self, movement: PromptMovement, state: PrefetchState) -> None:
         movement.state = state
         self._running.discard(movement)
         self._once.let_go(movement.key)

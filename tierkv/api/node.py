@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from tierkv.api.events import EventFeed
 from tierkv.api.idempotency import Once
-from tierkv.api.movements import Movements, backing_up, prefetching
+from tierkv.api.movements import PromptMovements, backing_up, prefetching
 from tierkv.api.pins import PinBook
 from tierkv.api.sessions import Desk
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
@@ -23,7 +23,7 @@ from tierkv.http.bodies import BodyReader
 from tierkv.http.callers import request_name
 from tierkv.http.loop import Heartbeat
 from tierkv.http.problems import NoEngineError, NotReadyError
-from tierkv.http.process import Call, Working
+from tierkv.http.process import CallUnderWay, Working
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
@@ -88,8 +88,8 @@ class Node:
             lambda: self.desk.num_open,
         )
         self.desk = Desk(self.service, self._working.changed)
-        self.prefetches = Movements(self.service, "prefetch", prefetching(self.service))
-        self.backups = Movements(self.service, "backup", backing_up(self.service))
+        self.prefetches = PromptMovements(self.service, "prefetch", prefetching(self.service))
+        self.backups = PromptMovements(self.service, "backup", backing_up(self.service))
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.feed = EventFeed(self.service)
         self.answers: Once[GenerateAnswer] = Once(
@@ -171,7 +171,7 @@ class Node:
     def num_working(self) -> int:
         return len(self._working)
 
-    def work(self) -> Call:
+    def work(self) -> CallUnderWay:
         """One request's work. Raises ShuttingDownError once draining, and in the middle of the
         work when its time is up."""
         self.check_started()
@@ -179,7 +179,7 @@ class Node:
             raise ShuttingDownError(f"this node {self._why_ends('is shutting down')}")
         return self._working.call()
 
-    def call(self) -> Call:
+    def call(self) -> CallUnderWay:
         """As `work`, for what belongs to a request under way: it may begin while draining."""
         self.check_started()
         return self._working.call()

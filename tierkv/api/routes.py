@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
-from tierkv.api.sessions import Held, Key
+from tierkv.api.sessions import HeldSession, Key
 from tierkv.api.types import PromptBody
 from tierkv.cache.keys import Prompt
 from tierkv.http import bodies
@@ -67,7 +67,7 @@ class Routes:
         tenant = principal_of(request).tenant
         return ticket_name(bodies.check_id(ticket_id, "ticket_id"), tenant)
 
-    def _held(self, request: web.BaseRequest) -> Held:
+    def _held(self, request: web.BaseRequest) -> HeldSession:
         """Raises UnknownIdError."""
         key = self._key(request)
         bodies.name_request(request, key[1])

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from tierkv.api.movements import Movement, Movements
+from tierkv.api.movements import PromptMovement, PromptMovements
 from tierkv.api.pins import Pin
 from tierkv.api.routes import Routes, principal_of
 from tierkv.api.routes_requests import content_of
@@ -81,8 +81,8 @@ class LookRoutes(Routes):
 
 class _MovementRoutes(Routes):
     async def _begin(
-        self, request: web.BaseRequest, kind: type[B], movements: Movements
-    ) -> Movement:
+        self, request: web.BaseRequest, kind: type[B], movements: PromptMovements
+    ) -> PromptMovement:
         async with self._node.work():
             body = await self._read_prompt(request, kind)
             prompt = self._prompt(request, body)
@@ -161,7 +161,7 @@ def _accepted(
     return response
 
 
-def _prefetched(movement: Movement) -> PrefetchAnswer:
+def _prefetched(movement: PromptMovement) -> PrefetchAnswer:
     return PrefetchAnswer(
         prefetch_id=movement.key[1],
         state=movement.state,
@@ -172,7 +172,7 @@ def _prefetched(movement: Movement) -> PrefetchAnswer:
     )
 
 
-def _backed_up(movement: Movement) -> BackupAnswer:
+def _backed_up(movement: PromptMovement) -> BackupAnswer:
     return BackupAnswer(
         backup_id=movement.key[1],
         state=movement.state,

@@ -9,7 +9,7 @@ import xxhash
 from aiohttp import web
 
 from tierkv.api.routes import Routes, principal_of
-from tierkv.api.sessions import Held
+from tierkv.api.sessions import HeldSession
 from tierkv.api.types import (
     AdmitBody,
     ClaimAnswer,
@@ -180,7 +180,7 @@ def content_of(body: PromptBody, tokens: bytes) -> bytes:
     return digest.digest()
 
 
-def fields_of(request: web.BaseRequest, held: Held) -> dict[str, Any]:
+def fields_of(request: web.BaseRequest, held: HeldSession) -> dict[str, Any]:
     """How a request stands. One that has ended has no block table: others may have its blocks."""
     matched = held.matched
     table: list[int] | bytes = []
@@ -203,11 +203,11 @@ def fields_of(request: web.BaseRequest, held: Held) -> dict[str, Any]:
     }
 
 
-def _answer(request: web.BaseRequest, held: Held) -> RequestAnswer:
+def _answer(request: web.BaseRequest, held: HeldSession) -> RequestAnswer:
     return RequestAnswer(**fields_of(request, held))
 
 
-def _end_answer(held: Held) -> EndAnswer:
+def _end_answer(held: HeldSession) -> EndAnswer:
     return EndAnswer(request_id=held.key[1], state=held.state, computed_tokens=held.computed_tokens)
 
 

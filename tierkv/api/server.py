@@ -33,8 +33,8 @@ from tierkv.http.listen import bind, is_loopback, make_room_for, server_tls, uni
 from tierkv.http.loop import short_collections
 from tierkv.http.problems import fail
 from tierkv.http.process import told_to_end
-from tierkv.http.route import NO_ROUTE, Route, Router, routes_of
-from tierkv.http.server import Limits, serving
+from tierkv.http.route import NO_ROUTE, HttpRouter, Route, routes_of
+from tierkv.http.server import ConnectionLimits, serving
 
 _KINDS = (
     *(StatusRoutes, RequestRoutes, HandoffRoutes, PrefetchRoutes, BackupRoutes),
@@ -49,7 +49,7 @@ def routes(node: Node, metrics: Metrics) -> list[Route]:
     return [*table, *routes_of(OpenApiRoutes(table))]
 
 
-def router_of(node: Node, guard: Guard) -> Router:
+def router_of(node: Node, guard: Guard) -> HttpRouter:
     """What answers for a node, which must be running when the first request comes.
 
     guard: knows who may call; it must be running too.
@@ -57,7 +57,7 @@ def router_of(node: Node, guard: Guard) -> Router:
     metrics = Metrics(node)
     table = routes(node, metrics)
     metrics.know_routes([NO_ROUTE, *(row.path for row in table)])
-    return Router(table, guard, fail, metrics.count_answer)
+    return HttpRouter(table, guard, fail, metrics.count_answer)
 
 
 log = logging.getLogger("tierkv.server")
@@ -157,6 +157,11 @@ async def listening(node: Node, *listeners: socket.socket) -> AsyncIterator[str]
     async with (
         guard.running(),
         server_tls(settings.tls) as tls,
-        serving(router_of(node, guard).answer, listeners, limits=Limits.of(settings.node), tls=tls),
+        serving(
+            router_of(node, guard).answer,
+            listeners,
+            limits=ConnectionLimits.of(settings.node),
+            tls=tls,
+        ),
     ):
         yield url_of(listeners[0], has_tls=tls is not None)

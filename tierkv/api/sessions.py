@@ -26,7 +26,7 @@ Key = tuple[str, str]  # tenant, request id
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldSession:
     """A request as callers know it. session: None once it has ended.
 
     expires_at: on the loop's clock. num_calls: under way; the lease does not end under them.
@@ -47,7 +47,7 @@ class Held:
     computed_tokens: int = 0
 
     @classmethod
-    def of(cls, key: Key, session: Session, ttl_s: float) -> Held:
+    def of(cls, key: Key, session: Session, ttl_s: float) -> HeldSession:
         prompt = session.spec.prompt
         return cls(
             key,
@@ -105,16 +105,16 @@ class Held:
 class Leases:
     """on_expired: called with a request that was not heard of for its `ttl_s`."""
 
-    def __init__(self, on_expired: Callable[[Held], None]) -> None:
+    def __init__(self, on_expired: Callable[[HeldSession], None]) -> None:
         self._on_expired = on_expired
 
-    def renew(self, held: Held) -> None:
+    def renew(self, held: HeldSession) -> None:
         held.expires_at = asyncio.get_running_loop().time() + held.ttl_s
         if held.timer is None:
             self._look_again(held)
 
     @contextmanager
-    def called(self, held: Held) -> Iterator[None]:
+    def called(self, held: HeldSession) -> Iterator[None]:
         """A call that takes time: the lease does not end under it."""
         held.num_calls += 1
         try:
@@ -125,12 +125,12 @@ class Leases:
             held.num_calls -= 1
             self.renew(held)
 
-    def _look_again(self, held: Held) -> None:
+    def _look_again(self, held: HeldSession) -> None:
         """Look at the lease when it would end; that it was renewed meanwhile costs nothing."""
         loop = asyncio.get_running_loop()
         held.timer = loop.call_at(held.expires_at, self._look, held)
 
-    def _look(self, held: Held) -> None:
+    def _look(self, held: HeldSession) -> None:
         now = asyncio.get_running_loop().time()
         if held.num_calls or (held.session is not None and held.session.is_publishing):
             held.expires_at = now + held.ttl_s
@@ -157,14 +157,14 @@ class Desk:
     def __init__(self, service: Service, on_end: Callable[[], None]) -> None:
         self._service = service
         self._on_end = on_end
-        self._held: dict[Key, Held] = {}
+        self._held: dict[Key, HeldSession] = {}
         self._leases = Leases(self._expired)
         self.num_expired = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         self._now = asyncio.get_running_loop().time
-        self._once: Once[Held] = Once(most=MOST_ENDED, ttl_s=ENDED_TTL_S, now=self._now)
+        self._once: Once[HeldSession] = Once(most=MOST_ENDED, ttl_s=ENDED_TTL_S, now=self._now)
         try:
             yield
         finally:
@@ -189,7 +189,7 @@ class Desk:
         *,
         ttl_s: float,
         wait: Wait,
-    ) -> Held:
+    ) -> HeldSession:
         """The request of this key, which `begin` admits or claims unless that was done before.
 
         content: a digest of what is asked for; see Once. Raises what `begin` raises and, if the
@@ -197,10 +197,10 @@ class Desk:
         leaves nothing behind.
         """
 
-        async def first() -> Held:
+        async def first() -> HeldSession:
             session = Session(self._service, spec, on_end=lambda: self._ended(held))
             await begin(session)
-            held = Held.of(key, session, ttl_s)
+            held = HeldSession.of(key, session, ttl_s)
             self._held[key] = held
             self._leases.renew(held)
             if wait is Wait.LOADED:
@@ -218,7 +218,7 @@ class Desk:
         """Whether `find` finds it."""
         return key in self._held or self._once.find(key) is not None
 
-    def find(self, key: Key) -> Held:
+    def find(self, key: Key) -> HeldSession:
         """The request of this key, open or ended lately; its lease is renewed. Raises
         UnknownIdError."""
         held = self._held.get(key) or self._once.find(key)
@@ -230,26 +230,26 @@ class Desk:
 
     # Driving
 
-    async def commit(self, held: Held, tokens: bytes) -> None:
+    async def commit(self, held: HeldSession, tokens: bytes) -> None:
         session, request = held.open(), held.running()
         with self._leases.called(held):
             await session.commit(tokens)
             held.computed_tokens = request.computed_tokens
 
-    async def extend(self, held: Held, num_tokens: int, *, deadline_s: float) -> None:
+    async def extend(self, held: HeldSession, num_tokens: int, *, deadline_s: float) -> None:
         held.running()
         with self._leases.called(held):
             async with self.room(num_tokens, deadline_s=deadline_s):
                 await held.open().extend(num_tokens)
 
-    async def preempt(self, held: Held) -> None:
+    async def preempt(self, held: HeldSession) -> None:
         held.running()
         if held.open().is_streaming:
             raise WrongStateError(f"request {held.key[1]!r} is being published as it is computed")
         with self._leases.called(held):
             await held.open().preempt()
 
-    async def resume(self, held: Held, *, max_new_tokens: int, deadline_s: float) -> None:
+    async def resume(self, held: HeldSession, *, max_new_tokens: int, deadline_s: float) -> None:
         session = held.open()
         with self._leases.called(held):
             tokens = session.request.whole_prompt.num_tokens + max_new_tokens
@@ -257,14 +257,18 @@ class Desk:
                 await session.resume(max_new_tokens=max_new_tokens)
             held.matched = session.matched
 
-    async def stream(self, held: Held, ticket_id: str) -> bool:
+    async def stream(self, held: HeldSession, ticket_id: str) -> bool:
         """See Session.stream. No call of the request's: while it is computed, its lease may end."""
         held.running()
         with self._leases.called(held):
             return await held.open().stream(ticket_id)
 
     async def publish(
-        self, held: Held, ticket_id: str, first_tokens: Sequence[int], sampling: Mapping[str, str]
+        self,
+        held: HeldSession,
+        ticket_id: str,
+        first_tokens: Sequence[int],
+        sampling: Mapping[str, str],
     ) -> Published:
         """Publish once per ticket id; who goes away does not stop it. See Session.publish."""
         session = held.open()
@@ -292,7 +296,7 @@ class Desk:
 
     # Ending
 
-    async def end(self, held: Held, state: State) -> None:
+    async def end(self, held: HeldSession, state: State) -> None:
         """Give everything back; no error if that has happened. To finish waits for what is being
         published, anything else gives it up; a cancel ends only the wait."""
         if held.session is None:
@@ -313,7 +317,7 @@ class Desk:
             session.abort(reason="the node was stopped")
         return [session for session in left if not session.has_ended]
 
-    def _ended(self, held: Held) -> None:
+    def _ended(self, held: HeldSession) -> None:
         held.session = None
         if held.timer is not None:
             held.timer.cancel()
@@ -321,7 +325,7 @@ class Desk:
         self._once.let_go(held.key)
         self._on_end()
 
-    def _expired(self, held: Held) -> None:
+    def _expired(self, held: HeldSession) -> None:
         self.num_expired += 1
         held.ends_as = held.ends_as or State.EXPIRED
         held.open().end(reason="the engine that computed it was not heard of any more")

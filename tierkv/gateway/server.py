@@ -53,8 +53,8 @@ from tierkv.http.listen import bind, make_room_for, server_tls, url_of
 from tierkv.http.loop import in_turns
 from tierkv.http.problems import log_if_unexpected
 from tierkv.http.process import told_to_end
-from tierkv.http.route import Route, Router, in_path, routes_of
-from tierkv.http.server import Limits, serving
+from tierkv.http.route import HttpRouter, Route, in_path, routes_of
+from tierkv.http.server import ConnectionLimits, serving
 from tierkv.tasks import task_group
 
 _ID_CHARS = 200  # what nodes get is longer by the number of the call
@@ -240,13 +240,13 @@ class _Writer:
         return self._response
 
 
-def router_of(gateway: Gateway, guard: Guard) -> Router:
+def router_of(gateway: Gateway, guard: Guard) -> HttpRouter:
     """What answers for a gateway, which must be running when the first request comes.
 
     guard: knows who may call; it must be running too.
     """
     table = [row for kind in (CompletionRoutes, ProbeRoutes) for row in routes_of(kind(gateway))]
-    return Router(table, guard, fail, id_chars=_ID_CHARS)
+    return HttpRouter(table, guard, fail, id_chars=_ID_CHARS)
 
 
 class ProbeRoutes:
@@ -375,7 +375,7 @@ async def listening(gateway: Gateway, listener: socket.socket) -> AsyncIterator[
     """
     section, auth = gateway.settings.gateway, gateway.settings.auth
     guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
-    limits = Limits.of(section)
+    limits = ConnectionLimits.of(section)
     async with (
         guard.running(),
         server_tls(gateway.settings.tls) as tls,

@@ -18,7 +18,7 @@ from tierkv.tasks import background
 log = logging.getLogger("tierkv.server")
 
 
-class Call:
+class CallUnderWay:
     """One call under way, from `async with` to its end. A class, since each request makes one, and
     generators in layers took 10 us."""
 
@@ -61,9 +61,9 @@ class Working:
     def __len__(self) -> int:
         return len(self._scopes)
 
-    def call(self) -> Call:
+    def call(self) -> CallUnderWay:
         """One call, for `async with`. It raises what `cut_off` makes when its time is up."""
-        return Call(self)
+        return CallUnderWay(self)
 
     def begins(self, scope: asyncio.Timeout) -> None:
         self._scopes.add(scope)

@@ -97,7 +97,7 @@ def in_path(request: web.BaseRequest, name: str) -> str:
     return request[_IN_PATH][name]
 
 
-class Router:
+class HttpRouter:
     """Answers requests from the table: names each, asks who calls, runs the row's handler, and
     turns whatever that raises into an answer.
 

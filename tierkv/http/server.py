@@ -53,7 +53,7 @@ _TURN_S = 0.01  # what a turn should take where there is more to do than it can
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """max_connections: of all listeners together. max_body_bytes: of one request, decompressed.
     idle_timeout_s: between two requests. head_timeout_s: from the first byte of a request's head
     to its last, and for the TLS handshake. send_timeout_s: for a client to take anything of what
@@ -66,7 +66,7 @@ class Limits:
     send_timeout_s: float
 
     @classmethod
-    def of(cls, section: ListenSection) -> Limits:
+    def of(cls, section: ListenSection) -> ConnectionLimits:
         return cls(
             section.max_connections,
             section.max_body_bytes,
@@ -81,7 +81,7 @@ async def serving(
     handle: Handle,
     listeners: Sequence[socket.socket],
     *,
-    limits: Limits,
+    limits: ConnectionLimits,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
     """`handle` answers on `listeners` while the body runs; TCP ones speak TLS if there is some.
@@ -113,7 +113,7 @@ async def serving(
                 protocol.front.is_answered()
 
     http = web.Server(answer, request_factory=make_request, handler_cancellation=True)
-    shared = _Shared(http, limits, Pace(loop))
+    shared = _Shared(http, limits, AcceptRate(loop))
     servers: list[asyncio.Server] = []
     async with background({"tierkv-http-deadlines": shared.keep_deadlines()}):
         try:
@@ -139,7 +139,7 @@ async def serving(
             await http.shutdown(_LAST_ANSWERS_S)
 
 
-class Pace:
+class AcceptRate:
     """Lets so many pieces of work through in each turn of the event loop as make it last about
     10 ms: between 1 and 128, by what they have taken lately.
 
@@ -200,7 +200,7 @@ class _Shared:
     the time at which they are closed.
     """
 
-    def __init__(self, http: web.Server, limits: Limits, pace: Pace) -> None:
+    def __init__(self, http: web.Server, limits: ConnectionLimits, pace: AcceptRate) -> None:
         self.http = http
         self.limits = limits
         self.pace = pace
