@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from tierkv.cli import main
 
 pytestmark = pytest.mark.timeout(180)
+SLOW = pytest.mark.slow
 
 
 def demo(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -25,6 +26,7 @@ def demo(*options: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
         capture_output=True,
         text=True,
         cwd=cwd,
+        env={**os.environ, "TIERKV_HANDOFF__DIRECT": "off"},  # for gateways, too
         timeout=150,
         check=False,
     )
@@ -46,22 +48,34 @@ def running_below(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("options", [[], ["--storage", "redis", "--prompt", "a b c " * 101]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--prompt", "a b c " * 101], id="files"),
+        pytest.param(["--prompt", "a b c " * 101, "--storage", "redis"], id="redis", marks=SLOW),
+        pytest.param([], id="the document", marks=SLOW),
+    ],
+)
 def test_all_scenes_are_identical_to_a_single_node(options: list[str], tmp_path: Path) -> None:
     done = demo("--json", "--max-tokens", "12", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     scenes = json.loads(done.stdout)
-    assert [scene["is_identical"] for scene in scenes] == [True] * 5
-    hand_off, device, host, stored, _ = (scene["matched"] for scene in scenes)
-    assert "the other one went on" in scenes[4]["event"]
+    assert [scene["is_identical"] for scene in scenes] == [True] * 6
+    hand_off, _, device, host, stored, _ = (scene["matched"] for scene in scenes)
+    assert "the other one went on" in scenes[5]["event"]
     prompt_tokens = scenes[0]["prompt_tokens"]
     assert hand_off["storage"] == prompt_tokens
+    assert scenes[0]["moved"]["fetched"] > 100 * prompt_tokens  # all of their bytes
+    direct = int(scenes[1]["event"].split()[0])
+    assert direct > 0
+    assert scenes[1]["moved"]["fetched"] < scenes[0]["moved"]["fetched"] / 2
     assert scenes[0]["tail_tokens"] == prompt_tokens % 16 > 0
     assert device["device"] >= prompt_tokens
     assert host["host"] >= prompt_tokens
     assert stored["storage"] == prompt_tokens - 1
 
 
+@SLOW
 def test_a_prompt_of_one_token_works() -> None:
     done = demo("--json", "--max-tokens", "3", "--prompt", "x")
     assert done.returncode == 0, done.stderr
@@ -73,35 +87,53 @@ def test_wrong_input_gets_one_clear_sentence(tmp_path: Path) -> None:
     not_text.write_bytes(b"abc\xff\xfe")
     empty = tmp_path / "empty"
     empty.write_bytes(b"")
-    file_in_the_way = f"file://{not_text}/store"
     for options, words in (
         (["--prompt", ""], "empty"),
         (["--prompt-file", str(empty)], "empty"),
         (["--prompt-file", str(not_text)], "not valid UTF-8 (byte 3)"),
         (["--prompt-file", str(tmp_path / "missing")], "does not exist"),
         (["--prompt-file", str(tmp_path)], "cannot be read"),
-        (["--prompt", "x", "--storage", "redis://127.0.0.1:1/0"], "cannot be reached"),
-        (["--prompt", "x", "--storage", file_in_the_way], "is no directory, or below a file"),
         (["--prompt", "x", "--storage", "gopher://x"], "accepted"),
         (["--prompt", "x", "--storage", "memory://"], "not shared"),
     ):
-        done = CliRunner().invoke(main, ["demo", *options], prog_name="tierkv")
-        assert done.exit_code == 1, (options, done)
-        assert words in done.stderr
-        assert done.stderr.startswith("error: ")
-        assert len(done.stderr.strip().splitlines()) == 1
-        assert "Traceback" not in done.stdout + done.stderr
+        check_one_sentence(options, words)
     both = ["--prompt", "x", "--prompt-file", "y"]
     assert CliRunner().invoke(main, ["demo", *both]).exit_code == 2
     assert demo(*both).returncode == 2  # as a process, too
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@SLOW
+def test_a_store_that_no_node_can_use_is_one_clear_sentence(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    for url, words in (
+        ("redis://127.0.0.1:1/0", "cannot be reached"),
+        (f"file://{in_the_way}/store", "is no directory, or below a file"),
+    ):
+        check_one_sentence(["--prompt", "x", "--storage", url], words)
+
+
+def check_one_sentence(options: list[str], words: str) -> None:
+    done = CliRunner().invoke(main, ["demo", *options], prog_name="tierkv")
+    assert done.exit_code == 1, (options, done)
+    assert words in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        signal.SIGINT,
+        *(pytest.param(one, marks=SLOW) for one in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)),
+    ],
+)
 async def test_nothing_is_left_running_when_the_demo_is_stopped(
     how: signal.Signals, tmp_path: Path
 ) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tierkv", "demo"),
+        *(sys.executable, "-m", "tierkv", "demo", "--prompt", "a b c " * 101),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(tmp_path)},
@@ -109,10 +141,10 @@ async def test_nothing_is_left_running_when_the_demo_is_stopped(
     assert process.stdout is not None
     while b"identical to a single node" not in (line := await process.stdout.readline()):
         assert line, "it ended before all three nodes were up and had worked"
-    assert len(running_below(tmp_path)) == 4  # the demo and its nodes
+    assert len(running_below(tmp_path)) == 6  # the demo and its nodes
     process.send_signal(how)
     await process.communicate()
-    assert process.returncode != 0
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGKILL: -9}.get(how, 1)
     assert how is signal.SIGKILL or not await asyncio.to_thread(os.listdir, tmp_path)
     deadline = time.monotonic() + 30
     while left := running_below(tmp_path):  # killed outright, its nodes drain by themselves

@@ -60,8 +60,9 @@ def demo(
     """Show the main job with real processes on this machine.
 
     Starts a prefill node and a decode node that share nothing but storage, and a single node
-    that computes everything itself. A prompt is handed over with its partial last block; a
-    follow-up turn hits the device; pressure moves blocks to the host and a turn hits them there;
+    that computes everything itself. A prompt is handed over with its partial last block, first
+    through storage alone, then straight from the memory of the node that computed it; a follow-up
+    turn hits the device; pressure moves blocks to the host and a turn hits them there;
     the decode node is restarted and hits storage. Then a gateway stands in front of two prefill
     and two decode nodes, and the decode node that is answering is killed. After each scene the
     answer is compared with the single node's.
@@ -193,7 +194,7 @@ def report(scene: Scene, number: int) -> str:
     with_ms, without_ms = scene.ttft_s * 1000, scene.ttft_without_s * 1000
     tail = f", the last {scene.tail_tokens} of them a tail" if scene.tail_tokens else ""
     return f"""
-({"abcde"[number - 1]}) {scene.title}
+({"abcdef"[number - 1]}) {scene.title}
     prompt                 {scene.prompt_tokens} tokens{tail}{middle}
     time to first token    {with_ms:.1f} ms; without cache {without_ms:.1f} ms
     answer                 {scene.text[:60]!r}

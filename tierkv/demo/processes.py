@@ -83,15 +83,27 @@ class NodeProcess:
 
 
 @asynccontextmanager
-async def node(
-    name: str, *, role: str, config: Path, storage: str, folder: Path, port: int = 0
+async def node(  # noqa: PLR0913 - what the command line asks for
+    name: str,
+    *,
+    role: str,
+    config: Path,
+    storage: str,
+    folder: Path,
+    port: int = 0,
+    direct: str | None = None,
 ) -> AsyncIterator[NodeProcess]:
     """A node, by default on a free port, ready to serve. Raises DemoError with the node's own
-    words if it does not come up."""
+    words if it does not come up.
+
+    direct: its handoff.direct, whatever the environment says; None leaves that as it is.
+    """
     command = [sys.executable, "-m", "tierkv", "serve", "--role", role, "--config", str(config)]
     command += ["--port", str(port), "--name", name]
     # By environment, not by option: a URL may hold a password, which `ps` would show.
     environ = {"TIERKV_STORAGE__URL": storage}
+    if direct is not None:
+        environ["TIERKV_HANDOFF__DIRECT"] = direct
     async with _listening(f"{name} node", command, folder / f"{name}.log", environ) as process:
         yield process
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -36,8 +36,9 @@ class Scene:
 
 
 class Nodes:
-    """The demo's nodes: prefill and decode share a store, single shares nothing; for the last
-    scene there is one more of the first two, and a gateway."""
+    """The demo's nodes: prefill and decode share a store and nothing else, not even memory; single
+    shares nothing; the second prefill and decode node also read each other's memory, and stand
+    behind the gateway of the last scene with the first two."""
 
     def __init__(self, storage: str, config: Path, folder: Path) -> None:
         self._storage = storage
@@ -49,15 +50,18 @@ class Nodes:
     async def running(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._stop_decode)
-            self.prefill, self.single, self.decode = await together(
+            started = await together(
                 stack.enter_async_context(self._node("prefill", "prefill")),
                 stack.enter_async_context(self._node("single", "both", storage="memory://")),
                 self._start_decode(),
+                stack.enter_async_context(self._node("prefill-2", "prefill", direct="memory")),
+                stack.enter_async_context(self._node("decode-2", "decode", direct="memory")),
             )
+            self.prefill, self.single, self.decode, self.prefill_2, self.decode_2 = started
             yield
 
     def _node(
-        self, name: str, role: str, storage: str | None = None
+        self, name: str, role: str, storage: str | None = None, direct: str = "off"
     ) -> AbstractAsyncContextManager[NodeProcess]:
         return node(
             name,
@@ -65,6 +69,7 @@ class Nodes:
             config=self._config,
             storage=storage or self._storage,
             folder=self._folder,
+            direct=direct,
         )
 
     async def _start_decode(self) -> NodeProcess:
@@ -84,24 +89,15 @@ class Nodes:
     @asynccontextmanager
     async def fleet(self) -> AsyncIterator[Fleet]:
         """All nodes behind a gateway."""
-        async with AsyncExitStack() as stack:
-            prefill, decode = await together(
-                stack.enter_async_context(self._node("prefill-2", "prefill")),
-                stack.enter_async_context(self._node("decode-2", "decode")),
-            )
-            front = await stack.enter_async_context(
-                gateway(
-                    self._folder,
-                    prefill=[self.prefill.url, prefill.url],
-                    decode=[self.decode.url, decode.url],
-                )
-            )
-            yield Fleet(front, {node.url: node for node in (self.decode, decode)})
-            await self.check_books(prefill, decode)
+        prefill, decode = (self.prefill, self.prefill_2), (self.decode, self.decode_2)
+        async with gateway(
+            self._folder, prefill=[one.url for one in prefill], decode=[one.url for one in decode]
+        ) as front:
+            yield Fleet(front, {one.url: one for one in decode})
 
-    async def check_books(self, *others: NodeProcess) -> None:
+    async def check_books(self) -> None:
         """Raise DemoError if a recount of its blocks finds anything wrong at a node that lives."""
-        for where in (self.prefill, self.decode, self.single, *others):
+        for where in (self.prefill, self.decode, self.single, self.prefill_2, self.decode_2):
             if where.process.returncode is not None:
                 continue
             if findings := (await where.client.verify()).findings:
@@ -119,24 +115,41 @@ class Play:
 
     async def scenes(self) -> AsyncIterator[Scene]:
         yield await self._hand_off()
+        yield await self._direct_hand_off()
         yield await self._device_hit()
         yield await self._host_hit()
         yield await self._storage_hit()
         yield await self._gateway()
 
     async def _hand_off(self) -> Scene:
-        nodes, ticket_id = self._nodes, f"demo-{uuid4().hex[:12]}"
+        claim, tail_tokens = await self._published(self._nodes.prefill)
+        answer = self._nodes.decode.client.decode(claim)
+        title = "PD hand-off through storage (direct paths are off)"
+        return await self._compare(title, self._prompt, answer, tail_tokens)
+
+    async def _direct_hand_off(self) -> Scene:
+        """Between the second nodes, which have not seen the prompt yet."""
+        claim, tail_tokens = await self._published(self._nodes.prefill_2)
+        node = self._nodes.decode_2
+        answer = node.client.decode(claim)
+        title = "PD hand-off straight from the prefill node's memory (handoff.direct = memory)"
+        scene = await self._compare(title, self._prompt, answer, tail_tokens, at=node)
+        num_blocks = (await node.client.stats()).handoff.memory_blocks
+        event = f"{num_blocks} blocks came from the prefill node's memory, the rest from storage"
+        return replace(scene, event=event, matched=None)  # which does not tell the two apart
+
+    async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
+        """What claims the prompt that `node` has published, and how many tokens its tail has."""
+        ticket_id = f"demo-{uuid4().hex[:12]}"
         self._say("prefill node: reading the prompt, publishing its blocks and a ticket ...")
-        body = PrefillBody(prompt=self._prompt, ticket_id=ticket_id)
-        prefilled = await nodes.prefill.client.prefill(body)
+        prefilled = await node.client.prefill(PrefillBody(prompt=self._prompt, ticket_id=ticket_id))
         tail_tokens = prefilled.tail_tokens
         self._say(
             f"  {prefilled.num_blocks} blocks in storage, tail of {tail_tokens} tokens included"
         )
         self._say("decode node: claiming the ticket, going on from the second token ...")
         claim = DecodeBody(prompt=self._prompt, ticket_id=ticket_id, max_tokens=self._max_tokens)
-        answer = nodes.decode.client.decode(claim)
-        return await self._compare("PD hand-off through storage", self._prompt, answer, tail_tokens)
+        return claim, tail_tokens
 
     async def _device_hit(self) -> Scene:
         self._follow_up = self._prompt + self._last_text + _FOLLOW_UP
@@ -187,12 +200,19 @@ class Play:
         return await self._compare(title, prompt, self._nodes.decode.client.generate(body), 0)
 
     async def _compare(
-        self, title: str, prompt: str, asked: Awaitable[GenerateAnswer], tail_tokens: int
+        self,
+        title: str,
+        prompt: str,
+        asked: Awaitable[GenerateAnswer],
+        tail_tokens: int,
+        at: NodeProcess | None = None,
     ) -> Scene:
-        before = await self._moved()
+        """at: the node that was asked, if it is not the decode node."""
+        where = at or self._nodes.decode
+        before = await _moved(where)
         answer = await asked
         truth = await self._truth(prompt, self._max_tokens)
-        after = await self._moved()
+        after = await _moved(where)
         self._last_text = answer.text
         return Scene(
             title=title,
@@ -211,13 +231,14 @@ class Play:
         body = GenerateBody(prompt=prompt, max_tokens=max_tokens, use_cache=False)
         return await self._nodes.single.client.generate(body)
 
-    async def _moved(self) -> dict[str, int]:
-        """On the decode node, so far."""
-        stats = await self._nodes.decode.client.stats()
-        storage = stats.storage or StorageStats()
-        return {
-            "fetched": storage.fetched_bytes,
-            "loaded": stats.loaded_bytes,
-            "offloaded": stats.offloaded_bytes,
-            "flushed": storage.flushed_bytes,
-        }
+
+async def _moved(node: NodeProcess) -> dict[str, int]:
+    """Bytes at that node so far, by leg."""
+    stats = await node.client.stats()
+    storage = stats.storage or StorageStats()
+    return {
+        "fetched": storage.fetched_bytes,
+        "loaded": stats.loaded_bytes,
+        "offloaded": stats.offloaded_bytes,
+        "flushed": storage.flushed_bytes,
+    }
