@@ -393,6 +393,20 @@ def test_an_abort_at_any_moment_leaves_nothing_behind(moment: str) -> None:
         assert on.findings() == []
 
 
+def test_a_plan_that_was_cancelled_is_no_failure_and_its_blocks_are_offered_again() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        plan = on.cache.load("b", [[5, 6]])
+        assert plan is not None
+        on.cache.cancel(plan)
+        assert on.cache.fence([5, 6]) == ()
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        assert on.load("b", [5, 6]) == ()
+        assert on.holds(tokens, [5, 6])
+
+
 def test_a_plan_counts_once_every_rank_has_reported_it() -> None:
     tokens = tokens_of(BLOCK)
     rules = CacheSettings(block_size=BLOCK)

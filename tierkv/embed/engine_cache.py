@@ -473,12 +473,18 @@ class EngineCache:
         return plan
 
     def cancel(self, plan: Plan) -> None:
-        """This plan was given to no rank, and will not be."""
-        step = self._steps.get(plan.number)
-        if step is not None:
-            step.missing.clear()
+        """This plan was given to no rank, and will not be. What it was to load may be looked up
+        again."""
+        step = self._steps.pop(plan.number, None)
+        if step is None:
+            return
+        _, slots = self._let_go_of(step)
+        if step.promise is not None:
+            host, promise = self._host, step.promise
+            self._embedded.run("free", lambda _: host.free(promise))
+        else:
             step.problem = "it was cancelled"
-            self._end(step)
+            self._save_ended(step, slots)
 
     def fence(self, block_ids: Iterable[int]) -> tuple[int, ...]:
         """Which of these device blocks a plan under way still reads or writes; () if they may be
@@ -547,16 +553,21 @@ class EngineCache:
             self._end(step)
 
     def _end(self, step: _Step) -> None:
-        """No rank touches the slots or blocks of this plan any more."""
+        """Every rank has reported this plan."""
         del self._steps[step.plan.number]
-        source, target = step.plan.slots()
-        blocks = target if step.promise is not None else source
-        self._touched.subtract(blocks.tolist())
-        self._touched = +self._touched
+        blocks, slots = self._let_go_of(step)
         if step.promise is not None:
             self._load_ended(step, step.promise, blocks)
         else:
-            self._save_ended(step, target)
+            self._save_ended(step, slots)
+
+    def _let_go_of(self, step: _Step) -> tuple[Ids, Ids]:
+        """No rank touches the blocks and slots of this plan any more."""
+        source, target = step.plan.slots()
+        blocks, slots = (target, source) if step.promise is not None else (source, target)
+        self._touched.subtract(blocks.tolist())
+        self._touched = +self._touched
+        return blocks, slots
 
     def _load_ended(self, step: _Step, promise: Promise, blocks: Ids) -> None:
         failed: tuple[int, ...] = ()
