@@ -147,13 +147,14 @@ async def abandonable(
     outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     async def carry_out() -> None:
-        result = await expected(work())
-        if outcome.done():
-            return
-        if isinstance(result, TierKVError):
-            outcome.set_exception(result)
+        try:
+            result = await work()
+        except TierKVError as error:
+            if not outcome.done():
+                outcome.set_exception(error)
         else:
-            outcome.set_result(result)
+            if not outcome.done():
+                outcome.set_result(result)
 
     def tell(_: asyncio.Task[None]) -> None:
         if not outcome.done():

@@ -235,8 +235,12 @@ class GuardedStore(StoreAround):
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        async with self._read_slot(), self._within(self._deadline_s(0)):
-            answer = await self._apart(ask)
+        await self._take_slot()
+        try:
+            async with self._within(self._deadline_s(0)):
+                answer = await self._apart(ask)
+        finally:
+            self._reads.give_back()
         self._breaker.succeed()
         return answer
 
@@ -287,18 +291,22 @@ class GuardedStore(StoreAround):
         """The caller's buffers have to come back: a read that is stuck is waited for."""
         num_bytes = sum(item.num_bytes + _ITEM_BYTES for item in items)
         try:
-            async with self._read_slot(), self._within(self._deadline_s(num_bytes)):
-                outcomes = await self.inner.get_into(items)
+            await self._take_slot()
+            try:
+                async with self._within(self._deadline_s(num_bytes)):
+                    outcomes = await self.inner.get_into(items)
+            finally:
+                self._reads.give_back()
         except StoreUnavailableError as error:
             return [GetOutcome(GetStatus.FAILED, str(error))] * len(items)
         failures = [one.reason for one in outcomes if one.status is GetStatus.FAILED]
         self._judge(failures, len(items))
         return outcomes
 
-    @asynccontextmanager
-    async def _read_slot(self) -> AsyncIterator[None]:
-        """One of `max_reads` slots. Raises StoreUnavailableError if too many wait for one, or the
-        store is left alone, also meanwhile: those who have the slots may be stuck."""
+    async def _take_slot(self) -> None:
+        """Take one of `max_reads` slots, which the caller gives back. Raises StoreUnavailableError
+        if too many wait for one, or the store is left alone, also meanwhile: those who have the
+        slots may be stuck."""
         self._tokens = min(_MAX_TOKENS, self._tokens + self._settings.retries_per_operation)
         self._check_breaker()
         if self._reads.num_waiting >= self._settings.max_waiting_reads:
@@ -309,9 +317,9 @@ class GuardedStore(StoreAround):
         await self._reads.take()
         try:
             self._check_breaker()
-            yield
-        finally:
+        except StoreUnavailableError:
             self._reads.give_back()
+            raise
 
     # Writes
 

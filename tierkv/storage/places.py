@@ -9,12 +9,11 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterator,
     Mapping,
     MutableSequence,
     Sequence,
 )
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import TypeVar
 
 from tierkv.errors import BadRequestError, ConfigError, StoreUnavailableError, TierKVError
@@ -95,16 +94,16 @@ class _Attached:
         self._is_idle.set()
         self._num_under_way = 0
 
-    @contextmanager
-    def in_use(self) -> Iterator[Store]:
+    def __enter__(self) -> Store:
+        """Use the store; who is in it keeps it open."""
         self._num_under_way += 1
         self._is_idle.clear()
-        try:
-            yield self.store
-        finally:
-            self._num_under_way -= 1
-            if not self._num_under_way:
-                self._is_idle.set()
+        return self.store
+
+    def __exit__(self, *_: object) -> None:
+        self._num_under_way -= 1
+        if not self._num_under_way:
+            self._is_idle.set()
 
     async def keep(self) -> None:
         try:
@@ -256,19 +255,19 @@ class Places:
 
     async def ping(self) -> None:
         for one in self._places:
-            with one.in_use() as store:
+            with one as store:
                 await store.ping()
 
     async def exists(self, names: Sequence[str]) -> int:
         if not self._own:
-            with self._common.in_use() as store:
+            with self._common as store:
                 return await store.exists(names)
         answers = await self._answers(check_names(names), lambda store, some: store.exists(some))
         return min((at[n] for at, n in answers if n < len(at)), default=len(names))
 
     async def present(self, names: Sequence[str]) -> list[bool]:
         if not self._own:
-            with self._common.in_use() as store:
+            with self._common as store:
                 return await store.present(names)
         return _joined(
             await self._answers(check_names(names), lambda store, some: store.present(some))
@@ -276,17 +275,17 @@ class Places:
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
         if not self._own:
-            with self._common.in_use() as store:
+            with self._common as store:
                 return await store.get_into(items)
         return _joined(await self._answers(items, lambda store, some: store.get_into(some)))
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        with self._place_of(name).in_use() as store:
+        with self._place_of(name) as store:
             return await store.get(name, max_bytes=max_bytes)
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         if not self._own:
-            with self._common.in_use() as store:
+            with self._common as store:
                 return await store.put(items)
         return _joined(await self._answers(items, lambda store, some: store.put(some)))
 
@@ -313,7 +312,7 @@ class Places:
             raise BadRequestError(f"{(cursor or '')[:80]!r} is not a cursor of this store")
         values: MutableSequence[StoredValue] = []
         for at in range(int(index), len(places)):
-            with places[at].in_use() as store:
+            with places[at] as store:
                 page = await store.list(prefix, limit=limit, cursor=inner or None)
             values += page.values
             inner = ""
@@ -326,7 +325,7 @@ class Places:
     async def usage(self, prefix: str) -> Usage:
         usages = []
         for one in self._places:
-            with one.in_use() as store:
+            with one as store:
                 usages.append(await store.usage(prefix))
         return Usage(sum(u.num_values for u in usages), sum(u.num_bytes for u in usages))
 
@@ -349,7 +348,7 @@ class Places:
             return await expected(ask(store, [asked[i] for i in at]))
 
         with ExitStack() as stack:
-            stores = [stack.enter_context(place.in_use()) for place in groups]
+            stores = [stack.enter_context(place) for place in groups]
             async with task_group() as group:
                 tasks = [
                     group.create_task(of_store(store, at))
