@@ -1,4 +1,4 @@
-"""What asking and polling an embedded service costs the engine's thread.
+"""What asking and polling an embedded service, or an EngineCache, costs the engine's thread.
 
     python benchmarks/embedding.py [--quick] [--json]
 
@@ -24,11 +24,12 @@ import numpy as np
 import uvloop
 
 from benchmarks.bench import Row, row, show
-from tierkv.cache.keys import Fingerprint
+from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import attention_layout
-from tierkv.embed import Embedded, EmbedSettings
+from tierkv.embed import Embedded, EmbedSettings, EngineCache, WorkerPlanes
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
+from tierkv.ranks.memory import EnginePlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 
@@ -142,6 +143,44 @@ def busy_service(count: int, tokens: bytes, against: Row) -> list[Row]:
     return times.rows("beside 32k-token requests", against=against)
 
 
+def own_blocks(count: int, against: Row) -> list[Row]:
+    """An engine that owns its blocks saves prompts of 8 blocks, and loads each again."""
+    times, num_blocks = Times(), 8
+    arrays = [np.zeros((num_blocks, one.block_bytes), np.uint8) for one in LAYOUT.planes]
+    planes = WorkerPlanes(CpuDevice(), EnginePlanes(LAYOUT, arrays))
+    with EngineCache(
+        Fingerprint("m", LAYOUT),
+        [LAYOUT],
+        host_bytes=2048 * LAYOUT.block_bytes,
+        cache=CacheSettings(block_size=LAYOUT.block_size),
+        planes=planes,
+    ) as cache:
+        for at in range(count):
+            prompt = Prompt.of([at] * (LAYOUT.block_size * num_blocks), LAYOUT.block_size)
+            _save_and_load(cache, planes, times, str(at), prompt)
+    return times.rows("engine's own blocks", against=against)
+
+
+def _save_and_load(
+    cache: EngineCache, planes: WorkerPlanes, times: Times, key: str, prompt: Prompt
+) -> None:
+    count, blocks = prompt.num_blocks, [list(range(prompt.num_blocks))]
+    plan = times.timed("save", lambda: cache.save(key, prompt, 0, count, blocks))
+    planes.start_saves(plan)  # type: ignore[arg-type]
+    while not cache.poll().stored:
+        time.sleep(0)
+    times.timed("first lookup", lambda: cache.lookup(key, prompt))
+    while cache.lookup(key, prompt) is None:
+        time.sleep(0)
+    times.timed("lookup again", lambda: cache.lookup(key, prompt))
+    plan = times.timed("load", lambda: cache.load(key, blocks))
+    planes.start_loads(plan)  # type: ignore[arg-type]
+    while not cache.poll().loaded:
+        time.sleep(0)
+    times.timed("poll of nothing", cache.poll)
+    cache.release(key)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer calls")
@@ -152,6 +191,7 @@ def main() -> None:
     rows = plain_asyncio(count)
     rows += idle_service(count, tokens, rows[0])
     rows += busy_service(count, tokens, rows[0])
+    rows += own_blocks(count // 5, rows[0])
     show(rows, as_json=options.json)
 
 
