@@ -227,7 +227,9 @@ QUICK = ("alone", "latency", "adopted", "pinning")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="fewer parts and bytes: a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer parts and repetitions: a minute"
+    )
     parser.add_argument("--only", nargs="+", choices=SECTIONS)
     parser.add_argument("--ctas", type=int, default=LaneSettings().num_ctas)
     parser.add_argument("--reps", type=int)
@@ -235,7 +237,7 @@ def main() -> None:
     names = chosen.only or (QUICK if chosen.quick else SECTIONS)
     reps = chosen.reps or (3 if chosen.quick else 9)
     device = CudaDevice(lanes=LaneSettings(num_ctas=chosen.ctas))
-    total = GIB // 2 if chosen.quick else 2 * GIB
+    total = 2 * GIB
     sections: dict[str, Callable[[], list[Row]]] = {
         "alone": lambda: alone(device, total, reps, quick=chosen.quick),
         "large": lambda: large(device, 8 * GIB, reps),
