@@ -128,6 +128,13 @@ async def test_a_key_twice_in_an_inner_object_is_refused_and_spacing_is_not(
         await on.settle()
 
 
+def test_a_body_that_memory_does_not_suffice_for_is_no_bug() -> None:
+    request = make_mocked_request("POST", "/v1/lookup")
+    request[REQUEST_ID] = "r"
+    found = problem_of(request, MemoryError())
+    assert (found.status, found.code, bool(found.detail)) == (503, "too_much_in_work", True)
+
+
 @pytest.mark.parametrize("problem", ClaimProblem)
 def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(problem: ClaimProblem) -> None:
     callers_affair = {"other_prompt": 409, "incompatible": 409, "expired": 410}

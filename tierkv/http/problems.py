@@ -174,7 +174,7 @@ def problem_of(
     elif isinstance(error, web.HTTPException):
         detail = _sentence(request, error, what_is_here)
     else:
-        detail = as_given(str(error))
+        detail = as_given(str(error)) or title  # a MemoryError says nothing
     found = Problem(
         title=title, status=status, detail=detail, code=code, request_id=request[REQUEST_ID]
     )
@@ -194,6 +194,8 @@ def _row(error: Exception) -> tuple[int, str, str]:
         return error.status, HTTP_CODES.get(error.status, f"http_{error.status}"), error.reason
     if isinstance(error, AnswerError):
         return error.status, error.code, error.title
+    if isinstance(error, MemoryError):  # of one body; what it had is free again
+        error = TooMuchInWorkError("this process has no memory for that now")
     for kind, status, code, title in ERRORS:
         if isinstance(error, kind):
             if isinstance(error, HandoffError):
