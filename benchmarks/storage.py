@@ -78,7 +78,7 @@ class Scale:
     work_bytes: int
 
 
-QUICK = Scale((512 << 10, 2 << 20), (1, 2), 7, 32 << 20)
+QUICK = Scale((512 << 10, 2 << 20), (2,), 3, 32 << 20)
 FULL = Scale((64 << 10, 512 << 10, 2 << 20, 8 << 20), (1, 2, 4, 8), 21, WORK_BYTES)
 
 
@@ -634,7 +634,7 @@ async def measure_mooncake(scale: Scale) -> list[Row]:
                 ),
                 ("tierkv", put, lambda: ours.get(job)),
             ]
-            for round_number in range(8 * scale.rounds + 1):
+            for round_number in range(4 * scale.rounds + 1):
                 for who, put_values, get_values in contenders:
                     for verb, measured in (("put", put_values), ("get", get_values)):
                         before = time.process_time()
