@@ -19,7 +19,7 @@ from tierkv.api.routes_node import MOST_LISTINGS
 from tierkv.api.settings import masked, masked_url
 from tierkv.cache.keys import Prompt
 from tierkv.sched.events import Happening
-from tierkv.storage.settings import StorageSettings
+from tierkv.storage.factory import StorageSettings
 
 Json = dict[str, Any]
 

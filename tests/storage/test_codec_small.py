@@ -8,7 +8,7 @@ from tierkv.errors import ConfigError
 from tierkv.storage.codec import DamagedValueError
 from tierkv.storage.codec_keyed import Trust
 from tierkv.storage.codec_small import SmallCodec
-from tierkv.storage.settings import StorageSettings
+from tierkv.storage.factory import StorageSettings
 
 pytest.importorskip("blake3")
 pytest.importorskip("cryptography")

@@ -17,7 +17,7 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings
 from tierkv.sched.settings import CacheSettings
-from tierkv.storage.settings import StorageSettings
+from tierkv.storage.factory import StorageSettings
 
 NO_STORAGE = "none"
 

@@ -1,31 +1,42 @@
-"""Stores made of stores: files in front of Redis, and stores exchanged at run time."""
+"""A near store in front of a far one: what is copied, what is read where, and what fails."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import until
+from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.test_hung_disk import HungReads, all_locked
-from tests.storage.values import Routed, content_of, get_one, landing, put_one
+from tests.storage.values import content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
-from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError
-from tierkv.storage import layered
+from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError, TierKVError
+from tierkv.storage import factory, layered
 from tierkv.storage.factory import StoreSettings, open_guarded_store, open_store
-from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
-from tierkv.storage.layered import LayeredSettings, LayeredStore
+from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.places import Places
-from tierkv.storage.protocol import BreakerState, GetStatus, PutItem, PutStatus, Store
+from tierkv.storage.protocol import (
+    BreakerState,
+    GetItem,
+    GetOutcome,
+    GetStatus,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    Store,
+)
 
 STORED = PutStatus.STORED
 NAMES = [f"t:f:{index:02}:0" for index in range(20)]
+NAME = "t:f:a:0"
 
 
 def memory() -> FaultyStore:
@@ -221,86 +232,6 @@ async def test_what_a_store_in_front_of_another_has_alone_is_not_all_there_is() 
                 await ask
 
 
-async def answers(store: FaultyStore) -> bool:
-    try:
-        await store.ping()
-    except StoreUnavailableError:
-        return False
-    return True
-
-
-async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
-    old, new = memory(), memory()
-    store = Places(old)
-    async with store.running():
-        await fill(store)
-        old.hold()
-        async with asyncio.TaskGroup() as group:
-            under_way = group.create_task(check(store))
-            await old.until_held(1)
-            await store.attach(new)
-            assert store.attached == {"": new}
-            assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.MISS
-            assert not under_way.done()
-            old.release()
-        async with asyncio.timeout(5):
-            while await answers(old):  # it is left when its last operation has ended
-                pass
-        await fill(store)
-        await check(store)
-        assert store.detach() is new
-        assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.FAILED
-        with pytest.raises(StoreUnavailableError, match="no store is attached"):
-            await store.exists(NAMES)
-        await store.attach(FileStore(tmp_path / "s", FileSettings(), SystemClock()))
-        await fill(store)
-        await check(store)
-
-
-async def test_a_store_attached_again_stays_in_use(tmp_path: Path) -> None:
-    store = FileStore(tmp_path, FileSettings(), SystemClock())
-    places = Places(store)
-    async with places.running():
-        for _ in range(3):
-            await places.attach(store)
-            assert await put_one(places, NAMES[0], b"x", keep_existing=False) is STORED
-        for _ in range(3):  # while it is still being left
-            assert places.detach() is store
-            await places.attach(store)
-            assert await put_one(places, NAMES[0], b"x", keep_existing=False) is STORED
-        async with asyncio.TaskGroup() as group:
-            writes = [
-                group.create_task(put_one(places, name, bytes(100_000))) for name in NAMES[1:]
-            ]
-            await asyncio.sleep(0)
-            places.detach()
-            await places.attach(store, "t:f")
-        assert {write.result() for write in writes} == {STORED}
-        assert places.attached == {"t:f": store}
-        assert await places.exists(NAMES) == len(NAMES)
-
-
-async def test_a_store_is_attached_in_one_place_at_a_time() -> None:
-    store = memory()
-    places = Places(store)
-    async with places.running():
-        with pytest.raises(ConfigError, match="attached already"):
-            await places.attach(store, "t:f")
-        assert places.detach("t:f") is None
-        assert await put_one(places, NAMES[0], b"x") is STORED
-
-
-async def test_a_store_that_cannot_be_opened_leaves_the_old_one_in_place(tmp_path: Path) -> None:
-    store = Places(memory())
-    (tmp_path / "file").write_text("x")
-    broken = FileStore(tmp_path / "file", FileSettings(), SystemClock())
-    async with store.running():
-        await fill(store)
-        with pytest.raises(StoreUnavailableError, match="set another directory"):
-            await store.attach(broken)
-        await check(store)
-
-
 @pytest.mark.parametrize(
     "url",
     ["layered:memory://", "layered:a|b", "layered:memory://|x|y", "mirrored:memory://|memory://"],
@@ -315,20 +246,205 @@ def test_urls_of_composed_stores_tell_no_secrets() -> None:
     assert store.url == "layered:file:///a|redis://b:6379/0"
 
 
-async def test_a_tenants_store_that_fails_keeps_no_other_tenants_values_from_living_on() -> None:
-    """Blocks that are used are told in batches of all tenants."""
-    failing, other = memory(), memory()
-    store = Routed({"t:a": failing, "t:b": other}, memory())
+async def test_damage_in_one_store_is_told_though_the_other_has_no_copy() -> None:
+    first, second = memory(), memory()
+    async with (store := LayeredStore(first, second, LayeredSettings())).running():
+        assert await put_one(first, NAME, b"cut") is STORED
+        assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED
+        second.fail_items(NAME)
+        assert (await get_one(store, NAME, 5))[0] is GetStatus.DAMAGED
+        await store.forget_damaged([NAME])
+        assert await first.exists([NAME]) == 0
+
+
+async def test_two_who_find_one_copy_rotten_cost_that_copy() -> None:
+    first, second = memory(), memory()
+    async with (store := LayeredStore(first, second, LayeredSettings())).running():
+        for part, content in ((first, b"rotten"), (second, b"whole!")):
+            assert await put_one(part, NAME, content) is STORED
+        for _ in range(2):
+            assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"rotten")
+        for _ in range(2):
+            assert await store.forget_damaged([NAME, NAME]) == [True, True]
+        assert [await part.exists([NAME]) for part in (first, second)] == [0, 1]
+        assert await get_one(store, NAME, 6) == (GetStatus.HIT, b"whole!")
+
+
+class Gated(MemoryStore):
+    """What has been read, and what is to be deleted, waits at a gate while that is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(MemorySettings(), SystemClock())
+        self.reads, self.deletions = asyncio.Event(), asyncio.Event()
+        self.reads.set()
+        self.deletions.set()
+        self.num_read = 0
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        outcomes = await super().get_into(items)
+        self.num_read += len(items)
+        await self.reads.wait()
+        return outcomes
+
+    async def delete(self, names: Sequence[str]) -> int:
+        await self.deletions.wait()
+        return await super().delete(names)
+
+
+async def until_near(store: LayeredStore, near: FaultyStore, far: MemoryStore) -> None:
+    """Return when every copy that is made of what was read before is near."""
+    assert await put_one(far, NAMES[9], b"value") is STORED
+    assert (await get_one(store, NAMES[9], 5))[0] is GetStatus.HIT
+    async with asyncio.timeout(20):
+        while not await near.exists(NAMES[9:]):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("begins", ["before", "meanwhile"])
+async def test_a_value_that_is_read_from_afar_while_it_is_deleted_is_not_near_afterwards(
+    begins: str,
+) -> None:
+    near, far = memory(), Gated()
+    async with (store := LayeredStore(near, far, LayeredSettings())).running():
+        assert await put_one(far, NAME, b"value") is STORED
+        async with asyncio.TaskGroup() as group:
+            near.hold_writes()
+            if begins == "before":
+                far.reads.clear()
+                group.create_task(get_one(store, NAME, 5))
+                await until(lambda: far.num_read == 1)
+                assert await store.delete([NAME]) == 1
+                far.reads.set()
+            else:
+                far.deletions.clear()
+                deleting = group.create_task(store.delete([NAME]))
+                await until(lambda: near.num_operations >= 1, "the question what there is")
+                assert await get_one(store, NAME, 5) == (GetStatus.HIT, b"value")
+                await near.until_held(1)  # the copy
+                far.deletions.set()
+                await until(deleting.done)
+            near.release()
+        await until_near(store, near, far)
+        assert await near.exists([NAME]) == 0
+
+
+async def test_copies_that_wait_for_the_near_store_end_with_the_lifetime() -> None:
+    """Others can change what is there until it is opened again."""
+    near, far = memory(), Gated()
+    store = LayeredStore(near, far, LayeredSettings())
     async with store.running():
-        for name in ("t:a:1:0", "t:b:1:0"):
-            assert await put_one(store, name, b"x", ttl_s=5) is STORED
-        failing.fail_next(1)
-        with pytest.raises(StoreUnavailableError):
-            await store.touch(["t:a:1:0", "t:b:1:0"], ttl_s=5000)
-        [value] = (await other.list("t:b:", limit=10)).values
-        assert value.expires_at is not None
-        assert value.expires_at > SystemClock().wall() + 1000
-        failing.fail_next(1)
-        with pytest.raises(StoreUnavailableError):
-            await store.delete(["t:a:1:0", "t:b:1:0"])
-        assert await other.exists(["t:b:1:0"]) == 0
+        for name in NAMES[:2]:
+            assert await put_one(far, name, b"value") is STORED
+        near.hold_writes()
+        for name in NAMES[:2]:  # the first is being put, the second waits for it
+            assert (await get_one(store, name, 5))[0] is GetStatus.HIT
+            await near.until_held(1)
+    near.release()
+    async with far.running():
+        await far.delete(NAMES[:2])
+    async with store.running():
+        await until_near(store, near, far)
+        assert await near.exists(NAMES[1:]) == 0
+
+
+class Slow(MemoryStore):
+    """Its reads and writes take so long, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(MemorySettings(), SystemClock())
+        self.read_s = self.write_s = 0.0
+
+    async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
+        await asyncio.sleep(self.read_s)
+        return await super().get_into(items)
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        await asyncio.sleep(self.write_s)
+        return await super().put(items)
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Sequence[Slow]:
+    """The stores of `memory://|memory://`."""
+    parts = Slow(), Slow()
+    kinds = factory.open_store
+
+    def open_part(url: str, settings: StoreSettings, clock: SystemClock) -> object:
+        if url.startswith("layered:"):
+            waiting[:] = parts
+            return kinds(url, settings, clock)
+        return waiting.pop(0)
+
+    waiting: list[Slow] = []
+    monkeypatch.setattr(factory, "open_store", open_part)
+    return parts
+
+
+async def test_a_store_whose_writes_are_late_costs_the_others_nothing_they_have_stored(
+    parts: Sequence[Slow],
+) -> None:
+    settings = StoreSettings(resilience=ResilienceSettings(timeout_s=40.0, write_timeout_s=4.0))
+    store = open_guarded_store("layered:memory://|memory://", settings, SystemClock())
+    async with store.running():
+        parts[0].write_s = 1000.0
+        async with asyncio.TaskGroup() as group:
+            puts = [group.create_task(put_one(store, name, b"x")) for name in NAMES[:2]]
+        assert [put.result() for put in puts] == [STORED] * 2
+        assert store.health.circuit is BreakerState.CLOSED
+        assert await parts[1].exists(NAMES) == 2
+
+
+class ReluctantStore(MemoryStore):
+    """Refuses to open for `refusal`, as long as there is one."""
+
+    refusal: TierKVError | None = StoreUnavailableError("nobody listens there")
+    pools: Sequence[memoryview] = ()
+
+    def use_memory(self, pools: Sequence[memoryview]) -> None:
+        self.pools = pools
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        if self.refusal is not None:
+            raise self.refusal
+        async with super().running():
+            yield
+
+
+async def test_one_of_several_stores_is_tried_until_it_opens_and_says_why_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layered, "_RETRY_S", 0.01)
+    inner = ReluctantStore(MemorySettings(), SystemClock())
+    store = OpensLater(inner)
+    pools = [memoryview(bytearray(10))]
+    store.use_memory(pools)
+    assert inner.pools is pools
+
+    async def says() -> str:
+        try:
+            await store.ping()
+        except StoreUnavailableError as error:
+            return str(error)
+        return ""
+
+    async def until_it_says(reason: str) -> None:
+        async with asyncio.timeout(20):
+            while await says() != reason:  # noqa: ASYNC110 - it tries again by itself
+                await asyncio.sleep(0.01)
+
+    async with store.running():
+        assert await says() == "nobody listens there"
+        for refusal in (
+            StoreUnavailableError("it is at work on its log"),
+            ConfigError("its TLS files are gone"),
+            StoreUnavailableError("nobody listens there"),
+        ):
+            inner.refusal = refusal
+            await until_it_says(str(refusal))
+            [read] = await store.get_into([landing("t:f:a:0", 1)[0]])
+            [written] = await store.put([PutItem("t:f:a:0", (b"x",))])
+            assert read.reason == written.reason == str(refusal)
+        inner.refusal = None
+        await until_it_says("")
+        assert (await get_one(store, "t:f:a:0", 1))[0] is GetStatus.MISS

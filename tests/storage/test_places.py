@@ -1,0 +1,225 @@
+"""Places for stores: filled, emptied and refilled while requests run, also late and cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faulty import FaultyStore
+from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
+from tests.storage.test_storage_tier import tier
+from tests.storage.values import Routed, content_of, get_one, landing, put_one
+from tests.world import fingerprint
+from tierkv.clock import SystemClock
+from tierkv.errors import ConfigError, StoreUnavailableError
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.file import FileSettings, FileStore
+from tierkv.storage.memory import MemorySettings, MemoryStore
+from tierkv.storage.places import Places
+from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Store
+from tierkv.transfer.tier import StorageOptions
+
+STORED = PutStatus.STORED
+NAMES = [f"t:f:{index:02}:0" for index in range(20)]
+
+
+def memory() -> FaultyStore:
+    return FaultyStore(MemoryStore(MemorySettings(), SystemClock()))
+
+
+async def fill(store: Store) -> None:
+    puts = await store.put([PutItem(name, (content_of(name, 500),)) for name in NAMES])
+    assert {put.status for put in puts} == {PutStatus.STORED}
+
+
+async def check(store: Store) -> None:
+    landings = [landing(name, 500) for name in NAMES]
+    outcomes = await store.get_into([item for item, _ in landings])
+    assert {outcome.status for outcome in outcomes} == {GetStatus.HIT}
+    for item, [buffer] in landings:
+        assert buffer == content_of(item.name, 500)
+
+
+async def answers(store: FaultyStore) -> bool:
+    try:
+        await store.ping()
+    except StoreUnavailableError:
+        return False
+    return True
+
+
+async def test_a_store_is_exchanged_while_requests_run(tmp_path: Path) -> None:
+    old, new = memory(), memory()
+    store = Places(old)
+    async with store.running():
+        await fill(store)
+        old.hold()
+        async with asyncio.TaskGroup() as group:
+            under_way = group.create_task(check(store))
+            await old.until_held(1)
+            await store.attach(new)
+            assert store.attached == {"": new}
+            assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.MISS
+            assert not under_way.done()
+            old.release()
+        async with asyncio.timeout(5):
+            while await answers(old):  # it is left when its last operation has ended
+                pass
+        await fill(store)
+        await check(store)
+        assert store.detach() is new
+        assert (await get_one(store, NAMES[0], 500))[0] is GetStatus.FAILED
+        with pytest.raises(StoreUnavailableError, match="no store is attached"):
+            await store.exists(NAMES)
+        await store.attach(FileStore(tmp_path / "s", FileSettings(), SystemClock()))
+        await fill(store)
+        await check(store)
+
+
+async def test_a_store_attached_again_stays_in_use(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, FileSettings(), SystemClock())
+    places = Places(store)
+    async with places.running():
+        for _ in range(3):
+            await places.attach(store)
+            assert await put_one(places, NAMES[0], b"x", keep_existing=False) is STORED
+        for _ in range(3):  # while it is still being left
+            assert places.detach() is store
+            await places.attach(store)
+            assert await put_one(places, NAMES[0], b"x", keep_existing=False) is STORED
+        async with asyncio.TaskGroup() as group:
+            writes = [
+                group.create_task(put_one(places, name, bytes(100_000))) for name in NAMES[1:]
+            ]
+            await asyncio.sleep(0)
+            places.detach()
+            await places.attach(store, "t:f")
+        assert {write.result() for write in writes} == {STORED}
+        assert places.attached == {"t:f": store}
+        assert await places.exists(NAMES) == len(NAMES)
+
+
+async def test_a_store_is_attached_in_one_place_at_a_time() -> None:
+    store = memory()
+    places = Places(store)
+    async with places.running():
+        with pytest.raises(ConfigError, match="attached already"):
+            await places.attach(store, "t:f")
+        assert places.detach("t:f") is None
+        assert await put_one(places, NAMES[0], b"x") is STORED
+
+
+async def test_a_store_that_cannot_be_opened_leaves_the_old_one_in_place(tmp_path: Path) -> None:
+    store = Places(memory())
+    (tmp_path / "file").write_text("x")
+    broken = FileStore(tmp_path / "file", FileSettings(), SystemClock())
+    async with store.running():
+        await fill(store)
+        with pytest.raises(StoreUnavailableError, match="set another directory"):
+            await store.attach(broken)
+        await check(store)
+
+
+async def test_a_tenants_store_that_fails_keeps_no_other_tenants_values_from_living_on() -> None:
+    """Blocks that are used are told in batches of all tenants."""
+    failing, other = memory(), memory()
+    store = Routed({"t:a": failing, "t:b": other}, memory())
+    async with store.running():
+        for name in ("t:a:1:0", "t:b:1:0"):
+            assert await put_one(store, name, b"x", ttl_s=5) is STORED
+        failing.fail_next(1)
+        with pytest.raises(StoreUnavailableError):
+            await store.touch(["t:a:1:0", "t:b:1:0"], ttl_s=5000)
+        [value] = (await other.list("t:b:", limit=10)).values
+        assert value.expires_at is not None
+        assert value.expires_at > SystemClock().wall() + 1000
+        failing.fail_next(1)
+        with pytest.raises(StoreUnavailableError):
+            await store.delete(["t:a:1:0", "t:b:1:0"])
+        assert await other.exists(["t:b:1:0"]) == 0
+
+
+async def test_a_store_that_is_late_when_all_starts_is_asked_again(
+    empty_redis: RedisServer,  # noqa: F811
+) -> None:
+    """Operations have 250 ms, which a machine that is just starting everything may miss."""
+    place = Places(open_store(empty_redis.url, StoreSettings(), SystemClock()))
+    empty_redis.pause()
+    resumed = asyncio.get_running_loop().call_later(0.8, empty_redis.resume)
+    try:
+        async with place.running():
+            assert place.attached
+            assert resumed.when() <= asyncio.get_running_loop().time()
+    finally:
+        resumed.cancel()
+        empty_redis.resume()
+
+
+async def test_a_tenants_store_that_is_late_when_all_starts_is_asked_again(
+    empty_redis: RedisServer,  # noqa: F811
+) -> None:
+    tenant = fingerprint(tenant="acme").short
+    own = open_store(empty_redis.url, StoreSettings(), SystemClock())
+    empty_redis.pause()
+    resumed = asyncio.get_running_loop().call_later(0.8, empty_redis.resume)
+    try:
+        async with tier(options=StorageOptions(tenants={tenant: own})) as here:
+            assert [state.tenant for state in here.service.storage_state()] == [tenant]
+    finally:
+        resumed.cancel()
+        empty_redis.resume()
+
+
+class RefusingStore(MemoryStore):
+    num_tries = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.num_tries += 1
+        raise StoreUnavailableError("nobody listens there")
+        yield
+
+
+async def test_a_store_that_refuses_is_not_asked_on_and_on() -> None:
+    store = RefusingStore(MemorySettings(), SystemClock())
+    with pytest.raises(StoreUnavailableError, match="nobody listens there"):
+        async with Places(store).running():
+            raise AssertionError("it opens")
+    assert store.num_tries <= 3  # one, unless this process stood still for as long as a late answer
+
+
+class ShutStore(MemoryStore):
+    """Cannot be opened, and says so only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(MemorySettings(), SystemClock())
+        self.is_tried = asyncio.Event()
+        self.may_say = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.is_tried.set()
+        await self.may_say.wait()
+        raise StoreUnavailableError("shut")
+        yield
+
+
+async def test_a_store_that_cannot_be_opened_is_no_error_once_its_attach_was_cancelled() -> None:
+    unseen: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: unseen.append(what))
+    store, place = ShutStore(), Places()
+    async with place.running():
+        attach = asyncio.ensure_future(place.attach(store))
+        await store.is_tried.wait()
+        attach.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attach
+        store.may_say.set()
+    gc.collect()
+    assert not unseen
+    assert not place.attached
