@@ -401,7 +401,7 @@ def victim_prefixes(victim: object) -> list[Prefix]:
     return [path_tokens(node, node.start + at) for at in range(start, stop)]
 
 
-IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestIndexMachine = IndexMachine.TestCase
 
 

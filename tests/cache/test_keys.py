@@ -13,8 +13,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.stored import stored_keys
+from tierkv.cache import keys as module
 from tierkv.cache.keys import (
     Fingerprint,
+    KeyRun,
     MediaItem,
     Names,
     Prompt,
@@ -27,7 +29,7 @@ from tierkv.cache.keys import (
 from tierkv.cache.layout import attention_layout
 from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError
-from tierkv.storage.protocol import check_name
+from tierkv.storage.protocol import check_name, check_names
 
 SIZE = 4
 ROOT = bytes(range(32))
@@ -324,3 +326,39 @@ def test_many_names_are_those_of_each_key_whatever_the_mix_of_spaces_and_tails()
     assert names.all([]) == []
     for first in range(len(keys)):
         assert names.all(keys[first:]) == [names.name(key) for key in keys[first:]]
+
+
+def test_a_run_of_keys_and_its_names_are_those_of_its_blocks_however_it_is_cut() -> None:
+    names = Names("tierkv", "0123456789abcdef")
+    for num_tokens in (0, 3, 8, 11):
+        prompt = Prompt.of(range(num_tokens), 4, space="other")
+        digests = chain(ROOT, prompt)
+        keys = KeyRun.of(prompt, ROOT)
+        assert len(keys) == -(-num_tokens // 4)
+        assert [key.digest for key in keys][: len(digests)] == digests
+        assert [names.name(key) for key in keys] == list(names.of_run(keys))
+        for start, stop in ((0, 1), (1, 3), (2, 9)):
+            part = keys[start:stop]
+            assert list(part) == list(keys)[start:stop]
+            assert list(names.of_run(part)) == list(names.of_run(keys)[start:stop])
+            if part:
+                assert part.parent_of(0) == (digests[start - 1] if start else ROOT)
+
+
+def test_of_a_run_of_keys_only_what_is_looked_at_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def counted(root: bytes, prompt: Prompt, start: int, stop: int) -> list[bytes]:
+        made.append(stop - start)
+        return chain(root, prompt, start, stop)
+
+    monkeypatch.setattr(module, "chain", counted)
+    names = Names("tierkv", "0123456789abcdef").of_run(KeyRun.of(Prompt.of(range(4000), 4), ROOT))
+    assert len(names) == 1000
+    assert check_names(names) is names
+    next(iter(names))
+    assert sum(made) == 1
+    assert len(list(names)) == 1000
+    assert sum(made) == 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -92,6 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert (stats.capacity, stats.used) == (CAPACITY, len(self.taken))
 
 
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 
 
