@@ -290,6 +290,15 @@ def test_a_stored_tail_serves_a_prompt_that_shares_only_its_beginning() -> None:
         assert on.holds(other[: 2 * BLOCK + 2], [10, 11, 12])
 
 
+def test_another_salt_is_another_prompt_also_under_the_same_key() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with engine() as on:
+        on.save("a", tokens, [0, 1])
+        assert on.lookup("b", tokens) == Found(2 * BLOCK)
+        salted = Prompt(pack(tokens), BLOCK, {0: b"salt"})
+        assert ask(lambda: on.cache.lookup("b", salted)) == Found(0)
+
+
 def test_a_load_that_failed_is_not_offered_to_that_request_again() -> None:
     tokens, blocks = tokens_of(2 * BLOCK), blocks_for(2 * BLOCK)
     with engine() as on:

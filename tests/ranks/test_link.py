@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from tierkv.errors import StoreCorruptError
-from tierkv.ranks.link import MAGIC, VERSION, Alive, Hello, Memory, Plan, Report, read
+from tierkv.ranks.link import MAGIC, VERSION, Alive, Hello, Plan, Report, SharedMemory, read
 from tierkv.wire import seal
 
 RECORDS = [
     Hello(1, 8, b"digest", 77),
-    Memory(4, 64, 0, 32),
+    SharedMemory(4, 64, 0, 32),
     Report(3),
     Report(3, "it broke"),
     Alive(),
@@ -21,7 +21,9 @@ BODY = {"type": "plan", "number": 1, "kind": "copy", "source": b"\0" * 4, "targe
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_record_comes_back_as_it_was(record: Hello | Memory | Report | Alive | Plan) -> None:
+def test_a_record_comes_back_as_it_was(
+    record: Hello | SharedMemory | Report | Alive | Plan,
+) -> None:
     assert read(seal(MAGIC, VERSION, record)) == record
 
 

@@ -35,7 +35,7 @@ from tierkv.cache.pool import Ids
 from tierkv.config import all_above_zero
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import Call
-from tierkv.embed.host_side import HostSide, Kept, Promise
+from tierkv.embed.host_side import HostPromise, HostSide, Kept
 from tierkv.embed.thread import EmbedSettings
 from tierkv.errors import BadRequestError, ConfigError, TierKVError, TransferError
 from tierkv.gpu.cpu import CpuDevice
@@ -191,14 +191,21 @@ class _Known:
 
     prompt: Prompt
     ticket: str | None
-    call: Call[Promise] | None = None
-    promise: Promise | None = None
+    call: Call[HostPromise] | None = None
+    promise: HostPromise | None = None
     nothing: Found | None = None
     asks_again_at: float = 0.0
     limit: int | None = None
     saved: int = 0
     num_saves: int = 0
     publish: tuple[str, tuple[int, ...]] | None = None
+
+    def is_of(self, prompt: Prompt) -> bool:
+        """Whether it is about this prompt, salts, media and tenant included."""
+        mine = self.prompt
+        return mine is prompt or (
+            (mine.tokens, mine.extras, mine.space) == (prompt.tokens, prompt.extras, prompt.space)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -211,7 +218,7 @@ class _Step:
     plan: Plan
     first: int
     missing: set[int]
-    promise: Promise | None = None
+    promise: HostPromise | None = None
     problem: str | None = None
 
 
@@ -344,7 +351,7 @@ class EngineCache:
         ticket: wait for this one, and for all that it promises.
         """
         known = self._known.get(key)
-        if known is None or known.prompt.tokens != prompt.tokens or known.ticket != ticket:
+        if known is None or not known.is_of(prompt) or known.ticket != ticket:
             if known is not None:
                 self.release(key)
             known = self._known[key] = _Known(prompt, ticket)
@@ -569,7 +576,7 @@ class EngineCache:
         self._touched = +self._touched
         return blocks, slots
 
-    def _load_ended(self, step: _Step, promise: Promise, blocks: Ids) -> None:
+    def _load_ended(self, step: _Step, promise: HostPromise, blocks: Ids) -> None:
         failed: tuple[int, ...] = ()
         if step.problem is not None:
             failed = tuple(range(step.first, step.first + len(blocks)))
@@ -624,11 +631,11 @@ class EngineCache:
             if wanted.error is None:
                 self._reserve.extend(wanted.result())
 
-    def _let_go(self, call: Call[Promise]) -> None:
+    def _let_go(self, call: Call[HostPromise]) -> None:
         if call.error is None:
             self._free(call.result())
 
-    def _free(self, promise: Promise) -> None:
+    def _free(self, promise: HostPromise) -> None:
         if promise.claim():
             host = self._host
             self._embedded.run("free", lambda _: host.free(promise))

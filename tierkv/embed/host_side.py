@@ -35,7 +35,7 @@ _MOST_FAILURES = 4096  # blocks whose failed loads are counted
 
 
 @dataclass(slots=True, eq=False)
-class Promise:
+class HostPromise:
     """Tokens of a prompt that are on the host, held for one request until it has loaded them.
 
     slots: of its path's blocks from the first on, that of the partly shared or last one included.
@@ -95,7 +95,7 @@ class HostSide:
         self._service = service
         self._most_promised = most_promised
         self._max_failures = max_failures
-        self._promises: set[Promise] = set()
+        self._promises: set[HostPromise] = set()
         self._promised_blocks = 0
         self._turn = asyncio.Lock()  # of who waits for room to be promised something
         self._freed = asyncio.Event()
@@ -119,7 +119,7 @@ class HostSide:
 
     # Promises
 
-    async def promise(self, prompt: Prompt, ticket_id: str | None, expires_s: float) -> Promise:
+    async def promise(self, prompt: Prompt, ticket_id: str | None, expires_s: float) -> HostPromise:
         """Bring to the host what storage has of `prompt`, and hold what is there then. Raises
         HandoffError if the ticket does not come or is another prompt's. Cancelling it leaves
         nothing held."""
@@ -135,12 +135,12 @@ class HostSide:
             promise.timer = loop.call_later(expires_s, self._expire, promise)
         return promise
 
-    async def count(self, prompt: Prompt) -> Promise:
+    async def count(self, prompt: Prompt) -> HostPromise:
         """As `promise`, of what is where, with nothing held."""
         found = await self._service.lookup(prompt)
         stored = found.storage_tokens
         problem = "storage did not answer" if stored is None else None
-        return Promise(found.device_tokens + found.host_tokens + (stored or 0), problem=problem)
+        return HostPromise(found.device_tokens + found.host_tokens + (stored or 0), problem=problem)
 
     async def _ticket(self, ticket_id: str, prompt: Prompt) -> tuple[Ticket, Sequence[StoredKey]]:
         handoff = self._service.handoff
@@ -158,7 +158,7 @@ class HostSide:
         ), watch.keys
 
     async def _fetch_and_hold(
-        self, prompt: Prompt, keys: Sequence[StoredKey], promise: Promise
+        self, prompt: Prompt, keys: Sequence[StoredKey], promise: HostPromise
     ) -> str | None:
         service = self._service
         if service.tiers.copies.storage is None:
@@ -176,7 +176,7 @@ class HostSide:
         is_whole = promise.num_tokens == prompt.num_tokens
         return None if is_whole or problem is None else problem.reason
 
-    def _hold(self, prompt: Prompt, promise: Promise) -> None:
+    def _hold(self, prompt: Prompt, promise: HostPromise) -> None:
         """What the host has of it now. Decided in one step: nothing can go in between."""
         index, size = self._service.index, prompt.block_size
         match = index.match(prompt)
@@ -206,10 +206,10 @@ class HostSide:
         return lease.num_blocks
 
     @asynccontextmanager
-    async def _room(self, num_blocks: int) -> AsyncIterator[Promise]:
+    async def _room(self, num_blocks: int) -> AsyncIterator[HostPromise]:
         """A promise, as soon as there is room for so many blocks among all, first come, first
         served. If the body fails there is none."""
-        promise = Promise(0)
+        promise = HostPromise(0)
         async with self._turn:
             while self._promised_blocks and not self._fits(num_blocks):
                 self._freed.clear()
@@ -225,20 +225,20 @@ class HostSide:
     def _fits(self, num_blocks: int) -> bool:
         return self._promised_blocks + num_blocks <= self._most_promised
 
-    def _recount(self, promise: Promise, num_blocks: int) -> None:
+    def _recount(self, promise: HostPromise, num_blocks: int) -> None:
         self._promised_blocks += num_blocks - promise.num_blocks
         promise.num_blocks = num_blocks
         self._freed.set()
 
-    def _expire(self, promise: Promise) -> None:
+    def _expire(self, promise: HostPromise) -> None:
         if promise.claim():
             self._release(promise)
 
-    async def free(self, promise: Promise) -> None:
+    async def free(self, promise: HostPromise) -> None:
         """Nobody wants what was promised; the caller has claimed it."""
         self._release(promise)
 
-    async def loaded(self, promise: Promise, failed: Sequence[int]) -> None:
+    async def loaded(self, promise: HostPromise, failed: Sequence[int]) -> None:
         """The load of a promise is over. failed: positions of blocks that it did not bring; each
         counts against its block. A ticket of which all came is acknowledged."""
         lease = promise.lease
@@ -261,7 +261,7 @@ class HostSide:
             with suppress(StoreUnavailableError):  # it is only news
                 await handoff.tickets.acknowledge(ticket)
 
-    def _release(self, promise: Promise) -> None:
+    def _release(self, promise: HostPromise) -> None:
         self._promises.discard(promise)
         if promise.timer is not None:
             promise.timer.cancel()
@@ -319,7 +319,7 @@ class HostSide:
         HandoffError, DuplicateRequestError."""
         service = self._service
         await service.check_ticket_is_free(ticket_id, prompt)
-        promise = Promise(0)
+        promise = HostPromise(0)
         self._promises.add(promise)
         deadline_s = service.handoff_settings.publish_deadline_s
         try:
@@ -340,7 +340,7 @@ class HostSide:
             self._release(promise)
 
     async def _publish(
-        self, prompt: Prompt, promise: Promise, ticket_id: str, first_tokens: Sequence[int]
+        self, prompt: Prompt, promise: HostPromise, ticket_id: str, first_tokens: Sequence[int]
     ) -> Published:
         handoff, tiers = self._service.handoff, self._service.tiers
         storage = tiers.copies.storage

@@ -1,7 +1,7 @@
 """Records between a scheduler's process and its workers', over a Unix socket.
 
 Each is `length u32 | record`, the record sealed by `tierkv.wire` (magic, version, checksum). The
-scheduler sends `Memory` once (the descriptor of the host slots goes with it) and then plans; a
+scheduler sends `SharedMemory` once (with the descriptor of the host slots), and then plans; a
 worker sends `Hello` first, then a `Report` for each plan, and `Alive` in between.
 """
 
@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
 
 
-class Memory(msgspec.Struct, frozen=True, tag="memory"):
+class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
     """uint8 [num_slots, block_bytes]; bytes [start, stop) of each slot are the worker's."""
 
     num_slots: int
@@ -85,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
         return _slots(self.source), _slots(self.target)
 
 
-Record = Hello | Memory | Report | Alive | Plan
+Record = Hello | SharedMemory | Report | Alive | Plan
 
 
 class LinkClosedError(TransferError):

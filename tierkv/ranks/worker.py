@@ -15,9 +15,9 @@ from tierkv.ranks.link import (
     Hello,
     Link,
     LinkClosedError,
-    Memory,
     Plan,
     Report,
+    SharedMemory,
     read,
 )
 from tierkv.ranks.memory import SharedSlots
@@ -147,9 +147,9 @@ class Worker:
                 return
 
 
-def _memory(record: bytes) -> Memory:
+def _memory(record: bytes) -> SharedMemory:
     found = read(record)
-    if not isinstance(found, Memory):
+    if not isinstance(found, SharedMemory):
         raise StoreCorruptError("a scheduler's first record is about its memory")
     return found
 

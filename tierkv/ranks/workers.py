@@ -49,9 +49,9 @@ from tierkv.ranks.link import (
     Hello,
     Link,
     LinkClosedError,
-    Memory,
     Plan,
     Report,
+    SharedMemory,
     read,
 )
 from tierkv.ranks.memory import SharedSlots, pieces, shared_memory, side_by_side
@@ -166,7 +166,7 @@ class WorkerDevice:
         descriptor = shared_memory(num_slots * size)
         try:
             for rank, piece in enumerate(pieces(self._shards)):
-                memory = Memory(num_slots, size, piece.start, piece.stop)
+                memory = SharedMemory(num_slots, size, piece.start, piece.stop)
                 self._links[rank].send(memory, descriptor=descriptor)
         except LinkClosedError as error:
             os.close(descriptor)

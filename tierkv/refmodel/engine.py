@@ -27,7 +27,7 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled, Run, Tokens1D
+from tierkv.refmodel.generation import GenerateRequest, Generation, ModelRun, Prefilled, Tokens1D
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.refmodel.paged import Floats
 from tierkv.sched.request import RequestSpec
@@ -168,7 +168,7 @@ class ReferenceEngine:
         finally:
             self._end(run)
 
-    async def _or_recovered(self, run: Run, compute: Callable[[], Awaitable[None]]) -> None:
+    async def _or_recovered(self, run: ModelRun, compute: Callable[[], Awaitable[None]]) -> None:
         """`compute`; if cached tokens did not load, once more without them."""
         try:
             await compute()
@@ -199,7 +199,7 @@ class ReferenceEngine:
 
     def _run(
         self, job: GenerateRequest, num_new: int, room: int, *, needs_logits: bool = True
-    ) -> Run:
+    ) -> ModelRun:
         self._check(job, num_new)
         spec = RequestSpec(
             job.request_id,
@@ -208,15 +208,15 @@ class ReferenceEngine:
             needs_logits=needs_logits,
             uses_cache=job.uses_cache,
         )
-        return Run(Session(self._service, spec), job, time.monotonic())
+        return ModelRun(Session(self._service, spec), job, time.monotonic())
 
-    async def _first_token(self, run: Run) -> None:
+    async def _first_token(self, run: ModelRun) -> None:
         logits = await self._feed(run)
         assert logits is not None, "an admission leaves one token to compute"
         self._add(run, logits)
         await self._commit(run)
 
-    async def _continue(self, run: Run) -> None:
+    async def _continue(self, run: ModelRun) -> None:
         """Generate up to max_tokens, and commit all that was fed."""
         while len(run.tokens) < run.job.max_tokens:
             logits = await self._feed(run)
@@ -226,7 +226,7 @@ class ReferenceEngine:
                 await self._commit(run)
         await self._commit(run)
 
-    async def _feed(self, run: Run) -> Floats | None:
+    async def _feed(self, run: ModelRun) -> Floats | None:
         """Write the KV of all known tokens that have none; the logits that follow the last one."""
         logits = None
         while len(chunk := run.next_chunk(self._settings.chunk_tokens)):
@@ -236,15 +236,15 @@ class ReferenceEngine:
                 await self._commit(run)
         return logits
 
-    async def _commit(self, run: Run) -> None:
+    async def _commit(self, run: ModelRun) -> None:
         if run.job.uses_cache:
             await run.session.commit(run.fed, after=self._computed())
 
-    def _add(self, run: Run, logits: Floats) -> None:
+    def _add(self, run: ModelRun, logits: Floats) -> None:
         run.add(logits)
         self.stats.generated_tokens += 1
 
-    def _end(self, run: Run, reason: str = "the request has ended") -> None:
+    def _end(self, run: ModelRun, reason: str = "the request has ended") -> None:
         run.session.end(after=self._computed(), reason=reason)
 
     def _computed(self) -> tuple[Event, ...]:
@@ -257,7 +257,7 @@ class ReferenceEngine:
 
     # The compute thread
 
-    async def _forward(self, run: Run, tokens: Tokens1D) -> Floats:
+    async def _forward(self, run: ModelRun, tokens: Tokens1D) -> Floats:
         """One call of the model. A cancel is raised after the thread has left the planes."""
         assert self._thread is not None, "the engine is running"
         call = self._thread.submit(self._call_model, run, tokens)
@@ -270,7 +270,7 @@ class ReferenceEngine:
             self._service.note_prefill(len(tokens), run.call_s)
         return run.logits
 
-    def _call_model(self, run: Run, tokens: Tokens1D) -> None:
+    def _call_model(self, run: ModelRun, tokens: Tokens1D) -> None:
         request, stream = run.session.request, self._service.device.compute_stream
 
         def before_layer(layer: int) -> None:

@@ -84,7 +84,7 @@ class Prefilled:
     published: Published | None
 
 
-class Run:
+class ModelRun:
     """One request on its way through the model."""
 
     def __init__(self, session: Session, job: GenerateRequest, started: float) -> None:
