@@ -23,6 +23,7 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import Matched, Request
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
@@ -176,7 +177,12 @@ async def world(
         store = MemoryStore(MemorySettings(), clock)
     faulty = FaultyStore(store) if store is not None else None
     who = who or fingerprint()
-    chosen = {"device_blocks": 32, "host_blocks": 32} | settings
+    chosen: dict[str, Any] = {
+        "device_blocks": 32,
+        "host_blocks": 32,
+        # What a fetch is worth depends on how fast the machine is; tests of that say so.
+        "fetch_policy": FetchPolicy.WAIT_COMPLETE,
+    } | settings
     service = Service(
         CpuDevice(before_copy=latch),
         who,

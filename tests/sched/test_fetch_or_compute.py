@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 
@@ -21,8 +23,12 @@ def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
+def best_effort(**settings: Any) -> AbstractAsyncContextManager[World]:
+    return world(fetch_policy=FetchPolicy.BEST_EFFORT, **settings)
+
+
 async def test_a_tier_that_hangs_costs_a_share_of_computing() -> None:
-    async with world(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
+    async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
         here.service.note_prefill(1000, 5.0)  # 0.2 s for this prompt
         here.the_store.hold()
         started = loop_time()
@@ -37,7 +43,7 @@ async def test_a_tier_that_hangs_costs_a_share_of_computing() -> None:
 
 
 async def test_a_tier_that_did_not_answer_is_asked_again_only_now_and_then() -> None:
-    async with world(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
+    async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
         here.service.note_prefill(1000, 0.1)
         here.the_store.hold()
         here.service.end(await here.admit(tokens(40)))
@@ -54,7 +60,7 @@ async def test_a_tier_that_did_not_answer_is_asked_again_only_now_and_then() -> 
 
 
 async def test_a_tier_slower_than_computing_is_not_used_and_it_says_so() -> None:
-    async with world(store=await filled(tokens(40))) as here:
+    async with best_effort(store=await filled(tokens(40))) as here:
         here.service.note_prefill(1000, 100.0)  # 4 s for this prompt
         here.service.estimator.note_fetch(1.0, 1e6)
         prompt, fetcher = here.prompt(tokens(40)), here.service.fetcher
@@ -88,7 +94,7 @@ async def test_policies_that_wait_have_the_whole_deadline(policy: FetchPolicy) -
 
 
 async def test_until_the_engine_tells_its_speed_the_deadline_counts() -> None:
-    async with world(store=await filled(tokens(40)), fetch_deadline_s=0.2) as here:
+    async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=0.2) as here:
         here.the_store.hold()
         started = loop_time()
         request = await here.admit(tokens(40))
@@ -99,7 +105,7 @@ async def test_until_the_engine_tells_its_speed_the_deadline_counts() -> None:
 
 
 async def test_fetches_teach_the_estimate_and_leave_no_queue_behind() -> None:
-    async with world(store=await filled(tokens(40))) as here:
+    async with best_effort(store=await filled(tokens(40))) as here:
         await here.run(tokens(40))
         estimator = here.service.estimator
         assert estimator.transfer.is_known
@@ -108,7 +114,7 @@ async def test_fetches_teach_the_estimate_and_leave_no_queue_behind() -> None:
 
 
 async def test_blocks_that_others_fetch_are_waited_for_no_longer_than_is_worth_it() -> None:
-    async with world(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
+    async with best_effort(store=await filled(tokens(40)), fetch_deadline_s=60.0) as here:
         here.the_store.hold()
         async with asyncio.TaskGroup() as group:
             first = group.create_task(here.admit(tokens(40)))
@@ -124,13 +130,13 @@ async def test_blocks_that_others_fetch_are_waited_for_no_longer_than_is_worth_i
 
 
 async def test_damage_and_failure_are_explained() -> None:
-    async with world(store=await filled(tokens(16))) as here:
+    async with best_effort(store=await filled(tokens(16))) as here:
         here.the_store.flip_next_get(4000)
         await here.run(tokens(16), uses_cache=True)
         here.service.reset()
         prompt = here.prompt(tokens(16))
         assert here.service.explain(prompt).reason in ("checksum failed", "evicted")
-    async with world(store=await filled(tokens(16))) as here:
+    async with best_effort(store=await filled(tokens(16))) as here:
         here.the_store.fail_next(1)
         here.service.end(await here.admit(tokens(16)))
         assert here.service.explain(here.prompt(tokens(16))).reason == "the transfer failed"
@@ -138,7 +144,7 @@ async def test_damage_and_failure_are_explained() -> None:
 
 
 async def test_explain_asks_storage_where_wanted_and_not_for_ever() -> None:
-    async with world(store=await filled(tokens(18))) as here:
+    async with best_effort(store=await filled(tokens(18))) as here:
         prompt = here.prompt(tokens(18))
         assert here.service.explain(prompt).reason == "never stored"
         asked = await finish(here.service.explain_with_storage(prompt, deadline_s=5.0))
@@ -157,7 +163,7 @@ async def aborts_while_it_fetches(here: World) -> None:
 
 
 async def test_a_request_is_aborted_while_its_blocks_are_fetched() -> None:
-    async with world(store=await filled(tokens(40))) as here:
+    async with best_effort(store=await filled(tokens(40))) as here:
         here.the_store.hold()
         async with asyncio.TaskGroup() as group:
             group.create_task(aborts_while_it_fetches(here))

@@ -29,6 +29,7 @@ from tierkv.pd.ticket import ClaimProblem
 from tierkv.sched.request import Request
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store
@@ -117,7 +118,8 @@ async def test_what_cannot_be_admitted_is_refused_before_storage_is_asked(
 
 
 async def test_a_store_in_the_place_of_one_that_hung_is_asked_by_the_first_request() -> None:
-    async with world(store=await filled(tokens(18))) as here:
+    best_effort = FetchPolicy.BEST_EFFORT
+    async with world(store=await filled(tokens(18)), fetch_policy=best_effort) as here:
         here.service.note_prefill(100, 100.0)
         here.the_store.hold()
         for number in range(3):

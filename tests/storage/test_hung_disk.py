@@ -26,6 +26,7 @@ from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.sampling import decode as decode_text
 from tierkv.sched import work
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
@@ -82,6 +83,7 @@ async def node(
             host_write=host_write,
             storage_write=storage_write,
             fetch_deadline_s=2.5,
+            fetch_policy=FetchPolicy.WAIT_COMPLETE,
         ),
         handoff or HandoffSettings(),
         GuardedStore(files, chosen, SystemClock()),
