@@ -41,7 +41,7 @@ from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.mooncake.client import Client, Config, MooncakeSettings
+from tierkv.storage.mooncake.client import Config, MooncakeClient, MooncakeSettings
 from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import (
     GetItem,
@@ -121,7 +121,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 class Watched:
     """Mooncake's client, with what it is told of memory and which memory it is asked to use."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: MooncakeClient) -> None:
         self._client = client
         self.registered: dict[int, int] = {}
         self.asked: list[tuple[int, int]] = []

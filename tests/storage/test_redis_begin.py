@@ -35,7 +35,7 @@ from tierkv.storage.redis.requests import get_whole_request, put_request, questi
 from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.redis.wire import Failure, Pace, Request, Turn, WireStats
+from tierkv.storage.redis.wire import Pace, Turn, Unanswered, WireRequest, WireStats
 
 LONG, SHORT = 512 << 10, 16 << 10
 NAMES = [f"t:f:{index:02}:0" for index in range(4)]
@@ -58,7 +58,7 @@ class Lanes:
             await self.lanes.ask([question("PING") for _ in range(many)])
         self.slow.is_empty = False
 
-    def begin(self, requests: Sequence[Request]) -> int:
+    def begin(self, requests: Sequence[WireRequest]) -> int:
         """Bytes that were sent before it returned."""
         before = self.stats.sent_bytes
         self.lanes.begin(requests)
@@ -89,15 +89,15 @@ async def lanes_to(
             yield Lanes(slow, lanes, stats, turn)
 
 
-def put(name: str, num_bytes: int) -> Request:
+def put(name: str, num_bytes: int) -> WireRequest:
     return put_request(PutItem(name, (content_of(name, num_bytes),)))
 
 
-def get(name: str, num_bytes: int) -> Request:
+def get(name: str, num_bytes: int) -> WireRequest:
     return get_whole_request(landing(name, num_bytes)[0])
 
 
-def num_bytes_of(requests: Sequence[Request]) -> int:
+def num_bytes_of(requests: Sequence[WireRequest]) -> int:
     return sum(len(piece) for request in requests for piece in request.pieces)
 
 
@@ -171,7 +171,7 @@ async def test_of_long_values_for_another_machine_each_connection_gets_one() -> 
 async def test_both_long_values_for_a_server_here_are_begun_before_begin_returns() -> None:
     begun: list[int] = []
 
-    def put_and_tell(index: int) -> Request:
+    def put_and_tell(index: int) -> WireRequest:
         request = put(NAMES[index], LONG)
         request.complete = lambda: begun.append(index)
         return request
@@ -193,7 +193,7 @@ async def test_the_first_values_of_a_batch_are_sent_before_the_others_are_made()
         sent_before = to.stats.sent_bytes
         sent: list[int] = []
 
-        def made() -> Iterator[Request]:
+        def made() -> Iterator[WireRequest]:
             for name in NAMES * 8:
                 sent.append(to.stats.sent_bytes - sent_before)
                 yield put(name, LONG)
@@ -212,7 +212,7 @@ async def test_a_batch_that_is_refused_is_refused_as_a_whole() -> None:
         waiting = to.lanes.begin(put(NAMES[0], SHORT) for _ in range(200))
         refused = to.lanes.begin(put(name, SHORT) for name in NAMES * 2)
         for outcome in await finish(finished(refused)):
-            assert isinstance(outcome, Failure)
+            assert isinstance(outcome, Unanswered)
             assert "requests waiting" in outcome.reason
         await to.answer_all(len(waiting), b"+OK\r\n")
         assert await finish(finished(waiting)) == [[b"OK"]] * len(waiting)
@@ -231,7 +231,7 @@ async def test_of_a_batch_whose_caller_goes_only_what_was_sent_goes_on() -> None
         with pytest.raises(asyncio.CancelledError):
             await finish(waiting)
         assert [request.outcome for request in requests[:2]] == [[b"OK"]] * 2
-        assert all(isinstance(request.outcome, Failure) for request in requests[2:])
+        assert all(isinstance(request.outcome, Unanswered) for request in requests[2:])
 
 
 async def test_what_waits_for_a_login_ends_when_the_store_is_left() -> None:
@@ -239,7 +239,7 @@ async def test_what_waits_for_a_login_ends_when_the_store_is_left() -> None:
         requests = to.lanes.begin([get(NAMES[0], SHORT)])
         assert (await to.slow.next_of(1))[0] == b"AUTH"
     [outcome] = await finish(finished(requests))
-    assert isinstance(outcome, Failure)
+    assert isinstance(outcome, Unanswered)
 
 
 async def test_what_nobody_waits_for_any_more_is_not_begun() -> None:

@@ -17,7 +17,7 @@ from tierkv.storage.redis.requests import (
     get_requests,
     range_sizes,
 )
-from tierkv.storage.redis.resp import Landed, Reply
+from tierkv.storage.redis.resp import Reply, ValueLanded
 
 NUM_BYTES = 1000
 NAME = "t:f:a:0"
@@ -83,7 +83,7 @@ def test_a_value_has_the_digest_that_took_all_of_it_or_none(*, is_all: bool) -> 
         assert request.digest is not None
         if is_all or request is not requests[0]:
             request.digest.update(view)
-        landed.append(Landed(request.digest))
+        landed.append(ValueLanded(request.digest))
     outcome = get_outcome(item, landed)
     assert outcome.status is GetStatus.HIT
     if is_all:

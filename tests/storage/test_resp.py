@@ -13,12 +13,12 @@ from tests.storage.values import Taken
 from tierkv.storage.buffers import copy_into
 from tierkv.storage.redis.resp import (
     LANDED,
-    Landed,
     NotRedisError,
     OtherLength,
     Refused,
     Replies,
     Reply,
+    ValueLanded,
     pack,
     pack_set,
 )
@@ -105,12 +105,12 @@ def test_replies_are_the_same_wherever_the_stream_is_cut(
     cuts = sorted(place % (len(wire) + 1) for place in places)
     for start, stop in zip([0, *cuts], [*cuts, len(wire)], strict=True):
         reader.feed(wire[start:stop], turn_bytes)
-    assert [LANDED if isinstance(r, Landed) else r for r in reader.replies] == [
+    assert [LANDED if isinstance(r, ValueLanded) else r for r in reader.replies] == [
         case.reply for case in stream
     ]
     assert reader.parser.num_wanted == 0
     for case, sizes, reply, digest in zip(stream, buffers, reader.replies, digests, strict=True):
-        if isinstance(reply, Landed):
+        if isinstance(reply, ValueLanded):
             assert b"".join(sizes) == case.landed == digest.content
             assert reply.digest is digest
         else:

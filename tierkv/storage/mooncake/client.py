@@ -15,7 +15,7 @@ class Config(Protocol):
     soft_pin_action: object
 
 
-class Client(Protocol):
+class MooncakeClient(Protocol):
     """`mooncake.store.MooncakeDistributedStore`. Every call blocks."""
 
     def setup(  # noqa: PLR0913, PLR0917 - theirs
@@ -60,7 +60,7 @@ class Client(Protocol):
 
 
 class Package(Protocol):
-    def MooncakeDistributedStore(self) -> Client: ...  # noqa: N802
+    def MooncakeDistributedStore(self) -> MooncakeClient: ...  # noqa: N802
 
     def ReplicateConfig(self) -> Config: ...  # noqa: N802
 

@@ -20,7 +20,13 @@ import numpy as np
 
 from tierkv.errors import StoreCorruptError, StoreUnavailableError, how_to_install
 from tierkv.storage.buffers import copy_into, flat
-from tierkv.storage.mooncake.client import Client, Config, MooncakeSettings, Package, environment
+from tierkv.storage.mooncake.client import (
+    Config,
+    MooncakeClient,
+    MooncakeSettings,
+    Package,
+    environment,
+)
 from tierkv.storage.protocol import (
     Buffer,
     GetItem,
@@ -71,7 +77,7 @@ class MooncakeValues:
         except OSError as error:
             why = why_unreachable(error)
             raise StoreUnavailableError(f"{url} cannot be reached {why}") from error
-        self._client: Client = self._package.MooncakeDistributedStore()
+        self._client: MooncakeClient = self._package.MooncakeDistributedStore()
         status = self._client.setup(
             settings.local_host,
             "P2PHANDSHAKE",
@@ -278,7 +284,7 @@ class KnownMemory:
     """pools: of the node; with none nothing is registered, and everything stays where it is.
     num_users: so many calls at a time have pieces that are not in a pool."""
 
-    def __init__(self, client: Client, pools: Pieces, *, num_users: int) -> None:
+    def __init__(self, client: MooncakeClient, pools: Pieces, *, num_users: int) -> None:
         self._client = client
         self._scratch: SimpleQueue[memoryview] = SimpleQueue()
         self._pools = [pool.cast("B") for pool in pools if pool.nbytes]

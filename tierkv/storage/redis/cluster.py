@@ -23,9 +23,9 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis.control import ask_once, connection_factory
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
-    Access,
-    Call,
+    KeyCommand,
     Purpose,
+    RedisAccess,
     RedisNode,
     cut,
     expect,
@@ -36,7 +36,7 @@ from tierkv.storage.redis.requests import question, question_each
 from tierkv.storage.redis.resp import Refused, Reply, pack
 from tierkv.storage.redis.socket import Address, is_port, port_of
 from tierkv.storage.redis.url import RedisUrl
-from tierkv.storage.redis.wire import Failure, Request
+from tierkv.storage.redis.wire import Unanswered, WireRequest
 from tierkv.tasks import task_group
 
 # A slot that moves is asked for twice at most (MOVED, then ASK); the rest is for keys in between.
@@ -53,8 +53,8 @@ _ASKING = memoryview(pack("ASKING"))
 class _Attempt:
     """A call under way. target: where a redirection sent it, None for its slot's master."""
 
-    call: Call
-    result: Reply | Failure
+    call: KeyCommand
+    result: Reply | Unanswered
     target: Address | None = None
     is_ask: bool = False
 
@@ -62,7 +62,7 @@ class _Attempt:
 class ClusterRouter:
     """`Router` over a cluster's masters. Replicas are not read."""
 
-    def __init__(self, url: RedisUrl, access: Access, clock: Clock) -> None:
+    def __init__(self, url: RedisUrl, access: RedisAccess, clock: Clock) -> None:
         self._url = url
         self._topology = Topology(url, access, clock)
 
@@ -86,10 +86,12 @@ class ClusterRouter:
         for node, request in zip(self.nodes(), requests, strict=True):
             node.pools[Purpose.QUESTION].begin([request])
         for outcome in await finished(requests):
-            understood(outcome if isinstance(outcome, Failure) else outcome[0], ("PING",))
+            understood(outcome if isinstance(outcome, Unanswered) else outcome[0], ("PING",))
 
-    async def carry_out(self, calls: Sequence[Call], purpose: Purpose) -> list[Reply | Failure]:
-        attempts = [_Attempt(call, Failure(f"{self._url} has no such slot")) for call in calls]
+    async def carry_out(
+        self, calls: Sequence[KeyCommand], purpose: Purpose
+    ) -> list[Reply | Unanswered]:
+        attempts = [_Attempt(call, Unanswered(f"{self._url} has no such slot")) for call in calls]
         pending = attempts
         for round_number in range(_MAX_ATTEMPTS):
             pending = await self._try(pending, purpose)
@@ -115,7 +117,7 @@ class ClusterRouter:
         A variadic EXISTS would need all its names in one slot.
         """
         answers = [0] * len(names)
-        requests: list[tuple[list[int], Request]] = []
+        requests: list[tuple[list[int], WireRequest]] = []
         again: list[int] = []
         with ExitStack() as uses:
             for address, indexes in self._by_master(names).items():
@@ -128,7 +130,7 @@ class ClusterRouter:
                 requests.append((indexes, request))
             outcomes = await finished([request for _, request in requests])
         for (indexes, _), outcome in zip(requests, outcomes, strict=True):
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, Unanswered):
                 self._topology.doubt()
                 raise StoreUnavailableError(outcome.reason)
             for index, reply in zip(indexes, outcome, strict=True):
@@ -137,7 +139,7 @@ class ClusterRouter:
                 else:
                     again.append(index)
         calls = [
-            Call(names[index], partial(question_each, verb, [names[index]], *more))
+            KeyCommand(names[index], partial(question_each, verb, [names[index]], *more))
             for index in again
         ]
         for index, answer in zip(again, await self.carry_out(calls, Purpose.QUESTION), strict=True):
@@ -159,7 +161,7 @@ class ClusterRouter:
 
     async def _try(self, attempts: Sequence[_Attempt], purpose: Purpose) -> list[_Attempt]:
         """Send each attempt where it belongs by what is known; returns those to be sent again."""
-        sent: list[tuple[_Attempt, Address, Request]] = []
+        sent: list[tuple[_Attempt, Address, WireRequest]] = []
         again: list[_Attempt] = []
         topology = self._topology
         nodes: dict[Address, RedisNode | None] = {}
@@ -183,7 +185,7 @@ class ClusterRouter:
             finally:
                 outcomes = await finished([request for _, _, request in sent])
         for (attempt, address, _), outcome in zip(sent, outcomes, strict=True):
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, Unanswered):
                 topology.doubt()
                 attempt.result = outcome
                 continue
@@ -307,7 +309,7 @@ class _Member:
 class Topology:
     """table: the master of each slot, as far as is known. Replicas are not read."""
 
-    def __init__(self, url: RedisUrl, access: Access, clock: Clock) -> None:
+    def __init__(self, url: RedisUrl, access: RedisAccess, clock: Clock) -> None:
         self._url = url
         self._access = access
         self._clock = clock

@@ -36,7 +36,7 @@ from tierkv.storage.redis.requests import TAKES_NOTHING, pipeline, question, que
 from tierkv.storage.redis.resp import Refused, Reply, pack_all
 from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.url import RedisSettings, TlsFiles
-from tierkv.storage.redis.wire import Failure, Pace, Request, Turn, WireStats
+from tierkv.storage.redis.wire import Pace, Turn, Unanswered, WireRequest, WireStats
 
 # Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
 NAMES_PER_COMMAND = 1024
@@ -58,7 +58,7 @@ class Purpose(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class RedisAccess:
     """How this store gets at any of its servers. turn: of all connections that write values."""
 
     settings: RedisSettings
@@ -74,7 +74,7 @@ class Access:
 class RedisNode:
     """Connections are made when first needed."""
 
-    def __init__(self, locator: Locator, access: Access, clock: Clock, *, url: str) -> None:
+    def __init__(self, locator: Locator, access: RedisAccess, clock: Clock, *, url: str) -> None:
         settings = access.settings
         self.url = url
         self._locator = locator
@@ -125,7 +125,7 @@ class RedisNode:
         [outcome] = await self.pools[Purpose.QUESTION].ask(
             [question(*command, num_bytes=num_bytes)]
         )
-        return understood(outcome if isinstance(outcome, Failure) else outcome[0], command)
+        return understood(outcome if isinstance(outcome, Unanswered) else outcome[0], command)
 
     async def locate(self) -> Address:
         """Where it is just now. Raises StoreUnavailableError."""
@@ -202,9 +202,9 @@ def described(name: str, num_bytes: object, ttl_ms: object, *, now: float) -> li
     return [StoredValue(name, expect(int, num_bytes), expires_at)]
 
 
-def understood(reply: Reply | Failure, command: Sequence[object]) -> Reply:
+def understood(reply: Reply | Unanswered, command: Sequence[object]) -> Reply:
     """The reply. Raises StoreUnavailableError, StoreCorruptError for another kind of value."""
-    if isinstance(reply, Failure):
+    if isinstance(reply, Unanswered):
         raise StoreUnavailableError(reply.reason)
     if isinstance(reply, Refused):
         if reply.code == "NOAUTH":
@@ -239,11 +239,11 @@ _PARTS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KeyCommand:
     """A command about one name. make: a new request for it, each time it has to be sent."""
 
     name: str
-    make: Callable[[], Request]
+    make: Callable[[], WireRequest]
 
 
 class Router(Protocol):
@@ -257,7 +257,9 @@ class Router(Protocol):
     async def ping(self) -> None:
         """Raises StoreUnavailableError unless all of them answer."""
 
-    async def carry_out(self, calls: Sequence[Call], purpose: Purpose) -> list[Reply | Failure]:
+    async def carry_out(
+        self, calls: Sequence[KeyCommand], purpose: Purpose
+    ) -> list[Reply | Unanswered]:
         """One reply per call. A cancel is raised when none of their buffers is in use any more."""
 
     async def count_leading(self, names: Sequence[str]) -> int:
@@ -282,10 +284,12 @@ class OneNode:
     async def ping(self) -> None:
         await self._node.ask("PING")
 
-    async def carry_out(self, calls: Sequence[Call], purpose: Purpose) -> list[Reply | Failure]:
+    async def carry_out(
+        self, calls: Sequence[KeyCommand], purpose: Purpose
+    ) -> list[Reply | Unanswered]:
         pool = self._node.pools[purpose]
         outcomes = await finished(pool.begin(call.make() for call in calls))
-        return [outcome if isinstance(outcome, Failure) else outcome[-1] for outcome in outcomes]
+        return [outcome if isinstance(outcome, Unanswered) else outcome[-1] for outcome in outcomes]
 
     async def count_leading(self, names: Sequence[str]) -> int:
         found = 0
@@ -301,7 +305,7 @@ class OneNode:
             return []
         request = question_each(verb, names, *more)
         [outcome] = await self._node.pools[Purpose.QUESTION].ask([request])
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, Unanswered):
             raise StoreUnavailableError(outcome.reason)
         return [expect(int, understood(reply, (verb,))) for reply in outcome]
 
@@ -324,6 +328,6 @@ class OneNode:
         """How many names of each part have a value."""
         wire = b"".join([pack_all("EXISTS", part) for part in parts])
         [outcome] = await self._node.pools[Purpose.QUESTION].ask([pipeline(wire, len(parts))])
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, Unanswered):
             raise StoreUnavailableError(outcome.reason)
         return [expect(int, understood(reply, ("EXISTS",))) for reply in outcome]

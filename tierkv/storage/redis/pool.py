@@ -15,13 +15,13 @@ from tierkv.storage.redis.resp import Argument, Refused, pack
 from tierkv.storage.redis.socket import Address, open_pipe
 from tierkv.storage.redis.wire import (
     Batch,
-    Failure,
     Outcome,
     Pace,
-    Request,
     Turn,
+    Unanswered,
     Window,
     Wire,
+    WireRequest,
     WireStats,
 )
 from tierkv.storage.unreachable import why_unreachable
@@ -107,7 +107,7 @@ class ConnectionPool:
         self._max_retries = min(num_connections, _MAX_RETRIES)
         self._max_waiting = max_waiting
         self._url = url
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[WireRequest] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()  # of each task that has nothing to carry
         self._window = Window(home_bytes=dialer.home_bytes, away_bytes=dialer.away_bytes)
         self._is_open = False
@@ -115,7 +115,7 @@ class ConnectionPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A task owns each connection. Leaving closes them; whoever still waits gets a Failure."""
+        """A task owns each connection. Leaving closes them; whoever still waits is told so."""
         tasks = {f"tierkv-redis-{at}": self._serve() for at in range(self.num_connections)}
         try:
             async with background(tasks):
@@ -127,11 +127,11 @@ class ConnectionPool:
         finally:
             self._fail_waiting(f"{self._url} is closed")
 
-    async def ask(self, requests: Sequence[Request]) -> list[Outcome]:
+    async def ask(self, requests: Sequence[WireRequest]) -> list[Outcome]:
         """The outcome of each. A cancel is raised when no buffer of theirs is in use any more."""
         return await finished(self.begin(requests))
 
-    def begin(self, requests: Iterable[Request]) -> list[Request]:
+    def begin(self, requests: Iterable[WireRequest]) -> list[WireRequest]:
         """Have `requests` carried out; their outcomes tell the rest. The server has the first ones
         to work on while others are made."""
         refusal = None
@@ -139,11 +139,11 @@ class ConnectionPool:
             refusal = f"{self._url} is closed"
         elif len(self._waiting) >= self._max_waiting:
             refusal = f"{self._url} has {len(self._waiting)} requests waiting for it"
-        begun: list[Request] = []
+        begun: list[WireRequest] = []
         for request in requests:
             begun.append(request)
             if refusal is not None:
-                request.settle(Failure(refusal))
+                request.settle(Unanswered(refusal))
                 continue
             self._waiting.append(request)
             if len(begun) == _BEGUN_FIRST:
@@ -168,11 +168,11 @@ class ConnectionPool:
                             self._put_back([request])
                             await asyncio.sleep(_WITHOUT_S)
                         else:
-                            request.settle(Failure(str(error)))
+                            request.settle(Unanswered(str(error)))
                             self._fail_waiting(str(error))
                         continue
                     except asyncio.CancelledError:
-                        request.settle(Failure(f"{self._url} is closed"))
+                        request.settle(Unanswered(f"{self._url} is closed"))
                         raise
                 if request.outcome is not None:  # its caller has gone meanwhile, its buffers too
                     continue
@@ -185,9 +185,9 @@ class ConnectionPool:
                     await asyncio.sleep(_WITHOUT_S)
         finally:
             if wire is not None:
-                wire.close(Failure("is closed"))
+                wire.close(Unanswered("is closed"))
 
-    async def _next(self, wire: Wire | None) -> Request:
+    async def _next(self, wire: Wire | None) -> WireRequest:
         """What a task is to carry, over `wire` or a new connection in its place."""
         while True:
             while wire is not None and not (wire.is_lost or wire.has_room):
@@ -230,7 +230,7 @@ class ConnectionPool:
             return False
         return wire.is_idle or (self._window.is_at_home and self._waiting[0].is_long_write)
 
-    def _take(self) -> Request | None:
+    def _take(self) -> WireRequest | None:
         """The oldest request that somebody waits for, if it may be begun now."""
         while self._waiting and self._window.has_room:
             request = self._waiting.popleft()
@@ -273,7 +273,7 @@ class ConnectionPool:
         try:
             await self._log_in(wire)
         except BaseException:
-            wire.close(Failure("is closed"))
+            wire.close(Unanswered("is closed"))
             raise
         if wire.is_lost:
             raise StoreUnavailableError(f"{self._url} closed the connection it had just taken")
@@ -282,7 +282,7 @@ class ConnectionPool:
 
     async def _log_in(self, wire: Wire) -> None:
         for command in self._dialer.login.commands():
-            request = Request([memoryview(pack(*command))], None, 0)
+            request = WireRequest([memoryview(pack(*command))], None, 0)
             request.is_login = True
             if wire.is_lost:
                 return
@@ -292,7 +292,7 @@ class ConnectionPool:
             await request.batch.ended
             outcome = request.outcome
             assert outcome is not None, "it has ended"
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, Unanswered):
                 raise StoreUnavailableError(outcome.reason)
             if isinstance(outcome[0], Refused):
                 raise StoreUnavailableError(
@@ -300,26 +300,26 @@ class ConnectionPool:
                     "check user, password and database"
                 )
 
-    def take_back(self, requests: Sequence[Request], failure: Failure) -> None:
+    def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
         """Try again what was on a connection that the peer ended, and what a new one was to
         carry as long as others work; fail the rest."""
         reason = f"{self._url} {failure.reason}"
         may_retry = failure.is_over and self._is_open
         serves = may_retry and failure.is_new and self._serves()
-        again: list[Request] = []
-        lost: list[Request] = []
+        again: list[WireRequest] = []
+        lost: list[WireRequest] = []
         for request in requests:
             is_for_any = may_retry and not request.is_login
             has_retries = request.may_retry and request.num_retries < self._max_retries
             is_again = is_for_any and (serves or has_retries)
             (again if is_again else lost).append(request)
         for request in lost:
-            request.settle(Failure(reason))
+            request.settle(Unanswered(reason))
         if lost and not again and not lost[0].is_login:
             self._fail_waiting(reason)
         self._put_back(again)
 
-    def _put_back(self, requests: Sequence[Request]) -> None:
+    def _put_back(self, requests: Sequence[WireRequest]) -> None:
         """Requests that no connection has carried out: they are next."""
         for request in reversed(requests):
             request.num_retries, request.was_sent = request.num_retries + 1, False
@@ -332,10 +332,10 @@ class ConnectionPool:
 
     def _fail_waiting(self, reason: str) -> None:
         while self._waiting:
-            self._waiting.popleft().settle(Failure(reason))
+            self._waiting.popleft().settle(Unanswered(reason))
 
 
-async def finished(requests: Sequence[Request]) -> list[Outcome]:
+async def finished(requests: Sequence[WireRequest]) -> list[Outcome]:
     """The outcome of each request begun. A cancel keeps back those that have not been sent, and is
     raised when the others have ended."""
 

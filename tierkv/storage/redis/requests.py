@@ -20,15 +20,15 @@ from tierkv.storage.protocol import (
 )
 from tierkv.storage.redis.resp import (
     Argument,
-    Landed,
     OtherLength,
     Refused,
     Reply,
+    ValueLanded,
     pack,
     pack_each,
     pack_set,
 )
-from tierkv.storage.redis.wire import Failure, Request
+from tierkv.storage.redis.wire import Unanswered, WireRequest
 
 # Of servers that take no values now and give them all the same: full, cannot save, too few
 # replicas, a replica; from us, who may only read; of this size (proto-max-bulk-len).
@@ -41,26 +41,26 @@ _STORED: Final = PutOutcome(PutStatus.STORED)
 _EXISTED: Final = PutOutcome(PutStatus.EXISTED)
 
 
-def question(*command: Argument, num_bytes: int = 0) -> Request:
+def question(*command: Argument, num_bytes: int = 0) -> WireRequest:
     """A command whose reply is small, or at most `num_bytes`."""
-    return Request([memoryview(pack(*command))], None, num_bytes)
+    return WireRequest([memoryview(pack(*command))], None, num_bytes)
 
 
-def pipeline(commands: bytes, num_replies: int) -> Request:
+def pipeline(commands: bytes, num_replies: int) -> WireRequest:
     """Several packed commands in one request, each with a small reply."""
-    request = Request([memoryview(commands)], None, 0)
+    request = WireRequest([memoryview(commands)], None, 0)
     request.num_replies = num_replies
     return request
 
 
-def question_each(verb: str, names: Sequence[str], *more: int) -> Request:
+def question_each(verb: str, names: Sequence[str], *more: int) -> WireRequest:
     """`verb name more` about each name, whose replies are numbers."""
     request = pipeline(pack_each(verb, names, *more), len(names))
     request.is_once = verb == "UNLINK"  # the second time there would be none
     return request
 
 
-def get_requests(item: GetItem) -> list[Callable[[], Request]]:
+def get_requests(item: GetItem) -> list[Callable[[], WireRequest]]:
     """What makes GET of the value, or of its ranges, see `is_in_ranges`.
 
     The last range ends one byte after the value, so that a longer one shows.
@@ -68,7 +68,7 @@ def get_requests(item: GetItem) -> list[Callable[[], Request]]:
     if not is_in_ranges(item):
         return [partial(get_whole_request, item)]
     num_bytes = item.num_bytes
-    makers: list[Callable[[], Request]] = []
+    makers: list[Callable[[], WireRequest]] = []
     sizes = range_sizes(num_bytes)
     ranges = cut_buffers(item.into, sizes)
     digest = None if item.digest is None else item.digest()
@@ -89,7 +89,7 @@ def is_in_ranges(item: GetItem) -> bool:
     return item.digest is not None and item.num_bytes > LONGEST_WHOLE
 
 
-def get_whole_request(item: GetItem) -> Request:
+def get_whole_request(item: GetItem) -> WireRequest:
     """GET of the value, however long."""
     return _get(("GET", item.name), item.into, item.digest)
 
@@ -98,42 +98,42 @@ def _get(
     command: Sequence[Argument],
     into: tuple[memoryview, ...],
     digest: Callable[[], Digest | None] | None = None,
-) -> Request:
+) -> WireRequest:
     num_bytes = sum(view.nbytes for view in into)
-    request = Request([memoryview(pack(*command))], into, num_bytes)
+    request = WireRequest([memoryview(pack(*command))], into, num_bytes)
     if digest is not None:
         request.digest = digest()
     return request
 
 
-def put_request(item: PutItem) -> Request:
+def put_request(item: PutItem) -> WireRequest:
     options: list[Argument] = []
     if item.ttl_s is not None:
         options += ["PX", math.ceil(item.ttl_s * 1000)]
     if item.leaves_existing:
         options.append("NX")
-    request = Request(pack_set(item.name, item.parts, options), None, item.num_bytes)
+    request = WireRequest(pack_set(item.name, item.parts, options), None, item.num_bytes)
     request.complete = item.complete
     # Had the first try been carried out, and its answer lost, a second would be told EXISTED.
     request.may_retry = not item.only_new
     return request
 
 
-def get_outcome(item: GetItem, replies: Sequence[Reply | Failure]) -> GetOutcome:
+def get_outcome(item: GetItem, replies: Sequence[Reply | Unanswered]) -> GetOutcome:
     """From the replies to `get_requests`: the first that brought nothing decides. MISS of a value
     in ranges can also mean that it ends where one of them begins."""
     for reply in replies:
-        if not isinstance(reply, Landed):
+        if not isinstance(reply, ValueLanded):
             return _no_hit(item, reply, num_ranges=len(replies))
     last = replies[-1]
-    digest = last.digest if isinstance(last, Landed) else None
+    digest = last.digest if isinstance(last, ValueLanded) else None
     if isinstance(digest, RangeDigest):
         digest = digest.whole.digest if digest.whole.is_complete else None
     return GetOutcome(GetStatus.HIT, digest=digest)
 
 
 def _no_hit(  # noqa: PLR0911 - a table
-    item: GetItem, reply: Reply | Failure, *, num_ranges: int
+    item: GetItem, reply: Reply | Unanswered, *, num_ranges: int
 ) -> GetOutcome:
     match reply:
         case None:
@@ -150,12 +150,12 @@ def _no_hit(  # noqa: PLR0911 - a table
             return GetOutcome(GetStatus.DAMAGED, f"{item.name} is not a string: {message}")
         case Refused(message):
             return GetOutcome(GetStatus.FAILED, f"{item.name}: {message}")
-        case Failure(reason):
+        case Unanswered(reason):
             return GetOutcome(GetStatus.FAILED, reason)
     return GetOutcome(GetStatus.FAILED, f"{item.name}: {reply!r:.80} is no answer to a GET")
 
 
-def put_outcome(item: PutItem, reply: Reply | Failure) -> PutOutcome:
+def put_outcome(item: PutItem, reply: Reply | Unanswered) -> PutOutcome:
     match reply:
         case None:
             return _EXISTED
@@ -164,7 +164,7 @@ def put_outcome(item: PutItem, reply: Reply | Failure) -> PutOutcome:
         case Refused(message):
             status = PutStatus.FULL if TAKES_NOTHING.match(message) else PutStatus.FAILED
             return PutOutcome(status, f"{item.name}: {message}")
-        case Failure(reason):
+        case Unanswered(reason):
             return PutOutcome(PutStatus.FAILED, reason)
     return PutOutcome(PutStatus.FAILED, f"{item.name}: {reply!r:.80} is no answer to a SET")
 

@@ -54,7 +54,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class ValueLanded:
     """A value of the expected length is in the buffers that were meant for it.
 
     digest: the one that was given for it, which has taken all its bytes.
@@ -71,8 +71,8 @@ class OtherLength:
     num_bytes: int
 
 
-Reply = bytes | int | Refused | Landed | OtherLength | None
-LANDED = Landed()
+Reply = bytes | int | Refused | ValueLanded | OtherLength | None
+LANDED = ValueLanded()
 
 
 class _State(Enum):
@@ -269,7 +269,7 @@ class Replies:
                 self._own = bytearray(num_bytes)
                 self._body.extend(flat([self._own]))
         elif fits := sum(view.nbytes for view in into) == num_bytes:
-            self._reply = LANDED if digest is None else Landed(digest)
+            self._reply = LANDED if digest is None else ValueLanded(digest)
             self._digest = digest
             self._body.extend(flat(into))
         if not fits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.redis.control import ask_once, connection_factory
-from tierkv.storage.redis.node import Access
+from tierkv.storage.redis.node import RedisAccess
 from tierkv.storage.redis.pool import Login
 from tierkv.storage.redis.socket import Address, port_of
 from tierkv.storage.redis.url import RedisUrl
@@ -19,7 +19,7 @@ class SentinelLocator:
     still leads to a replica is refused its first write and closed.
     """
 
-    def __init__(self, url: RedisUrl, access: Access) -> None:
+    def __init__(self, url: RedisUrl, access: RedisAccess) -> None:
         self._url = url
         self._access = access
         self._sentinels = list(url.addresses)

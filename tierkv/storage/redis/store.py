@@ -38,10 +38,10 @@ from tierkv.storage.redis.cluster import ClusterRouter
 from tierkv.storage.redis.control import RedisConnection, connection_factory
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
-    Access,
-    Call,
+    KeyCommand,
     OneNode,
     Purpose,
+    RedisAccess,
     RedisNode,
     Router,
     cut,
@@ -63,7 +63,7 @@ from tierkv.storage.redis.requests import (
 from tierkv.storage.redis.resp import OtherLength, Refused, Reply
 from tierkv.storage.redis.sentinel import SentinelLocator
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
-from tierkv.storage.redis.wire import Failure, WireStats
+from tierkv.storage.redis.wire import Unanswered, WireStats
 
 _CURSOR = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,10})+")
 # To take the answers of so many writes, and to make the next, keeps the loop for as long as the
@@ -92,7 +92,7 @@ class RedisStore(BaseStore):
         self._settings = settings
         self._clock = clock
         self._router: Router | None = None
-        self._access: Access | None = None
+        self._access: RedisAccess | None = None
         self._pace, self._question_pace = settings.pace, settings.pace
         self._num_puts = 0  # under way
         self.stats = WireStats()
@@ -117,7 +117,7 @@ class RedisStore(BaseStore):
         files = self._settings.tls if self._url.is_tls else None
         context = None if files is None else await asyncio.to_thread(files.context)
         login = Login(self._url.username, self._url.password, self._url.db)
-        access = Access(
+        access = RedisAccess(
             self._settings, login, files, context, self.stats, self._pace, self._question_pace
         )
         router = _router(self._url, access, self._clock)
@@ -142,7 +142,7 @@ class RedisStore(BaseStore):
         return [answer == 1 for answer in await self._each("EXISTS", names)]
 
     async def get_into(self, items: Sequence[GetItem]) -> list[GetOutcome]:
-        calls = [[Call(item.name, make) for make in get_requests(item)] for item in items]
+        calls = [[KeyCommand(item.name, make) for make in get_requests(item)] for item in items]
         replies = iter(await self._carry_out([one for some in calls for one in some], Purpose.READ))
         outcomes = [
             get_outcome(item, list(islice(replies, len(some))))
@@ -155,14 +155,16 @@ class RedisStore(BaseStore):
             if outcome.status is GetStatus.MISS and is_in_ranges(items[at])
         ]
         if unsure:
-            whole = [Call(items[at].name, partial(get_whole_request, items[at])) for at in unsure]
+            whole = [
+                KeyCommand(items[at].name, partial(get_whole_request, items[at])) for at in unsure
+            ]
             for at, reply in zip(unsure, await self._carry_out(whole, Purpose.READ), strict=True):
                 outcomes[at] = get_outcome(items[at], [reply])
         return outcomes
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
-        call = Call(name, lambda: question("GET", name, num_bytes=max_bytes))
+        call = KeyCommand(name, lambda: question("GET", name, num_bytes=max_bytes))
         [reply] = await self._carry_out([call], Purpose.QUESTION)
         match understood(reply, ("GET", name)):
             case None:
@@ -185,7 +187,7 @@ class RedisStore(BaseStore):
             await asyncio.sleep(0)
         self._num_puts += 1
         try:
-            calls = [Call(item.name, partial(put_request, item)) for item in items]
+            calls = [KeyCommand(item.name, partial(put_request, item)) for item in items]
             replies = await self._carry_out(calls, Purpose.WRITE)
         finally:
             self._num_puts -= 1
@@ -230,7 +232,7 @@ class RedisStore(BaseStore):
     async def _found_on_their_way(self, names: Sequence[str]) -> dict[str, StoredValue]:
         """Values that one server has, and another answers for."""
         calls = [
-            Call(name, partial(question, verb, name))
+            KeyCommand(name, partial(question, verb, name))
             for name in names
             for verb in ("STRLEN", "PTTL")
         ]
@@ -271,7 +273,7 @@ class RedisStore(BaseStore):
         # says so is among those that a user must be allowed.
         request = question("EXISTS", f"{prefix}a", f"{prefix}b")
         [outcome] = await node.pools[Purpose.QUESTION].ask([request])
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, Unanswered):
             raise StoreUnavailableError(outcome.reason)
         return isinstance(outcome[0], Refused) and outcome[0].code == "CROSSSLOT"
 
@@ -309,10 +311,10 @@ class RedisStore(BaseStore):
         raise failure
 
     async def _carry_out(
-        self, calls: Sequence[Call], purpose: Purpose
-    ) -> Sequence[Reply | Failure]:
+        self, calls: Sequence[KeyCommand], purpose: Purpose
+    ) -> Sequence[Reply | Unanswered]:
         if self._router is None:
-            return [Failure(f"{self.url} is closed")] * len(calls)
+            return [Unanswered(f"{self.url} is closed")] * len(calls)
         return await self._router.carry_out(calls, purpose)
 
     async def _each(self, verb: str, names: Sequence[str], *more: int) -> Sequence[int]:
@@ -323,12 +325,12 @@ class RedisStore(BaseStore):
 
     def _opened(self) -> Router:
         if self._router is None:
-            understood(Failure(f"{self.url} is closed"), ())
+            understood(Unanswered(f"{self.url} is closed"), ())
         assert self._router is not None, "the line above raises"
         return self._router
 
 
-def _router(url: RedisUrl, access: Access, clock: Clock) -> Router:
+def _router(url: RedisUrl, access: RedisAccess, clock: Clock) -> Router:
     match url.setup:
         case Setup.SERVER:
             return OneNode(RedisNode(FixedAddress(url.addresses[0]), access, clock, url=str(url)))

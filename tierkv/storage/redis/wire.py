@@ -33,7 +33,7 @@ _LONG_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Unanswered:
     """Why a request has no reply. is_over: the peer ended the connection, or turned it away:
     another one may carry the request. is_new: of a connection on which nothing was ever heard."""
 
@@ -42,7 +42,7 @@ class Failure:
     is_new: bool = False
 
 
-Outcome = list[Reply] | Failure
+Outcome = list[Reply] | Unanswered
 
 
 class Batch:
@@ -62,7 +62,7 @@ class Batch:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class WireRequest:
     """A command in pieces, and where its value lands.
 
     num_bytes: of the value it carries or asks for. num_replies: of several commands in `pieces`;
@@ -112,7 +112,7 @@ class Request:
         """Nobody waits any more: do not begin it. What has begun goes on to its end, once."""
         self.may_retry = False
         if not self.was_sent:
-            self.settle(Failure("nobody waits for it"))
+            self.settle(Unanswered("nobody waits for it"))
 
 
 @dataclass(slots=True)
@@ -210,7 +210,7 @@ _FEW_IN_FLIGHT = 2
 
 @dataclass(slots=True)
 class _InFlight:
-    request: Request
+    request: WireRequest
     due: float
     replies: list[Reply] = field(default_factory=list)
 
@@ -221,7 +221,7 @@ class Owner(Protocol):
     def fill(self, wire: Wire) -> None:
         """Answers have come on `wire`, which may have room for more."""
 
-    def take_back(self, requests: Sequence[Request], failure: Failure) -> None:
+    def take_back(self, requests: Sequence[WireRequest], failure: Unanswered) -> None:
         """These will get no reply; their buffers are free."""
 
 
@@ -265,7 +265,7 @@ class Wire:
         stats.connections += 1
         window.is_at_home = pipe.is_at_home
 
-    def submit(self, request: Request, *, since: float) -> None:
+    def submit(self, request: WireRequest, *, since: float) -> None:
         """`send` sends `request`, as soon as what is before it has been sent.
 
         since: when it could have been sent, had there been a connection. That the connection had to
@@ -312,7 +312,7 @@ class Wire:
         """Return when another request may be submitted, or the connection is lost."""
         await self._room.wait()
 
-    def close(self, failure: Failure) -> None:
+    def close(self, failure: Unanswered) -> None:
         """Close the socket; requests in flight get `failure`. Again: nothing."""
         if self.is_lost:
             return
@@ -371,7 +371,7 @@ class Wire:
         try:
             replies = self._replies.received(num_bytes)
         except NotRedisError as error:
-            self.close(Failure(f"does not speak Redis ({error})"))
+            self.close(Unanswered(f"does not speak Redis ({error})"))
             return
         if not replies:
             return
@@ -394,7 +394,7 @@ class Wire:
         first = replies[0]
         if not self.has_answered and isinstance(first, Refused) and first.turns_away:
             why = f"turns connections away ({first.message:.80})"
-            self.close(Failure(why, is_over=True, is_new=True))
+            self.close(Unanswered(why, is_over=True, is_new=True))
             return []
         self.has_answered = True
         waiting = self._in_flight[0]
@@ -409,7 +409,7 @@ class Wire:
         last = replies[wanted - 1]
         if isinstance(last, Refused) and last.code == "READONLY":
             # A master no more: the next connection asks anew where it is.
-            self.close(Failure("is a replica now"))
+            self.close(Unanswered("is a replica now"))
         return replies[wanted:]
 
     def _send_on(self) -> None:
@@ -476,7 +476,7 @@ class Wire:
             self._timer = self._loop.call_at(oldest.due, self._check_deadline)
             return
         allowed_s = self._pace.deadline_s(oldest.request.num_bytes)
-        self.close(Failure(f"did not answer within {allowed_s * 1000:.0f} ms"))
+        self.close(Unanswered(f"did not answer within {allowed_s * 1000:.0f} ms"))
 
     def _lose(self, why: str) -> None:
         """The peer ended the connection. What it may have seen is asked again, too, but for what
@@ -489,4 +489,4 @@ class Wire:
                 waiting.request.may_retry = False
         reason = f"cannot be reached {why}"
         is_new = not (self.has_answered or self._was_heard)
-        self.close(Failure(reason, is_over=True, is_new=is_new))
+        self.close(Unanswered(reason, is_over=True, is_new=is_new))
