@@ -265,6 +265,11 @@ async def trials(on: Fleet, count: int, seed: int) -> dict[str, int]:
     return seen
 
 
+async def test_a_node_killed_under_load_costs_nobody_an_answer(on: Fleet) -> None:
+    assert await trials(on, 2, seed=1) == {"right": 8, "error": 0}
+
+
+@pytest.mark.slow
 async def test_nodes_killed_at_random_moments_cost_nobody_an_answer(on: Fleet) -> None:
     before = await on.broken_attempts()
     rounds = 0
