@@ -15,7 +15,7 @@ from tierkv.api.node import Node
 from tierkv.api.server import routes as table_of
 from tierkv.client import AsyncClient, Client, NotANodeError
 from tierkv.client import routes as client_routes
-from tierkv.client.routes import Call
+from tierkv.client.routes import RouteCall
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.route import Route
 
@@ -29,7 +29,9 @@ def table() -> list[Route]:
 
 
 TABLE = {(row.method, row.path): row for row in table()}
-CALLS = {name.lower(): call for name, call in vars(client_routes).items() if isinstance(call, Call)}
+CALLS = {
+    name.lower(): call for name, call in vars(client_routes).items() if isinstance(call, RouteCall)
+}
 
 
 def test_every_route_of_the_table_has_a_call_and_no_call_is_of_another() -> None:

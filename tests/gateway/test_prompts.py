@@ -14,7 +14,7 @@ from tests.gateway.scripted import stage
 from tests.latch import until
 from tierkv.cache.tokens import pack
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.gateway.prompts import Prompt, read_prompts
+from tierkv.gateway.prompts import CountedPrompt, read_prompts
 from tierkv.http.bodies import FieldError
 
 TEXTS = st.text(max_size=20)
@@ -22,7 +22,7 @@ TOKENS = st.lists(st.integers(0, 255), max_size=20)
 SEVERAL = st.lists(TEXTS, min_size=1, max_size=5) | st.lists(TOKENS, min_size=1, max_size=5)
 
 
-def read(value: object, *, most_prompts: int = 5, most_tokens: int = 200) -> list[Prompt]:
+def read(value: object, *, most_prompts: int = 5, most_tokens: int = 200) -> list[CountedPrompt]:
     raw = msgspec.Raw(json.dumps(value).encode())
     return read_prompts(raw, most_prompts=most_prompts, most_tokens=most_tokens)
 

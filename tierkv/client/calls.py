@@ -27,7 +27,7 @@ from tierkv.client.errors import (
     remote_error,
 )
 from tierkv.client.http import Body, Http, Reply
-from tierkv.client.routes import Call, Repeat
+from tierkv.client.routes import Repeat, RouteCall
 from tierkv.client.streams import Events, EventStream, TokenStream
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.http.bodies import EVENT_STREAM, JSON, MSGPACK
@@ -107,14 +107,14 @@ class Calls:
         return self._http.running()
 
     async def ask(
-        self, call: Call[A], question: Question = Question(), *, timeout_s: float | None = None
+        self, call: RouteCall[A], question: Question = Question(), *, timeout_s: float | None = None
     ) -> A:
         """Raises RemoteError for an answer that is an error, else CallError."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         async with deadline(limit_s, lambda: self._late(call, limit_s)) as scope:
             return await self._attempts(call, question, scope)
 
-    async def _attempts(self, call: Call[A], question: Question, scope: asyncio.Timeout) -> A:
+    async def _attempts(self, call: RouteCall[A], question: Question, scope: asyncio.Timeout) -> A:
         path, body, headers = self._prepared(call, question)
         attempt = 0
         while True:
@@ -133,7 +133,7 @@ class Calls:
             await asyncio.sleep(pause_s)
 
     @asynccontextmanager
-    async def stream(self, call: Call[A], body: B) -> AsyncIterator[TokenStream[A]]:
+    async def stream(self, call: RouteCall[A], body: B) -> AsyncIterator[TokenStream[A]]:
         """The tokens of one call. The head must come within the client's timeout, and each event
         as long after the one before."""
         async with self._opened(call, Question(body=body)) as events:
@@ -141,13 +141,13 @@ class Calls:
 
     @asynccontextmanager
     async def events(
-        self, call: Call[bytes], headers: Mapping[str, str]
+        self, call: RouteCall[bytes], headers: Mapping[str, str]
     ) -> AsyncIterator[EventStream]:
         async with self._opened(call, Question(headers=headers)) as events:
             yield EventStream(events)
 
     @asynccontextmanager
-    async def _opened(self, call: Call[A], question: Question) -> AsyncIterator[Events]:
+    async def _opened(self, call: RouteCall[A], question: Question) -> AsyncIterator[Events]:
         path, raw, headers = self._prepared(call, question)
         headers["Accept"] = EVENT_STREAM
         limit_s = self._timeout_s
@@ -160,11 +160,11 @@ class Calls:
                     self._refuse(await self._http.whole(response))
             yield Events(self._http.where, response, limit_s)
 
-    def _late(self, call: Call[A], limit_s: float) -> DeadlineError:
+    def _late(self, call: RouteCall[A], limit_s: float) -> DeadlineError:
         return DeadlineError(f"{self._http.where} did not answer {call.path} within {limit_s:g} s")
 
     def _prepared(
-        self, call: Call[A], question: Question
+        self, call: RouteCall[A], question: Question
     ) -> tuple[str, Body | None, dict[str, str]]:
         path = call.path
         if question.name is not None:
@@ -175,7 +175,7 @@ class Calls:
         headers["Content-Type"] = MSGPACK
         return path + question.query, [msgspec.msgpack.encode(_packed(question.body))], headers
 
-    def _read(self, call: Call[A], reply: Reply) -> A:
+    def _read(self, call: RouteCall[A], reply: Reply) -> A:
         if reply.status >= _FIRST_ERROR:
             self._refuse(reply)
         if call.answer is bytes:

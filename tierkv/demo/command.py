@@ -19,7 +19,7 @@ import uvloop
 from tierkv.api.settings import masked_url
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import DemoError, private_redis
-from tierkv.demo.scenes import Nodes, Play, Scene
+from tierkv.demo.scenes import DemoNodes, Play, Scene
 from tierkv.errors import ConfigError
 from tierkv.storage.factory import StoreSettings, open_store
 
@@ -159,7 +159,7 @@ async def _play(
         config.write_text(node_config(len(text.encode())))
         async with _storage(storage, folder) as url:
             say(f"prompt: {len(text.encode())} tokens; storage: {masked_url(url)}")
-            nodes = Nodes(url, config, folder)
+            nodes = DemoNodes(url, config, folder)
             async with nodes.running():
                 async for scene in Play(nodes, text, max_tokens, say).scenes():
                     scenes.append(scene)

@@ -35,7 +35,7 @@ class Scene:
     event: str = ""
 
 
-class Nodes:
+class DemoNodes:
     """The demo's nodes: prefill and decode share a store and nothing else, not even memory; single
     shares nothing; the second prefill and decode node also read each other's memory, and stand
     behind the gateway of the last scene with the first two."""
@@ -107,7 +107,7 @@ class Nodes:
 class Play:
     """Runs the scenes in order. say: where progress goes."""
 
-    def __init__(self, nodes: Nodes, prompt: str, max_tokens: int, say: Callable[[str], None]):
+    def __init__(self, nodes: DemoNodes, prompt: str, max_tokens: int, say: Callable[[str], None]):
         self._nodes = nodes
         self._prompt = prompt
         self._max_tokens = max_tokens

@@ -68,7 +68,7 @@ class OverloadedError(GatewayError):
     title = "There is no room now"
 
 
-class QueueFullError(OverloadedError):
+class TooManyWaitingError(OverloadedError):
     """So many wait already that waiting makes no sense."""
 
     status = 429

@@ -20,7 +20,7 @@ from tierkv.gateway.failures import (
     GatewayShuttingDownError,
     InvalidRequestError,
     OverloadedError,
-    QueueFullError,
+    TooManyWaitingError,
 )
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.prompts import Job
@@ -42,10 +42,10 @@ class Admission:
         self.num_running = 0
 
     def check(self, num_prompts: int) -> None:
-        """Raise QueueFullError if so many more would find no place to wait either."""
+        """Raise TooManyWaitingError if so many more would find no place to wait either."""
         free = self._limits.max_running - self.num_running - self.num_waiting
         if num_prompts > max(free, 0) + max(self._limits.max_queued - self.num_waiting, 0):
-            raise QueueFullError(
+            raise TooManyWaitingError(
                 f"{self.num_running} prompts run and {self.num_waiting} wait already"
             )
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.gateway.prompts import Job, Prompt, read_prompts, text_prompt
+from tierkv.gateway.prompts import CountedPrompt, Job, read_prompts, text_prompt
 
 FinishReason = Literal["stop", "length"]
 
@@ -133,7 +133,7 @@ class CompletionBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_field
         """Which holds none of their memory."""
         return replace(self, prompt=msgspec.Raw(b""))
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
         """Raises FieldError or InvalidRequestError, also for what else is wrong with the body."""
         self.check()
         self.refuse_unless(
@@ -176,7 +176,7 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     def without_prompts(self) -> Self:
         return replace(self, messages=[])
 
-    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+    def prompts(self, *, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
         """As of CompletionBody: one."""
         del most_prompts
         self.check()
@@ -196,7 +196,7 @@ class CachedDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
     """cached_tokens: of the prompts, found in a tier by the first node that ended its part."""
 
     prompt_tokens: int
@@ -224,7 +224,7 @@ class Shape(Protocol):
         head: Head,
         texts: Sequence[str],
         finishes: Sequence[FinishReason | None],
-        usage: Usage,
+        usage: TokenUsage,
     ) -> msgspec.Struct:
         """All of an answer that is not streamed."""
         ...
@@ -235,7 +235,7 @@ class Shape(Protocol):
         """A piece of a stream, for prompt number `index`; the last one has a reason."""
         ...
 
-    def usage(self, head: Head, usage: Usage) -> msgspec.Struct:
+    def usage(self, head: Head, usage: TokenUsage) -> msgspec.Struct:
         """The piece of a stream after the last one."""
         ...
 
@@ -256,7 +256,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: tuple[Choice, ...]
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     object: str = "text_completion"
 
 
@@ -270,7 +270,7 @@ class CompletionShape:
         head: Head,
         texts: Sequence[str],
         finishes: Sequence[FinishReason | None],
-        usage: Usage,
+        usage: TokenUsage,
     ) -> Completion:
         choices = (
             Choice(text=text, index=index, finish_reason=finish)
@@ -283,10 +283,12 @@ class CompletionShape:
     ) -> Completion:
         return self._made(head, (Choice(text=text, index=index, finish_reason=finish),), None)
 
-    def usage(self, head: Head, usage: Usage) -> Completion:
+    def usage(self, head: Head, usage: TokenUsage) -> Completion:
         return self._made(head, (), usage)
 
-    def _made(self, head: Head, choices: tuple[Choice, ...], usage: Usage | None) -> Completion:
+    def _made(
+        self, head: Head, choices: tuple[Choice, ...], usage: TokenUsage | None
+    ) -> Completion:
         return Completion(
             id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
         )
@@ -313,7 +315,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: tuple[ChatChoice, ...]
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
 
 
 class ChatShape:
@@ -326,7 +328,7 @@ class ChatShape:
         head: Head,
         texts: Sequence[str],
         finishes: Sequence[FinishReason | None],
-        usage: Usage,
+        usage: TokenUsage,
     ) -> ChatCompletion:
         choice = ChatChoice(index=0, message=ChatDelta(content=texts[0]), finish_reason=finishes[0])
         return ChatCompletion(
@@ -344,11 +346,11 @@ class ChatShape:
         choice = ChatChoice(index=index, delta=ChatDelta(content=text), finish_reason=finish)
         return self._chunk(head, (choice,), None)
 
-    def usage(self, head: Head, usage: Usage) -> ChatCompletion:
+    def usage(self, head: Head, usage: TokenUsage) -> ChatCompletion:
         return self._chunk(head, (), usage)
 
     def _chunk(
-        self, head: Head, choices: tuple[ChatChoice, ...], usage: Usage | None
+        self, head: Head, choices: tuple[ChatChoice, ...], usage: TokenUsage | None
     ) -> ChatCompletion:
         return ChatCompletion(
             id=head.id,

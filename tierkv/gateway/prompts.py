@@ -62,7 +62,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CountedPrompt:
     """One prompt that is not packed yet. raw: a text's UTF-8, or the inside of a JSON array."""
 
     raw: bytes
@@ -93,7 +93,7 @@ class Prompt:
         return packed
 
 
-def text_prompt(text: str, most_tokens: int) -> Prompt:
+def text_prompt(text: str, most_tokens: int) -> CountedPrompt:
     """Raises InvalidRequestError if it is too long."""
     if len(text) > most_tokens:  # each character is at least one token
         raise _too_long(most_tokens)
@@ -103,10 +103,10 @@ def text_prompt(text: str, most_tokens: int) -> Prompt:
         raise InvalidRequestError(f"the prompt cannot be read: {error}", param="prompt") from error
     if len(raw) > most_tokens:
         raise _too_long(most_tokens)
-    return Prompt(raw, is_text=True, num_tokens=len(raw))
+    return CountedPrompt(raw, is_text=True, num_tokens=len(raw))
 
 
-def read_prompts(given: msgspec.Raw, *, most_prompts: int, most_tokens: int) -> list[Prompt]:
+def read_prompts(given: msgspec.Raw, *, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
     """What `given`, a field of a body, has for prompts, counted. It costs no more memory than the
     prompts that are not refused. Raises FieldError or InvalidRequestError."""
     _refuse_the_longest(memoryview(given), most_tokens)
@@ -145,7 +145,7 @@ def _refuse_the_longest(view: memoryview, most_tokens: int) -> None:
             raise _too_long(most_tokens)
 
 
-def _text(raw: bytes, most_tokens: int) -> Prompt:
+def _text(raw: bytes, most_tokens: int) -> CountedPrompt:
     """raw: a JSON text, of which some may stand for less than they have bytes."""
     longest = most_tokens * (_ESCAPE_BYTES if b"\\" in raw else 1)
     if len(raw) - 2 > longest:
@@ -166,7 +166,7 @@ def _texts(raw: bytes, most_prompts: int) -> list[str]:
         raise InvalidRequestError(_MIXED, param="prompt") from error
 
 
-def _lists(inside: bytes, most_prompts: int, most_tokens: int) -> list[Prompt]:
+def _lists(inside: bytes, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
     """inside: arrays with commas between, without what is around them."""
     if inside.count(b"[") > most_prompts:
         raise _too_many(most_prompts)
@@ -183,13 +183,13 @@ def _lists(inside: bytes, most_prompts: int, most_tokens: int) -> list[Prompt]:
     return prompts
 
 
-def _list(inside: bytes, most_tokens: int) -> Prompt:
+def _list(inside: bytes, most_tokens: int) -> CountedPrompt:
     num_tokens = inside.count(b",") + 1 if inside else 0
     if num_tokens > most_tokens:
         raise _too_long(most_tokens)
     if b'"' in inside or b"[" in inside:
         raise InvalidRequestError(_MIXED, param="prompt")
-    return Prompt(inside, is_text=False, num_tokens=num_tokens)
+    return CountedPrompt(inside, is_text=False, num_tokens=num_tokens)
 
 
 def _in_pieces(inside: bytes) -> Iterator[list[int]]:

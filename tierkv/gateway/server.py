@@ -41,9 +41,9 @@ from tierkv.gateway.openai import (
     Model,
     ModelList,
     Shape,
-    Usage,
+    TokenUsage,
 )
-from tierkv.gateway.prompts import Prompt
+from tierkv.gateway.prompts import CountedPrompt
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies
 from tierkv.http.auth import Guard
@@ -100,7 +100,7 @@ class CompletionRoutes:
         self, request: web.BaseRequest, kind: type[B], shape: Shape
     ) -> web.StreamResponse:
         settings, backend = self._gateway.settings, self._gateway.backend
-        prompts: list[Prompt] = []
+        prompts: list[CountedPrompt] = []
 
         def count(body: B) -> B:
             if body.model not in (None, settings.gateway.model):
@@ -201,10 +201,10 @@ def _wake(pieces: asyncio.Queue[tuple[int, str] | None]) -> None:
         pieces.put_nowait(None)
 
 
-def usage_of(answers: Sequence[PromptAnswer]) -> Usage:
+def usage_of(answers: Sequence[PromptAnswer]) -> TokenUsage:
     prompt = sum(answer.job.num_tokens for answer in answers)
     generated = sum(answer.num_tokens for answer in answers)
-    return Usage(
+    return TokenUsage(
         prompt_tokens=prompt,
         completion_tokens=generated,
         total_tokens=prompt + generated,
