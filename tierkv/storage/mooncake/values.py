@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from threading import Event
 from typing import TypeVar, cast
@@ -72,8 +72,8 @@ class MooncakeValues:
         self._settings = settings
         self._max_pieces = settings.max_pieces
         self._package = _load_package()
-        try:  # their client goes on trying for minutes
-            socket.create_connection(address, settings.connect_timeout_s).close()
+        try:
+            _ask_whether_it_lives(address, settings.connect_timeout_s)
         except OSError as error:
             why = why_unreachable(error)
             raise StoreUnavailableError(f"{url} cannot be reached {why}") from error
@@ -343,6 +343,18 @@ class KnownMemory:
 
 def pointer(view: Buffer) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
+    """Raises OSError if nobody is there, or somebody who does not answer.
+
+    Their client goes on trying for minutes, and its `setup`, alone of its calls, keeps the
+    interpreter until the master has answered: 4 s for a frozen one, in which no other thread ran.
+    """
+    with socket.create_connection(address, timeout_s) as connection:
+        connection.sendall(b"?")  # a master ends a connection on which it hears no question
+        with suppress(ConnectionResetError):
+            connection.recv(1)
 
 
 def _batches(
