@@ -197,6 +197,30 @@ def test_a_fresh_cache_loads_it_from_redis(length: int) -> None:
             assert second.holds(tokens, blocks)
 
 
+def test_bytes_that_are_not_the_prompt_s_are_noticed() -> None:
+    """What the other tests rely on: a zeroed tail and two blocks in each other's place."""
+    tokens = tokens_of(2 * BLOCK + 1)
+    with engine() as on:
+        on.compute(tokens, [0, 1, 2])
+        assert on.holds(tokens, [0, 1, 2])
+        assert not on.holds(tokens, [1, 0, 2])
+        for array in on.arrays:
+            array[2] = 0
+        assert not on.holds(tokens, [0, 1, 2])
+
+
+def test_a_store_that_has_died_is_a_miss_with_a_reason_and_nothing_is_promised() -> None:
+    tokens = tokens_of(2 * BLOCK)
+    with redis_server() as redis, engine(redis.url) as on:
+        on.save("a", tokens, [0, 1])
+        on.until(lambda: not on.cache.verify().wait(PATIENCE_S))
+        redis.kill()
+        assert on.cache.reset().wait(PATIENCE_S) == 0
+        found = on.lookup("b", tokens)
+        assert found.num_tokens == 0
+        assert found.problem
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_ticket_hands_a_prompt_from_one_cache_to_another(length: int, tmp_path: Path) -> None:
     tokens, blocks = tokens_of(length), blocks_for(length)
