@@ -103,7 +103,7 @@ async def guarded(
     unix_socket: Path | None = None,
     section: NodeSection | None = None,
     store: Store | None = None,
-    fetch_policy: FetchPolicy = FetchPolicy.BEST_EFFORT,
+    fetch_policy: FetchPolicy = FetchPolicy.WAIT_COMPLETE,  # however fast this machine is
 ) -> AsyncIterator[Guarded]:
     """A running node on a port of its own, and on a Unix socket if one is named.
 
