@@ -91,10 +91,6 @@ class HandoffError(TierKVError):
         self.reason = reason
 
 
-class NoRoomError(HandoffError):
-    """A claim found no room within its deadline: try again, here or on another node."""
-
-
 class InvariantError(TierKVError):
     """`verify()` found the books not in order; `findings` says what, in words."""
 

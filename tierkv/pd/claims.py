@@ -12,7 +12,7 @@ import msgspec
 
 from tierkv.cache.keys import Prompt, StoredKey, differences
 from tierkv.cache.node import Tier
-from tierkv.errors import HandoffError, NoRoomError, StoreUnavailableError, TransferError
+from tierkv.errors import HandoffError, StoreUnavailableError, TransferError
 from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.portions import Portions
 from tierkv.pd.source import PeerSource, Supply
@@ -188,7 +188,7 @@ class Claims:
         return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
 
     async def _admit(self, spec: RequestSpec, fetched: Fetched, give_up_at: float) -> Request:
-        """Raises NoRoomError if the request is in line still when the claim's time is over."""
+        """Raises HandoffError, `no_room`, if it is in line still when the claim's time is over."""
         left_s = give_up_at - asyncio.get_running_loop().time()
         async with deadline(left_s, _found_no_room):
             return await self._scheduler.admit(spec, fetched)
@@ -258,8 +258,8 @@ def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
         )
 
 
-def _found_no_room() -> NoRoomError:
-    return NoRoomError(
+def _found_no_room() -> HandoffError:
+    return HandoffError(
         ClaimProblem.NO_ROOM.value, "other requests had all of the room until the claim's deadline"
     )
 
