@@ -26,7 +26,7 @@ from tierkv.cache.eviction import (
 )
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import MediaItem, Prompt, chain
-from tierkv.cache.node import Node, Space, Tier
+from tierkv.cache.node import Space, Tier, TreeNode
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.tokens import unpack
 from tierkv.errors import OwnershipError
@@ -69,7 +69,7 @@ class Machine:
         self.copies: dict[Tier, dict[Block, tuple[int, CopyState]]] = {t: {} for t in Tier}
         self.held: list[Held] = []
         self.moving: list[Moving] = []
-        self.pinned: list[tuple[Node, list[Block], int]] = []  # with the time of the pin
+        self.pinned: list[tuple[TreeNode, list[Block], int]] = []  # with the time of the pin
         self.time = self.uses = 0
         self.added: dict[Block, int] = {}
         self.used: dict[Block, int] = {}
@@ -424,7 +424,7 @@ class Machine:
             assert ranks[block] == min(ranks[other] for other in ranks if other not in parents)
             del ranks[block]
 
-    def drop(self, tier: Tier, node: Node, start: int, stop: int) -> None:
+    def drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> None:
         if node.num_blocks < stop or not node.copies[tier].num_present:
             return  # went with something above it
         blocks = blocks_of(node, start, stop)
@@ -507,7 +507,7 @@ class Machine:
         assert invariants.findings(self.index, self.pools, nobody) == []
         assert self.index.num_held_leases == len(self.held) + len(self.moving)
 
-    def compare_books(self, node: Node, blocks: list[Block]) -> None:
+    def compare_books(self, node: TreeNode, blocks: list[Block]) -> None:
         """What a run says of itself is true of each of its blocks."""
         assert {self.hits[block] for block in blocks} == {node.hits}
         told = node.stored_in(0, node.num_blocks).tolist()
@@ -532,7 +532,7 @@ class Machine:
         assert list(self.index.spaces.nodes()) == []
 
 
-def blocks_of(node: Node, start: int, stop: int) -> list[Block]:
+def blocks_of(node: TreeNode, start: int, stop: int) -> list[Block]:
     path = list(node.path())[::-1]
     packed = b"".join(part.tokens for part in path)
     tokens = tuple(unpack(packed).tolist())

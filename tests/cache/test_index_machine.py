@@ -18,7 +18,7 @@ from tierkv.cache import invariants
 from tierkv.cache.copies import Change, CopyState
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.tokens import pack, unpack
 
@@ -316,7 +316,7 @@ class IndexMachine(RuleBasedStateMachine):
         for victim in victims:
             self._drop(tier, victim.node, victim.start, victim.stop)
 
-    def _drop(self, tier: Tier, node: Node, start: int, stop: int) -> None:
+    def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> None:
         if node.num_blocks < stop or not node.copies[tier].num_present:
             return  # went with something above it
         prefixes = [path_tokens(node, node.start + at) for at in range(start, stop)]
@@ -390,7 +390,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.the_books_are_right()
 
 
-def path_tokens(node: Node, block: int) -> Prefix:
+def path_tokens(node: TreeNode, block: int) -> Prefix:
     """Tokens from the prompt's start to the end of `block`, which lies on the path to `node`."""
     packed = b"".join(part.tokens for part in list(node.path())[::-1])
     return tuple(unpack(packed)[: (block + 1) * SIZE].tolist())

@@ -20,7 +20,7 @@ from tierkv.cache.eviction import (
 )
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Space, Tier
+from tierkv.cache.node import Space, Tier, TreeNode
 from tierkv.cache.pool import BlockPool
 
 
@@ -31,7 +31,7 @@ class Cached:
         self.index = Index(1, policies=(policy, Lru()))
         self.pools = {Tier.DEVICE: BlockPool("device", capacity), Tier.HOST: BlockPool("host", 0)}
 
-    def use(self, *tokens: int) -> Node:
+    def use(self, *tokens: int) -> TreeNode:
         prompt = Prompt.of(tokens, 1)
         match = self.index.match(prompt)
         lease = self.index.hold(match.node, match.num_blocks)

@@ -11,7 +11,7 @@ from tierkv.cache import invariants
 from tierkv.cache.copies import TierCopies
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Space, Tier, child_key
+from tierkv.cache.node import Space, Tier, TreeNode, child_key
 from tierkv.cache.pool import BlockPool
 from tierkv.cache.tokens import common_blocks, common_tokens, pack
 
@@ -24,7 +24,7 @@ class Cache:
         self.index = Index(SIZE)
         self.pool = BlockPool("device", CAPACITY)
 
-    def run(self, tokens: list[int]) -> Node:
+    def run(self, tokens: list[int]) -> TreeNode:
         """Where a prompt ends that was computed and is held no more."""
         prompt = Prompt.of(tokens, SIZE)
         match = self.index.match(prompt)
@@ -38,7 +38,7 @@ class Cache:
         for victim in self.index.spaces.order[Tier.DEVICE].victims(count):
             self.pool.release(self.index.drop(Tier.DEVICE, *victim))
 
-    def drop(self, node: Node, start: int, stop: int) -> None:
+    def drop(self, node: TreeNode, start: int, stop: int) -> None:
         self.pool.release(self.index.drop(Tier.DEVICE, node, start, stop))
 
     def findings(self) -> list[str]:
@@ -174,7 +174,7 @@ def test_a_run_keeps_its_own_tokens_and_an_eighth_of_others_at_most(
 ) -> None:
     start = data.draw(st.integers(0, len(packed)))
     stop = data.draw(st.integers(start, len(packed)))
-    node = Node(1, None, Space("", b""), TierCopies(1))
+    node = TreeNode(1, None, Space("", b""), TierCopies(1))
     node.put_tokens(packed, start, stop)
     assert node.tokens == packed[start:stop]
     assert len(node.packed) * 8 <= (stop - start) * 9

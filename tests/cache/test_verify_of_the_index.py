@@ -12,7 +12,7 @@ from tierkv.cache import invariants
 from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Index
 from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.node import Node, Space, Tier
+from tierkv.cache.node import Space, Tier, TreeNode
 from tierkv.cache.pool import BlockPool
 
 # ruff: noqa: SLF001 - to break something is to reach where nobody may
@@ -24,8 +24,8 @@ class Cached:
 
     index: Index
     pools: dict[Tier, BlockPool]
-    upper: Node
-    lower: Node
+    upper: TreeNode
+    lower: TreeNode
 
 
 def cached() -> Cached:

@@ -11,7 +11,7 @@ from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
-from tierkv.sched.computing import Wait
+from tierkv.sched.computing import PromiseWait
 
 
 def decided(on: World) -> dict[str, int]:
@@ -97,7 +97,7 @@ async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> Non
         owner = await on.admit(tokens(32))
         busy = await on.admit(tokens(12, 900))
         assert owner.promise is not None
-        lost = Wait(owner.promise, 3, 0.1)  # so that the next chance is passed by
+        lost = PromiseWait(owner.promise, 3, 0.1)  # so that the next chance is passed by
         on.service.scheduler.computing.note_wait(lost, 0.0, was_worth_it=False)
         waits = asyncio.ensure_future(on.admit([*tokens(12), 99]))
         await until(lambda: on.service.scheduler.num_waiting == 1)

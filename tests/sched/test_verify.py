@@ -13,7 +13,7 @@ import pytest
 
 from tests.world import World, world
 from tierkv.cache.copies import CopyState
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 from tierkv.sched.request import Request, RequestState, TenantUse
 
 Undo = Callable[[], None]
@@ -22,7 +22,7 @@ Undo = Callable[[], None]
 # ruff: noqa: SLF001 - to break something is to reach where nobody may
 
 
-def some_node(here: World) -> Node:
+def some_node(here: World) -> TreeNode:
     return next(node for node in here.service.index.spaces.nodes() if not node.holders)
 
 

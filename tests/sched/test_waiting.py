@@ -12,7 +12,7 @@ from tests.latch import until
 from tests.simulated import simulate
 from tests.world import GQA, World, world
 from tierkv.cache.keys import Prompt
-from tierkv.sched.computing import Promise, Wait
+from tierkv.sched.computing import Promise, PromiseWait
 from tierkv.sched.fair_queue import MAX_PASSED_OVER, Waiting, WaitingLine
 from tierkv.sched.request import RequestSpec
 
@@ -97,7 +97,7 @@ async def test_the_next_is_the_first_of_all_in_the_order_of_the_rule(seed: int) 
         elif what == "aside" and rule.in_turn:
             chosen = rng.choice(rule.in_turn)
             promise = Promise(chosen.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
-            line.stand_aside(chosen, Wait(promise, 5, 100.0), 0.0, lambda: None)
+            line.stand_aside(chosen, PromiseWait(promise, 5, 100.0), 0.0, lambda: None)
             aside[chosen] = promise
             rule.in_turn.remove(chosen)
         elif what == "back" and aside:
@@ -201,7 +201,7 @@ def test_however_often_it_waits_for_others_a_request_waits_as_long_as_its_first_
             line.come_back(waits)
             promise = Promise(waits.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
             promises.append(promise)
-            wait = Wait(promise, 5, patience_s)
+            wait = PromiseWait(promise, 5, patience_s)
             line.stand_aside(waits, wait, loop.time(), lambda: ups.append(loop.time() - began))
             assert waits.timer is not None
             assert waits.timer.when() == pytest.approx(began + ends)

@@ -14,7 +14,7 @@ import pytest
 
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.sched.computing import Computing, Wait
+from tierkv.sched.computing import Computing, PromiseWait
 from tierkv.sched.worth import (
     HEDGE,
     MOST_IN_VAIN,
@@ -350,7 +350,7 @@ def test_no_measurement_however_odd_raises_or_is_believed_for_long() -> None:
 # Waiting for what another request computes
 
 
-def computing_and_a_wait() -> tuple[Computing, Wait]:
+def computing_and_a_wait() -> tuple[Computing, PromiseWait]:
     prefill, index, prompt = Prefill(), Index(4), Prompt.of(list(range(64)), 4)
     prefill.tell(64, 1.0)
     computing = Computing(prefill, lambda: None)

@@ -29,8 +29,8 @@ from tierkv.api.types import (
 )
 from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Index
-from tierkv.cache.node import Node as IndexNode
 from tierkv.cache.node import Tier
+from tierkv.cache.node import TreeNode as IndexNode
 from tierkv.cache.pool import PoolStats
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, OwnershipError
 from tierkv.http import bodies

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
 from tierkv.cache.copies import CopyState
-from tierkv.cache.node import HOST, Node, Segment, Tier
+from tierkv.cache.node import HOST, Segment, Tier, TreeNode
 from tierkv.errors import ConfigError
 
 _AGE_BITS: Final = 48  # of a rank, for the tick of the last use: 2.8e14 uses
@@ -21,7 +21,7 @@ _SMALL_SHARE = 0.1  # of the tier, as in the paper
 _PROTECTED_SHARE = 0.8  # of a tier, as in the paper that named SLRU (Karedla et al., 1994)
 SOFT_PIN: Final = 1 << 120  # added to a rank: softly pinned runs go when nothing else is left
 # Rank, a number that no other entry has, the run.
-Entry = tuple[int, int, Node]
+Entry = tuple[int, int, TreeNode]
 _FEW_ENTRIES: Final = 64
 _READY: Final = CopyState.READY
 
@@ -61,7 +61,7 @@ class WriteRule:
 class Victim(NamedTuple):
     """Ready copies of run blocks [start, stop) of an unheld node, to go in the order listed."""
 
-    node: Node
+    node: TreeNode
     start: int
     stop: int
 
@@ -88,7 +88,7 @@ class EvictionOrder:
         self.memory = self.policy if self.policy.has_memory else None
         self._spares = self.policy.spares if self.policy.has_second_chances else None
 
-    def is_candidate(self, node: Node) -> bool:
+    def is_candidate(self, node: TreeNode) -> bool:
         if node.holders:
             return False
         if self.tier is HOST:
@@ -97,11 +97,11 @@ class EvictionOrder:
         # Never a root, which has no copies.
         return node.device.num_present > 0 and not node.children_on_device
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: TreeNode) -> int:
         rank = self._rank(node)
         return rank + SOFT_PIN if node.soft_pins else rank
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: TreeNode) -> None:
         """Queue `node` if it can go."""
         if not self.is_candidate(node):
             return
@@ -113,7 +113,7 @@ class EvictionOrder:
         for other in fallen:
             self._push_again(other)
 
-    def _push(self, node: Node) -> None:
+    def _push(self, node: TreeNode) -> None:
         rank, uid = self._rank(node), node.uid
         if node.soft_pins:
             rank += SOFT_PIN
@@ -136,7 +136,7 @@ class EvictionOrder:
         self._heap = []
         self._most_queued = 2 * len(self._line) + _FEW_ENTRIES
 
-    def _push_again(self, node: Node) -> None:
+    def _push_again(self, node: TreeNode) -> None:
         """Its rank has changed."""
         if self.is_candidate(node):
             self._push(node)
@@ -146,7 +146,7 @@ class EvictionOrder:
         for node in self.policy.resized(capacity):
             self._push_again(node)
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: TreeNode) -> None:
         """`node` has left the tree."""
         entry = self._newest.pop(node.uid, None)
         if entry is not None and self._line and self._line[0] is entry:
@@ -249,7 +249,7 @@ class EvictionOrder:
             return self._line.popleft()
         return heapq.heappop(self._heap)
 
-    def findings(self, nodes: list[Node]) -> list[str]:
+    def findings(self, nodes: list[TreeNode]) -> list[str]:
         """What is wrong, in words, if `nodes` are all the nodes of the tree."""
         wrong = []
         unheld = sum(n.copies[self.tier].num_present for n in nodes if n.holders == 0)
@@ -285,23 +285,23 @@ class EvictionPolicy(Protocol):
     def has_second_chances(self) -> bool:
         """Whether `spares` is to be asked."""
 
-    def spares(self, node: Node) -> bool:
+    def spares(self, node: TreeNode) -> bool:
         """Asked of the run that would go next: True if its rank has changed now, so that another
         one may. Asked again without a match between, it says False."""
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: TreeNode) -> int:
         """Of a run nobody holds, since its last use."""
 
-    def queued(self, node: Node) -> list[Node]:
+    def queued(self, node: TreeNode) -> list[TreeNode]:
         """`node` can go from now on. Returns the runs whose rank that has changed."""
 
-    def evicted(self, node: Node) -> None:
+    def evicted(self, node: TreeNode) -> None:
         """Blocks of `node` went."""
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: TreeNode) -> None:
         """`node` is no more."""
 
-    def resized(self, capacity: int) -> list[Node]:
+    def resized(self, capacity: int) -> list[TreeNode]:
         """The tier has `capacity` blocks from now on. Returns the runs whose rank that has
         changed."""
 
@@ -310,33 +310,33 @@ class _Stateless:
     has_memory = False
     has_second_chances = False
 
-    def spares(self, node: Node) -> bool:  # noqa: ARG002 - the protocol's
+    def spares(self, node: TreeNode) -> bool:  # noqa: ARG002 - the protocol's
         return False
 
-    def queued(self, node: Node) -> list[Node]:  # noqa: ARG002 - the protocol's
+    def queued(self, node: TreeNode) -> list[TreeNode]:  # noqa: ARG002 - the protocol's
         return []
 
-    def evicted(self, node: Node) -> None:
+    def evicted(self, node: TreeNode) -> None:
         pass
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: TreeNode) -> None:
         pass
 
-    def resized(self, capacity: int) -> list[Node]:  # noqa: ARG002 - the protocol's
+    def resized(self, capacity: int) -> list[TreeNode]:  # noqa: ARG002 - the protocol's
         return []
 
 
 class Lru(_Stateless):
     """Least recently used first."""
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: TreeNode) -> int:
         return node.last_used
 
 
 class Lfu(_Stateless):
     """Least often matched first, the least recently used among equals."""
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: TreeNode) -> int:
         return (node.hits << _AGE_BITS) + node.last_used
 
 
@@ -351,14 +351,14 @@ class Slru(_Stateless):
 
     def __init__(self, max_protected: int) -> None:
         self.max_protected = max_protected
-        self._protected: OrderedDict[int, tuple[Node, int]] = OrderedDict()
+        self._protected: OrderedDict[int, tuple[TreeNode, int]] = OrderedDict()
         self._blocks = 0
         self._demoted: dict[int, int] = {}  # uid -> hits at its demotion
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: TreeNode) -> int:
         return (int(node.uid in self._protected) << _AGE_BITS) + node.last_used
 
-    def queued(self, node: Node) -> list[Node]:
+    def queued(self, node: TreeNode) -> list[TreeNode]:
         if node.hits <= self._demoted.get(node.uid, 0):
             return []
         self._remove(node.uid)
@@ -366,7 +366,7 @@ class Slru(_Stateless):
         self._blocks += node.num_blocks
         return self._fall_back()
 
-    def _fall_back(self) -> list[Node]:
+    def _fall_back(self) -> list[TreeNode]:
         """The oldest, until the others are within their share."""
         fallen = []
         while self._blocks > self.max_protected and len(self._protected) > 1:
@@ -376,11 +376,11 @@ class Slru(_Stateless):
             fallen.append(oldest)
         return fallen
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: TreeNode) -> None:
         self._remove(node.uid)
         self._demoted.pop(node.uid, None)
 
-    def resized(self, capacity: int) -> list[Node]:
+    def resized(self, capacity: int) -> list[TreeNode]:
         self.max_protected = _protected_of(capacity)
         return self._fall_back()
 
@@ -409,7 +409,7 @@ class CostAware(_Stateless):
         self._floor = 0
         self._at: dict[int, tuple[int, int]] = {}  # uid -> last use, and the floor then
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: TreeNode) -> int:
         used, floor = self._at.get(node.uid, (-1, 0))
         if used != node.last_used:
             floor = self._floor
@@ -417,10 +417,10 @@ class CostAware(_Stateless):
         cost = self._SCALE + self._SCALE * node.start // self.linear_blocks
         return floor + (1 + node.hits) * cost
 
-    def evicted(self, node: Node) -> None:
+    def evicted(self, node: TreeNode) -> None:
         self._floor = max(self._floor, self.rank(node))
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: TreeNode) -> None:
         self._at.pop(node.uid, None)
 
 
@@ -433,26 +433,26 @@ class S3Fifo:
     def __init__(self, capacity: int) -> None:
         self._max_small = self._max_ghosts = 1
         self._places: dict[int, _Place] = {}
-        self._small: OrderedDict[int, Node] = OrderedDict()  # within their share, oldest first
+        self._small: OrderedDict[int, TreeNode] = OrderedDict()  # within their share, oldest first
         self._small_blocks = 0
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._count = 0
         self.resized(capacity)
 
-    def resized(self, capacity: int) -> list[Node]:
+    def resized(self, capacity: int) -> list[TreeNode]:
         self._max_small = max(int(capacity * _SMALL_SHARE), 1)
         self._max_ghosts = max(capacity, 1)
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
         return self._overflow()
 
-    def rank(self, node: Node) -> int:
+    def rank(self, node: TreeNode) -> int:
         place = self._places.get(node.uid)
         if place is None:  # never queued: a parent whose children have just gone
             return _Queue.MAIN << _AGE_BITS
         return (place.queue << _AGE_BITS) + place.number
 
-    def queued(self, node: Node) -> list[Node]:
+    def queued(self, node: TreeNode) -> list[TreeNode]:
         if node.uid in self._places:
             return []
         came_back = self._ghosts.pop(_ghost(node), 0) is None
@@ -463,7 +463,7 @@ class S3Fifo:
         self._small_blocks += place.blocks
         return self._overflow()
 
-    def _overflow(self) -> list[Node]:
+    def _overflow(self) -> list[TreeNode]:
         """The oldest of the small queue, until the others are within its share."""
         fallen = []
         while self._small_blocks > self._max_small and len(self._small) > 1:
@@ -473,7 +473,7 @@ class S3Fifo:
             fallen.append(oldest)
         return fallen
 
-    def spares(self, node: Node) -> bool:
+    def spares(self, node: TreeNode) -> bool:
         """Whether a run that would go next was matched since it was placed; then it is at the end
         of the main queue now."""
         place = self._places.get(node.uid)
@@ -483,7 +483,7 @@ class S3Fifo:
         self._enter(node, _Queue.MAIN)
         return True
 
-    def evicted(self, node: Node) -> None:
+    def evicted(self, node: TreeNode) -> None:
         place = self._places.get(node.uid)
         if place is None or place.queue is _Queue.MAIN:
             return
@@ -491,11 +491,11 @@ class S3Fifo:
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
 
-    def forget(self, node: Node) -> None:
+    def forget(self, node: TreeNode) -> None:
         self._leave_small(node.uid)
         self._places.pop(node.uid, None)
 
-    def _enter(self, node: Node, queue: _Queue) -> _Place:
+    def _enter(self, node: TreeNode, queue: _Queue) -> _Place:
         self._count += 1
         place = _Place(queue, self._count, node.num_blocks, node.hits)
         self._places[node.uid] = place
@@ -520,7 +520,7 @@ class _Place:
     seen_hits: int
 
 
-def _ghost(node: Node) -> int:
+def _ghost(node: TreeNode) -> int:
     """What tells a run that went when it comes back: where it starts, and its first block."""
     return hash((node.space.name, node.start, node.key))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.match import segments
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 
 
 class Fate(Enum):
@@ -22,7 +22,7 @@ class Fate(Enum):
     FAILED = "the transfer failed"
 
 
-class Event(NamedTuple):
+class HistoryEvent(NamedTuple):
     """at: seconds on the caller's clock. tier: its name, "storage" included."""
 
     fate: Fate
@@ -43,7 +43,7 @@ _MOST_RUNS = 3
 class _Kept(NamedTuple):
     """tokens, extras: of the blocks that an event is about, from its own on; of one block none."""
 
-    event: Event
+    event: HistoryEvent
     tokens: bytes = b""
     extras: Mapping[int, bytes] = {}
 
@@ -63,7 +63,7 @@ class History:
         """Blocks about which something is remembered."""
         return len(self._events)
 
-    def evicted(self, node: Node, first: int, stop: int, tier: Tier, at: float) -> None:
+    def evicted(self, node: TreeNode, first: int, stop: int, tier: Tier, at: float) -> None:
         """Run blocks [first, stop) of `node` went from `tier`; before they are dropped."""
         block = node.start + first
         parts = segments(node, max(block - _BEFORE, 0), block + 1)
@@ -76,22 +76,22 @@ class History:
             if (extra := part.extra(number))
         ]
         key = (node.space.name, block, hash((tokens, *extras)))
-        event = Event(Fate.EVICTED, _NAMES[tier], at)
+        event = HistoryEvent(Fate.EVICTED, _NAMES[tier], at)
         if stop - first > 1:
             run = node.tokens_of(first, stop)
             self._keep(key, _Kept(event, run, dict(node.extras) if node.extras else {}))
         else:
             self._keep(key, _Kept(event))
 
-    def record(self, prompt: Prompt, block: int, event: Event) -> None:
+    def record(self, prompt: Prompt, block: int, event: HistoryEvent) -> None:
         self._keep(self._key(prompt, block), _Kept(event))
 
-    def find(self, prompt: Prompt, block: int) -> Event | None:
+    def find(self, prompt: Prompt, block: int) -> HistoryEvent | None:
         """What happened last to this block; None if nothing is remembered. Looks at all runs that
         begin before it: where the first blocks of one that went are cached again, a match misses
         in the middle of it."""
         width = prompt.block_token_bytes
-        newest: Event | None = None
+        newest: HistoryEvent | None = None
         for first in range(block, max(block - _MOST_BACK, -1), -1):
             for kept in self._events.get(self._key(prompt, first), ()):
                 span = prompt.tokens[first * width : (block + 1) * width]

@@ -16,7 +16,7 @@ from tierkv.cache.copies import Change, CopyState, TierCopies
 from tierkv.cache.eviction import EvictionPolicy
 from tierkv.cache.keys import DIGEST_BYTES, Prompt, block_digest, chain_tokens
 from tierkv.cache.match import Match, descend, longest_match, segments
-from tierkv.cache.node import HOST, Node, Tier
+from tierkv.cache.node import HOST, Tier, TreeNode
 from tierkv.cache.pool import Ids
 from tierkv.cache.tree import Spaces, Tree
 from tierkv.errors import OwnershipError
@@ -29,7 +29,7 @@ _STATES: Final = tuple(CopyState)  # by value
 class Lease:
     """Forbids eviction of blocks [0, num_blocks) on the path to `node`, on every tier."""
 
-    node: Node
+    node: TreeNode
     num_blocks: int
     is_released: bool = False
 
@@ -61,21 +61,21 @@ class Index:
             limit = max_tokens
         return longest_match(self.spaces.root_of(prompt), prompt, limit)
 
-    def slots(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
+    def slots(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
         """Slots of blocks [start, stop) on the path to `node`."""
         if start >= stop:
             return np.zeros(0, np.int32)
         parts = [n.copies[tier].slots[i:j] for n, i, j in segments(node, start, stop)]
         return np.concatenate(parts)
 
-    def states(self, tier: Tier, node: Node, start: int, stop: int) -> list[CopyState]:
+    def states(self, tier: Tier, node: TreeNode, start: int, stop: int) -> list[CopyState]:
         return [
             _STATES[state]
             for n, i, j in segments(node, start, stop)
             for state in n.copies[tier].states[i:j].tolist()
         ]
 
-    def digests(self, node: Node, stop: int, *, start: int = 0) -> list[bytes]:
+    def digests(self, node: TreeNode, stop: int, *, start: int = 0) -> list[bytes]:
         """Keys of full blocks [start, stop) of the path to `node`.
 
         Each is computed once and remembered on its run.
@@ -92,7 +92,7 @@ class Index:
             digest = kept[(last - 1) * DIGEST_BYTES : last * DIGEST_BYTES]
         return found
 
-    def _compute_digests(self, part: Node, parent: bytes, known: int, stop: int) -> list[bytes]:
+    def _compute_digests(self, part: TreeNode, parent: bytes, known: int, stop: int) -> list[bytes]:
         """Those of run blocks [known, stop), the first that have none."""
         digest = part.digests[-DIGEST_BYTES:] or parent
         if part.extras:
@@ -108,7 +108,7 @@ class Index:
 
     # Leases: what may not be evicted
 
-    def hold(self, node: Node, num_blocks: int) -> Lease:
+    def hold(self, node: TreeNode, num_blocks: int) -> Lease:
         """Forbid eviction of the path up to `num_blocks`, and mark it as used now.
 
         A run that goes on beyond is split, so that its rest stays free to go.
@@ -120,7 +120,7 @@ class Index:
         self.num_held_leases += 1
         return Lease(node, num_blocks)
 
-    def hold_as_is(self, node: Node) -> Lease:
+    def hold_as_is(self, node: TreeNode) -> Lease:
         """Forbid eviction of the path to `node`'s end for a movement: no split, not a use."""
         self._tree.hold(node)
         self.num_held_leases += 1
@@ -137,7 +137,7 @@ class Index:
         if node.device.uniform is not _READY:  # else there is nothing to prune
             self._tree.prune(node)
 
-    def _move(self, lease: Lease, node: Node, *, is_new: bool = False) -> None:
+    def _move(self, lease: Lease, node: TreeNode, *, is_new: bool = False) -> None:
         """Let `lease` end where `node` does from now on, a use of that.
 
         is_new: a run made for it, which has its holder already and is one of its parent's.
@@ -150,7 +150,7 @@ class Index:
             self._tree.prune(before)
         self._use(node)
 
-    def _use(self, node: Node) -> None:
+    def _use(self, node: TreeNode) -> None:
         """The path to `node` is used now: what is above is told when its holder ends."""
         self._tick += 1
         node.last_used = self._tick
@@ -159,7 +159,7 @@ class Index:
         for part in lease.node.path():
             part.hits += 1
 
-    def _ending_at(self, node: Node, num_blocks: int) -> Node:
+    def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
         """The node of the path to `node` that ends at `num_blocks`, after a split if need be."""
         while node.parent is not None and node.start >= num_blocks:
             node = node.parent
@@ -169,18 +169,18 @@ class Index:
 
     # Soft pins
 
-    def pin_softly(self, node: Node, num_blocks: int) -> Node:
+    def pin_softly(self, node: TreeNode, num_blocks: int) -> TreeNode:
         """Let the path up to `num_blocks` go after everything that is not pinned; returns what
         `unpin_softly` takes."""
         node = self._ending_at(node, num_blocks)
         self._pin(node, +1)
         return node
 
-    def unpin_softly(self, node: Node) -> None:
+    def unpin_softly(self, node: TreeNode) -> None:
         """Undo one `pin_softly`. What went meanwhile is no error."""
         self._pin(node, -1)
 
-    def _pin(self, node: Node, step: int) -> None:
+    def _pin(self, node: TreeNode, step: int) -> None:
         for part in node.path():
             part.soft_pins += step
             self._tree.offer(part)
@@ -218,7 +218,7 @@ class Index:
         return refused
 
     def _fill_in(
-        self, tier: Tier, node: Node, first: int, pos: int, slots: Ids
+        self, tier: Tier, node: TreeNode, first: int, pos: int, slots: Ids
     ) -> tuple[int, tuple[int, ...]]:
         """Place what is absent of blocks [first, pos) of the path; how far, and which of the slots
         up to there were not needed.
@@ -242,7 +242,9 @@ class Index:
                     refused.append(at)
         return pos, tuple(refused)
 
-    def insert_tail(self, tier: Tier, at: Lease, prompt: Prompt, slot: int) -> tuple[Node, bool]:
+    def insert_tail(
+        self, tier: Tier, at: Lease, prompt: Prompt, slot: int
+    ) -> tuple[TreeNode, bool]:
         """Add the tail of `prompt` under `at`, which covers its full blocks, in `slot`. Returns
         where it is, and whether the index owns `slot` now: else it was there already."""
         assert at.num_blocks == prompt.num_blocks, "a tail hangs under its parent block"
@@ -263,7 +265,7 @@ class Index:
     def change(
         self,
         tier: Tier,
-        node: Node,
+        node: TreeNode,
         start: int,
         stop: int,
         change: Change,
@@ -282,7 +284,7 @@ class Index:
         self._tree.prune(node)
         return np.concatenate(had) if had else np.zeros(0, np.int32)
 
-    def mark_stored(self, node: Node, start: int, stop: int) -> None:
+    def mark_stored(self, node: TreeNode, start: int, stop: int) -> None:
         """Remember that Storage was told of path blocks [start, stop), to not tell it again.
 
         A belief, never a match: the store may lose values, and is asked before it is relied on.
@@ -290,7 +292,7 @@ class Index:
         for part, i, j in segments(node, start, stop):
             part.believe_stored(i, j, np.ones(j - i, np.bool_))
 
-    def unmark_stored(self, node: Node, start: int, stop: int) -> None:
+    def unmark_stored(self, node: TreeNode, start: int, stop: int) -> None:
         for part, i, j in segments(node, start, stop):
             part.believe_stored(i, j, np.zeros(j - i, np.bool_))
 
@@ -299,7 +301,7 @@ class Index:
         for node in self.spaces.nodes():
             node.believe_nothing_stored()
 
-    def drop(self, tier: Tier, node: Node, i: int, j: int) -> Ids:
+    def drop(self, tier: Tier, node: TreeNode, i: int, j: int) -> Ids:
         """Evict ready copies of run blocks [i, j) of an unheld node; returns their slots."""
         assert node.holders == 0, "a held copy is never evicted"
         copies, other = (node.on(tier), node.device) if tier is HOST else (node.device, node.host)
@@ -331,7 +333,7 @@ class Index:
         self._tree.prune(node)
         return had
 
-    def forget_below(self, node: Node, i: int) -> tuple[Ids, Ids]:
+    def forget_below(self, node: TreeNode, i: int) -> tuple[Ids, Ids]:
         """Evict every copy of run blocks from `i` on and of all that hangs below; an unheld node.
 
         Returns the device slots and the host slots that are free now.

@@ -10,7 +10,7 @@ import numpy as np
 from tierkv.cache.copies import MOST_KEPT, NO_SLOT, CopyState
 from tierkv.cache.index import Index
 from tierkv.cache.keys import DIGEST_BYTES, block_digest
-from tierkv.cache.node import Node, Tier, child_key
+from tierkv.cache.node import Tier, TreeNode, child_key
 from tierkv.cache.pool import BlockPool, Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 
@@ -48,7 +48,7 @@ def _array(slots: Iterable[int]) -> Ids:
     return np.fromiter(slots, np.int32)
 
 
-def _space_findings(index: Index, nodes: list[Node], tier: Tier) -> list[str]:
+def _space_findings(index: Index, nodes: list[TreeNode], tier: Tier) -> list[str]:
     used = Counter[str]()
     for node in nodes:
         used[node.space.name] += node.copies[tier].num_present
@@ -66,7 +66,7 @@ def _space_findings(index: Index, nodes: list[Node], tier: Tier) -> list[str]:
     return wrong
 
 
-def _lease_findings(index: Index, nodes: list[Node]) -> list[str]:
+def _lease_findings(index: Index, nodes: list[TreeNode]) -> list[str]:
     """Every holder is a lease that is out or a child with holders."""
     wrong = []
     num_leases = 0
@@ -80,7 +80,7 @@ def _lease_findings(index: Index, nodes: list[Node]) -> list[str]:
     return wrong
 
 
-def _node_findings(node: Node, index: Index) -> list[str]:
+def _node_findings(node: TreeNode, index: Index) -> list[str]:
     name = f"node {node.uid} (blocks {node.start} to {node.end})"
     wrong = [f"{name} {what}" for what in _shape_findings(node, (index.block_size * TOKEN_BYTES))]
     wrong += [f"{name} {what}" for what in _memory_findings(node)]
@@ -95,7 +95,7 @@ def _node_findings(node: Node, index: Index) -> list[str]:
     return wrong
 
 
-def _shape_findings(node: Node, block_token_bytes: int) -> list[str]:
+def _shape_findings(node: TreeNode, block_token_bytes: int) -> list[str]:
     """The tree as a tree: tokens, order, parents, holders."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
@@ -117,7 +117,7 @@ def _shape_findings(node: Node, block_token_bytes: int) -> list[str]:
     return wrong
 
 
-def _children_findings(node: Node) -> list[str]:
+def _children_findings(node: TreeNode) -> list[str]:
     """What a run, or a root, says of those below it."""
     wrong = []
     children = node.children.values()
@@ -139,11 +139,11 @@ def _children_findings(node: Node) -> list[str]:
     return wrong
 
 
-def _first(node: Node) -> bytes:
+def _first(node: TreeNode) -> bytes:
     return child_key(node.tokens[:TOKEN_BYTES], node.extra(node.start))
 
 
-def _memory_findings(node: Node) -> list[str]:
+def _memory_findings(node: TreeNode) -> list[str]:
     """What is remembered beside the tokens: lengths, digests, uses, relations."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
@@ -170,13 +170,13 @@ def _memory_findings(node: Node) -> list[str]:
     return wrong
 
 
-def _bytes_that_share(node: Node) -> int:
+def _bytes_that_share(node: TreeNode) -> int:
     """Of `node.packed`, what runs from here up need, if the ones below that share it are counted
     with them: enough for the lowest of those."""
     packed = node.packed
     if any(child.packed is packed for child in node.children.values()):
         return len(packed)
-    part: Node | None = node
+    part: TreeNode | None = node
     needed = 0
     while part is not None and part.packed is packed:
         needed += part.token_bytes
@@ -184,7 +184,7 @@ def _bytes_that_share(node: Node) -> int:
     return needed
 
 
-def _digests_of(node: Node) -> bytes:
+def _digests_of(node: TreeNode) -> bytes:
     """Those that the run remembers, computed again from its tokens and its parent's last one."""
     parent = node.parent
     assert parent is not None, "the root is not listed"
@@ -201,7 +201,7 @@ def _digests_of(node: Node) -> bytes:
     return b"".join(again)
 
 
-def _residency_findings(node: Node) -> list[str]:
+def _residency_findings(node: TreeNode) -> list[str]:
     """No orphans: what a block depends on is there, and device copies have their whole path."""
     wrong = []
     device, host = node.copies
@@ -217,7 +217,7 @@ def _residency_findings(node: Node) -> list[str]:
     return wrong
 
 
-def _tier_findings(node: Node, tier: Tier) -> list[str]:
+def _tier_findings(node: TreeNode, tier: Tier) -> list[str]:
     wrong = []
     copies = node.copies[tier]
     present = copies.states != CopyState.ABSENT

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from tierkv.cache.copies import CopyState
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Segment, child_key
+from tierkv.cache.node import Segment, TreeNode, child_key
 from tierkv.cache.tokens import TOKEN_BYTES, common_blocks, common_tokens
 
 _READY: Final = CopyState.READY
@@ -17,7 +17,7 @@ _READY: Final = CopyState.READY
 class PartialMatch(NamedTuple):
     """A cached block or tail whose first tokens are the prompt's next ones; to be copied."""
 
-    node: Node
+    node: TreeNode
     block: int  # counted from the prompt's start
     num_tokens: int
 
@@ -30,7 +30,7 @@ class Match:
     then `host_blocks` are on the host; together they are `num_blocks`.
     """
 
-    node: Node
+    node: TreeNode
     num_blocks: int
     device_blocks: int
     loading_blocks: int
@@ -38,7 +38,7 @@ class Match:
     partial: PartialMatch | None
 
 
-def longest_match(root: Node, prompt: Prompt, max_tokens: int) -> Match:
+def longest_match(root: TreeNode, prompt: Prompt, max_tokens: int) -> Match:
     """The longest run of `prompt`'s first `max_tokens` tokens."""
     size = prompt.block_size
     node, pos = descend(root, 0, prompt, max_tokens // size)
@@ -54,7 +54,7 @@ def longest_match(root: Node, prompt: Prompt, max_tokens: int) -> Match:
     return Match(node, pos, device, loading, pos - device - loading, partial)
 
 
-def _on_device(node: Node, pos: int) -> tuple[int, int]:
+def _on_device(node: TreeNode, pos: int) -> tuple[int, int]:
     """How many of the first `pos` blocks of the path are there, and how many after them come."""
     device = loading = 0
     for part, start, stop in segments(node, 0, pos):
@@ -66,7 +66,7 @@ def _on_device(node: Node, pos: int) -> tuple[int, int]:
     return device, loading
 
 
-def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]:
+def descend(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> tuple[TreeNode, int]:
     """Follow blocks [pos, stop) of `prompt` from `node`, whose path covers [0, pos)."""
     tokens, width, extras = prompt.tokens, prompt.block_size * TOKEN_BYTES, prompt.extras
     startswith = tokens.startswith
@@ -99,10 +99,10 @@ def descend(node: Node, pos: int, prompt: Prompt, stop: int) -> tuple[Node, int]
     return node, pos
 
 
-def segments(node: Node, start: int, stop: int) -> list[Segment]:
+def segments(node: TreeNode, start: int, stop: int) -> list[Segment]:
     """Blocks [start, stop) of the path to `node`, as parts of runs, in path order."""
     parts: list[Segment] = []
-    part: Node | None = node
+    part: TreeNode | None = node
     while part is not None and part.end > start:
         first, last = max(start, part.start), min(stop, part.end)
         if first < last:
@@ -112,7 +112,7 @@ def segments(node: Node, start: int, stop: int) -> list[Segment]:
     return parts
 
 
-def _shared_blocks(node: Node, pos: int, prompt: Prompt, stop: int) -> int:
+def _shared_blocks(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> int:
     """How many blocks from `pos` on, at most up to `stop`, `node` shares with the prompt."""
     width = prompt.block_size * TOKEN_BYTES
     at, most = node.packed_at + (pos - node.start) * width, min(stop, node.end) - pos
@@ -124,7 +124,7 @@ def _shared_blocks(node: Node, pos: int, prompt: Prompt, stop: int) -> int:
     return blocks
 
 
-def _partial(node: Node, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
+def _partial(node: TreeNode, pos: int, prompt: Prompt, stop: int) -> PartialMatch | None:
     """What shares most with block `pos`, which ends at token `stop`, if not with all of it."""
     rest = prompt.tokens[pos * prompt.block_size * TOKEN_BYTES : stop * TOKEN_BYTES]
     extra = prompt.extras.get(pos, b"")

@@ -21,10 +21,10 @@ from tierkv.errors import ConfigError
 
 DEFAULT: Final = ""  # the space of an index with a single fingerprint
 Quota = tuple[int | None, int | None]  # the most device and host blocks, None for any
-Segment = tuple["Node", int, int]  # blocks [i, j) of a node's run, counted from the run's start
+Segment = tuple["TreeNode", int, int]  # blocks [i, j) of a node's run, counted from the run's start
 _NO_TOKEN: Final = b"\xff" * 4  # a negative number: what comes before extra keys can't be tokens
 # Of no children, as most runs have none: never changed.
-_NOBODY: Final[dict[bytes, Node]] = {}
+_NOBODY: Final[dict[bytes, TreeNode]] = {}
 _NO_ORDER: Final[list[bytes]] = []
 _BY_BLOCK: Final = b"\xff"  # at the end of a key of a whole block: no token ends so
 
@@ -66,7 +66,7 @@ def check_quota(quota: Quota) -> None:
         raise ConfigError("a quota is a number of blocks, at least 0")
 
 
-class Node:
+class TreeNode:
     """Blocks [start, end) of every prompt that runs through here.
 
     packed: the tokens of the run are `token_bytes` bytes of it, from `packed_at` on. Before them
@@ -115,7 +115,7 @@ class Node:
     def __init__(
         self,
         uid: int,
-        parent: Node | None,
+        parent: TreeNode | None,
         space: Space,
         device: TierCopies,
     ) -> None:
@@ -151,7 +151,7 @@ class Node:
         """Extra keys of `block`, counted from the prompt's start."""
         return self.extras.get(block, b"") if self.extras else b""
 
-    def path(self) -> Iterator[Node]:
+    def path(self) -> Iterator[TreeNode]:
         """This node, its parent, and so on, up to but without the root."""
         node = self
         while node.parent is not None:
@@ -212,7 +212,7 @@ class Node:
 
     # Children
 
-    def adopt(self, child: Node) -> None:
+    def adopt(self, child: TreeNode) -> None:
         """Let `child`, which has its tokens, be found below: by its first token, or, if another one
         is found by that, by its first block, or tail. So most need neither a long key nor a place
         in `order`, and where all begin alike it takes O(log n)."""
@@ -231,7 +231,7 @@ class Node:
         child.key = key
         self.children[key] = child
 
-    def disown(self, child: Node) -> None:
+    def disown(self, child: TreeNode) -> None:
         key, order = child.key, self.order
         del self.children[key]
         if not order:
@@ -244,7 +244,7 @@ class Node:
             heir.key = key
             self.children[key] = heir
 
-    def child_with(self, tokens: bytes, extra: bytes) -> Node | None:
+    def child_with(self, tokens: bytes, extra: bytes) -> TreeNode | None:
         """The child that begins with this block, or is this tail."""
         child = self.children.get(child_key(tokens[:TOKEN_BYTES], extra))
         if child is not None and child.tokens_of(0, 1) != tokens:
@@ -325,11 +325,11 @@ class Node:
         if self._stored is not None:
             self._stored = self._stored[:num_blocks].copy()
 
-    def behead(self, uid: int, at: int) -> Node:
+    def behead(self, uid: int, at: int) -> TreeNode:
         """Cut the run in two: a new node for the first `at` blocks, while this one keeps the
         rest, its children and its leases. Links to and from parents are the caller's."""
         cut = self.token_bytes // self.num_blocks * at
-        upper = Node(uid, self.parent, self.space, self.device.behead(at))
+        upper = TreeNode(uid, self.parent, self.space, self.device.behead(at))
         upper.key = self.key
         if self.host:
             upper.host = self.host.behead(at)

@@ -4,8 +4,8 @@
                         ├─ [b3' b4' b5']   at its end; a tail is a child with a partial block
                         └─ (tail, 5 tokens)
 
-Every change keeps the counts of `Node`, `Space` and the eviction orders right; what a change means
-is the business of `Index`.
+Every change keeps the counts of `TreeNode`, `Space` and the eviction orders right; what a
+change means is the business of `Index`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from tierkv.cache.copies import Change, CopyState, TierCopies
 from tierkv.cache.eviction import EvictionKind, EvictionOrder, EvictionPolicy, make_policy
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import DEFAULT, HOST, TIERS, Node, Quota, Space, Tier
+from tierkv.cache.node import DEFAULT, HOST, TIERS, Quota, Space, Tier, TreeNode
 from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import BadRequestError
@@ -35,14 +35,14 @@ class Spaces:
         device, host = policies or (None, None)
         self.order = (EvictionOrder(Tier.DEVICE, device), EvictionOrder(Tier.HOST, host))
         self.own_orders: dict[str, tuple[EvictionOrder, EvictionOrder]] = {}
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[str, TreeNode] = {}
         self.root = self.open(Space(DEFAULT, root_digest))
 
-    def open(self, space: Space, kind: EvictionKind = EvictionKind.LRU) -> Node:
+    def open(self, space: Space, kind: EvictionKind = EvictionKind.LRU) -> TreeNode:
         """Let prompts of `space.name` in; returns its root. kind: how it evicts within a quota."""
         if space.name in self._roots:
             raise BadRequestError(f"fingerprint {space.name!r} is open already")
-        root = Node(0, None, space, TierCopies(0))
+        root = TreeNode(0, None, space, TierCopies(0))
         self._roots[space.name] = root
         if space.has_quota:
             self._open_own(space, kind)
@@ -82,11 +82,11 @@ class Spaces:
             EvictionOrder(Tier.HOST, make_policy(kind, space.quota[1] or 0)),
         )
 
-    def root_of(self, prompt: Prompt) -> Node:
+    def root_of(self, prompt: Prompt) -> TreeNode:
         """Raises BadRequestError if no space of that name is open."""
         return self._roots.get(prompt.space) or self.root_named(prompt.space)
 
-    def root_named(self, name: str) -> Node:
+    def root_named(self, name: str) -> TreeNode:
         try:
             return self._roots[name]
         except KeyError:
@@ -106,10 +106,10 @@ class Spaces:
         own = [(order, space) for space in self.all() if (order := self.own_order(space, tier))]
         return [(self.order[tier], None), *own]
 
-    def roots(self) -> list[Node]:
+    def roots(self) -> list[TreeNode]:
         return list(self._roots.values())
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """Every node but the roots. For `verify` and listings only: it walks the whole tree."""
         pending = [child for root in self._roots.values() for child in root.children.values()]
         while pending:
@@ -134,7 +134,7 @@ class Tree:
 
     # Holders
 
-    def hold(self, node: Node) -> None:
+    def hold(self, node: TreeNode) -> None:
         """One more holder at `node`'s end."""
         device = host = 0
         while True:
@@ -149,7 +149,7 @@ class Tree:
         if device or host:
             self.count_unheld(node.space, device, host)
 
-    def unhold(self, node: Node) -> None:
+    def unhold(self, node: TreeNode) -> None:
         device = host = 0
         while True:
             left, parent = node.holders - 1, node.parent
@@ -177,7 +177,7 @@ class Tree:
             own[0].num_unheld += device
             own[1].num_unheld += host
 
-    def offer(self, node: Node) -> None:
+    def offer(self, node: TreeNode) -> None:
         """Let it be queued wherever it can go now."""
         device, host = self._order
         device.offer(node)
@@ -189,13 +189,13 @@ class Tree:
 
     # Growing
 
-    def new_node(self, parent: Node, prompt: Prompt, device: TierCopies) -> Node:
+    def new_node(self, parent: TreeNode, prompt: Prompt, device: TierCopies) -> TreeNode:
         """A child with the next blocks of `prompt`, as many as `device` has; if only the tail is
         left, with it. To count the copies is the caller's business."""
         tokens, width, first = prompt.tokens, self.block_token_bytes, parent.end
         uid = self._next_uid
         self._next_uid = uid + 1
-        node = Node(uid, parent, parent.space, device)
+        node = TreeNode(uid, parent, parent.space, device)
         stop = node.end * width
         if stop > len(tokens):
             stop, node.is_tail = len(tokens), True
@@ -206,8 +206,15 @@ class Tree:
         return node
 
     def grow(  # noqa: PLR0913, PLR0917 - a place, and what comes there
-        self, tier: Tier, node: Node, pos: int, prompt: Prompt, stop: int, slots: Ids, held: Node
-    ) -> Node:
+        self,
+        tier: Tier,
+        node: TreeNode,
+        pos: int,
+        prompt: Prompt,
+        stop: int,
+        slots: Ids,
+        held: TreeNode,
+    ) -> TreeNode:
         """Add blocks [pos, stop), which are not in the tree, ready in `slots`, below `pos` blocks
         of the path to `node`; returns the node they end in, which is held if it is new.
         held: where the caller's lease ends."""
@@ -234,7 +241,7 @@ class Tree:
         node.count_present(tier, 1)
         return child
 
-    def _grows_in_place(self, node: Node, num_blocks: int, held: Node) -> bool:
+    def _grows_in_place(self, node: TreeNode, num_blocks: int, held: TreeNode) -> bool:
         """A leaf does, if nobody but the caller holds it: a lease of others would protect what is
         added, too. And only while it was never matched, nor softly pinned, as what is added."""
         return (
@@ -245,7 +252,7 @@ class Tree:
             and (node.num_blocks < _SMALL_RUN_BLOCKS or node.num_blocks < num_blocks)
         )
 
-    def split(self, node: Node, at: int) -> Node:
+    def split(self, node: TreeNode, at: int) -> TreeNode:
         """Cut a run in two; returns the new upper half. Leases stay with the lower one, which is
         then the upper one's only child."""
         assert 0 < at < node.num_blocks, "a split leaves two non-empty runs"
@@ -266,7 +273,7 @@ class Tree:
         return upper
 
     def _recount_halves(
-        self, parent: Node, upper: Node, lower: Node, had: tuple[bool, bool]
+        self, parent: TreeNode, upper: TreeNode, lower: TreeNode, had: tuple[bool, bool]
     ) -> None:
         """After a run was cut in two that is somewhere else than where they are, each."""
         is_lower, is_upper = (
@@ -282,7 +289,14 @@ class Tree:
     # Copies
 
     def change(
-        self, tier: Tier, node: Node, i: int, j: int, change: Change, *, slots: Ids | None = None
+        self,
+        tier: Tier,
+        node: TreeNode,
+        i: int,
+        j: int,
+        change: Change,
+        *,
+        slots: Ids | None = None,
     ) -> Ids:
         """Advance the copies of run blocks [i, j); returns the slots they had."""
         copies = node.on(tier)
@@ -293,7 +307,7 @@ class Tree:
         self._recount(tier, node, before)
         return had
 
-    def _recount(self, tier: Tier, node: Node, before: int) -> None:
+    def _recount(self, tier: Tier, node: TreeNode, before: int) -> None:
         """Bring the books in line after `node`'s copies on `tier` were `before` in number."""
         after = node.num_present(tier)
         if after == before:
@@ -314,7 +328,7 @@ class Tree:
 
     # Shrinking
 
-    def prune(self, node: Node) -> None:
+    def prune(self, node: TreeNode) -> None:
         """Remove blocks without any copy from the end of `node`'s path."""
         while node.parent is not None and not node.children:
             device, host = node.device.num_present, node.host.num_present if node.host else 0
@@ -326,7 +340,7 @@ class Tree:
                 return  # its lease will end; until then the path must stay
             node = self.unlink(node)
 
-    def unlink(self, node: Node) -> Node:
+    def unlink(self, node: TreeNode) -> TreeNode:
         """Take a node that has nothing left out of the tree; returns its parent."""
         parent = node.parent
         assert parent is not None, "the root stays"
@@ -341,7 +355,7 @@ class Tree:
             own[1].forget(node)
         return parent
 
-    def _trim(self, node: Node) -> None:
+    def _trim(self, node: TreeNode) -> None:
         if node.holders:
             return
         device, host = node.copies

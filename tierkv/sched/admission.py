@@ -29,9 +29,9 @@ from tierkv.errors import (
     RequestTooLargeError,
     TierKVError,
 )
-from tierkv.sched.computing import Computing, Wait
+from tierkv.sched.computing import Computing, PromiseWait
 from tierkv.sched.fair_queue import Waiting, WaitingLine
-from tierkv.sched.loads import Load, Loads
+from tierkv.sched.loads import HostLoads, Load
 from tierkv.sched.planner import AdmissionPlan, plan_admission
 from tierkv.sched.request import Matched, Request, RequestSpec, Running
 from tierkv.sched.tenants import Limits, TenantLimits
@@ -66,7 +66,9 @@ class _Partial:
 class Starts:
     """All or nothing: a start that fails has changed nothing."""
 
-    def __init__(self, tiers: Tiers, running: Running, loads: Loads, computing: Computing) -> None:
+    def __init__(
+        self, tiers: Tiers, running: Running, loads: HostLoads, computing: Computing
+    ) -> None:
         self._tiers = tiers
         self._index = tiers.index
         self._running = running
@@ -428,7 +430,7 @@ class SharedWaits:
         self._stats = stats
         self._on_timeout = on_timeout
 
-    def worth_a_wait(self, waiting: Waiting, plan: AdmissionPlan) -> Wait | None:
+    def worth_a_wait(self, waiting: Waiting, plan: AdmissionPlan) -> PromiseWait | None:
         """What to stand aside for; None if it is better to start now, which `started` is told."""
         waiting.passes_by = None
         spec = waiting.spec
@@ -448,7 +450,7 @@ class SharedWaits:
         if waiting.passes_by is not None:
             self._computing.passed_by(waiting.passes_by)
 
-    def park(self, waiting: Waiting, wait: Wait) -> None:
+    def park(self, waiting: Waiting, wait: PromiseWait) -> None:
         """It is in line, and stands aside from now on."""
         self._stats.shared_waits += waiting.give_up_at is None
         self._computing.waits()
@@ -469,7 +471,7 @@ class SharedWaits:
         self._note(waiting, wait, was_worth_it=False)
         self._on_timeout()
 
-    def _note(self, waiting: Waiting, wait: Wait, *, was_worth_it: bool) -> None:
+    def _note(self, waiting: Waiting, wait: PromiseWait, *, was_worth_it: bool) -> None:
         self._stats.lost_waits += not was_worth_it
         waited_s = asyncio.get_running_loop().time() - waiting.parked_at
         self._computing.note_wait(wait, waited_s, was_worth_it=was_worth_it)

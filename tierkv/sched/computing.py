@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tierkv.cache.keys import Prompt
 from tierkv.cache.match import Match
-from tierkv.cache.node import Node
+from tierkv.cache.node import TreeNode
 from tierkv.cache.tokens import common_blocks
 from tierkv.sched.worth import HEDGE, Prefill, Regret
 
@@ -60,7 +60,7 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class PromiseWait:
     """For a promise to reach block `stop`; for `patience_s` seconds at the most. is_sooner: than
     computing the same, which takes `compute_s`, as far as is known."""
 
@@ -100,7 +100,7 @@ class Computing:
     def promises(self) -> list[Promise]:
         return [promise for promises in self._promises.values() for promise in promises]
 
-    def begin(self, node: Node, first: int, prompt: Prompt, now: float) -> Promise | None:
+    def begin(self, node: TreeNode, first: int, prompt: Prompt, now: float) -> Promise | None:
         """A request starts to compute `prompt` from block `first` on, below `node`'s end; None if
         there is no full block to compute."""
         if first >= prompt.num_blocks:
@@ -112,7 +112,7 @@ class Computing:
         self.num_promises += 1
         return promise
 
-    def advance(self, promise: Promise, node: Node, first: int) -> None:
+    def advance(self, promise: Promise, node: TreeNode, first: int) -> None:
         """Its blocks up to `first` can be matched; `node` ends there."""
         if promise.is_over or first <= promise.first:
             return
@@ -164,7 +164,9 @@ class Computing:
                 best = promise, shared
         return best
 
-    def possible_wait(self, match: Match, prompt: Prompt, stop: int, now: float) -> Wait | None:
+    def possible_wait(
+        self, match: Match, prompt: Prompt, stop: int, now: float
+    ) -> PromiseWait | None:
         """What could be waited for instead of computing it again. Changes nothing."""
         if not self._promises or not self._prefill.is_told:
             return None
@@ -177,9 +179,9 @@ class Computing:
         expected_s = self._prefill.seconds((shared - promise.begun_at) * size)
         left_s = max(expected_s - (now - promise.begun), 0.0)
         patience_s = left_s + HEDGE * compute_s
-        return Wait(promise, shared, patience_s, left_s <= compute_s, compute_s)
+        return PromiseWait(promise, shared, patience_s, left_s <= compute_s, compute_s)
 
-    def is_worth_it(self, wait: Wait) -> bool:
+    def is_worth_it(self, wait: PromiseWait) -> bool:
         """Whether it is better than to compute.
 
         A wait that comes to nothing costs what its owner was expected to need still, which is less
@@ -189,7 +191,7 @@ class Computing:
         """
         return wait.is_sooner and not self._skip and self._regret.seconds > 0
 
-    def passed_by(self, wait: Wait) -> None:
+    def passed_by(self, wait: PromiseWait) -> None:
         """A request has started without it."""
         self._skip -= bool(self._skip and wait.is_sooner)
         self._decisions.recompute_device += 1
@@ -198,7 +200,7 @@ class Computing:
         """A request waits from now on."""
         self._decisions.wait_device += 1
 
-    def note_wait(self, wait: Wait, waited_s: float, *, was_worth_it: bool) -> None:
+    def note_wait(self, wait: PromiseWait, waited_s: float, *, was_worth_it: bool) -> None:
         if was_worth_it:
             self._regret.add(max(wait.compute_s - waited_s, 0.0))
             self._lost = self._skip = 0
@@ -230,7 +232,7 @@ class Computing:
         return wrong
 
 
-def _key(node: Node, block: int, prompt: Prompt) -> _Key:
+def _key(node: TreeNode, block: int, prompt: Prompt) -> _Key:
     return node.space.name, node.uid, prompt.extra(block), prompt.block(block)
 
 

@@ -17,7 +17,7 @@ from tierkv.cache.copies import Change, CopyState, Mask
 from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.keys import StoredKey
 from tierkv.cache.match import segments
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 from tierkv.cache.pool import Ids
 from tierkv.errors import OutOfBlocksError, ShuttingDownError, TransferError
 from tierkv.sched.events import CacheEvents, Happening
@@ -167,7 +167,7 @@ class Copies:
         self.background = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
         self.storing = ByteBudget(background_copy_bytes, lambda: self.num_loads > 0)
         # Runs that a task is to copy to the host, and up to which block: nobody starts another.
-        self._to_host: dict[Node, int] = {}
+        self._to_host: dict[TreeNode, int] = {}
         eviction.copy_down = self.copy_down
         self.resized()
         work.on_capacity(self._look_again)
@@ -196,7 +196,7 @@ class Copies:
             wrong.append(f"nothing runs, but {count} host slots are listed as being stored")
         return wrong + self.background.findings() + self.storing.findings()
 
-    def write_down(self, node: Node, num_blocks: int) -> None:
+    def write_down(self, node: TreeNode, num_blocks: int) -> None:
         """Copy down what the rules want copied by now, of path blocks [0, num_blocks)."""
         host_rule, storage_rule = self._rules[Tier.DEVICE], self._rules[Tier.HOST]
         has_storage = self.storage is not None and storage_rule.writes_early
@@ -237,7 +237,7 @@ class Copies:
         self._eviction.stats.skipped_offloads += len(beyond)
         return max(room, 0)
 
-    def save(self, node: Node, num_blocks: int, *, first: int = 0) -> None:
+    def save(self, node: TreeNode, num_blocks: int, *, first: int = 0) -> None:
         """Copy path blocks [first, num_blocks) to the host, whatever the rules want."""
         for part, i, j in segments(node, first, num_blocks):
             missing = part.copies[Tier.HOST].is_in(CopyState.ABSENT, i, j)
@@ -245,7 +245,7 @@ class Copies:
                 at = part.start + i
                 self._start_down(part, at + start, at + stop, to_storage=False)
 
-    def _start_down(self, node: Node, first: int, stop: int, *, to_storage: bool) -> None:
+    def _start_down(self, node: TreeNode, first: int, stop: int, *, to_storage: bool) -> None:
         lease = self._index.hold_as_is(node)
         work = self._write_down(lease, first, stop, to_storage=to_storage)
         try:
@@ -284,7 +284,7 @@ class Copies:
             for at, end in to_store:
                 self._work.start(self._store(node, at, end), "tierkv-store")
 
-    async def _store(self, node: Node, first: int, stop: int) -> None:
+    async def _store(self, node: TreeNode, first: int, stop: int) -> None:
         """Store path blocks [first, stop), as far as they are on the host still when it is their
         turn. Nothing is held, or a slow store would keep the device full."""
         async with self.storing.room((stop - first) * self._block_bytes):
@@ -297,7 +297,7 @@ class Copies:
                 if not is_stored:
                     self._index.unmark_stored(there, at, at + 1)
 
-    def store_first(self, node: Node, start: int) -> bool:
+    def store_first(self, node: TreeNode, start: int) -> bool:
         """Whether of run blocks from `start` on, or of those below, some that leave the host are on
         their way to storage, as they must be before they are evicted. Each is tried once."""
         leaving = self._slots.leaving[Tier.HOST]
@@ -317,7 +317,7 @@ class Copies:
                     has_started = True
         return has_started
 
-    def _start_leaving(self, leaving: Leaving, node: Node, first: int, stop: int) -> None:
+    def _start_leaving(self, leaving: Leaving, node: TreeNode, first: int, stop: int) -> None:
         lease = self._index.hold_as_is(node)
         try:
             self._work.start(self._store_leaving(leaving, lease, first, stop), "tierkv-store")
@@ -344,7 +344,7 @@ class Copies:
             self._index.release(lease)
             self._work.capacity_changed()
 
-    def _on_host(self, node: Node, first: int, stop: int) -> tuple[Node, int]:
+    def _on_host(self, node: TreeNode, first: int, stop: int) -> tuple[TreeNode, int]:
         """Up to where path blocks from `first` to `stop` are on the host, and the run with the last
         of them. The node may have left the tree; then it has no copies."""
         last, at = node, first
@@ -357,13 +357,13 @@ class Copies:
                 break
         return last, at
 
-    async def _copied_by_others(self, node: Node, first: int, stop: int) -> bool:
+    async def _copied_by_others(self, node: TreeNode, first: int, stop: int) -> bool:
         """Whether path blocks [first, stop) are all on the host, once nobody copies them there."""
         while CopyState.INCOMING in (states := self._index.states(Tier.HOST, node, first, stop)):
             await self._work.next_change()
         return all(state is CopyState.READY for state in states)
 
-    async def _host_copy(self, node: Node, first: int, stop: int) -> bool:
+    async def _host_copy(self, node: TreeNode, first: int, stop: int) -> bool:
         """Give path blocks [first, stop) a host copy where they have none; whether all have."""
         states = self._index.states(Tier.HOST, node, first, stop)
         missing = np.array([state == CopyState.ABSENT for state in states], np.bool_)
@@ -459,14 +459,14 @@ class Copies:
             self._work.capacity_changed()
         self._eviction.free_ahead(Tier.HOST)
 
-    def _begin_offload(self, node: Node, first: int, stop: int, slots: Ids) -> Movement:
+    def _begin_offload(self, node: TreeNode, first: int, stop: int, slots: Ids) -> Movement:
         """Start to copy path blocks [first, stop), held and without a host copy, to `slots`."""
         index = self._index
         index.change(Tier.HOST, node, first, stop, Change.RESERVE, slots=slots)
         self.num_offloads += 1
         return self._mover.offload(slots, index.slots(Tier.DEVICE, node, first, stop))
 
-    async def _end_offload(self, node: Node, first: int, stop: int, movement: Movement) -> bool:
+    async def _end_offload(self, node: TreeNode, first: int, stop: int, movement: Movement) -> bool:
         """Wait for the copy and note its result; whether the blocks have a host copy now."""
         index = self._index
         try:
@@ -485,7 +485,7 @@ class Copies:
         self._work.capacity_changed()  # who waits for these blocks on the host, too
         return True
 
-    def _begin_flush(self, node: Node, first: int, stop: int) -> Flush:
+    def _begin_flush(self, node: TreeNode, first: int, stop: int) -> Flush:
         """Path blocks [first, stop), ready on the host, which a store is given in `_end_flush`."""
         # A block is of no use without those before it, so of equal hits the first is worth most.
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]

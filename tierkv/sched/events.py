@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 
 from tierkv.cache.match import segments
-from tierkv.cache.node import Node
+from tierkv.cache.node import TreeNode
 from tierkv.errors import BadRequestError
 
 DEFAULT_CAPACITY = 4096  # events that may wait for one subscriber
@@ -82,7 +82,7 @@ class CacheEvents:
     """All subscribers of one service. digests_of: the keys of path blocks [start, stop) of a node,
     asked for only while somebody listens."""
 
-    def __init__(self, digests_of: Callable[[Node, int, int], list[bytes]]) -> None:
+    def __init__(self, digests_of: Callable[[TreeNode, int, int], list[bytes]]) -> None:
         self._digests_of = digests_of
         self._subscriptions: list[Subscription] = []
         self._number = 0
@@ -103,7 +103,7 @@ class CacheEvents:
         finally:
             self._subscriptions.remove(subscription)
 
-    def tell(self, kind: Happening, tier: str, node: Node, start: int, stop: int) -> None:
+    def tell(self, kind: Happening, tier: str, node: TreeNode, start: int, stop: int) -> None:
         """Path blocks [start, stop) of `node`; one event for each run."""
         if not self._subscriptions or start >= stop:
             return

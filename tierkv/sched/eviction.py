@@ -13,7 +13,7 @@ from tierkv.cache.copies import CopyState
 from tierkv.cache.eviction import WriteRule
 from tierkv.cache.history import History
 from tierkv.cache.index import Index, runs_of
-from tierkv.cache.node import Node, Space, Tier
+from tierkv.cache.node import Space, Tier, TreeNode
 from tierkv.cache.pool import Ids
 from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
 from tierkv.sched.events import CacheEvents, Happening
@@ -239,10 +239,10 @@ class Eviction:
                 self.forget(node, step.victim.start)
         return pool.num_free + self._slots.num_gone - before
 
-    def _evict(self, tier: Tier, node: Node, start: int, stop: int) -> None:
+    def _evict(self, tier: Tier, node: TreeNode, start: int, stop: int) -> None:
         self._pools[tier].release(self._drop(tier, node, start, stop))
 
-    def _drop(self, tier: Tier, node: Node, start: int, stop: int) -> Ids:
+    def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
         """Evict these blocks; the slots that are nobody's now, see `free_of`."""
         self.history.evicted(node, start, stop, tier, asyncio.get_running_loop().time())
         other = node.copies[1 - tier]
@@ -258,7 +258,7 @@ class Eviction:
             self._events.tell(Happening.EVICTED, name, node, first + start, first + stop)
         return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
-    def forget(self, node: Node, start: int) -> None:
+    def forget(self, node: TreeNode, start: int) -> None:
         """Evict run blocks from `start` on and all below them, an unheld node's, from all tiers."""
         if not (start or node.children or node.host) and node.device.uniform is CopyState.READY:
             self._evict(Tier.DEVICE, node, 0, node.num_blocks)  # as nearly all
@@ -279,7 +279,7 @@ class Eviction:
         self._pools[Tier.DEVICE].release(device)
         self._pools[Tier.HOST].release(self._slots.free_of(Tier.HOST, host))
 
-    def _tell_forgotten(self, node: Node, start: int) -> None:
+    def _tell_forgotten(self, node: TreeNode, start: int) -> None:
         pending = [(node, start)]
         while pending:
             part, first = pending.pop()
@@ -291,7 +291,7 @@ class Eviction:
                     at = part.start + first
                     self._events.tell(Happening.EVICTED, tier.name.lower(), part, at + i, at + j)
 
-    def evict_below(self, tier: Tier, node: Node, start: int) -> None:
+    def evict_below(self, tier: Tier, node: TreeNode, start: int) -> None:
         """Evict the copies on `tier` of run blocks from `start` on and of all below them, of an
         unheld node all of whose blocks there are whole on the other tier."""
         pending, order = [(node, start)], []

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from tierkv.sched.computing import Promise, Wait
+from tierkv.sched.computing import Promise, PromiseWait
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 
@@ -203,8 +203,8 @@ class Waiting:
     outcome: asyncio.Future[Request]
     number: int = -1  # in the order of arrival, once it is in line
     uses_partial: bool = True  # False once that has stood in the request's own way
-    wait: Wait | None = None
-    passes_by: Wait | None = None
+    wait: PromiseWait | None = None
+    passes_by: PromiseWait | None = None
     timer: asyncio.TimerHandle | None = None
     give_up_at: float | None = None
     parked_at: float = 0.0
@@ -217,7 +217,7 @@ class Waiting:
     def priority(self) -> int:
         return self.spec.priority
 
-    def park(self, wait: Wait, now: float, on_timeout: Callable[[], None]) -> None:
+    def park(self, wait: PromiseWait, now: float, on_timeout: Callable[[], None]) -> None:
         """Stay aside until the wait is over, in one way or another."""
         if self.give_up_at is None:
             self.give_up_at = now + wait.patience_s
@@ -226,7 +226,7 @@ class Waiting:
         left_s = min(wait.patience_s, self.give_up_at - now)
         self.timer = asyncio.get_running_loop().call_later(max(left_s, 0.0), on_timeout)
 
-    def unpark(self) -> Wait | None:
+    def unpark(self) -> PromiseWait | None:
         """Go on; what it waited for, if it did."""
         wait, self.wait = self.wait, None
         if wait is not None:
@@ -341,14 +341,14 @@ class WaitingLine:
     # Standing aside
 
     def stand_aside(
-        self, waiting: Waiting, wait: Wait, now: float, on_timeout: Callable[[], None]
+        self, waiting: Waiting, wait: PromiseWait, now: float, on_timeout: Callable[[], None]
     ) -> None:
         """It waits for blocks that another request computes; those behind it go on."""
         self._turns.remove(waiting)
         waiting.park(wait, now, on_timeout)
         heapq.heappush(self._aside.setdefault(wait.promise, []), (wait.stop, waiting.number))
 
-    def come_back(self, waiting: Waiting) -> Wait | None:
+    def come_back(self, waiting: Waiting) -> PromiseWait | None:
         """It waits no more; what it waited for, if it did."""
         wait = waiting.unpark()
         if wait is not None:

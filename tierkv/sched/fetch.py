@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tierkv.cache.history import Event, Fate
+from tierkv.cache.history import Fate, HistoryEvent
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.errors import StoreUnavailableError
@@ -483,7 +483,7 @@ class _Fetch:
             return
         fate = self.fate or _FATES.get(problem.status)
         if fate is not None:
-            event = Event(fate, "storage", now, problem.reason)
+            event = HistoryEvent(fate, "storage", now, problem.reason)
             tiers.eviction.history.record(self.prompt, landed.lease.num_blocks, event)
         if problem.status is not GetStatus.MISS:
             if was_given_up:

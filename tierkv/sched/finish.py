@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 from tierkv.errors import TransferError
 from tierkv.gpu.protocol import Event
 from tierkv.sched.computing import Computing
 from tierkv.sched.events import Happening
-from tierkv.sched.loads import Loads
+from tierkv.sched.loads import HostLoads
 from tierkv.sched.request import Request, RequestState, Running
 from tierkv.sched.tiers import Tiers
 
@@ -21,7 +21,9 @@ class Commits:
     """Blocks become matchable when the kernels that write them are done, and go to others when
     nothing can touch them any more."""
 
-    def __init__(self, tiers: Tiers, running: Running, loads: Loads, computing: Computing) -> None:
+    def __init__(
+        self, tiers: Tiers, running: Running, loads: HostLoads, computing: Computing
+    ) -> None:
         self._tiers = tiers
         self._index = tiers.index
         self._running = running
@@ -135,7 +137,7 @@ class Commits:
         self._running.freed(request)
         self._tiers.work.capacity_changed()
 
-    def _keep_tail(self, request: Request) -> Node | None:
+    def _keep_tail(self, request: Request) -> TreeNode | None:
         """Cache the tail, if it is whole; where it is then."""
         prompt = request.prompt
         is_whole = request.computed_tokens == prompt.num_tokens and not request.is_damaged

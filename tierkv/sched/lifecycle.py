@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from tierkv.cache.copies import CopyState
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 from tierkv.cache.pool import Ids
 from tierkv.errors import ConfigError, OwnershipError
 from tierkv.sched.slots import Leaving
@@ -150,7 +150,7 @@ class Lifecycle:
         self,
         tier: Tier,
         first: int,
-        nodes: Sequence[Node],
+        nodes: Sequence[TreeNode],
         tried: set[int],
         *,
         keeps_blocks: bool,
@@ -170,7 +170,7 @@ class Lifecycle:
             if start < node.num_blocks and node.copies[tier].num_present:
                 self._tiers.eviction.evict_below(tier, node, start)
 
-    def _forget_lacking(self, tier: Tier, node: Node, start: int) -> None:
+    def _forget_lacking(self, tier: Tier, node: TreeNode, start: int) -> None:
         """Forget what has no copy on the other tier, of run blocks from `start` on and of all
         below, with what hangs below that: the rest loses nothing but its copy here."""
         pending = [(node, start)]
@@ -183,7 +183,7 @@ class Lifecycle:
             else:
                 pending.extend((child, 0) for child in part.children.values())
 
-    def _copy_first(self, node: Node, tried: set[int]) -> bool:
+    def _copy_first(self, node: TreeNode, tried: set[int]) -> bool:
         """Whether copies of `node` and of what is below to the host are on their way, as far as
         that has room; each is started once, so that one that fails is not waited for twice."""
         tiers = self._tiers
@@ -238,7 +238,7 @@ class Lifecycle:
         self._tiers.work.capacity_changed()
 
 
-def forgetting(tiers: Tiers, roots: Sequence[Node]) -> Iterator[None]:
+def forgetting(tiers: Tiers, roots: Sequence[TreeNode]) -> Iterator[None]:
     """Forget all below `roots` that nobody holds, on both tiers, and what was believed to be stored
     of the rest. Stops after each slice. Leaves go before their parents, each run when its turn
     comes: one that has left the tree by then, or was cut, was another's business."""
@@ -265,5 +265,5 @@ def forgetting(tiers: Tiers, roots: Sequence[Node]) -> Iterator[None]:
     tiers.work.capacity_changed()
 
 
-def _lacks_host(node: Node) -> bool:
+def _lacks_host(node: TreeNode) -> bool:
     return bool(node.copies[Tier.HOST].is_in(CopyState.ABSENT, 0, node.num_blocks).any())

@@ -43,7 +43,7 @@ class Load:
     is_failed: bool = False
 
 
-class Loads:
+class HostLoads:
     """All of them, found by the slots they write. used_by: those that write blocks of a request's
     table."""
 

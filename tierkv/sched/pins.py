@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node
+from tierkv.cache.node import TreeNode
 from tierkv.errors import BadRequestError
 
 
@@ -16,7 +16,7 @@ from tierkv.errors import BadRequestError
 class _Pin:
     timer: asyncio.TimerHandle
     lease: Lease | None
-    node: Node | None
+    node: TreeNode | None
 
 
 class Pins:
@@ -35,7 +35,7 @@ class Pins:
         return sum(pin.lease is not None for pin in self._pins.values())
 
     @property
-    def soft_ends(self) -> list[Node]:
+    def soft_ends(self) -> list[TreeNode]:
         """Where the soft ones end."""
         return [pin.node for pin in self._pins.values() if pin.node is not None]
 

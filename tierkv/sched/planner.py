@@ -12,7 +12,7 @@ from tierkv.cache.copies import CopyState
 from tierkv.cache.eviction import EvictionOrder, Victim, WriteRule
 from tierkv.cache.index import Index
 from tierkv.cache.match import Match
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 from tierkv.cache.pool import BlockPool
 from tierkv.errors import OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.request import RequestSpec
@@ -125,7 +125,7 @@ def _has_below(part: Victim, tier: Tier, forgotten: set[tuple[int, int]]) -> boo
     """Whether cached blocks hang below this part that do not go with it."""
     if tier is Tier.HOST:
         return False  # a host victim has no descendant that is on the host only
-    node: Node = part.node
+    node: TreeNode = part.node
     if part.stop == node.num_blocks and not node.children:
         return False
     if part.stop < node.num_blocks and (node.uid, part.stop) not in forgotten:

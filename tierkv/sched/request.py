@@ -13,7 +13,7 @@ import numpy as np
 from tierkv.cache.copies import Mask
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 from tierkv.cache.pool import Ids
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.errors import BadRequestError, OwnershipError, RequestAbortedError
@@ -113,7 +113,7 @@ class Request(msgspec.Struct, eq=False):
     computed_tokens: int = 0
     written: tuple[Event, ...] = ()
     is_damaged: bool = False
-    pinned: Node | None = None
+    pinned: TreeNode | None = None
     is_aborted: bool = False
     room: tuple[Ids, Mask] | None = None
     promise: Promise | None = None

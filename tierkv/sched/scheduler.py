@@ -24,7 +24,7 @@ from tierkv.sched.computing import Computing
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.finish import Commits
-from tierkv.sched.loads import Loads
+from tierkv.sched.loads import HostLoads
 from tierkv.sched.request import Request, RequestSpec, RequestState, Running
 from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
@@ -58,7 +58,7 @@ class Scheduler:
         self._running = Running()
         self._is_draining = False
         self._preempted: set[Request] = set()  # until they are resumed or abandoned
-        self.loads = Loads(tiers)
+        self.loads = HostLoads(tiers)
         self.computing = Computing(prefill or Prefill(), self._pump, tiers.decisions)
         self._starts = Starts(tiers, self._running, self.loads, self.computing)
         self._commits = Commits(tiers, self._running, self.loads, self.computing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierkv.cache.index import Index
 from tierkv.cache.keys import KeyRun, Prompt, StoredKey, Tail
 from tierkv.cache.match import Match
-from tierkv.cache.node import Node
+from tierkv.cache.node import TreeNode
 from tierkv.cache.tokens import TOKEN_BYTES
 from tierkv.transfer.storage_io import StorageIO
 
@@ -14,7 +14,7 @@ from tierkv.transfer.storage_io import StorageIO
 PIECE_BLOCKS = 2048
 
 
-def path_keys(index: Index, node: Node, first: int, stop: int) -> list[StoredKey]:
+def path_keys(index: Index, node: TreeNode, first: int, stop: int) -> list[StoredKey]:
     """The stored keys of path blocks [first, stop), a tail being the last of its path."""
     size, space = index.block_size, node.space
     digests = index.digests(node, node.start if node.is_tail else stop)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tierkv.cache.eviction import EvictionKind
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint
-from tierkv.cache.node import DEFAULT, Node, Quota, Space, Tier, check_quota
+from tierkv.cache.node import DEFAULT, Quota, Space, Tier, TreeNode, check_quota
 from tierkv.cache.pool import BlockPool
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.lifecycle import forgetting
@@ -231,7 +231,7 @@ class Tenants:
         self.close(name)
         return before
 
-    def _check_unused(self, name: str) -> Node:
+    def _check_unused(self, name: str) -> TreeNode:
         """Its root. Raises BadRequestError if it is not there to be closed."""
         if name == DEFAULT or name not in self._fingerprints:
             raise BadRequestError(f"no fingerprint {name!r} is open beside the service's own")

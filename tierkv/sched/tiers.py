@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from tierkv.cache.eviction import WriteRule
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt, StoredKey
-from tierkv.cache.node import Node, Tier
+from tierkv.cache.node import Tier, TreeNode
 from tierkv.cache.pool import BlockPool
 from tierkv.sched.computing import Decisions
 from tierkv.sched.copies import Copies
@@ -72,7 +72,7 @@ class Tiers:
         """See `stored.prompt_keys`."""
         return prompt_keys(self.index, prompt)
 
-    def _digests_of(self, node: Node, first: int, stop: int) -> list[bytes]:
+    def _digests_of(self, node: TreeNode, first: int, stop: int) -> list[bytes]:
         if node.is_tail:
             return [key.digest for key in path_keys(self.index, node, first, stop)]
         return self.index.digests(node, stop, start=first)
