@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.api.guarded import callers_in, guarded
 from tests.api.nodes import here
 from tests.latch import until
-from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody
+from tierkv.api.types import DecodeBody, GenerateBody, PrefillBody, job_of
 from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError, HandoffError
 from tierkv.http.bodies import JSON, MSGPACK, REQUEST_ID, decode
@@ -191,7 +191,7 @@ def decoded_or_refused(raw: bytes, content_type: str) -> None:
     for kind in kinds:
         with suppress(BadRequestError):
             body = decode(raw, kind, content_type=content_type)
-            body.job("id", Prompt(body.packed(), 16))
+            job_of(body, "id", Prompt(body.packed(), 16))
 
 
 async def test_an_empty_ticket_id_is_wrong_and_not_the_same_as_none() -> None:

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from tierkv.api import types
-from tierkv.api.types import PromptBody
+from tierkv.api.types import PromptBody, job_of
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.client.errors import read_problem
@@ -85,7 +85,7 @@ def _body(content_type: str, data: bytes) -> None:
         if isinstance(body, PromptBody):
             packed = body.packed()
             if isinstance(body, types.GenerateBody | types.PrefillBody | types.DecodeBody):
-                body.job("id", Prompt(packed, 16))
+                job_of(body, "id", Prompt(packed, 16))
         elif isinstance(body, types.CommitBody):
             body.packed(bytes(64))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from http import HTTPStatus
-from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -15,6 +14,7 @@ from tierkv.api.movements import PromptMovement, PromptMovements
 from tierkv.api.pins import Pin
 from tierkv.api.routes import Routes, principal_of
 from tierkv.api.routes_requests import content_of
+from tierkv.api.sessions import Key
 from tierkv.api.types import (
     BackupAnswer,
     BackupBody,
@@ -38,8 +38,6 @@ from tierkv.http.route import Disconnect, Route, in_path
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.ledger import Standing
 from tierkv.sched.explain import Explanation, Miss
-
-B = TypeVar("B", PrefetchBody, BackupBody)
 
 
 class LookRoutes(Routes):
@@ -79,22 +77,10 @@ class LookRoutes(Routes):
         return msgspec.structs.replace(found, reason=Miss.NEVER_STORED.value, detail="")
 
 
-class _MovementRoutes(Routes):
-    async def _begin(
-        self, request: web.BaseRequest, kind: type[B], movements: PromptMovements
-    ) -> PromptMovement:
-        async with self._node.work():
-            body = await self._read_prompt(request, kind)
-            prompt = self._prompt(request, body)
-            key = (principal_of(request).tenant, self._name(request, body.request_id))
-            content = content_of(body, prompt.tokens)
-            return await movements.begin(key, content, prompt, deadline_s=body.deadline_s)
-
-
 _PREFETCH = "/v1/prefetches/{id}"
 
 
-class PrefetchRoutes(_MovementRoutes):
+class PrefetchRoutes(Routes):
     @Route(
         "POST",
         "/v1/prefetches",
@@ -106,7 +92,11 @@ class PrefetchRoutes(_MovementRoutes):
     )
     async def begin(self, request: web.BaseRequest) -> web.Response:
         """Begin to bring what storage has of a prompt to the host."""
-        movement = await self._begin(request, PrefetchBody, self._node.prefetches)
+        async with self._node.work():
+            body = await self._read_prompt(request, PrefetchBody)
+            key = (principal_of(request).tenant, self._name(request, body.request_id))
+            prompt = self._prompt(request, body)
+            movement = await _begun(self._node.prefetches, key, body, prompt)
         return _accepted(request, "/v1/prefetches/", movement.key[1], _prefetched(movement))
 
     @Route("GET", _PREFETCH, Access.WRITE, answer=PrefetchAnswer)
@@ -125,7 +115,7 @@ class PrefetchRoutes(_MovementRoutes):
 _BACKUP = "/v1/backups/{id}"
 
 
-class BackupRoutes(_MovementRoutes):
+class BackupRoutes(Routes):
     @Route(
         "POST",
         "/v1/backups",
@@ -137,7 +127,11 @@ class BackupRoutes(_MovementRoutes):
     )
     async def begin(self, request: web.BaseRequest) -> web.Response:
         """Begin to store what is cached here of a prompt, in whole blocks."""
-        movement = await self._begin(request, BackupBody, self._node.backups)
+        async with self._node.work():
+            body = await self._read_prompt(request, BackupBody)
+            key = (principal_of(request).tenant, self._name(request, body.request_id))
+            prompt = self._prompt(request, body)
+            movement = await _begun(self._node.backups, key, body, prompt)
         return _accepted(request, "/v1/backups/", movement.key[1], _backed_up(movement))
 
     @Route("GET", _BACKUP, Access.WRITE, answer=BackupAnswer)
@@ -151,6 +145,13 @@ class BackupRoutes(_MovementRoutes):
         """Give a backup up; what it has stored stays."""
         self._node.check_started()
         return _backed_up(self._node.backups.cancel(self._key(request)))
+
+
+async def _begun(
+    movements: PromptMovements, key: Key, body: PrefetchBody | BackupBody, prompt: Prompt
+) -> PromptMovement:
+    content = content_of(body, prompt.tokens)
+    return await movements.begin(key, content, prompt, deadline_s=body.deadline_s)
 
 
 def _accepted(

@@ -20,6 +20,7 @@ from tierkv.api.types import (
     GenerateBody,
     PrefillAnswer,
     PrefillBody,
+    job_of,
 )
 from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
@@ -199,7 +200,7 @@ class WorkRoutes(Routes):
         request_id = self._name(request, body.request_id)
         prompt = self._prompt(request, body)
         name = self._node.request_name(request_id, principal_of(request).tenant)
-        job = body.job(name, prompt, max_tokens, uses_cache=uses_cache)
+        job = job_of(body, name, prompt, max_tokens, uses_cache=uses_cache)
         content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
         return _Work(operation, request_id, principal_of(request).tenant, content, job)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from os import _exit
 from pathlib import Path
 
 import uvloop
@@ -108,7 +108,7 @@ def _leave(node: Node) -> None:
         node.settings.node.close_limit_s,
         "" if failure is None else f". It closes since it has failed: {failure}",
     )
-    os._exit(1)
+    _exit(1)
 
 
 def _warn_of_plain_tokens(settings: NodeSettings, listener: socket.socket) -> None:

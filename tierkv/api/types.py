@@ -66,58 +66,67 @@ class LookupBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_id: str | None = None
 
 
-class SamplingBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    request_id: str | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    seed: int = 0
-
-    def job(
-        self, name: str, prompt: Prompt, max_tokens: int = 1, *, uses_cache: bool = True
-    ) -> GenerateRequest:
-        """name: what the scheduler calls it. prompt: this body's. Raises BadRequestError."""
-        if self.media or self.adapter:
-            raise FieldError("the reference model takes no media and has no adapters")
-        sampling = Sampling(temperature=self.temperature, seed=self.seed, top_k=self.top_k)
-        return GenerateRequest(
-            name, prompt.tokens, max_tokens, sampling, uses_cache=uses_cache, space=prompt.space
-        )
-
-
-class GenerateBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerateBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """use_cache: False computes every token and leaves nothing cached.
 
     stream: answer with tokens as server-sent events while they come.
     """
 
+    request_id: str | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
     max_tokens: AtLeastOne = 32
     use_cache: bool = True
     stream: bool = False
 
 
-class PrefillBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrefillBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """ticket_id: what the decode node will ask for; the request's id if it is not given.
 
     stream: answer with the first token as soon as it is computed, before all is published.
     wait: what to wait for before the answer: published, or nothing beyond the first token.
     """
 
+    request_id: str | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
     ticket_id: str | None = None
     stream: bool = False
     wait: PublishWait = PublishWait.PUBLISHED
 
 
-class DecodeBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DecodeBody(PromptBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prompt and sampling must be those that the prefill node was given.
 
     deadline_s: how long to wait for the ticket. stream: answer with tokens while they come.
     """
 
+    request_id: str | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
     ticket_id: str
     max_tokens: AtLeastOne = 32
     policy: ClaimPolicy = ClaimPolicy.WHOLE
     deadline_s: Seconds | None = None
     stream: bool = False
+
+
+SamplingBody = GenerateBody | PrefillBody | DecodeBody
+
+
+def job_of(
+    body: SamplingBody, name: str, prompt: Prompt, max_tokens: int = 1, *, uses_cache: bool = True
+) -> GenerateRequest:
+    """name: what the scheduler calls it. prompt: the body's. Raises BadRequestError."""
+    if body.media or body.adapter:
+        raise FieldError("the reference model takes no media and has no adapters")
+    sampling = Sampling(temperature=body.temperature, seed=body.seed, top_k=body.top_k)
+    return GenerateRequest(
+        name, prompt.tokens, max_tokens, sampling, uses_cache=uses_cache, space=prompt.space
+    )
 
 
 class MatchedTokens(msgspec.Struct, frozen=True):

@@ -201,17 +201,24 @@ class TierCopies:
         """Give up the first `at` blocks; returns their copies."""
         upper = TierCopies(at)
         upper.uniform = self.uniform
+        slots = states = None
         if self.num_present:
             upper.num_present = self.present_in(0, at)
             self.num_present -= upper.num_present
-            upper._slots = self._packed_slots(0, at) if upper.num_present else None
+            slots = self._packed_slots(0, at) if upper.num_present else None
             self._slots = self._packed_slots(at, self.num_blocks) if self.num_present else None
         self.num_blocks -= at
         if self._states is not None:
-            upper._states, self._states = self._states[:at].copy(), self._states[at:].copy()
-            upper._settle()
+            states, self._states = self._states[:at].copy(), self._states[at:].copy()
             self._settle()
+        upper.adopt(slots, states)
         return upper
+
+    def adopt(self, slots: bytes | None, states: States | None) -> None:
+        """Hold `slots`, packed, and `states` of blocks whose number is right already."""
+        self._slots, self._states = slots, states
+        if states is not None:
+            self._settle()
 
     def extend(self, num_blocks: int, slots: Ids | None) -> None:
         """Add blocks at the end, ready in `slots`, or on no slot."""

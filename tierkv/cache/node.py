@@ -346,7 +346,8 @@ class TreeNode:
             upper.extras = {b: e for b, e in self.extras.items() if b < self.start}
             self.extras = {b: e for b, e in self.extras.items() if b >= self.start}
         if self._stored is not None:
-            upper._stored, self._stored = self._stored[:at].copy(), self._stored[at:].copy()
+            upper.believe_stored(0, at, self._stored[:at])
+            self._stored = self._stored[at:].copy()
         self.parent = upper
         return upper
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from os import _exit
 from pathlib import Path
 from typing import TypeVar
 
@@ -332,7 +332,7 @@ def _leave(grace_s: float) -> None:
         _CLOSE_LIMIT_S,
         grace_s,
     )
-    os._exit(1)
+    _exit(1)
 
 
 def listener_of(settings: GatewaySettings) -> socket.socket:

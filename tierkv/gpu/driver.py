@@ -7,6 +7,7 @@ are: 2,048 pieces cost no Python object each, so the event loop goes on beside a
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -60,7 +61,7 @@ class Driver:
         self._zero = ctypes.c_size_t(0)
         self._batch, self._has_fail_index = self._find_batch()
 
-    def _find_batch(self) -> tuple[ctypes._NamedFuncPointer | None, bool]:
+    def _find_batch(self) -> tuple[Callable[..., int] | None, bool]:
         # CUDA 12.8 came with a variant that reports a failed index, 13.0 dropped the argument.
         try:
             return self._library.cuMemcpyBatchAsync_v2, False
