@@ -336,6 +336,7 @@ async def longest_wait_of_the_loop() -> AsyncIterator[list[float]]:
 
     async with asyncio.TaskGroup() as group:
         watcher = group.create_task(watch())
+        await asyncio.sleep(0)  # it has begun
         yield waits
         await asyncio.sleep(0.02)  # a turn that was held up is noted
         watcher.cancel()
