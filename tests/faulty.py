@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.base import StoreAround
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -23,7 +23,7 @@ T = TypeVar("T")
 PATIENCE_S = 20.0
 
 
-class FaultyStore(StoreAround):
+class FaultyStore(StoreWrapper):
     """`Store` that passes every operation on to `inner`, less the faults that were asked for.
 
     An operation (any method with an await, lifetime aside) waits out `delay_s`, then at the latch

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from tests.latch import until
-from tierkv.storage.base import StoreAround
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import GetItem, GetOutcome, GetStatus
 
 T = TypeVar("T")
 
 
-class GatedReads(StoreAround):
+class GatedReads(StoreWrapper):
     """Batches of blocks wait, each for itself, until a test lets them go.
 
     gates: of the batches asked for so far. HIT lets one go to `inner`; another status is its end.

@@ -19,9 +19,9 @@ from tierkv.cache.tokens import pack
 from tierkv.client.errors import read_problem
 from tierkv.client.streams import EventReader
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierKVError
-from tierkv.gateway.completion import StopFinder
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.openai import CompletionBody
+from tierkv.gateway.relay import StopFinder
 from tierkv.http.bodies import JSON, LARGE_BYTES, MSGPACK, decode
 from tierkv.http.callers import AuthFile
 from tierkv.pd.ticket import Acknowledgement, OpenTicket, Ticket

@@ -10,8 +10,8 @@ from tierkv.api.settings import Role
 from tierkv.cache.tokens import pack
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError
-from tierkv.gateway.completion import StopFinder
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
+from tierkv.gateway.relay import StopFinder
 from tierkv.gateway.routing import Held, PrefixMemory, choose_decode, choose_prefill
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
 from tierkv.http.loop import Heartbeat

@@ -17,9 +17,8 @@ from tierkv.errors import ConfigError, TransferError
 from tierkv.gpu.protocol import SharedPlane, SharedPlanes
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
-from tierkv.gpu import ipc
-from tierkv.gpu.cuda_device import CudaDevice
-from tierkv.gpu.ipc import CudaSharing
+from tierkv.gpu import cuda_device
+from tierkv.gpu.cuda_device import CudaDevice, CudaSharing
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +75,7 @@ def test_a_copy_larger_than_its_staging_goes_in_parts(
     cupy: ModuleType, device: CudaDevice, other: Holder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, sharing = ALL_LAYOUTS["fp8"], device.sharing
-    monkeypatch.setattr(ipc, "_STAGING_BYTES", 7 * layout.block_bytes)
+    monkeypatch.setattr(cuda_device, "_STAGING_BYTES", 7 * layout.block_bytes)
     own = device.allocate_planes(layout, 2000)
     peer = sharing.open(own, named(sharing, other.make("fp8", 2000), 2000))
     sources = np.random.default_rng(2).permutation(2000).astype(np.int32)

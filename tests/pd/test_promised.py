@@ -23,7 +23,7 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.staging import GROUP_BLOCKS
 from tierkv.pd.watch import Watch
 from tierkv.sched.fetch_groups import SharedTails
-from tierkv.storage.base import StoreAround
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Capabilities, Store
 
@@ -33,7 +33,7 @@ NUM_BLOCKS = len(PROMPT) // 4
 ALL_KEYS = NUM_BLOCKS + 1
 
 
-class Counted(StoreAround):
+class Counted(StoreWrapper):
     """num_asked: names that somebody asked whether they are there."""
 
     def __init__(self, inner: MemoryStore) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.weights import Weights, make_weights
+from tierkv.refmodel.model import Weights, make_weights
 
 
 def matrices(weights: Weights) -> Iterator[npt.NDArray[np.float32]]:

@@ -17,10 +17,10 @@ import pytest
 from tests.latch import finish, until
 from tests.redis_server import PATIENT, RedisServer, redis_server
 from tierkv.clock import SystemClock
-from tierkv.storage import notify_file
+from tierkv.storage import file
 from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.file import DIRECTORY, FileNotifier
 from tierkv.storage.notify import LOOK, Listener, Notifier
-from tierkv.storage.notify_file import DIRECTORY, FileNotifier
 from tierkv.storage.protocol import PutItem, Store
 
 TOPIC = "tierkv:ticket:1"
@@ -159,8 +159,8 @@ async def test_without_inotify_files_are_polled_and_it_is_said_once(
     def refuse(_: Path) -> int:
         raise OSError(24, "too many watches")
 
-    monkeypatch.setattr(notify_file, "_watch", refuse)
-    monkeypatch.setattr(notify_file, "_TRY_AGAIN_S", 0.001)
+    monkeypatch.setattr(file, "_watch", refuse)
+    monkeypatch.setattr(file, "_TRY_AGAIN_S", 0.001)
     async with opened(tmp_path.as_uri()) as [(_, notifier)]:
         with notifier.listen(TOPIC) as listener:
             await until(lambda: "polled" in caplog.text, "a word of it")
@@ -198,7 +198,7 @@ async def test_a_watch_that_comes_after_the_end_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, goes_on, opened_fds = threading.Event(), threading.Event(), []
-    watch = notify_file._watch  # noqa: SLF001 - held up, as a slow disk does
+    watch = file._watch  # noqa: SLF001 - held up, as a slow disk does
 
     def slow(directory: Path) -> int:
         began.set()
@@ -206,7 +206,7 @@ async def test_a_watch_that_comes_after_the_end_is_closed(
         opened_fds.append(watch(directory))
         return opened_fds[0]
 
-    monkeypatch.setattr(notify_file, "_watch", slow)
+    monkeypatch.setattr(file, "_watch", slow)
     notifier = FileNotifier(tmp_path)
     async with asyncio.timeout(10), notifier.running():
         with notifier.listen(TOPIC):

@@ -13,7 +13,7 @@ import pytest
 from tests.storage.values import Routed, content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.base import StoreAround
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.places import Places
@@ -33,7 +33,7 @@ NAMES = [f"t:{group}:{index}:0" for index in range(6) for group in "abc"]
 SIZE = 20
 
 
-class Fickle(StoreAround):
+class Fickle(StoreWrapper):
     """Fails, loses and spoils so large a share of what it is asked, one item apart from another."""
 
     def __init__(self, rng: random.Random) -> None:

@@ -35,7 +35,7 @@ from tierkv.storage.redis.requests import get_whole_request, put_request, questi
 from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.redis.wire import Pace, Turn, Unanswered, WireRequest, WireStats
+from tierkv.storage.redis.wire import TransferTimeout, Turn, Unanswered, WireRequest, WireStats
 
 LONG, SHORT = 512 << 10, 16 << 10
 NAMES = [f"t:f:{index:02}:0" for index in range(4)]
@@ -77,7 +77,9 @@ async def lanes_to(
     slow, stats, turn = SlowServer(), WireStats(), Turn()
     async with await asyncio.start_server(slow.serve, host, 0) as server:
         where = FixedAddress(Address(host, server.sockets[0].getsockname()[1]))
-        dialer = Dialer(where, Login(password=password), None, 5.0, Pace(30.0, 1e6), stats, turn)
+        dialer = Dialer(
+            where, Login(password=password), None, 5.0, TransferTimeout(30.0, 1e6), stats, turn
+        )
         if writes:
             dialer = replace(
                 dialer, home_bytes=WRITING_BYTES, away_bytes=connections * WRITING_BYTES
@@ -321,7 +323,7 @@ async def test_what_is_begun_on_connections_that_are_all_reset_goes_over_new_one
         listener.setblocking(False)
         accepting = asyncio.create_task(server.accept(listener))
         where, stats = FixedAddress(Address(HOME, listener.getsockname()[1])), WireStats()
-        dialer = Dialer(where, Login(), None, 5.0, Pace(30.0, 1e6), stats)
+        dialer = Dialer(where, Login(), None, 5.0, TransferTimeout(30.0, 1e6), stats)
         lanes = ConnectionPool(
             dialer, num_connections=connections, max_waiting=999, url="redis://x"
         )

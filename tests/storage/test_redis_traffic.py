@@ -18,7 +18,7 @@ from tierkv.storage.redis.requests import put_request
 from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.redis.wire import Batch, Pace, WireStats
+from tierkv.storage.redis.wire import Batch, TransferTimeout, WireStats
 
 LONG = 3 << 19
 SHORT = 16 << 10
@@ -204,7 +204,9 @@ async def test_the_next_value_is_sent_before_anybody_hears_of_the_one_before() -
     slow, stats, sent = SlowServer(), WireStats(), []
     async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
-        dialer = Dialer(FixedAddress(address), Login(), None, 5.0, Pace(30.0, 1e6), stats)
+        dialer = Dialer(
+            FixedAddress(address), Login(), None, 5.0, TransferTimeout(30.0, 1e6), stats
+        )
         one_by_one = replace(dialer, home_bytes=WRITING_BYTES, away_bytes=WRITING_BYTES)
         lanes = ConnectionPool(one_by_one, num_connections=1, max_waiting=9, url="redis://slow")
         async with lanes.running(), asyncio.timeout(60):

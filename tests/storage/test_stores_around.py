@@ -9,7 +9,7 @@ import pytest
 
 from tests.storage.values import Routed
 from tierkv.clock import SystemClock
-from tierkv.storage.base import StoreAround
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -77,5 +77,5 @@ async def test_a_store_around_another_passes_on_hints_and_where_memory_lies(how:
 
 def test_a_new_property_of_stores_is_passed_on_by_all_around_one() -> None:
     of_stores = {name for name in vars(Store) if not name.startswith("_")}
-    for around in (StoreAround, Places):
+    for around in (StoreWrapper, Places):
         assert of_stores <= {*dir(around)}

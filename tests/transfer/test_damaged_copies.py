@@ -21,7 +21,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.base import StoreAround
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -62,7 +62,7 @@ def layered(parts: Sequence[Store]) -> Store:
     return LayeredStore(parts[0], parts[1], LayeredSettings())
 
 
-class ReadOnly(StoreAround):
+class ReadOnly(StoreWrapper):
     """What is there can be read, and not removed."""
 
     async def delete(self, names: Sequence[str]) -> int:

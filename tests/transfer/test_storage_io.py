@@ -25,7 +25,7 @@ from tierkv.gpu.protocol import HostSlots
 from tierkv.storage.codec import (
     HEADER_BYTES,
     Codec,
-    LateHeader,
+    DeferredHeader,
     PlainCodec,
     ValueIdentity,
 )
@@ -198,7 +198,7 @@ class Noting:
         plain = PlainCodec()
         self.encode, self.decode, self.digest = plain.encode, plain.decode, plain.digest
 
-    def header_later(self, payload: Buffer, identity: ValueIdentity) -> LateHeader | None:
+    def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:
         self.prepared_in.append(self.turn)
         return PlainCodec().header_later(payload, identity)
 

@@ -11,7 +11,7 @@ from tierkv.api.events import EventFeed
 from tierkv.api.idempotency import Once
 from tierkv.api.movements import PromptMovements, backing_up, prefetching
 from tierkv.api.pins import PinBook
-from tierkv.api.sessions import Desk
+from tierkv.api.sessions import Sessions
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
@@ -87,7 +87,7 @@ class Node:
             ),
             lambda: self.desk.num_open,
         )
-        self.desk = Desk(self.service, self._working.changed)
+        self.desk = Sessions(self.service, self._working.changed)
         self.prefetches = PromptMovements(self.service, "prefetch", prefetching(self.service))
         self.backups = PromptMovements(self.service, "backup", backing_up(self.service))
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())

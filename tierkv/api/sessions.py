@@ -148,7 +148,7 @@ ENDED_TTL_S = 300.0
 LOADS_S = 60.0  # how long `wait=loaded` waits; then the answer says that they are on their way
 
 
-class Desk:
+class Sessions:
     """Begins, finds, renews and ends; what is left at the end of `running` is aborted.
 
     Requests of one tenant cannot be seen by another. on_end: called when a request has ended.

@@ -21,7 +21,6 @@ from aiohttp import web
 
 import tierkv
 from tierkv.api.types import PartHealth, ReadyAnswer
-from tierkv.gateway.completion import PromptAnswer
 from tierkv.gateway.failures import (
     GatewayShuttingDownError,
     NoNodesError,
@@ -44,6 +43,7 @@ from tierkv.gateway.openai import (
     TokenUsage,
 )
 from tierkv.gateway.prompts import CountedPrompt
+from tierkv.gateway.relay import PromptAnswer
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies
 from tierkv.http.auth import Guard

@@ -1,4 +1,4 @@
-"""What a store need not do by itself: `BaseStore` for those that keep values, `StoreAround` for
+"""What a store need not do by itself: `BaseStore` for those that keep values, `StoreWrapper` for
 those that pass on what they are asked."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BaseStore(ABC):
         return [False] * len(names)
 
 
-class StoreAround:
+class StoreWrapper:
     """A `Store` whose properties are those of `inner`, which is asked for all operations, once
     their names are checked. Those that say more of one override it; those that say more of all
     override `_ask`."""

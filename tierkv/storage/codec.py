@@ -82,7 +82,7 @@ class Codec(Protocol):
     def encode(self, payload: Buffer, identity: ValueIdentity) -> tuple[bytes, Buffer]:
         """The header, and what is stored after it: `payload` itself or as many other bytes."""
 
-    def header_later(self, payload: Buffer, identity: ValueIdentity) -> LateHeader | None:
+    def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:
         """The header that `encode` returns with `payload` itself, made when somebody sends it; None
         where that takes too long for the loop, or where there is nothing to gain."""
 
@@ -129,7 +129,7 @@ class PlainDigest:
         return self._sum.digest()
 
 
-class LateHeader:
+class DeferredHeader:
     """The header of a value, which is made when this is called first: `content` is to be its."""
 
     __slots__ = ("_identity", "_is_made", "_payload", "content")
@@ -156,9 +156,9 @@ class PlainCodec:
         fields = pack_fields(identity, memoryview(payload).nbytes, flags=0)
         return fields + _checksum(fields, payload), payload
 
-    def header_later(self, payload: Buffer, identity: ValueIdentity) -> LateHeader | None:
+    def header_later(self, payload: Buffer, identity: ValueIdentity) -> DeferredHeader | None:
         is_late = _LATE_LEAST <= memoryview(payload).nbytes <= _LATE_MOST
-        return LateHeader(payload, identity) if is_late else None
+        return DeferredHeader(payload, identity) if is_late else None
 
     def digest(self, header: Buffer) -> PlainDigest:
         """256 KiB take it 9 us, at 29 GB/s."""

@@ -30,7 +30,7 @@ from tierkv.cache.keys import lists_tails, tells_of_blocks
 from tierkv.clock import Clock
 from tierkv.config import Fixed
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError, TierKVError
-from tierkv.storage.base import StoreAround
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.protocol import (
     BreakerState,
     GetItem,
@@ -116,7 +116,7 @@ class ResilienceSettings:
                 raise ConfigError(f"{name} must be a number not below 0, not {number}")
 
 
-class GuardedStore(StoreAround):
+class GuardedStore(StoreWrapper):
     """`Store`. Every answer comes within the deadline, if the inner store gives buffers back in
     time when it is cancelled; while the breaker is open, at once."""
 

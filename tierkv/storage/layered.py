@@ -17,7 +17,7 @@ from typing import TypeVar
 from tierkv.config import Fixed
 from tierkv.errors import BadRequestError, ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage.base import (
-    StoreAround,
+    StoreWrapper,
     num_leading,
 )
 from tierkv.storage.protocol import (
@@ -68,7 +68,7 @@ class LayeredSettings:
             raise ConfigError(f"near_ttl_s: {error}") from error
 
 
-class LayeredStore(StoreAround):
+class LayeredStore(StoreWrapper):
     """`Store`. The far store decides what there is: what counts as stored is stored there, and the
     near one holds copies of values that never change. Values that are replaced (tickets) and small
     ones asked for with `get` are far only. A near store that fails is a slower far store."""
@@ -330,7 +330,7 @@ class NearCopies:
             self._in_hand = ""
 
 
-class OpensLater(StoreAround):
+class OpensLater(StoreWrapper):
     """`Store`. One that cannot be opened at the start is out of order until it can: a node starts
     while its near store is down."""
 

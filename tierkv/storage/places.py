@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import TypeVar
 
 from tierkv.errors import BadRequestError, ConfigError, StoreUnavailableError, TierKVError
-from tierkv.storage.base import StoreAround
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.notify import LOOK, Listener, Notifier, Polling
 from tierkv.storage.protocol import (
     Capabilities,
@@ -57,7 +57,7 @@ async def patiently(attach: Callable[[], Awaitable[None]]) -> None:
                 raise
 
 
-class _NoStore(StoreAround):
+class _NoStore(StoreWrapper):
     """What answers where no store is attached: FAILED, or StoreUnavailableError."""
 
     url = "none"

@@ -36,7 +36,7 @@ from tierkv.storage.redis.requests import TAKES_NOTHING, pipeline, question, que
 from tierkv.storage.redis.resp import Refused, Reply, pack_all
 from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.url import RedisSettings, TlsFiles
-from tierkv.storage.redis.wire import Pace, Turn, Unanswered, WireRequest, WireStats
+from tierkv.storage.redis.wire import TransferTimeout, Turn, Unanswered, WireRequest, WireStats
 
 # Names in one command. The server does nothing else meanwhile; 1,000 take it 0.3 ms.
 NAMES_PER_COMMAND = 1024
@@ -66,8 +66,8 @@ class RedisAccess:
     tls_files: TlsFiles | None
     tls: SSLContext | None
     stats: WireStats
-    pace: Pace
-    question_pace: Pace
+    pace: TransferTimeout
+    question_pace: TransferTimeout
     turn: Turn = field(default_factory=Turn)
 
 

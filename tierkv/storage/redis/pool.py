@@ -16,7 +16,7 @@ from tierkv.storage.redis.socket import Address, open_pipe
 from tierkv.storage.redis.wire import (
     Batch,
     Outcome,
-    Pace,
+    TransferTimeout,
     Turn,
     Unanswered,
     Window,
@@ -84,7 +84,7 @@ class Dialer:
     login: Login
     tls: SSLContext | None
     connect_timeout_s: float
-    pace: Pace
+    pace: TransferTimeout
     stats: WireStats = field(default_factory=WireStats)
     turn: Turn = field(default_factory=Turn)
     home_bytes: int = READING_BYTES

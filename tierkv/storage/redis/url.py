@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, unquote
 from tierkv.config import Fixed
 from tierkv.errors import ConfigError
 from tierkv.storage.redis.socket import Address, port_of
-from tierkv.storage.redis.wire import Pace
+from tierkv.storage.redis.wire import TransferTimeout
 
 ACCEPTED = (
     "redis://[user:password@]host[:port][/db], the same with rediss:// for TLS, "
@@ -233,5 +233,5 @@ class RedisSettings:
                 raise ConfigError(f"{name} must be a number above 0, not {number}")
 
     @property
-    def pace(self) -> Pace:
-        return Pace(self.timeout_s, self.slowest_bytes_per_s)
+    def pace(self) -> TransferTimeout:
+        return TransferTimeout(self.timeout_s, self.slowest_bytes_per_s)

@@ -116,7 +116,7 @@ class WireRequest:
 
 
 @dataclass(slots=True)
-class Pace:
+class TransferTimeout:
     """How long an exchange may take: timeout_s, its bytes at slowest_bytes_per_s, and extra_s that
     the way to the servers takes, while that is a long one."""
 
@@ -231,7 +231,7 @@ class Wire:
     def __init__(
         self,
         pipe: Pipe,
-        pace: Pace,
+        pace: TransferTimeout,
         stats: WireStats,
         *,
         turn: Turn,
