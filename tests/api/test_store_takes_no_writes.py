@@ -82,3 +82,20 @@ async def test_writes_that_are_skipped_for_a_while_repeat_the_stores_own_first_r
             [put] = await store.put([PutItem(name, (b"x",))])
             assert put.status is PutStatus.FULL
             assert "OOM command not allowed" in put.reason
+
+
+async def test_a_store_that_refuses_for_another_reason_than_before_says_the_new_one(
+    server: RedisServer,
+) -> None:
+    settings = StoreSettings(
+        redis=SETTINGS.redis,
+        resilience=ResilienceSettings(timeout_s=20.0, write_timeout_s=20.0, full_pause_s=0.0),
+    )
+    store = open_guarded_store(server.url, settings, SystemClock())
+    async with store.running():
+        for fault, words in (("full", "OOM"), ("a replica", "READONLY")):
+            begin, end = FAULTS[fault][:2]
+            await asyncio.to_thread(server.execute, *begin)
+            assert await put_one(store, f"t:f:{words}:0", b"x") is PutStatus.FULL
+            assert words in store.health.write_refusal
+            await asyncio.to_thread(server.execute, *end)

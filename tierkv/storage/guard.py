@@ -137,7 +137,7 @@ class GuardedStore(StoreWrapper):
         )
         self._num_stuck = 0  # of the batches of writes at the store
         self._full_until = 0.0
-        self._write_refusal = ""  # the store's own first reason, until it stores something
+        self._write_refusal = ""  # the store's own reason, until it stores something
         self._missing = NegativeCache(settings.negative_ttl_s, settings.negative_names, clock)
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0  # for retries
         self._random = random.Random()
@@ -363,8 +363,9 @@ class GuardedStore(StoreWrapper):
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome.status is PutStatus.FULL and not outcome.takes_others:
                 self._full_until = self._clock.monotonic() + self._settings.full_pause_s
-                if not self._write_refusal:
-                    self._write_refusal = outcome.reason.removeprefix(f"{item.name}: ")
+                was_taken = not self._write_refusal
+                self._write_refusal = outcome.reason.removeprefix(f"{item.name}: ")
+                if was_taken:
                     _log.warning("%s takes no writes: %s", self.url, self._write_refusal)
                 return
         if self._write_refusal and any(one.status is PutStatus.STORED for one in outcomes):

@@ -254,7 +254,7 @@ class StoreHealth:
         own: the others do without it.
     num_opened: how often the circuit has opened. reason: why it did last. degraded_s: how long it
         has not been closed, all in all.
-    write_refusal: why it takes no writes, as it said first; "" if it does. It may be read.
+    write_refusal: why it takes no writes, in its own words; "" if it does. It may be read.
     num_refused: operations that failed at once: circuit open, too many waiting, or stuck.
     """
 
