@@ -48,7 +48,7 @@ from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.gpu import open_device
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.http.loop import short_collections
+from tierkv.http.process import short_collections
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings, ReferenceEngine

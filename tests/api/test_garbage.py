@@ -6,7 +6,7 @@ import gc
 import weakref
 
 from tests.latch import until
-from tierkv.http.loop import short_collections
+from tierkv.http.process import short_collections
 
 
 class Cycle:

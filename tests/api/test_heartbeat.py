@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from tests.latch import until
-from tierkv.http.loop import TICK_S, Heartbeat
+from tierkv.http.process import TICK_S, Heartbeat
 
 _STILL_S = 0.3
 

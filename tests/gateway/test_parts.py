@@ -14,7 +14,7 @@ from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable
 from tierkv.gateway.relay import StopFinder
 from tierkv.gateway.routing import Held, PrefixMemory, choose_decode, choose_prefill
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
-from tierkv.http.loop import Heartbeat
+from tierkv.http.process import Heartbeat
 
 HEALTH = HealthSection(eject_s=1.0, eject_most_s=8.0)
 FEW_LETTERS = st.text("ab\n", max_size=30)

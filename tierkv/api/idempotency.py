@@ -8,9 +8,21 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
+import xxhash
+
+from tierkv.api.types import PromptBody
 from tierkv.errors import DuplicateRequestError, TierKVError
 
 T = TypeVar("T")
+
+
+def content_of(body: PromptBody, tokens: bytes) -> bytes:
+    """A digest of all that a body asks for, whatever form its tokens and its id came in."""
+    rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
+    digest = xxhash.xxh3_128(tokens)
+    digest.update(repr(rest).encode())  # no encoder: a seed may be an integer of any size
+    return digest.digest()
 
 
 @dataclass(slots=True)
@@ -38,10 +50,18 @@ class Once(Generic[T]):
     def __len__(self) -> int:
         return len(self._open) + len(self._past)
 
-    async def do(self, key: Hashable, content: bytes, work: Callable[[], Awaitable[T]]) -> T:
+    async def do(
+        self,
+        key: Hashable,
+        content: bytes,
+        work: Callable[[], Awaitable[T]],
+        *,
+        stays_open: bool = True,
+    ) -> T:
         """The result of `work`, which runs if there is none yet for `key`.
 
-        content: a digest of what is asked for. Raises DuplicateRequestError if the same key was
+        content: a digest of what is asked for. stays_open: the result stands for something that
+        ends with `let_go`. Raises DuplicateRequestError if the same key was
         used for something else, and what `work` raises. If who runs it is cancelled, one of those
         that wait runs it instead.
         """
@@ -68,15 +88,9 @@ class Once(Generic[T]):
             entry.outcome.cancel()
             raise
         entry.outcome.set_result(made)
-        return made
-
-    async def answer(self, key: Hashable, content: bytes, work: Callable[[], Awaitable[T]]) -> T:
-        """As `do`, for a result that stands for nothing that is still open."""
-        result = await self.do(key, content, work)
-        entry = self._open.get(key)
-        if entry is not None and entry.outcome.done():
+        if not stays_open:
             self.let_go(key)
-        return result
+        return made
 
     def let_go(self, key: Hashable) -> None:
         """The result of `key` need not be kept for long any more."""

@@ -21,9 +21,8 @@ from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
 from tierkv.http.bodies import BodyReader
 from tierkv.http.callers import request_name
-from tierkv.http.loop import Heartbeat
 from tierkv.http.problems import NoEngineError, NotReadyError
-from tierkv.http.process import CallUnderWay, Working
+from tierkv.http.process import CallUnderWay, Heartbeat, Working
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel

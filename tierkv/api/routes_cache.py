@@ -10,10 +10,10 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
+from tierkv.api.idempotency import content_of
 from tierkv.api.movements import PromptMovement, PromptMovements
 from tierkv.api.pins import Pin
 from tierkv.api.routes import Routes, principal_of
-from tierkv.api.routes_requests import content_of
 from tierkv.api.sessions import Key
 from tierkv.api.types import (
     BackupAnswer,
@@ -32,8 +32,8 @@ from tierkv.cache.keys import Prompt
 from tierkv.errors import StoreUnavailableError
 from tierkv.http import bodies
 from tierkv.http.callers import Access
-from tierkv.http.loop import in_turns
 from tierkv.http.problems import UnknownIdError
+from tierkv.http.process import in_turns
 from tierkv.http.route import Disconnect, Route, in_path
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.ledger import Standing

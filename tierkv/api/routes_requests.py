@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-import xxhash
 from aiohttp import web
 
+from tierkv.api.idempotency import content_of
 from tierkv.api.routes import Routes, principal_of
 from tierkv.api.sessions import HeldSession
 from tierkv.api.types import (
@@ -18,7 +17,6 @@ from tierkv.api.types import (
     EndAnswer,
     ExtendBody,
     MatchedTokens,
-    PromptBody,
     PublishAnswer,
     PublishBody,
     RequestAnswer,
@@ -170,14 +168,6 @@ class RequestRoutes(Routes):
                 await self._node.desk.commit(held, body.packed(held.running().spec.prompt.tokens))
             await self._node.desk.end(held, State.FINISHED)
         return _end_answer(held)
-
-
-def content_of(body: PromptBody, tokens: bytes) -> bytes:
-    """A digest of all that a body asks for, whatever form its tokens and its id came in."""
-    rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
-    digest = xxhash.xxh3_128(tokens)
-    digest.update(repr(rest).encode())  # no encoder: a seed may be an integer of any size
-    return digest.digest()
 
 
 def fields_of(request: web.BaseRequest, held: HeldSession) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import TypeVar, cast
 import msgspec
 from aiohttp import web
 
+from tierkv.api.idempotency import content_of
 from tierkv.api.routes import Routes, principal_of
-from tierkv.api.routes_requests import content_of
 from tierkv.api.settings import Role
 from tierkv.api.types import (
     DecodeAnswer,
@@ -204,32 +204,32 @@ class WorkRoutes(Routes):
         content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
         return _Work(operation, request_id, principal_of(request).tenant, content, job)
 
-    async def _answer(
+    def _answer(
         self,
         request: web.BaseRequest,
         work: _Work,
         compute: Callable[[GenerateRequest], Awaitable[A]],
         *,
         streams: bool,
-    ) -> web.StreamResponse | A:
+    ) -> Awaitable[web.StreamResponse | A]:
         """Answer with what `compute` makes of the job, or made of it when this was asked before.
         A stream that repeats has its tokens all at once."""
 
-        async def once(on_tokens: OnTokens | None) -> A:
-            job = replace(work.job, on_tokens=on_tokens)
-            key = (work.operation, work.tenant, work.request_id)
-            async with self._node.work():
-                made = await self._node.answers.answer(key, work.content, lambda: compute(job))
-            return cast("A", made)  # of the same operation
-
         async def tell(on_tokens: OnTokens) -> A:
-            made = await once(on_tokens)
+            job = replace(work.job, on_tokens=on_tokens)
+            made = await self._once(replace(work, job=job), compute)
             on_tokens(made.tokens)
             return made
 
-        if streams:
-            return await stream(request, tell)
-        return await once(None)
+        return stream(request, tell) if streams else self._once(work, compute)
+
+    async def _once(self, work: _Work, compute: Callable[[GenerateRequest], Awaitable[A]]) -> A:
+        key = (work.operation, work.tenant, work.request_id)
+        async with self._node.work():
+            made = await self._node.answers.do(
+                key, work.content, lambda: compute(work.job), stays_open=False
+            )
+        return cast("A", made)  # of the same operation
 
     def _check_role(self, needed: Role, *, has_it: bool) -> None:
         if not has_it:

@@ -30,9 +30,8 @@ from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
 from tierkv.http.auth import Guard
 from tierkv.http.listen import bind, is_loopback, make_room_for, server_tls, unix_listener, url_of
-from tierkv.http.loop import short_collections
 from tierkv.http.problems import fail
-from tierkv.http.process import told_to_end
+from tierkv.http.process import short_collections, told_to_end
 from tierkv.http.route import NO_ROUTE, HttpRouter, Route, routes_of
 from tierkv.http.server import ConnectionLimits, serving
 

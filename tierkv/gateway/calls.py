@@ -29,7 +29,7 @@ from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import Held
 from tierkv.gateway.settings import GatewaySettings, HealthSection, node_tls
 from tierkv.http.bodies import EVENT_STREAM, MSGPACK, REQUEST_ID_HEADER
-from tierkv.http.loop import Heartbeat, patient_timeout
+from tierkv.http.process import Heartbeat, patient_timeout
 from tierkv.tasks import background
 
 UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what others sent

@@ -26,8 +26,7 @@ from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import REMEMBERED_BYTES, Held, PrefixMemory
 from tierkv.gateway.settings import GatewaySettings, LimitsSection
-from tierkv.http.loop import Heartbeat
-from tierkv.http.process import Working
+from tierkv.http.process import Heartbeat, Working
 
 
 class Admission:

@@ -11,7 +11,7 @@ from tierkv.api.settings import Role
 from tierkv.cache.keys import differences
 from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySection, HealthSection, urls_of
-from tierkv.http.loop import Heartbeat, patient_timeout
+from tierkv.http.process import Heartbeat, patient_timeout
 
 _FIRST_RATE = 5_000.0  # prompt tokens a second, until a node has shown its own
 _ENOUGH_TOKENS = 64  # of fewer, the time is that of the call

@@ -50,9 +50,8 @@ from tierkv.http.auth import Guard
 from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.listen import bind, make_room_for, server_tls, url_of
-from tierkv.http.loop import in_turns
 from tierkv.http.problems import log_if_unexpected
-from tierkv.http.process import told_to_end
+from tierkv.http.process import in_turns, told_to_end
 from tierkv.http.route import HttpRouter, Route, in_path, routes_of
 from tierkv.http.server import ConnectionLimits, serving
 from tierkv.tasks import task_group

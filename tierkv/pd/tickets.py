@@ -1,12 +1,16 @@
-"""Tickets in storage: how they are made, written, read, checked and acknowledged."""
+"""Tickets in storage: how they are made, written, read, checked and acknowledged; and the lease by
+which the node that made them says that it lives."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TypeVar
+from uuid import uuid4
 
 import msgspec
 
@@ -20,9 +24,7 @@ from tierkv.errors import (
     StoreUnavailableError,
 )
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.lease import ProducerLease
 from tierkv.pd.settings import EXPIRED_GRACE_S
-from tierkv.pd.small import SmallValues
 from tierkv.pd.ticket import (
     MAX_TICKET_BYTES,
     Acknowledgement,
@@ -31,13 +33,170 @@ from tierkv.pd.ticket import (
     Ticket,
 )
 from tierkv.sched.tiers import Tiers
+from tierkv.storage.codec_small import SmallCodec
 from tierkv.storage.notify import Notifier
-from tierkv.storage.protocol import PutOutcome, PutStatus
-from tierkv.tasks import abandonable
+from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus, Store
+from tierkv.tasks import abandonable, background
 from tierkv.transfer.storage_io import StorageIO
 
+_SEAL_BYTES = 64  # no seal adds more
+
+
+class SmallValues:
+    """Tickets and the like in a store, sealed under their names as `storage.trust` asks for.
+
+    codec: what a value is sealed with; it must be that of every node that shares the store.
+    """
+
+    def __init__(self, store: Store, codec: SmallCodec) -> None:
+        self._store = store
+        self._codec = codec
+
+    async def get(self, name: str, *, max_bytes: int) -> bytes | None:
+        """What was put under `name`, None if nothing is there. Raises StoreUnavailableError, and
+        StoreCorruptError if it is too long, or was not sealed for this name with this key."""
+        value = await self._store.get(name, max_bytes=max_bytes + _SEAL_BYTES)
+        return None if value is None else self._codec.unseal_small(name, value)
+
+    async def put(self, name: str, content: bytes, *, ttl_s: float, only_new: bool = False) -> bool:
+        """In place of what is there, or, with `only_new`, where nothing is; whether it was put.
+        Raises StoreUnavailableError if the store did not take it."""
+        sealed = self._codec.seal_small(name, content)
+        item = PutItem(name, (sealed,), ttl_s=ttl_s, keep_existing=False, only_new=only_new)
+        [outcome] = await self._store.put([item])
+        if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
+            raise StoreUnavailableError(f"{self._store.url} did not take it: {outcome.reason}")
+        return outcome.status is PutStatus.STORED
+
+
+log = logging.getLogger("tierkv.handoff")
+
+_BEATS_PER_LEASE = 3
+_MAX_LEASE_BYTES = 64
+_GOODBYE_S = 0.5
+_AGAIN_S = 0.2
+_DECIMALS, _DIGITS = 3, 20
+
+
+def _until(until: float, incarnation: str) -> bytes:
+    """A decimal number, as it always was: seconds with three decimals. The 20 digits behind them
+    say whose it is."""
+    return f"{until:.3f}{_digits_of(incarnation)}".encode()
+
+
+def _is_of(value: bytes, incarnation: str) -> bool:
+    """Whether it is this producer's, not another's under its name; it is believed of a value that
+    ends after the third decimal, as older nodes write it."""
+    digits = value.partition(b".")[2][_DECIMALS:]
+    return not digits or digits == _digits_of(incarnation).encode()
+
+
+def _digits_of(incarnation: str) -> str:
+    number = int.from_bytes(hashlib.sha256(incarnation.encode()).digest(), "big")
+    return f"{number % 10**_DIGITS:0{_DIGITS}}"
+
+
+class ProducerLease:
+    """How a prefill node says that it lives: a value with a short time to live, written again and
+    again while it has open tickets. One for all open tickets of a running node, which a restarted
+    node does not take over."""
+
+    def __init__(
+        self, storage: StorageIO, values: SmallValues, clock: Clock, *, lease_s: float
+    ) -> None:
+        self.incarnation = uuid4().hex
+        self.lease_s = lease_s
+        self._storage = storage
+        self._values = values
+        self._clock = clock
+        self._num_held = 0
+        self._wanted = asyncio.Event()
+        self._beaten = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._beaten_at = float("-inf")
+        self.num_beats = 0
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At the end the lease is given up at once, so that nobody waits for it to end."""
+        async with background({"tierkv-producer-lease": self._keep()}):
+            yield
+        if self.num_beats:
+            with suppress(StoreUnavailableError, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await self._storage.store.delete([self._name])
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Say that this node lives until the body has ended."""
+        self._num_held += 1
+        self._wanted.set()
+        if asyncio.get_running_loop().time() - self._beaten_at > self.beat_s:
+            self._beaten.clear()
+            self._hurry.set()
+        try:
+            yield
+        finally:
+            self._num_held -= 1
+            if not self._num_held:
+                self._wanted.clear()
+
+    async def is_said(self) -> None:
+        """Return once it was said. Inside `held`."""
+        await self._beaten.wait()
+
+    async def is_alive(self, incarnation: str) -> bool:
+        """Whether the node that calls itself so says that it lives. Raises StoreUnavailableError.
+
+        A store that drops nothing by itself is not believed beyond what the value says.
+        """
+        name = self._storage.names.producer(incarnation)
+        try:
+            value = await self._values.get(name, max_bytes=_MAX_LEASE_BYTES)
+        except StoreCorruptError:
+            return False
+        if value is None or not _is_of(value, incarnation):
+            return False
+        if self._storage.store.capabilities.has_ttl:
+            return True
+        try:
+            return float(value) > self._clock.wall()
+        except ValueError:
+            return False
+
+    @property
+    def beat_s(self) -> float:
+        return self.lease_s / _BEATS_PER_LEASE
+
+    @property
+    def _name(self) -> str:
+        return self._storage.names.producer(self.incarnation)
+
+    async def _keep(self) -> None:
+        """The lease outlasts two beats that fail. After one it is tried again soon: a store that
+        was away may have let the lease run out, and is back."""
+        while True:
+            await self._wanted.wait()
+            until = _until(self._clock.wall() + self.lease_s, self.incarnation)
+            pause_s = min(_AGAIN_S, self.beat_s)
+            with suppress(TimeoutError, StoreUnavailableError):
+                async with asyncio.timeout(self.lease_s):
+                    await self._values.put(self._name, until, ttl_s=self.lease_s)
+                pause_s = self.beat_s
+            self.num_beats += 1
+            self._beaten_at = asyncio.get_running_loop().time()
+            self._beaten.set()
+            self._hurry.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._hurry.wait()
+
+
 _MAX_ACKNOWLEDGEMENT_BYTES = 64 << 10
-_Handed = TypeVar("_Handed", Ticket, OpenTicket)
 _Named = TypeVar("_Named", Ticket, OpenTicket, Acknowledgement)
 
 # What is told under a ticket's name.
@@ -169,10 +328,15 @@ class Tickets:
         same prompt may be handed over again. What cannot be read is in nobody's way."""
         with suppress(HandoffError, StoreUnavailableError):
             # In the order opposite to that in which they are written: one of the two is seen.
-            for found in (
-                await self._coming(ticket_id),
-                await self._unclaimed(ticket_id),
+            opened = await self.read_open(ticket_id)
+            if opened is not None and (
+                opened.failure or not await self.lease.is_alive(opened.incarnation)
             ):
+                opened = None
+            whole = await self.read(ticket_id)
+            if whole is not None and await self.is_claimed(whole):
+                whole = None
+            for found in (opened, whole):
                 if found is None or self.has_expired(found) or found.digests == tuple(digests):
                     continue
                 raise DuplicateRequestError(
@@ -214,17 +378,6 @@ class Tickets:
         except HandoffError:  # damaged
             return True
 
-    async def _unclaimed(self, ticket_id: str) -> Ticket | None:
-        ticket = await self.read(ticket_id)
-        return None if ticket is None or await self.is_claimed(ticket) else ticket
-
-    async def _coming(self, ticket_id: str) -> OpenTicket | None:
-        """The open ticket, if somebody still computes its prompt."""
-        opened = await self.read_open(ticket_id)
-        if opened is None or opened.failure or not await self.lease.is_alive(opened.incarnation):
-            return None
-        return opened
-
     # The decode node's side
 
     async def read(self, ticket_id: str) -> Ticket | None:
@@ -239,10 +392,11 @@ class Tickets:
 
     async def read_acknowledgement(self, ticket_id: str) -> Acknowledgement | None:
         """Who claimed the ticket, None if nobody did. Raises StoreUnavailableError."""
-        name = self.names.acknowledgement(ticket_id)
         try:
-            return await self._value(ticket_id, name, Acknowledgement, _MAX_ACKNOWLEDGEMENT_BYTES)
-        except StoreCorruptError:
+            return await self._read(
+                ticket_id, self.names.acknowledgement, Acknowledgement, _MAX_ACKNOWLEDGEMENT_BYTES
+            )
+        except HandoffError:
             return None
 
     async def is_claimed(self, ticket: Ticket) -> bool:
@@ -305,23 +459,25 @@ class Tickets:
             await self.notifier.tell(topic, acknowledged_hint(ticket.ticket_id))
 
     async def _read(
-        self, ticket_id: str, name_of: Callable[[str], str], kind: type[_Handed]
-    ) -> _Handed | None:
+        self,
+        ticket_id: str,
+        name_of: Callable[[str], str],
+        kind: type[_Named],
+        max_bytes: int = MAX_TICKET_BYTES,
+    ) -> _Named | None:
+        """Raises HandoffError if it is damaged, or another ticket's: whoever restored or moved
+        values, a trusted store too may have one under another's name."""
         check_id(ticket_id)
         try:
-            return await self._value(ticket_id, name_of(ticket_id), kind, MAX_TICKET_BYTES)
+            value = await self._values.get(name_of(ticket_id), max_bytes=max_bytes)
+            found = None if value is None else kind.decode(value)
         except StoreCorruptError as error:
             raise HandoffError(ClaimProblem.DAMAGED.value, f"the ticket: {error}") from error
-
-    async def _value(
-        self, ticket_id: str, name: str, kind: type[_Named], max_bytes: int
-    ) -> _Named | None:
-        """Raises StoreCorruptError if it is damaged, or another ticket's: whoever restored or moved
-        values, a trusted store too may have one under another's name."""
-        value = await self._values.get(name, max_bytes=max_bytes)
-        found = None if value is None else kind.decode(value)
         if found is not None and found.ticket_id != ticket_id:
-            raise StoreCorruptError(f"what lies under its name is {found.ticket_id[:80]!r}'s")
+            raise HandoffError(
+                ClaimProblem.DAMAGED.value,
+                f"the ticket: what lies under its name is {found.ticket_id[:80]!r}'s",
+            )
         return found
 
 

@@ -20,13 +20,11 @@ from tierkv.gpu.protocol import Device, HostSlots
 from tierkv.pd.claims import Claims
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import Handoff
-from tierkv.pd.lease import ProducerLease
 from tierkv.pd.ledger import HandoffStats, TicketLedger
 from tierkv.pd.portions import Portions
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.small import SmallValues
 from tierkv.pd.staging import STAGING_BLOCKS, Staging
-from tierkv.pd.tickets import Tickets
+from tierkv.pd.tickets import ProducerLease, SmallValues, Tickets
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.sched.arrivals import Arrivals
 from tierkv.sched.fetch import Fetcher

@@ -12,15 +12,16 @@ from tierkv.cache.copies import CopyState
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.node import Quota, Tier
 from tierkv.clock import Clock, SystemClock
-from tierkv.errors import StoreUnavailableError
+from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats
+from tierkv.pd import ledger
 from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.ledger import TicketStatus, TicketView
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.stream import PublishStream
-from tierkv.pd.ticket import Ticket
+from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, Surroundings, explain
 from tierkv.sched.fetch import Fetched
@@ -28,9 +29,9 @@ from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.stored import stored_beyond, tokens_beyond
 from tierkv.sched.tenants import Limits
-from tierkv.service.handing import Handing, Publishings
 from tierkv.service.memory import Memory
 from tierkv.service.parts import MadeOf, Parts, check, opened, sleep, wake
+from tierkv.service.publishing import Publishings
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
 from tierkv.tasks import failures_told_to
@@ -114,7 +115,6 @@ class Service:
         self.scheduler, self.fetcher = parts.scheduler, parts.fetcher
         self.estimator, self.tenants = parts.estimator, parts.tenants
         self._arriving = parts.arriving
-        self._handing = Handing(self._made_of.handoff, parts.tiers, parts.handoff, parts.claims)
 
     @property
     def planes(self) -> Planes:
@@ -402,7 +402,12 @@ class Service:
         sampling: Mapping[str, str] | None,
     ) -> tuple[Request, Ticket | None]:
         """`claim`, for who has the whole of it in one."""
-        claim = self._handing.claim(spec, ticket_id, policy, deadline_s, sampling)
+        self._the_handoff()
+        if deadline_s is None:
+            deadline_s = self._made_of.handoff.claim_deadline_s
+        claim = self._parts.claims.claim(
+            spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
+        )
         return await self._arriving.brought(
             spec.request_id,
             spec.prompt.space,
@@ -413,11 +418,20 @@ class Service:
     @property
     def handoff(self) -> Handoff | None:
         """None without a storage tier to hand over through."""
-        return self._handing.handoff
+        return self._parts.handoff if self.tiers.copies.storage is not None else None
 
     @property
     def claims(self) -> Claims | None:
-        return self._handing.claims
+        return self._parts.claims if self.tiers.copies.storage is not None else None
+
+    def _the_handoff(self) -> Handoff:
+        """Raises HandoffError without a storage tier."""
+        if self.tiers.copies.storage is None:
+            raise HandoffError(
+                ClaimProblem.UNAVAILABLE.value,
+                "this node has no storage tier: set storage.url to hand prompts over",
+            )
+        return self._parts.handoff
 
     async def publish(
         self,
@@ -428,34 +442,53 @@ class Service:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
     ) -> Published:
-        """Store the request's computed prompt, and a ticket for it; see Handing.publish."""
-        return await self._handing.publish(
-            request, ticket_id, first_tokens, after=after, sampling=sampling
+        """Store the request's computed prompt, and a ticket for it; see Handoff.publish."""
+        return await self._the_handoff().publish(
+            request,
+            ticket_id,
+            first_tokens,
+            after=after,
+            sampling=sampling,
+            deadline_s=self._made_of.handoff.publish_deadline_s,
         )
 
     def stream(self, request: Request, ticket_id: str) -> PublishStream | None:
-        """Publish the prompt while it is computed; None if the settings say otherwise."""
-        return self._handing.stream(request, ticket_id)
+        """Publish the prompt while it is computed; None if the settings say otherwise. See
+        PublishStream."""
+        handoff, settings = self._the_handoff(), self._made_of.handoff
+        if not settings.streams:
+            return None
+        return PublishStream(handoff, request, ticket_id, deadline_s=settings.publish_deadline_s)
 
     async def check_ticket_is_free(self, ticket_id: str, prompt: Prompt) -> None:
-        """Raises DuplicateRequestError if another prompt's ticket of this id can be claimed."""
-        await self._handing.check_ticket_is_free(ticket_id, prompt)
+        """Raises DuplicateRequestError if another prompt's ticket of this id can be claimed; see
+        Tickets.check_free. A store that does not answer in time is in nobody's way."""
+        tickets = self._the_handoff().tickets
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._made_of.handoff.lookup_deadline_s):
+                digests = [key.digest for key in tickets.keys_of(prompt)]
+                await tickets.check_free(ticket_id, digests)
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
         """How a ticket stands, of whatever node it is; without waiting for it."""
-        return await self._handing.ticket_state(ticket_id)
+        return await ledger.look(self._the_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
         """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""
-        return await self._handing.forget_ticket(ticket_id)
+        return await self._the_handoff().tickets.forget(ticket_id)
 
     async def acknowledge(self, ticket_id: str) -> None:
-        """Say that a ticket was claimed by an engine that did not do so through `claim`."""
-        await self._handing.acknowledge(ticket_id)
+        """Say that a ticket was claimed by an engine that did not do so through `claim`. Raises
+        HandoffError if there is none, and StoreUnavailableError."""
+        tickets = self._the_handoff().tickets
+        ticket = await tickets.read(ticket_id)
+        if ticket is None:
+            raise HandoffError(ClaimProblem.NOT_YET.value, f"there is no ticket {ticket_id[:80]!r}")
+        await tickets.acknowledge(ticket)
 
     def issued_tickets(self) -> list[TicketView]:
         """What became of the last tickets of this node, the newest first."""
-        return self._handing.issued_tickets()
+        return self._parts.handoff.ledger.views
 
     # Looking
 

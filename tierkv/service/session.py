@@ -34,7 +34,7 @@ from tierkv.pd.handoff import Published
 from tierkv.pd.stream import PublishStream
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
-from tierkv.service.handing import Publishing
+from tierkv.service.publishing import Publishing
 from tierkv.service.service import Service
 
 log = logging.getLogger("tierkv.session")
@@ -150,7 +150,7 @@ class Session:
 
     def _took(self, request: Request) -> Request:
         if self.has_ended:  # in the moment in which it came
-            self._service.end(request)
+            self._service.scheduler.end(request)
             raise OwnershipError(f"request {self.spec.request_id!r} has ended")
         self._request, self.spec = request, request.spec
         return request
@@ -212,7 +212,7 @@ class Session:
         await self._give_up_streams(problem)
         self.running()  # it may have been ended meanwhile
         self._request = None
-        self._service.end(request, after=after)
+        self._service.scheduler.end(request, after=after)
         try:
             spec = msgspec.structs.replace(self.spec, most_cached_tokens=intact * size)
             recovered = self._took(await self._service.scheduler.admit(spec))
@@ -229,7 +229,7 @@ class Session:
         """KV of `tokens` is in the block table once `after` is done; see Scheduler.commit. What of
         it belongs to a prompt that goes out while it is computed follows the others."""
         request = self.running()
-        await self._service.commit(request, tokens, after=after)
+        await self._service.scheduler.commit(request, tokens, after=after)
         prompt_tokens = min(request.computed_tokens, self.spec.prompt.num_tokens)
         for publishing in self._publishes.values():
             if publishing.stream is not None:
@@ -237,7 +237,7 @@ class Session:
 
     async def extend(self, num_tokens: int) -> None:
         """More room in the block table; see Scheduler.extend."""
-        await self._service.extend(self.running(), num_tokens)
+        await self._service.scheduler.extend(self.running(), num_tokens)
 
     async def preempt(self, *, after: Sequence[Event] = ()) -> None:
         """Give the blocks back for a while, once they are published as far as was asked. Raises
@@ -247,7 +247,7 @@ class Session:
             text = f"request {self.spec.request_id!r} is being published as it is computed"
             raise OwnershipError(text)
         await self._published()
-        self._service.preempt(self.running(), after=after)
+        self._service.scheduler.preempt(self.running(), after=after)
 
     async def resume(self, *, max_new_tokens: int) -> Request:
         """Wait for blocks again, with all that is still cached. Cancelled, it stays preempted;
@@ -403,8 +403,8 @@ class Session:
         if self._resuming is not None:
             self._resuming.reschedule(asyncio.get_running_loop().time())
         if request is not None and request.state is RequestState.PREEMPTED:
-            self._service.abandon(request)
+            self._service.scheduler.abandon(request)
         elif request is not None and request.state is RequestState.RUNNING:
-            self._service.end(request, after=self._last_use)
+            self._service.scheduler.end(request, after=self._last_use)
         self.over.set_result(None)
         self._on_end()
