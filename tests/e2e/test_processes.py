@@ -40,9 +40,12 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 class Cluster:
-    """Nodes over one store, and a client."""
+    """Nodes over one store, and a client. direct: what is said of a store goes through it."""
 
-    def __init__(self, storage: str, folder: Path, http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, storage: str, folder: Path, http: aiohttp.ClientSession, direct: str = "off"
+    ) -> None:
+        self._direct = direct
         self._storage = storage
         self._folder = folder
         self._http = http
@@ -56,7 +59,7 @@ class Cluster:
             config=self._config,
             storage=self._storage,
             folder=self._folder,
-            direct="off",  # what is said here of a store goes through it
+            direct=self._direct,
         )
 
     async def post(self, where: NodeProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -72,18 +75,18 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(storage: str, folder: Path) -> AsyncIterator[Cluster]:
+async def cluster(storage: str, folder: Path, direct: str = "off") -> AsyncIterator[Cluster]:
     async with aiohttp.ClientSession(connector=fresh_connections()) as http:
-        yield Cluster(storage, folder, http)
+        yield Cluster(storage, folder, http, direct)
 
 
 @asynccontextmanager
 async def pair(
-    storage: str, folder: Path
+    storage: str, folder: Path, direct: str = "off"
 ) -> AsyncIterator[tuple[Cluster, NodeProcess, NodeProcess]]:
     """A prefill node and a decode node."""
     async with (
-        cluster(storage, folder) as nodes,
+        cluster(storage, folder, direct) as nodes,
         nodes.node("prefill", "prefill") as prefill,
         nodes.node("decode", "decode") as decode,
     ):

@@ -294,7 +294,7 @@ async def test_hand_offs_leave_no_connection_and_no_thread(url: str, way: str) -
 async def test_tokens_of_the_reference_model_are_exact_over_http_and_direct(
     url: str, tmp_path: Path
 ) -> None:
-    async with pair(url, tmp_path) as (nodes, there, here):
+    async with pair(url, tmp_path, direct="auto") as (nodes, there, here):
         for seed, length in enumerate((333, 512, 2000)):
             prompt = text(length, seed=seed)
             body = {"prompt": decode_text(prompt), "ticket_id": f"direct-{seed}"}

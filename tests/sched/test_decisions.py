@@ -12,6 +12,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.cache.tokens import pack
 from tierkv.sched.computing import PromiseWait
+from tierkv.sched.worth import FetchPolicy
 
 
 def decided(on: World) -> dict[str, int]:
@@ -50,7 +51,8 @@ async def test_a_fetch_and_one_that_waits_for_it() -> None:
 
 
 async def test_computing_what_storage_would_bring_more_slowly_or_too_late() -> None:
-    async with world(store=await filled(tokens(18))) as on:
+    policy = FetchPolicy.BEST_EFFORT
+    async with world(store=await filled(tokens(18)), fetch_policy=policy) as on:
         on.service.note_prefill(1000, 10.0)
         on.service.estimator.note_fetch(1.0, 1e6)
         await on.run(tokens(18))

@@ -49,8 +49,12 @@ class ClaimPolicy(Enum):
 
 
 class Claims:
-    """fetch_deadline_s: how long to wait for a prompt's blocks once its ticket is there. stats: of
-    the node's hand-offs, both ways."""
+    """Claims one published prompt at a time: waits for its ticket, fetches its blocks, admits its
+    request.
+
+    fetch_deadline_s: seconds that the fetch may take from the ticket on. stats: counts of the
+        node's hand-offs, both ways.
+    """
 
     def __init__(  # noqa: PLR0913 - collaborators
         self,
@@ -284,8 +288,9 @@ LEAST_BYTES = 32 << 20
 
 
 class Ahead:
-    """Holds nothing between its steps: what came is cached like anything else, and may have to be
-    fetched again when room is short. So a claim that waits for its ticket is in nobody's way."""
+    """Fetches blocks of a claimed prompt before its ticket is there. Keeps no lease between
+    fetches, so a claim that waits takes no room from others; its blocks may be evicted and fetched
+    again."""
 
     def __init__(
         self,

@@ -58,7 +58,8 @@ class Published:
 
 
 class Handoff:
-    """tickets, ledger: of this node; they live inside `running()`, and its lease."""
+    """Publishes prompts: puts blocks, tail and ticket into storage. `running()` keeps this node's
+    tickets, its ledger of them and its liveness lease open."""
 
     def __init__(  # noqa: PLR0913 - collaborators
         self,

@@ -64,7 +64,8 @@ class _Partial:
 
 
 class Starts:
-    """All or nothing: a start that fails has changed nothing."""
+    """Starts requests: takes device slots and leases, and begins loads. A start that raises has
+    taken nothing."""
 
     def __init__(
         self, tiers: Tiers, running: Running, loads: HostLoads, computing: Computing
@@ -275,9 +276,12 @@ def _count_below(stop: int, ranges: Sequence[range]) -> int:
 
 
 class Growth:
-    """extending: requests that wait for more blocks right now. limits_of: a request's tenant's.
-    let_go: lets one that waits for admission, of one tenant or any, give up what was fetched for
-    it; whether there was one."""
+    """Gives running requests more device blocks.
+
+    extending: requests that wait for more blocks right now. limits_of: the limits of a request's
+        tenant. let_go: makes one request that waits for admission, of one tenant or any, release
+        its fetched blocks; returns True if there was one.
+    """
 
     def __init__(
         self,
@@ -416,7 +420,10 @@ class Growth:
 
 
 class SharedWaits:
-    """on_timeout: called when a wait is up, and its request is back in line."""
+    """Makes a request wait for blocks that another request computes, and ends that wait.
+
+    on_timeout: called when the wait's seconds are over and its request is back in line.
+    """
 
     def __init__(
         self,

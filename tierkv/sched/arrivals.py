@@ -32,7 +32,8 @@ class _Arrival:
 
 @dataclass(slots=True)
 class Arrivals:
-    """By id, so that one that arrives can be aborted, and a second of the same id is refused."""
+    """Requests that wait for storage or for another node, by id. Each can be aborted; a second one
+    with the same id is refused."""
 
     _by_id: dict[str, _Arrival] = field(default_factory=dict)
 

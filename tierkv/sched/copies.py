@@ -129,12 +129,11 @@ class Flush:
 
 
 class Copies:
-    """Each runs in a task of its own, under a lease or with its slots lent; a slot is reused only
-    after the copy of its block is done.
+    """Copies blocks down, from device to host and from host to storage, one task for each copy,
+    under a lease or with its slots lent. No slot is reused before its copy has ended.
 
     background, storing: how many bytes may be on their way down at once, by rule, to the host and
-        to storage; loads go first. A store may be slow: of the host's slots, which nobody else gets
-        meanwhile, it has a quarter at a time.
+        to storage; loads go first. Writes to storage use at most a quarter of the host's slots.
     num_loads: on their way to the device: copies down make way for them. num_offloads: on their way
         to the host: they hold its slots until they end.
     storage: None while none is attached.

@@ -50,8 +50,8 @@ class Regret:
     """Seconds that requests may still wait in vain: what waits have saved, less what they have
     cost, and SHARE of what computing takes on top.
 
-    So all requests together take at most 1 + SHARE times as long as if all computed, and once
-    MOST_IN_VAIN of the largest, and what those cost that were waiting when it was used up.
+    All requests together take at most (1 + SHARE) × their computing time, plus once MOST_IN_VAIN ×
+    the computing time of the largest, plus the waits that were under way when this ran out.
     least_s: what may be lost in any case, as long as what is known of computing is uncertain.
     """
 
@@ -91,9 +91,9 @@ class Regret:
 
 @dataclass(slots=True)
 class Allowance:
-    """Seconds that those who need room may wait for a store to make some: SHARE of the time that
-    goes by, and MOST_AT_ONCE_S before that. Where a store takes less than engines make, what it
-    cannot take is forgotten, or all would go at its speed."""
+    """Seconds that requests in need of room may wait for writes to a store: SHARE of the time that
+    goes by, and MOST_AT_ONCE_S at first. When none are left, blocks that the store has not taken
+    are dropped, so that engines do not go at the store's speed."""
 
     seconds: float = MOST_AT_ONCE_S
     is_waiting: bool = False

@@ -14,7 +14,8 @@ from tierkv.tasks import outlast
 
 
 class Memory:
-    """planes: another object after each `take_planes`. host: the same all the time."""
+    """Owns the device's planes and the host slots. `take_planes` replaces `planes`; `host` never
+    changes."""
 
     planes: Planes
     host: HostSlots

@@ -65,7 +65,7 @@ class MadeOf:
 
 
 class Parts:
-    """All of it is plain objects until `running()`."""
+    """Builds the service's parts. Nothing starts before `running()`."""
 
     def __init__(
         self, made_of: MadeOf, mover: Mover, host: HostSlots, storage: StorageTier

@@ -67,9 +67,8 @@ class BaseStore(ABC):
 
 
 class StoreWrapper:
-    """A `Store` whose properties are those of `inner`, which is asked for all operations, once
-    their names are checked. Those that say more of one override it; those that say more of all
-    override `_ask`."""
+    """A `Store` that passes each operation to `inner` after checking its names. To change one
+    operation, override it; to change all, override `_ask`."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner

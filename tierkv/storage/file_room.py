@@ -35,7 +35,7 @@ class Room:
     """Blocking, safe from several threads; processes on one directory evict one at a time.
 
     capacity_bytes: of all values; None for no limit. min_free_bytes: of the file system.
-    order: of files, the one with the least goes first.
+    order: sort key of a file; the file with the smallest key is evicted first.
     """
 
     def __init__(

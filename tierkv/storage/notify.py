@@ -32,7 +32,7 @@ def check_message(message: str) -> str:
 class Listener:
     """What one waiter hears of one topic.
 
-    is_live: messages come as they are told; without it, only looking helps.
+    is_live: messages arrive as they are sent. If False, the waiter must read the store again.
     """
 
     def __init__(self) -> None:

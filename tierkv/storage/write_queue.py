@@ -24,7 +24,7 @@ _STALE_RANKS = 64
 
 @dataclass(eq=False, slots=True)
 class _Write:
-    """serial: the lower, the longer it waits."""
+    """One queued write. serial: order of arrival; the lowest is the oldest."""
 
     serial: int
     item: PutItem

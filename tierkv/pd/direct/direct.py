@@ -195,8 +195,8 @@ _ENGINE_START_S = 10.0
 
 
 class Direct:
-    """See PeerSource. `offers` is where this node's fetcher gets blocks from; inside `running()`
-    also from producers.
+    """This node's direct paths, a `PeerSource`. Fetches read through `offers`: from producers while
+    `running()` is entered, else from storage.
 
     codecs: how a fingerprint's blocks are stored, None for a plain checksum. A ticket lies in the
     store, so whoever reads the store may read what the ticket opens: blocks that are signed or

@@ -49,9 +49,10 @@ _SEND_S = 5.0
 
 
 class DirectServer:
-    """Listens from its first offer on, inside `running()`.
+    """Answers claimers on a TCP port, which it opens at the first offer, inside `running()`.
 
-    host, port: where; 0 takes a free port. held_s: how long an answer holds blocks at most.
+    host, port: the address; port 0 takes a free one. held_s: seconds that the blocks of an answer
+        stay leased at most.
     """
 
     def __init__(self, answers: Answers, *, host: str, port: int, held_s: float) -> None:
@@ -176,7 +177,9 @@ class ShownBlocks:
 
 
 class Answers:
-    """prompts: that may be asked for, by the name of the offer.
+    """What claimers are told: in which host slots or device blocks a prompt lies.
+
+    prompts: the prompt of each offer, by the offer's name.
 
     planes: this node's, if it shows them, to claimers that say they are on `machine`.
     on_blocks: called with the number of blocks that a claimer was told of.
