@@ -21,8 +21,7 @@ from tests.storage.values import get_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.protocol import GetStatus
-from tierkv.storage.redis.control import Command, ControlReply, ask_once
-from tierkv.storage.redis.notify import RedisNotifier
+from tierkv.storage.redis.control import Command, ControlReply, RedisNotifier, ask_once
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
 

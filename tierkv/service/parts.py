@@ -26,9 +26,9 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.staging import STAGING_BLOCKS, Staging
 from tierkv.pd.tickets import ProducerLease, SmallValues, Tickets
 from tierkv.ranks.ranked import RankedDevice
-from tierkv.sched.arrivals import Arrivals
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.lifecycle import Lifecycle
+from tierkv.sched.request import Arrivals
 from tierkv.sched.scheduler import Scheduler
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Tenants

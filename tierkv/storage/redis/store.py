@@ -35,7 +35,12 @@ from tierkv.storage.protocol import (
     check_ttl,
 )
 from tierkv.storage.redis.cluster import ClusterRouter
-from tierkv.storage.redis.control import RedisConnection, ask_once, connection_factory
+from tierkv.storage.redis.control import (
+    RedisConnection,
+    RedisNotifier,
+    ask_once,
+    connection_factory,
+)
 from tierkv.storage.redis.node import (
     NAMES_PER_COMMAND,
     KeyCommand,
@@ -49,7 +54,6 @@ from tierkv.storage.redis.node import (
     expect,
     understood,
 )
-from tierkv.storage.redis.notify import RedisNotifier
 from tierkv.storage.redis.pool import FixedAddress, Login
 from tierkv.storage.redis.requests import (
     get_outcome,

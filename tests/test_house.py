@@ -1,0 +1,125 @@
+"""The house stays walkable: names are unique, words stay out, chapters do not grow back."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+_MOST_WITH_ONE_IMPORTER = 30
+_TALLEST = 2
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for path in sorted((ROOT / "tierkv").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield name, node
+
+
+def not_used() -> list[str]:
+    """The words of architecture.md's "Not used" lines."""
+    lines = re.findall(
+        r"^Not used[^:]*: (.+?)\.\n", (DOCS / "architecture.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    return re.findall(r"`(\w+)`", " ".join(lines))
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    of = defaultdict(list)
+    for name, node in classes():
+        if not node.name.startswith("_"):
+            of[node.name].append(name)
+    assert {name: where for name, where in of.items() if len(where) > 1} == {}
+
+
+def test_words_that_were_given_up_do_not_come_back() -> None:
+    words = set(not_used())
+    assert len(words) > 10, "the list is in architecture.md"
+    rooms = {part for name in modules() for part in name.split(".")}
+    said = {
+        word.lower()
+        for _, node in classes()
+        for word in re.findall(r"[A-Z][a-z]+", node.name.strip("_"))
+    }
+    assert words & rooms == set()
+    assert words & said == set()
+
+
+def test_inheritance_is_at_most_two_high() -> None:
+    bases = {
+        node.name: [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+        for _, node in classes()
+    }
+
+    def height(name: str, below: tuple[str, ...] = ()) -> int:
+        above = [b for b in bases.get(name, []) if b in bases and b not in below]
+        return 1 + max(
+            (height(b, (*below, name)) for b in above if not b.endswith("Error")), default=0
+        )
+
+    too_tall = [name for name in bases if not name.endswith("Error") and height(name) > _TALLEST]
+    assert too_tall == []
+
+
+def test_nobody_reaches_into_the_private_attributes_of_others() -> None:
+    reached = [
+        f"{name}:{node.lineno} {ast.unparse(node)}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
+    ]
+    assert reached == []
+
+
+def test_few_modules_have_a_single_importer() -> None:
+    importers = defaultdict(set)
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tierkv"):
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    importers[full if full in modules() else node.module].add(name)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    importers[alias.name].add(name)
+    once = [n for n in modules() if len(importers[n]) == 1 and not n.endswith("__main__")]
+    assert len(once) <= _MOST_WITH_ONE_IMPORTER, once
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [n for n, tree in modules().items() if tree.body and not ast.get_docstring(tree)]
+    assert silent == []
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    lines = [
+        line for line in (DOCS / "promises.md").read_text().splitlines() if line.startswith("| ")
+    ]
+    rows = [re.findall(r"`(tests/[\w/.]+::\w+)`", line) for line in lines]
+    named = [test for row in rows for test in row]
+    assert len([row for row in rows if row]) > 90
+    missing = []
+    for test in named:
+        path, _, function = test.partition("::")
+        file = ROOT / path
+        if not file.exists() or f"def {function}(" not in file.read_text():
+            missing.append(test)
+    assert missing == []
