@@ -1,4 +1,4 @@
-"""One request, from what an engine asks for to its end: on its way, in line, or with blocks.
+"""One request, from what an engine asks for to its end: on its way, in line, or with blocks."""
 
 from __future__ import annotations
 
