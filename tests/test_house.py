@@ -33,9 +33,8 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
 
 def not_used() -> list[str]:
     """The words of architecture.md's "Not used" lines."""
-    lines = re.findall(
-        r"^Not used[^:]*: (.+?)\.\n", (DOCS / "architecture.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    page = (DOCS / "architecture.md").read_text()
+    lines = re.findall(r"^Not used[^:]*: (.+?)\.\n", page, re.MULTILINE | re.DOTALL)
     return re.findall(r"`(\w+)`", " ".join(lines))
 
 
