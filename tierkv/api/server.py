@@ -22,10 +22,9 @@ from tierkv.api.routes_cache import (
     PrefetchRoutes,
     TicketRoutes,
 )
-from tierkv.api.routes_life import EventRoutes, LifeRoutes
 from tierkv.api.routes_node import NodeRoutes, QuotaRoutes
 from tierkv.api.routes_requests import HandoffRoutes, RequestRoutes
-from tierkv.api.routes_status import OpenApiRoutes, StatusRoutes
+from tierkv.api.routes_status import EventRoutes, LifeRoutes, OpenApiRoutes, StatusRoutes
 from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
 from tierkv.http.auth import Guard
