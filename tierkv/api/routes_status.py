@@ -1,5 +1,5 @@
-"""The routes that tell how a node is (probes, version, metrics, stats, verify, OpenAPI), those of its
-life (drain, pause, sleep, wake), and its event stream."""
+"""The routes that tell how a node is (probes, version, metrics, stats, verify, OpenAPI), those of
+its life (drain, pause, sleep, wake), and its event stream."""
 
 from __future__ import annotations
 
