@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tierkv.refmodel.paged import CHUNK, TILE
+from tierkv.refmodel.model import CHUNK, TILE
 
 Floats = npt.NDArray[np.float32]
 

@@ -28,8 +28,7 @@ from tierkv.pd.handoff import PublishWait
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.generation import GenerateRequest, Generation, ModelRun, Prefilled, Tokens1D
-from tierkv.refmodel.model import ReferenceModel
-from tierkv.refmodel.paged import Floats
+from tierkv.refmodel.model import Floats, ReferenceModel
 from tierkv.sched.request import RequestSpec
 from tierkv.service import Service
 from tierkv.service.session import Session

@@ -13,7 +13,7 @@ from tierkv.cache.tokens import TOKEN_BYTES, pack, unpack
 from tierkv.errors import BadRequestError
 from tierkv.pd.handoff import Published
 from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.refmodel.paged import Floats
+from tierkv.refmodel.model import Floats
 from tierkv.refmodel.sampling import Sampling, decode, sample
 from tierkv.sched.request import Matched
 from tierkv.service.session import Session

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tierkv.errors import ShuttingDownError, TierKVError
-from tierkv.pd.handoff import Published
-from tierkv.pd.stream import PublishStream
+from tierkv.pd.handoff import Published, PublishStream
 from tierkv.tasks import expected, task_group
 
 log = logging.getLogger("tierkv.handoff")

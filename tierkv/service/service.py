@@ -17,10 +17,9 @@ from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats
 from tierkv.pd import ledger
 from tierkv.pd.claims import ClaimPolicy, Claims
-from tierkv.pd.handoff import Handoff, Published
+from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.ledger import TicketStatus, TicketView
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.stream import PublishStream
 from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, Surroundings, explain

@@ -30,8 +30,7 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.handoff import Published
-from tierkv.pd.stream import PublishStream
+from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.ticket import Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.service.publishing import Publishing
