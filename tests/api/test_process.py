@@ -82,7 +82,9 @@ async def test_an_idle_node_ends_at_once_even_with_open_connections(tmp_path: Pa
 
 
 async def test_two_nodes_hand_a_prompt_over_through_files(tmp_path: Path) -> None:
-    store = ("--storage", f"file://{tmp_path / 'store'}")
+    config = tmp_path / "node.toml"
+    config.write_text('[handoff]\ndirect = "off"\n')  # or they come from memory
+    store = ("--config", config, "--storage", f"file://{tmp_path / 'store'}")
     prompt = decode_text(text(333))
     async with (
         process(tmp_path, "--role", "prefill", *store) as prefill,

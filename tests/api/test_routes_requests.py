@@ -56,7 +56,7 @@ async def test_a_request_gets_its_blocks_commits_and_ends() -> None:
         assert answer.body == {"request_id": "r", "state": "finished", "computed_tokens": 42}
         again = await admit(on.client, "again", tokens=[*TOKENS, 7, 8, 9])
         assert again.body["cached_tokens"] == 42
-        assert again.body["matched"] == {"device": 42, "host": 0, "storage": 0}
+        assert again.body["matched"] == {"device": 42, "host": 0, "storage": 0, "direct": 0}
         await on.client.ask("DELETE", "/v1/requests/again")
         await on.settle()
 

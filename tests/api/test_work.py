@@ -32,8 +32,8 @@ async def test_text_goes_in_and_comes_out_the_same_from_the_cache() -> None:
         assert cold.status == warm.status == 200
         assert cold.body["tokens"] == warm.body["tokens"] == list(truth(PROMPT, 8).tokens)
         assert cold.body["text"] == decode_text(cold.body["tokens"])
-        assert cold.body["matched"] == {"device": 0, "host": 0, "storage": 0}
-        assert warm.body["matched"] == {"device": 99, "host": 0, "storage": 0}
+        assert cold.body["matched"] == {"device": 0, "host": 0, "storage": 0, "direct": 0}
+        assert warm.body["matched"] == {"device": 99, "host": 0, "storage": 0, "direct": 0}
         assert (warm.body["prompt_tokens"], warm.body["computed_tokens"]) == (100, 1)
         assert warm.body["load_problem"] is None
         assert 0 < warm.body["time_to_first_token_s"] <= warm.body["total_s"]
@@ -110,7 +110,7 @@ async def test_one_node_publishes_and_another_goes_on() -> None:
         answer = await on.client.post("/v1/decode", body | {"max_tokens": 8})
         assert answer.status == 200
         assert answer.body["tokens"] == list(truth(PROMPT, 8).tokens)
-        assert answer.body["matched"] == {"device": 0, "host": 0, "storage": 100}
+        assert answer.body["matched"] == {"device": 0, "host": 0, "storage": 100, "direct": 0}
         assert answer.body["computed_tokens"] == 0
         assert answer.body["first_tokens"] == published.body["tokens"]
         assert answer.body["producer"].startswith("prefill@127.0.0.1:")

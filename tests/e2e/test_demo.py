@@ -61,13 +61,15 @@ def test_all_scenes_are_identical_to_a_single_node(options: list[str], tmp_path:
     assert done.returncode == 0, done.stderr
     scenes = json.loads(done.stdout)
     assert [scene["is_identical"] for scene in scenes] == [True] * 6
-    hand_off, _, device, host, stored, _ = (scene["matched"] for scene in scenes)
+    hand_off, straight, device, host, stored, _ = (scene["matched"] for scene in scenes)
     assert "the other one went on" in scenes[5]["event"]
     prompt_tokens = scenes[0]["prompt_tokens"]
-    assert hand_off["storage"] == prompt_tokens
+    assert (hand_off["storage"], hand_off["direct"]) == (prompt_tokens, 0)
     assert scenes[0]["moved"]["fetched"] > 100 * prompt_tokens  # all of their bytes
     direct = int(scenes[1]["event"].split()[0])
     assert direct > 0
+    assert straight["direct"] == 16 * direct
+    assert straight["storage"] == prompt_tokens - straight["direct"]
     assert scenes[1]["moved"]["fetched"] < scenes[0]["moved"]["fetched"] / 2
     assert scenes[0]["tail_tokens"] == prompt_tokens % 16 > 0
     assert device["device"] >= prompt_tokens

@@ -308,6 +308,18 @@ async def test_a_port_that_is_taken_only_costs_the_direct_path() -> None:
         await claim(decode)
 
 
+async def test_what_came_straight_from_the_producer_counts_apart_from_storage() -> None:
+    async with pair() as (_, decode):
+        request = await nodes.claimed(decode)
+        tail = COUNT % request.spec.prompt.block_size
+        matched = request.matched
+        assert (matched.direct_tokens, matched.storage_tokens) == (COUNT - tail, tail)
+        assert matched.total_tokens == COUNT
+        counts = decode.service.stats().requests
+        assert (counts.direct_hit_tokens, counts.storage_hit_tokens) == (COUNT - tail, tail)
+        decode.service.end(request)
+
+
 @pytest.mark.parametrize("blocks", [(4,), (0, -1), (1 << 40,)])
 def test_an_answer_names_only_blocks_of_the_device_that_it_shows(blocks: tuple[int, ...]) -> None:
     shown = SharedPlanes(owner="o", name="n", place="cpu", num_blocks=4, planes=())

@@ -131,7 +131,8 @@ def _block_states(pools: dict[str, PoolStats]) -> dict[tuple[str, ...], float]:
 
 def _requests(stats: Stats) -> Iterator[Metric]:
     counts = stats.requests
-    hits = counts.device_hit_tokens + counts.host_hit_tokens + counts.storage_hit_tokens
+    hits = counts.device_hit_tokens + counts.host_hit_tokens
+    hits += counts.storage_hit_tokens + counts.direct_hit_tokens
     yield counter(
         "tierkv_lookup_tokens",
         "Prompt tokens of admitted requests, by where they were found",
@@ -140,6 +141,7 @@ def _requests(stats: Stats) -> Iterator[Metric]:
             ("hit_device",): counts.device_hit_tokens,
             ("hit_host",): counts.host_hit_tokens,
             ("hit_storage",): counts.storage_hit_tokens,
+            ("hit_direct",): counts.direct_hit_tokens,
             ("miss",): counts.prompt_tokens - hits,
         },
     )

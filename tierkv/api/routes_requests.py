@@ -184,9 +184,7 @@ def fields_of(request: web.BaseRequest, held: HeldSession) -> dict[str, Any]:
         "prompt_tokens": held.prompt_tokens,
         "cached_tokens": matched.total_tokens,
         "computed_tokens": held.computed_tokens,
-        "matched": MatchedTokens(
-            matched.device_tokens, matched.host_tokens, matched.storage_tokens
-        ),
+        "matched": MatchedTokens.of(matched),
         "block_size": held.block_size,
         "block_table": table,
         "expires_in_s": None if held.request is None else held.ttl_s,

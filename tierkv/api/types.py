@@ -19,6 +19,7 @@ from tierkv.pd.handoff import PublishWait
 from tierkv.pd.ticket import Ticket
 from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled
 from tierkv.refmodel.sampling import Sampling, encode
+from tierkv.sched.request import Matched
 from tierkv.transfer.tier import StoreState
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
@@ -130,11 +131,22 @@ def job_of(
 
 
 class MatchedTokens(msgspec.Struct, frozen=True):
-    """Prompt tokens found in each tier; disjoint."""
+    """Prompt tokens found in each tier; disjoint. direct: those that came straight from another
+    node's memory, and not through storage."""
 
     device: int
     host: int
     storage: int
+    direct: int = 0
+
+    @classmethod
+    def of(cls, matched: Matched) -> MatchedTokens:
+        return MatchedTokens(
+            matched.device_tokens,
+            matched.host_tokens,
+            matched.storage_tokens,
+            matched.direct_tokens,
+        )
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,16 +165,13 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request_id: str, generation: Generation) -> GenerateAnswer:
-        matched = generation.matched
         return GenerateAnswer(
             request_id=request_id,
             text=generation.text,
             tokens=generation.tokens,
             prompt_tokens=generation.prompt_tokens,
             computed_tokens=generation.computed_tokens,
-            matched=MatchedTokens(
-                matched.device_tokens, matched.host_tokens, matched.storage_tokens
-            ),
+            matched=MatchedTokens.of(generation.matched),
             load_problem=generation.load_problem,
             queue_s=generation.queue_s,
             time_to_first_token_s=generation.first_token_s,

@@ -136,7 +136,7 @@ class Play:
         scene = await self._compare(title, self._prompt, answer, tail_tokens, at=node)
         num_blocks = (await node.client.stats()).handoff.memory_blocks
         event = f"{num_blocks} blocks came from the prefill node's memory, the rest from storage"
-        return replace(scene, event=event, matched=None)  # which does not tell the two apart
+        return replace(scene, event=event)
 
     async def _published(self, node: NodeProcess) -> tuple[DecodeBody, int]:
         """What claims the prompt that `node` has published, and how many tokens its tail has."""

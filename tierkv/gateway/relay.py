@@ -174,6 +174,7 @@ class _Matched(msgspec.Struct):
     device: int
     host: int
     storage: int
+    direct: int = 0  # older nodes count it as storage's
 
 
 class Done(msgspec.Struct):
@@ -319,7 +320,8 @@ class Delivery:
     def learn(self, node: BackendNode, done: Done, after: Sequence[int] = ()) -> None:
         """Note what an answer tells: what was cached, how fast the node is, what it holds now,
         which is the prompt and the tokens `after` it."""
-        found = done.matched.device + done.matched.host + done.matched.storage
+        found = done.matched.device + done.matched.host
+        found += done.matched.storage + done.matched.direct
         if self.cached_tokens is None:
             self.cached_tokens = min(found, self.job.num_tokens)
         node.learn_rate(done.computed_tokens, done.time_to_first_token_s - done.queue_s)

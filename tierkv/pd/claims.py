@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 
@@ -122,7 +122,7 @@ class Claims:
                 if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
                     raise
                 log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
-                return await self._without_ticket(spec, error, near.came), None
+                return await self._without_ticket(spec, error, near), None
             near.learn(ticket)
             return await self._get(spec, keys, policy, give_up_at, near), ticket
 
@@ -140,8 +140,7 @@ class Claims:
             spec,
             self._scheduler,
             self._fetcher,
-            before_fetch=near.ask,
-            came=near.came,
+            near=near,
             deadline_s=self._fetch_deadline_s,
         )
         watch = Watch(
@@ -169,8 +168,7 @@ class Claims:
         while True:
             await near.ask(prompt)
             fetched = await self._fetch_and_load(spec, keys)
-            fetched.earlier = tuple(near.came)
-            near.came.append(fetched.tokens)  # this may not be the last attempt
+            _note(fetched, near)  # this may not be the last attempt
             problem = fetched.first_problem
             if policy is not ClaimPolicy.WHOLE or not self._may_try_again(problem, give_up_at):
                 request = await self._admit(spec, fetched, give_up_at)
@@ -233,12 +231,12 @@ class Claims:
         return fetched
 
     async def _without_ticket(
-        self, spec: RequestSpec, error: HandoffError, came: Sequence[range]
+        self, spec: RequestSpec, error: HandoffError, near: Supply
     ) -> Request:
         fetched = None
         if error.reason != ClaimProblem.UNAVAILABLE.value:
             fetched = await self._fetcher.fetch(spec.prompt, deadline_s=self._fetch_deadline_s)
-            fetched.earlier = tuple(came)
+            _note(fetched, near)
         return await self._scheduler.admit(
             msgspec.structs.replace(spec, needs_logits=True), fetched
         )
@@ -249,6 +247,14 @@ class Claims:
                 await load.done()
         with suppress(StoreUnavailableError):  # then the ticket goes when its time is over
             await self._tickets.acknowledge(ticket)
+
+
+def _note(fetched: Fetched, near: Supply) -> None:
+    """What was brought for a claim by now, `fetched` included, is told both to either."""
+    fetched.earlier = tuple(near.came)
+    near.came.append(fetched.tokens)
+    near.direct.extend(fetched.direct)
+    fetched.direct = tuple(near.direct)
 
 
 def _check_sampling(ticket: Ticket, ours: Mapping[str, str]) -> None:
@@ -298,17 +304,15 @@ class Ahead:
         scheduler: Scheduler,
         fetcher: Fetcher,
         *,
-        before_fetch: Callable[[Prompt], Awaitable[None]],
-        came: list[range],
+        near: Supply,
         deadline_s: float,
     ) -> None:
-        """before_fetch: ask the producer where blocks are. came: takes which tokens were fetched.
-        deadline_s: for one step's fetch."""
+        """near: asked before each fetch where blocks are, and told what was fetched. deadline_s:
+        for one step's fetch."""
         self._spec = spec
         self._scheduler = scheduler
         self._fetcher = fetcher
-        self._before_fetch = before_fetch
-        self._came_here = came
+        self._near = near
         self._deadline_s = deadline_s
         self._wanted = 0
         self._done = 0
@@ -328,9 +332,10 @@ class Ahead:
             if self._wanted <= self._done:
                 continue
             prefix = _first_blocks(self._spec.prompt, self._wanted)
-            await self._before_fetch(prefix)
+            await self._near.ask(prefix)
             fetched = await self._fetcher.fetch(prefix, deadline_s=self._deadline_s)
-            self._came_here.append(fetched.tokens)
+            self._near.came.append(fetched.tokens)
+            self._near.direct.extend(fetched.direct)
             try:
                 if fetched.first_problem is None:
                     self._done = prefix.num_blocks

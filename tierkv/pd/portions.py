@@ -117,10 +117,16 @@ class Portions:
             movement = group.movement = tiers.mover.load(slots[:num_hits], target)
             request.loads = (*request.loads, movement)  # its blocks are nobody else's before
             await movement.done()
-            await self._came(request, at, sum(key.num_tokens for key in keys[:num_hits]))
+            came = list(zip(found[:num_hits], keys, strict=False))
+            await self._came(
+                request,
+                at,
+                sum(key.num_tokens for _, key in came),
+                num_direct=sum(key.num_tokens for one, key in came if one.is_direct),
+            )
         return found[num_hits] if num_hits < len(found) else None
 
-    async def _came(self, request: Request, at: int, num_tokens: int) -> None:
+    async def _came(self, request: Request, at: int, num_tokens: int, *, num_direct: int) -> None:
         prompt = request.spec.prompt
         num_cached = at * prompt.block_size + num_tokens
         width = prompt.block_token_bytes // prompt.block_size
@@ -129,7 +135,9 @@ class Portions:
         self._scheduler.index.mark_stored(lease.node, min(at, lease.num_blocks), lease.num_blocks)
         brought = num_cached - request.cached_tokens
         request.cached_tokens = num_cached
-        matched = request.matched
+        matched, straight = request.matched, min(num_direct, brought)
         request.matched = msgspec.structs.replace(
-            matched, storage_tokens=matched.storage_tokens + brought
+            matched,
+            storage_tokens=matched.storage_tokens + brought - straight,
+            direct_tokens=matched.direct_tokens + straight,
         )

@@ -21,6 +21,10 @@ class Supply(Protocol):
         """Which tokens of the prompt were brought for this claim so far; whoever brings more adds
         to it."""
 
+    @property
+    def direct(self) -> list[range]:
+        """Those of `came` that were another node's memory, not storage; added to likewise."""
+
     def learn(self, ticket: Ticket | OpenTicket) -> None:
         """Who computes the prompt, and where that node can be asked."""
 

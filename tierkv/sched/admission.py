@@ -49,6 +49,7 @@ class SchedulerStats:
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
+    direct_hit_tokens: int = 0
     shared_waits: int = 0
     lost_waits: int = 0
 
@@ -167,7 +168,8 @@ class Starts:
         table = np.concatenate([cached, private])
         fetched = waiting.fetched
         came = _joined([fetched.tokens, *fetched.earlier]) if fetched else []
-        matched = _matched(match, came, index.block_size, source)
+        direct = _joined(fetched.direct) if fetched else []
+        matched = _matched(match, came, direct, index.block_size, source)
         return self._begin(waiting, match, lease, table, matched, movements, loads)
 
     def _begin(  # noqa: PLR0913, PLR0917 - what was found
@@ -212,6 +214,7 @@ class Starts:
         self.stats.device_hit_tokens += matched.device_tokens
         self.stats.host_hit_tokens += matched.host_tokens
         self.stats.storage_hit_tokens += matched.storage_tokens
+        self.stats.direct_hit_tokens += matched.direct_tokens
         return request
 
     def _is_on_device(self, partial: _Partial) -> bool:
@@ -251,24 +254,35 @@ def _joined(ranges: Sequence[range]) -> list[range]:
     return joined
 
 
-def _matched(match: Match, came: Sequence[range], block_size: int, source: Lease | None) -> Matched:
+def _matched(
+    match: Match,
+    came: Sequence[range],
+    direct: Sequence[range],
+    block_size: int,
+    source: Lease | None,
+) -> Matched:
     """Count the matched tokens by the tier they came from. came: those that were brought for this
-    request; some of them may be on the device by now, but they came from storage all the same."""
+    request; some of them may be on the device by now, but they came from storage all the same.
+    direct: those of `came` that did not, but from another node's memory."""
     full = match.num_blocks * block_size
     partial = match.partial.num_tokens if match.partial else 0
     on_device = (match.device_blocks + match.loading_blocks) * block_size
-    storage = _count_below(full, came)
+    brought = _count_below(full, came)
+    straight = _count_below(full, direct)
     device = on_device - _count_below(on_device, came)
-    host = full - device - storage
+    host = full - device - brought
+    storage = brought - straight
     if partial and source is not None:
         block = source.node.copies[Tier.DEVICE].states
-        if any(full in tokens for tokens in came):
+        if any(full in tokens for tokens in direct):
+            straight += partial
+        elif any(full in tokens for tokens in came):
             storage += partial
         elif block[source.num_blocks - 1 - source.node.start] == CopyState.READY:
             device += partial
         else:
             host += partial
-    return Matched(device, host, storage)
+    return Matched(device, host, storage, straight)
 
 
 def _count_below(stop: int, ranges: Sequence[range]) -> int:

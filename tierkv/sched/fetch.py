@@ -32,7 +32,8 @@ class Fetched:
     """What is on the host now because it was asked for.
 
     tokens: the prompt's tokens that came from storage for this call. earlier: those that came for
-        the same request before it, if its owner says so.
+        the same request before it, if its owner says so. direct: those of either that came
+        straight from another node's memory.
     first_problem: why it ended before the end of the prompt, None if it did not.
     It stays on the host until `release`, which the owner calls once the request is admitted, or
     earlier: then it may be evicted, and the request matches less.
@@ -43,6 +44,7 @@ class Fetched:
     _release: Callable[[], None]
     is_released: bool = False
     earlier: tuple[range, ...] = ()
+    direct: tuple[range, ...] = ()
 
     def release(self) -> None:
         """Let it be evicted again. More than once is as good as once."""
@@ -171,10 +173,16 @@ class _Shared:
         self.in_flight.remove(run)
         run.ended.set_result(None)
 
-    def held(self, tokens: range, problem: GetOutcome | None, lease: Lease) -> Fetched:
+    def held(
+        self,
+        tokens: range,
+        problem: GetOutcome | None,
+        lease: Lease,
+        direct: tuple[range, ...],
+    ) -> Fetched:
         """What `lease` holds, for the caller of a fetch."""
         self.num_held += 1
-        return Fetched(tokens, problem, lambda: self._release(lease))
+        return Fetched(tokens, problem, lambda: self._release(lease), direct=direct)
 
     def _release(self, lease: Lease) -> None:
         self.tiers.index.release(lease)
@@ -313,7 +321,8 @@ class _Fetch:
     def _tell(self, lease: Lease) -> None:
         start = self.first_token
         tokens = range(start, start + self.landed.num_tokens)
-        self.outcome.set_result(self.shared.held(tokens, self.landed.problem, lease))
+        direct = tuple(self.landed.direct)
+        self.outcome.set_result(self.shared.held(tokens, self.landed.problem, lease, direct))
 
     def _ends(self, fate: Fate, reason: str) -> None:
         """It goes no further, for a reason that is not the store's answer."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -42,12 +43,14 @@ class Landed:
     """How far a fetch has come.
 
     lease, tail: of what the prompt has here by now. num_tokens: those of them that came from
-    storage. problem: why there is no more; None if it goes on, or all is there.
+    storage. direct: the prompt's tokens that came from another node's memory.
+    problem: why there is no more; None if it goes on, or all is there.
     """
 
     lease: Lease
     tail: Lease | None = None
     num_tokens: int = 0
+    direct: list[range] = field(default_factory=list)
     problem: GetOutcome | None = None
 
 
@@ -162,6 +165,7 @@ class FetchGroups:
             for start, stop in runs_of(kept[:blocks]):  # others had, or bring, their own copies
                 tiers.events.tell(Happening.STORED, "host", node, first + start, first + stop)
             index.mark_stored(landed.lease.node, first, first + blocks)
+        landed.direct += _direct(outcomes[:arrived], keys, first * index.block_size)
         if arrived > blocks:
             tail, kept[blocks] = index.insert_tail(
                 Tier.HOST, landed.lease, prompt, int(slots[blocks])
@@ -184,6 +188,14 @@ class FetchGroups:
         self.settled(group.slots, group.space)
         self._tiers.slots.unlend(Tier.HOST, group.slots)
         self._tiers.slots.give(Tier.HOST, group.slots[~group.kept])
+
+
+def _direct(outcomes: Sequence[GetOutcome], keys: Sequence[StoredKey], start: int) -> list[range]:
+    """The tokens, of those from `start` on, that came from another node's memory."""
+    stops = list(accumulate((key.num_tokens for key in keys), initial=start))
+    return [
+        range(stops[at], stops[at + 1]) for at, result in enumerate(outcomes) if result.is_direct
+    ]
 
 
 async def _arrived(group: asyncio.Task[bool] | None) -> bool:

@@ -145,16 +145,18 @@ class Matched(msgspec.Struct, frozen=True):
     """Where the tokens that need not be computed were found; disjoint, tails included.
 
     device counts blocks on their way there for another request too. storage counts what was brought
-    here for this request, be it on the host or the device by now, also from other nodes' memory.
+    here for this request, be it on the host or the device by now; direct likewise, of what came
+    straight from another node's memory.
     """
 
     device_tokens: int = 0
     host_tokens: int = 0
     storage_tokens: int = 0
+    direct_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
-        return self.device_tokens + self.host_tokens + self.storage_tokens
+        return self.device_tokens + self.host_tokens + self.storage_tokens + self.direct_tokens
 
 
 class RequestState(Enum):

@@ -133,11 +133,13 @@ class GetOutcome:
 
     digest: of a HIT, one of the item's that has been given all bytes that are in `into` now. None:
         whoever needs a digest makes it.
+    is_direct: a HIT of another node's memory, not of a store.
     """
 
     status: GetStatus
     reason: str = ""
     digest: Digest | None = None
+    is_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class Claimer:
         self._channel: Channel | None = None
         self._mine: list[tuple[bytes, Offer]] = []
         self.came: list[range] = []  # tokens of the prompt that were brought for this claim so far
+        self.direct: list[range] = []  # those of them that came straight from the producer
 
     def learn(self, ticket: Ticket | OpenTicket) -> None:
         """Another address means another producer."""
@@ -118,7 +119,9 @@ class Claimer:
             is_whole = await landing.land(prompt, first, answer.planes, ids, was_held)
             if is_whole:
                 size = prompt.block_size
-                self.came.append(range(first * size, (first + len(ids)) * size))
+                landed = range(first * size, (first + len(ids)) * size)
+                self.came.append(landed)
+                self.direct.append(landed)
         finally:
             if not is_whole:
                 self._hang_up()  # a word of it may still be on its way

@@ -30,7 +30,8 @@ from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.handoff")
 
-_HIT, _ABSENT = GetOutcome(GetStatus.HIT), GetOutcome(GetStatus.MISS)
+_HIT = GetOutcome(GetStatus.HIT, is_direct=True)
+_ABSENT = GetOutcome(GetStatus.MISS)
 _PLAIN = PlainCodec()
 
 LEAST_BYTES = 1 << 20  # of less, a call's time is not its bytes'
