@@ -171,7 +171,9 @@ class Claims:
             _note(fetched, near)  # this may not be the last attempt
             problem = fetched.first_problem
             if policy is not ClaimPolicy.WHOLE or not self._may_try_again(problem, give_up_at):
-                request = await self._admit(spec, fetched, give_up_at)
+                left_s = give_up_at - asyncio.get_running_loop().time()
+                async with deadline(left_s, _found_no_room):  # it may be in line still by then
+                    request = await self._scheduler.admit(spec, fetched)
                 if problem is None or problem is NO_ROOM:
                     problem = await self._rest(request, keys, give_up_at)
                 is_whole = request.cached_tokens == prompt.num_tokens
@@ -188,12 +190,6 @@ class Claims:
         """Whether the store did not answer, and there is time to ask it once more."""
         has_failed = problem is not None and problem.status is GetStatus.FAILED
         return has_failed and asyncio.get_running_loop().time() + _FIRST_PAUSE_S < give_up_at
-
-    async def _admit(self, spec: RequestSpec, fetched: Fetched, give_up_at: float) -> Request:
-        """Raises HandoffError, `no_room`, if it is in line still when the claim's time is over."""
-        left_s = give_up_at - asyncio.get_running_loop().time()
-        async with deadline(left_s, _found_no_room):
-            return await self._scheduler.admit(spec, fetched)
 
     async def _rest(
         self, request: Request, keys: Sequence[StoredKey], give_up_at: float
