@@ -85,6 +85,7 @@ class Fleet:
                 storage=f"file://{self.folder / 'store'}",
                 folder=self.folder,
                 port=port,
+                direct="off",  # what is said here of a directory goes through it
             )
         )
 
