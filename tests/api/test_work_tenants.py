@@ -73,7 +73,7 @@ def memory() -> MemoryStore:
 
 
 def hits(tier: str, tokens: int) -> Json:
-    return {"device": 0, "host": 0, "storage": 0} | {tier: tokens}
+    return {"device": 0, "host": 0, "storage": 0, "direct": 0} | {tier: tokens}
 
 
 MISS = hits("device", 0)
