@@ -4,6 +4,8 @@ before the work does."""
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager
@@ -166,3 +168,32 @@ async def abandonable(
         return await outcome
     finally:
         task.cancel()
+
+
+def run_until_stopped(work: Coroutine[object, object, T]) -> T:
+    """As `asyncio.run`, for a command: what `work` returns. Raises KeyboardInterrupt on Ctrl-C.
+
+    Ctrl-C cancels `work` between two callbacks of the loop. `asyncio.run` (3.11 to 3.14) does so
+    within one, which then fails with a traceback of its own if it completes what was cancelled.
+    """
+    stopped = False
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None, "this is one"
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            task.cancel()
+
+        if threading.current_thread() is threading.main_thread():  # the one that hears of signals
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop)
+        return await work
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        if stopped:
+            raise KeyboardInterrupt from None
+        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import os
@@ -19,6 +18,7 @@ from tierkv.api.types import GenerateBody, LookupBody
 from tierkv.client import AsyncClient, client_tls
 from tierkv.errors import ConfigError, InvariantError
 from tierkv.http.callers import UnauthenticatedError
+from tierkv.tasks import run_until_stopped
 
 A = TypeVar("A")
 _Command = Callable[..., None]
@@ -38,7 +38,7 @@ class Target:
 
     def ask(self, call: Callable[[AsyncClient], Coroutine[None, None, A]]) -> A:
         """Make one call. Raises a TierKVError, with the node's own words if it gave any."""
-        return asyncio.run(self._ask(call))
+        return run_until_stopped(self._ask(call))
 
     async def _ask(self, call: Callable[[AsyncClient], Coroutine[None, None, A]]) -> A:
         tls = client_tls(ca=self.ca, cert=self.cert) if self.ca or self.cert else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -25,6 +24,7 @@ from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import Store, StoredValue, check_prefix, check_ttl
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles
+from tierkv.tasks import run_until_stopped
 
 T = TypeVar("T")
 # People wait longer than requests do, also for each of several stores.
@@ -68,7 +68,7 @@ def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> 
             await _say_if_it_is_a_share(part, prefix)
         return found
 
-    return asyncio.run(run())
+    return run_until_stopped(run())
 
 
 def with_each_store(
