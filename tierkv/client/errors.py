@@ -88,13 +88,11 @@ def read_problem(content_type: str, raw: bytes) -> Problem | None:
 
 
 _CLASSES = {code: kind for kind, _, code, _ in ERRORS}
-# Hand-offs fail under one code for several reasons, told apart by status.
-_EXACT = {(code, status): kind for kind, status, code, _ in ERRORS}
 
 
 def _class_of(problem: Problem) -> type[TierKVError]:
     if problem.code in _CLASSES:
-        return _EXACT.get((problem.code, problem.status), _CLASSES[problem.code])
+        return _CLASSES[problem.code]
     if problem.status == _UNAVAILABLE:
         return NotReadyError
     return TierKVError if problem.status >= _FIRST_SERVER_ERROR else BadRequestError
