@@ -23,7 +23,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.errors import BadRequestError, HandoffError
 from tierkv.http.bodies import JSON, MSGPACK, REQUEST_ID, decode
 from tierkv.http.callers import RoleName
-from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, problem_of
+from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, headers_of, problem_of
 from tierkv.pd.ticket import ClaimProblem
 
 HUGE = "9" * 5000
@@ -115,7 +115,7 @@ async def test_bad_bodies_are_refused_with_a_stable_code(
 
 
 @pytest.mark.parametrize(
-    ("sampling", "status"), [(b'{"a": "1", "a": "2"}', 400), (b'{ "a":"1" , "b":"2"}', 502)]
+    ("sampling", "status"), [(b'{"a": "1", "a": "2"}', 400), (b'{ "a":"1" , "b":"2"}', 503)]
 )
 async def test_a_key_twice_in_an_inner_object_is_refused_and_spacing_is_not(
     sampling: bytes, status: int
@@ -137,13 +137,15 @@ def test_a_body_that_memory_does_not_suffice_for_is_no_bug() -> None:
 
 @pytest.mark.parametrize("problem", ClaimProblem)
 def test_only_what_a_producer_or_a_store_failed_at_is_a_bad_gateway(problem: ClaimProblem) -> None:
-    callers_affair = {"other_prompt": 409, "incompatible": 409, "expired": 410}
-    callers_affair |= {"already_claimed": 410, "no_room": 503}
+    others = {"other_prompt": 409, "incompatible": 409, "expired": 410, "already_claimed": 410}
+    others |= {"not_yet": 503, "no_room": 503, "load_failed": 503}  # it helps to wait
     request = make_mocked_request("POST", "/v1/claims")
     request[REQUEST_ID] = "r"
     found = problem_of(request, HandoffError(problem.value, "why"))
-    assert (found.status, found.code) == (callers_affair.get(problem.value, 502), "handoff_failed")
+    assert (found.status, found.code) == (others.get(problem.value, 502), "handoff_failed")
     assert found.reason == problem.value
+    if found.status == 503:
+        assert "Retry-After" in headers_of(HandoffError(problem.value, "why"), found)
 
 
 @pytest.mark.parametrize(

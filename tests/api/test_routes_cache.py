@@ -342,7 +342,7 @@ async def test_a_claim_without_a_ticket_says_not_yet() -> None:
     async with here() as on:
         body = {"tokens": TOKENS, "ticket_id": "none", "deadline_s": 1.0}
         answer = await on.client.post("/v1/claims", body)
-        assert (answer.status, answer.code) == (502, "handoff_failed")
+        assert (answer.status, answer.code) == (503, "handoff_failed")
         assert answer.body["reason"] == "not_yet"
         await on.settle()
 

@@ -121,7 +121,7 @@ async def test_what_a_tenant_has_is_not_there_for_another(callers: Callers) -> N
             assert (await other.ask("GET", "/v1/pins")).body == {"pins": []}
             claim = {"tokens": prompt, "ticket_id": "t", "deadline_s": 1.0}
             refused = await other.ask("POST", "/v1/claims", claim)
-            assert (refused.status, refused.body["reason"]) == (502, "not_yet")
+            assert (refused.status, refused.body["reason"]) == (503, "not_yet")
         for method, path in private[:1] + private[7:8] + private[9:10] + private[11:12]:
             assert (await one.ask(method, path)).status == 200, path
         same_id = await two.ask("POST", "/v1/requests", {"tokens": prompt, "request_id": "r"})

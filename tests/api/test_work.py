@@ -140,7 +140,7 @@ async def test_the_wrong_role_names_the_right_one(role: Role, path: str, right: 
 @pytest.mark.parametrize(
     ("change", "status", "reason"),
     [
-        ({"ticket_id": "another", "deadline_s": 1.0}, 502, "not_yet"),
+        ({"ticket_id": "another", "deadline_s": 1.0}, 503, "not_yet"),
         ({"prompt": "another prompt"}, 409, "other_prompt"),
         ({"temperature": 0.9, "seed": 7}, 409, "incompatible"),
     ],

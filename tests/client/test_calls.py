@@ -288,6 +288,14 @@ async def test_an_error_that_stays_is_not_asked_again(status: int) -> None:
         assert len(on.asked) == 1
 
 
+async def test_a_claim_that_waited_for_its_own_deadline_is_not_asked_again() -> None:
+    refusal = problem(503, "handoff_failed", retry_after="0", reason="not_yet")
+    async with scripted(refusal) as on, AsyncClient(on.url, retries=FAST) as client:
+        with pytest.raises(HandoffError):
+            await client.decode(DecodeBody(prompt="a", ticket_id="t"))
+        assert len(on.asked) == 1
+
+
 async def test_attempts_end() -> None:
     async with scripted(problem(503, "not_ready")) as on:
         async with AsyncClient(on.url, retries=FAST) as client:

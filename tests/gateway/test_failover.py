@@ -281,20 +281,29 @@ async def test_a_busy_node_is_passed_over_and_one_that_drains_gets_nothing_more(
         assert len(on.decode[1].calls) == before
 
 
-async def test_when_all_are_busy_the_caller_is_to_come_back() -> None:
+@pytest.mark.parametrize("code", ["out_of_blocks", "too_much_in_work", "too_many_connections"])
+async def test_when_all_are_busy_the_caller_is_to_come_back_and_no_node_is_blamed(
+    code: str,
+) -> None:
     async with stage(limits=LimitsSection(max_attempts=3)) as on:
         for node in (*on.prefill, *on.decode):
-            node.refusal = (503, {"code": "out_of_blocks"})
+            node.refusal = (503, {"code": code})
         asked = await on.caller.ask({"prompt": PROMPT})
         assert (asked.status, asked.body["code"]) == (503, "overloaded")
         assert "Retry-After" in asked.headers
+        assert not [node.url for node in on.gateway.backend.nodes.all if node.num_failures]
 
 
-@pytest.mark.parametrize("reason", ["storage_unavailable", "damaged", "incomplete", "not_yet"])
-async def test_a_prompt_that_cannot_be_handed_over_is_one_nodes_work(reason: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(502, "storage_unavailable"), (502, "damaged"), (502, "incomplete"), (503, "not_yet")],
+)
+async def test_a_prompt_that_cannot_be_handed_over_is_one_nodes_work(
+    status: int, reason: str
+) -> None:
     async with stage() as on:
         for node in on.prefill:
-            node.refusal = (502, {"code": "handoff_failed", "reason": reason})
+            node.refusal = (status, {"code": "handoff_failed", "reason": reason})
         for node in on.decode:
             node.near = 0
         await answered(on)

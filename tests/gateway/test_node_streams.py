@@ -82,7 +82,7 @@ async def test_what_fails_before_the_first_token_is_an_ordinary_answer() -> None
     async with here(Role.DECODE) as on:
         body = BODY | {"ticket_id": "never", "deadline_s": 1.0}
         answer = await on.client.post("/v1/decode", body)
-        assert (answer.status, answer.code) == (502, "handoff_failed")
+        assert (answer.status, answer.code) == (503, "handoff_failed")
         assert answer.body["reason"] == "not_yet"
 
 

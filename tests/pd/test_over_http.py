@@ -30,7 +30,7 @@ async def test_a_decode_that_may_compute_answers_without_a_ticket() -> None:
     async with here() as node:
         body = {"prompt": "the quick brown fox", "ticket_id": "never", "max_tokens": 4}
         whole = await node.client.post("/v1/decode", body | {"deadline_s": 1.0})
-        assert (whole.status, whole.body["reason"]) == (502, "not_yet")
+        assert (whole.status, whole.body["reason"]) == (503, "not_yet")
         alone = await node.client.post("/v1/generate", {"prompt": body["prompt"], "max_tokens": 4})
         for policy in ("recompute", "recompute_all"):
             asked = body | {"policy": policy, "deadline_s": 0.05}

@@ -31,7 +31,6 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.ticket import MAX_TICKET_BYTES, Ticket
 from tierkv.refmodel.generation import GenerateRequest
 from tierkv.refmodel.sampling import Sampling
-from tierkv.service.session import LOAD_FAILED
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
 
@@ -156,7 +155,7 @@ async def test_a_claim_whose_load_fails_says_so_or_computes_as_its_policy_says()
         on.latch.fail_next(Direction.LOAD, EVERY)  # those ahead of the claim's own, too
         with pytest.raises(HandoffError) as refused:
             await on.node.engine.decode(on.node.job(PROMPT, NEW), "ticket")
-        assert refused.value.reason == LOAD_FAILED
+        assert refused.value.reason == "load_failed"
         await on.settle()
         on.latch.fail_next(Direction.LOAD, EVERY)
         result, _ = await on.node.engine.decode(

@@ -22,7 +22,7 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.sched.request import RequestSpec
-from tierkv.service.session import LOAD_FAILED, Session
+from tierkv.service.session import Session
 
 PROMPT = list(range(2 * BLOCK + 1))
 
@@ -208,7 +208,7 @@ async def test_a_claimed_prompt_that_does_not_load_whole_is_refused_and_not_comp
         one = session(on)
         with pytest.raises(HandoffError) as refused:
             await finish(claimed(one, ClaimPolicy.WHOLE))
-        assert refused.value.reason == LOAD_FAILED
+        assert refused.value.reason == "load_failed"
         one.end()
         await on.settle()
 

@@ -17,7 +17,6 @@ from tierkv.errors import HandoffError
 from tierkv.observe import Stats
 from tierkv.pd.ticket import ClaimProblem
 from tierkv.refmodel.generation import Generation
-from tierkv.service.session import LOAD_FAILED
 from tierkv.storage.protocol import BreakerState
 from tierkv.transfer.storage_io import StorageStats
 from tierkv.transfer.tier import StoreState
@@ -409,7 +408,7 @@ class Metrics:
             self._first_token.labels(operation)
             self._queue.labels(operation)
         for side in ("publish", "claim"):
-            for reason in (*(problem.value for problem in ClaimProblem), LOAD_FAILED):
+            for reason in (problem.value for problem in ClaimProblem):
                 self._handoff.labels(side, reason)
 
     def know_routes(self, routes: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ from tierkv.client.errors import (
 from tierkv.client.http import Body, Http, Reply
 from tierkv.client.routes import Repeat, RouteCall
 from tierkv.client.streams import Events, EventStream, TokenStream
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ConfigError, HandoffError, TierKVError
 from tierkv.http.bodies import EVENT_STREAM, JSON, MSGPACK
 from tierkv.tasks import deadline
 
@@ -60,7 +60,8 @@ class Retries:
             return False
         if isinstance(error, UnreachableError):
             return True
-        if not is_repeatable:
+        # A claim that is refused has waited until its own deadline.
+        if not is_repeatable or isinstance(error, HandoffError):
             return False
         if isinstance(error, RemoteError):
             return error.status in _NOT_NOW

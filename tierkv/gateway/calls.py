@@ -36,7 +36,14 @@ UNREADABLE = (ValueError, RecursionError)  # what the decoder raises for what ot
 _END_S = 0.2  # from the last event to the end of the answer
 _UNBOUNDED = 0  # connections to a node; admission bounds them
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-_BUSY_CODES = ("out_of_blocks", "shutting_down", "not_ready", "too_many_requests")
+_BUSY_CODES = (
+    "out_of_blocks",
+    "shutting_down",
+    "not_ready",
+    "too_much_in_work",
+    "too_many_connections",
+    "too_many_requests",
+)
 _NOT_NOW_CODES = ("shutting_down", "not_ready", "wrong_role")
 _OK = "ok"
 _MOST_TROUBLE = 1_000  # characters of what a node says of itself

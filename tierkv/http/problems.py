@@ -67,11 +67,11 @@ log = logging.getLogger("tierkv.api")
 
 PROBLEM_JSON = "application/problem+json"
 _RETRY_AFTER_S = 1
-# Of hand-offs: another claim may go well, at once or when the prompt is prefilled again.
+# Of hand-offs that a producer or a store failed at: another claim may go well, at once or when the
+# prompt is prefilled again.
 PASSING_REASONS = frozenset(
     problem.value
     for problem in (
-        ClaimProblem.NOT_YET,
         ClaimProblem.PRODUCER_FAILED,
         ClaimProblem.PRODUCER_LOST,
         ClaimProblem.UNAVAILABLE,
@@ -133,13 +133,15 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
 )
 
 # Reasons of hand-offs that are no failure of a producer or a store: 502, which balancers and alerts
-# take for an outage, is for those.
+# take for an outage, is for those. 503: another claim, here or elsewhere, may go well.
 HANDOFF_STATUS = {
     ClaimProblem.OTHER_PROMPT.value: 409,
     ClaimProblem.INCOMPATIBLE.value: 409,
     ClaimProblem.EXPIRED.value: 410,
     ClaimProblem.CLAIMED.value: 410,
+    ClaimProblem.NOT_YET.value: 503,
     ClaimProblem.NO_ROOM.value: 503,
+    ClaimProblem.LOAD_FAILED.value: 503,
 }
 
 HTTP_CODES = {

@@ -38,6 +38,7 @@ class ClaimProblem(Enum):
     PRODUCER_FAILED = "producer_failed"  # the prefill gave up, and said why
     PRODUCER_LOST = "producer_lost"  # the prefill began, and its node says no more that it lives
     UNAVAILABLE = "storage_unavailable"  # the store does not answer
+    LOAD_FAILED = "load_failed"  # it came to this node's host memory, but not to its device
 
 
 class _Handed(msgspec.Struct, frozen=True, kw_only=True):

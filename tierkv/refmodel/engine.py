@@ -152,8 +152,8 @@ class ReferenceEngine:
         ticket whose tokens were not sampled as `job` says is refused as incompatible.
 
         With ClaimPolicy.RECOMPUTE what cannot be loaded is computed here, and so is all that a
-        ticket would have said if none comes. Raises HandoffError, its reason a ClaimProblem or
-        LOAD_FAILED, and what `Service.claim` raises.
+        ticket would have said if none comes. Raises HandoffError, its reason a ClaimProblem,
+        and what `Service.claim` raises.
         """
         run = self._run(job, job.max_tokens, job.max_tokens - 1, needs_logits=False)
         session = run.session

@@ -31,14 +31,12 @@ from tierkv.errors import (
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
-from tierkv.pd.ticket import Ticket
+from tierkv.pd.ticket import ClaimProblem, Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
 from tierkv.service.publishing import Publishing
 from tierkv.service.service import Service
 
 log = logging.getLogger("tierkv.session")
-
-LOAD_FAILED = "load_failed"  # a claim's reason beside those of ClaimProblem
 
 
 class Session:
@@ -181,7 +179,7 @@ class Session:
 
     async def loaded_or_recovered(self, timeout_s: float) -> None:
         """`loaded`, or `recover` if that fails. A whole prompt that was claimed is not computed:
-        raises HandoffError with LOAD_FAILED for it, and DeviceFailedError."""
+        raises HandoffError (load_failed) for it, and DeviceFailedError."""
         try:
             await self.loaded(timeout_s)
         except DeviceFailedError:
@@ -191,10 +189,10 @@ class Session:
             await self.recover(str(error), timeout_s=timeout_s)
 
     def check_may_compute(self, error: TransferError) -> None:
-        """Raise HandoffError with LOAD_FAILED if it was claimed whole or not at all."""
+        """Raise HandoffError (load_failed) if it was claimed whole or not at all."""
         if self._policy is ClaimPolicy.WHOLE:
             text = f"the claimed prompt did not load: {error}"
-            raise HandoffError(LOAD_FAILED, text) from error
+            raise HandoffError(ClaimProblem.LOAD_FAILED.value, text) from error
 
     async def recover(self, problem: str, *, timeout_s: float, after: Sequence[Event] = ()) -> None:
         """Get other blocks, of which those that are intact on the device are filled; what must be
