@@ -1,11 +1,19 @@
-"""What a service can tell about itself: counts, and a recount that finds what is wrong."""
+"""What a service can tell about itself: counts, the moments of its last requests, and a recount
+that finds what is wrong."""
 
 from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
 
 import msgspec
 import numpy as np
 
 from tierkv.cache import invariants
+from tierkv.cache.history import HistoryEvent
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.cache.pool import PoolStats
 from tierkv.gpu.protocol import Direction
@@ -14,6 +22,7 @@ from tierkv.pd.ledger import HandoffStats
 from tierkv.sched.computing import Decisions
 from tierkv.sched.eviction import TierStats
 from tierkv.sched.fetch import Fetcher
+from tierkv.sched.request import Matched, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO, StorageStats
@@ -45,6 +54,96 @@ class Lookup(msgspec.Struct, frozen=True):
     device_tokens: int
     host_tokens: int
     storage_tokens: int | None
+
+
+class Moment(Enum):
+    """Of a request, in the order in which they come; those it does not need never do."""
+
+    BEGAN = "began"
+    FETCHED = "fetched"  # what storage had of it, or a ticket, was brought to the host or given up
+    ADMITTED = "admitted"  # it has its blocks: the wait in line is over, and loads are on the way
+    LOADED = "loaded"  # what was cached below the device is there
+    COMPUTED = "computed"  # all of its prompt, so that the first token is known
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """What is told of one request: its moments in seconds on the loop's clock, never its tokens.
+
+    number: counted up from the start of the service. version: grows with each change of any.
+    matched, missed, missed_since: see Request. problem: why it was refused, "" if it was not.
+    prompt: to explain it again; None once it is not kept any more.
+    """
+
+    number: int
+    request_id: str
+    space: str
+    prompt_tokens: int
+    prompt: Prompt | None
+    moments: dict[Moment, float] = field(default_factory=dict)
+    version: int = 0
+    matched: Matched = field(default_factory=Matched)
+    missed: str = ""
+    missed_since: HistoryEvent | None = None
+    new_tokens: int = 0
+    problem: str = ""
+
+
+class Timelines:
+    """Keeps the last requests: `most` of them, and of their prompts `most_bytes` of tokens."""
+
+    def __init__(self, most: int = 128, most_bytes: int = 16 << 20) -> None:
+        self.version = 0
+        self._most = most
+        self._most_bytes = most_bytes
+        self._kept: deque[Timeline] = deque()
+        self._with_prompt: deque[Timeline] = deque()
+        self._num_bytes = 0
+        self._num_begun = 0
+
+    def begin(self, spec: RequestSpec) -> Timeline:
+        prompt = spec.prompt
+        self._num_begun += 1
+        one = Timeline(self._num_begun, spec.request_id, prompt.space, prompt.num_tokens, prompt)
+        self._kept.append(one)
+        self._with_prompt.append(one)
+        self._num_bytes += len(prompt.tokens)
+        if len(self._kept) > self._most:
+            self._kept.popleft()
+        while self._num_bytes > self._most_bytes or len(self._with_prompt) > self._most:
+            oldest = self._with_prompt.popleft()
+            assert oldest.prompt is not None, "it is dropped here only"
+            self._num_bytes -= len(oldest.prompt.tokens)
+            oldest.prompt = None
+        self.mark(one, Moment.BEGAN)
+        return one
+
+    def mark(self, one: Timeline, moment: Moment) -> None:
+        """The first of each kind counts: a request that recovers is admitted twice."""
+        if moment not in one.moments:
+            one.moments[moment] = asyncio.get_running_loop().time()
+            self.version += 1
+            one.version = self.version
+
+    def admitted(self, one: Timeline, request: Request) -> None:
+        """It has got its blocks, with what `request` says."""
+        one.matched = request.matched
+        one.missed, one.missed_since = request.missed, request.missed_since
+        self.mark(one, Moment.ADMITTED)
+        for movement in request.loads:
+            movement.when_ended(lambda: self._loaded(one, request))
+
+    def _loaded(self, one: Timeline, request: Request) -> None:
+        if all(movement.has_ended for movement in request.loads):
+            self.mark(one, Moment.LOADED)
+
+    def since(self, version: int) -> list[Timeline]:
+        """Those that have changed after `version`, the oldest first."""
+        return [one for one in self._kept if one.version > version]
+
+    def find(self, number: int) -> Timeline | None:
+        return next((one for one in self._kept if one.number == number), None)
 
 
 def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff: Handoff) -> Stats:

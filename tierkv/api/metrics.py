@@ -144,6 +144,12 @@ def _requests(stats: Stats) -> Iterator[Metric]:
             ("miss",): counts.prompt_tokens - hits,
         },
     )
+    yield counter(
+        "tierkv_missed_tokens",
+        "Prompt tokens of admitted requests that were found nowhere, by why",
+        ("reason",),
+        {(reason,): tokens for reason, tokens in counts.missed_tokens.items()},
+    )
     yield total(
         "tierkv_admitted_requests", "Requests that got their blocks", counts.admitted_requests
     )

@@ -107,6 +107,11 @@ class History:
                     newest = kept.event
         return newest
 
+    def newest(self, prompt: Prompt, block: int) -> HistoryEvent | None:
+        """As `find`, of this block or a run that begins with it only: one hash."""
+        kept = self._events and self._events.get(self._key(prompt, block))
+        return kept[0].event if kept else None
+
     def _key(self, prompt: Prompt, block: int) -> _Key:
         first, width = max(block - _BEFORE, 0), prompt.block_token_bytes
         tokens = prompt.tokens[first * width : (block + 1) * width]

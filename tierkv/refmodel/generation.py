@@ -132,6 +132,7 @@ class ModelRun:
         self.tokens.append(sample(logits, self.job.sampling, position))
         if self.first_token is None:
             self.first_token = time.monotonic()
+            self.session.has_first_token()
         self.tell()
 
     def tell(self) -> None:

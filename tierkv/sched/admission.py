@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from tierkv.errors import (
     TierKVError,
 )
 from tierkv.sched.computing import Computing, PromiseWait
+from tierkv.sched.explain import MISS_REASONS, why_missed
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.loads import HostLoads, Load
 from tierkv.sched.planner import AdmissionPlan, plan_admission
@@ -42,7 +43,8 @@ from tierkv.transfer.mover import Movement
 @dataclass(slots=True)
 class SchedulerStats:
     """Counts since the start. shared_waits: requests that waited for another one's blocks instead
-    of computing them; lost_waits: those of them for whom they did not come in time."""
+    of computing them; lost_waits: those of them for whom they did not come in time.
+    missed_tokens: prompt tokens found nowhere, by why (see `explain.MISS_REASONS`)."""
 
     admitted_requests: int = 0
     prompt_tokens: int = 0
@@ -52,6 +54,7 @@ class SchedulerStats:
     direct_hit_tokens: int = 0
     shared_waits: int = 0
     lost_waits: int = 0
+    missed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,12 @@ class Starts:
             loads=tuple(movements),
             num_private=len(table) - match.num_blocks,
         )
+        if missed := spec.prompt.num_tokens - matched.total_tokens:
+            history = self._tiers.eviction.history
+            request.missed, request.missed_since = why_missed(
+                spec, match, missed, history, self._computing
+            )
+            self.stats.missed_tokens[request.missed] += missed
         self._running.add(request)
         if loads:
             self._loads.used_by[request] = loads

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from tierkv.cache.copies import Mask
+from tierkv.cache.history import HistoryEvent
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier, TreeNode
@@ -181,6 +182,8 @@ class Request(msgspec.Struct, eq=False):
     room: what block_table and is_private are the first part of, once it has grown.
     is_aborted: nobody wants it any more; its engine ends it as soon as its kernels allow.
     promise: the blocks that it computes, for others to wait for.
+    missed: why it did not find all of its prompt at admission (see `explain.MISS_REASONS`), "" if
+        it did. missed_since: what became of the first block that was missing, if that is known.
     """
 
     spec: RequestSpec
@@ -201,6 +204,8 @@ class Request(msgspec.Struct, eq=False):
     is_aborted: bool = False
     room: tuple[Ids, Mask] | None = None
     promise: Promise | None = None
+    missed: str = ""
+    missed_since: HistoryEvent | None = None
 
     @property
     def request_id(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from tierkv.cache.copies import CopyState
@@ -14,7 +14,7 @@ from tierkv.cache.node import Quota, Tier
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
-from tierkv.observe import Lookup, Stats
+from tierkv.observe import Lookup, Stats, Timelines
 from tierkv.pd import ledger
 from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published, PublishStream
@@ -62,6 +62,7 @@ class Service:
         self._memory = Memory(device, fingerprint.layout)
         self._storage_tier = StorageTier(store, storage or StorageOptions(), self._storage_changed)
         self.publishings = Publishings()
+        self.timelines = Timelines()
         self.is_ready = False
         self.is_draining = False
         self.failure: str | None = None  # why it closes although nobody asked for that
@@ -313,12 +314,17 @@ class Service:
         )
         return await self.admit_as(spec)
 
-    async def admit_as(self, spec: RequestSpec) -> Request:
-        """`admit`, for who has the whole of it in one."""
+    async def admit_as(
+        self, spec: RequestSpec, *, on_fetched: Callable[[], None] = lambda: None
+    ) -> Request:
+        """`admit`, for who has the whole of it in one. on_fetched: called when the wait for storage
+        is over, if there is one, and that for room begins."""
         if not spec.uses_cache or self.tiers.copies.storage is None:
             return await self.scheduler.admit(spec)
         self.scheduler.check(spec)
-        return await self.scheduler.admit(spec, await self._fetched(spec))
+        fetched = await self._fetched(spec)
+        on_fetched()
+        return await self.scheduler.admit(spec, fetched)
 
     async def _fetched(self, spec: RequestSpec) -> Fetched:
         """What storage has of a prompt that the tiers lack, on the host."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -29,6 +30,7 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Event
+from tierkv.observe import Moment, Timeline
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
 from tierkv.pd.ticket import ClaimProblem, Ticket
@@ -57,6 +59,7 @@ class Session:
         self.load_problem: str | None = None
         self._service = service
         self._on_end = on_end
+        self._timeline: Timeline | None = None
         self._request: Request | None = None
         self._publishes: dict[str, Publishing] = {}
         self._free_tickets: set[str] = set()
@@ -119,7 +122,27 @@ class Session:
     async def admit(self) -> Request:
         """Wait for blocks, with what is cached of the prompt on any tier on its way into them.
         Raises what `Service.admit` does; cancelling it leaves nothing behind."""
-        return self._took(await self._service.admit_as(self.spec))
+        with self._timed():
+            return self._took(
+                await self._service.admit_as(
+                    self.spec, on_fetched=lambda: self._mark(Moment.FETCHED)
+                )
+            )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Tells of the request's beginning, and of its end if it comes to nothing."""
+        self._timeline = self._service.timelines.begin(self.spec)
+        try:
+            yield
+        except BaseException as error:
+            self._timeline.problem = str(error) or "its caller has gone"
+            self._mark(Moment.ENDED)
+            raise
+
+    def _mark(self, moment: Moment) -> None:
+        if self._timeline is not None:
+            self._service.timelines.mark(self._timeline, moment)
 
     async def claim(
         self,
@@ -131,25 +154,28 @@ class Session:
         """Wait for a published prompt and for blocks with every token of it on its way into them;
         see `Service.claim`. `ticket` is there afterwards."""
         self._policy = policy
-        try:
-            request, self.ticket = await self._service.claim_as(
-                self.spec, ticket_id, policy, deadline_s, sampling
-            )
-        except DeviceFailedError:
-            raise
-        except TransferError as error:  # a prompt that came in portions did not all load
-            self.check_may_compute(error)
-            log.warning("request %s computes all of it: %s", self.spec.request_id, error)
-            self.load_problem = str(error)
-            alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
-            request = await self._service.admit_as(alone)
-        return self._took(request)
+        with self._timed():
+            try:
+                request, self.ticket = await self._service.claim_as(
+                    self.spec, ticket_id, policy, deadline_s, sampling
+                )
+            except DeviceFailedError:
+                raise
+            except TransferError as error:  # a prompt that came in portions did not all load
+                self.check_may_compute(error)
+                log.warning("request %s computes all of it: %s", self.spec.request_id, error)
+                self.load_problem = str(error)
+                alone = msgspec.structs.replace(self.spec, needs_logits=True, uses_cache=False)
+                request = await self._service.admit_as(alone)
+            return self._took(request)
 
     def _took(self, request: Request) -> Request:
         if self.has_ended:  # in the moment in which it came
             self._service.scheduler.end(request)
             raise OwnershipError(f"request {self.spec.request_id!r} has ended")
         self._request, self.spec = request, request.spec
+        if self._timeline is not None:
+            self._service.timelines.admitted(self._timeline, request)
         return request
 
     async def loaded(self, timeout_s: float) -> None:
@@ -228,9 +254,15 @@ class Session:
         request = self.running()
         await self._service.scheduler.commit(request, tokens, after=after)
         prompt_tokens = min(request.computed_tokens, self.spec.prompt.num_tokens)
+        if prompt_tokens == self.spec.prompt.num_tokens:
+            self.has_first_token()
         for publishing in self._publishes.values():
             if publishing.stream is not None:
                 publishing.stream.advance(prompt_tokens, after)
+
+    def has_first_token(self) -> None:
+        """Its engine knows the first token; else that is told by the commit of the whole prompt."""
+        self._mark(Moment.COMPUTED)
 
     async def extend(self, num_tokens: int) -> None:
         """More room in the block table; see Scheduler.extend."""
@@ -380,6 +412,10 @@ class Session:
         if self.is_ending:
             return
         self._last_use = tuple(after)
+        if self._timeline is not None and self._request is not None:
+            computed = self._request.computed_tokens - self.spec.prompt.num_tokens
+            self._timeline.new_tokens = max(computed, 0)
+        self._mark(Moment.ENDED)
         self._fail_streams(f"{reason}, and its prompt was not published")
         self._publish_over()
 

@@ -1,0 +1,127 @@
+"""What a service tells of its last requests: their moments, and why they missed what they did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from tests.latch import finish, until
+from tests.world import BLOCK, World, world
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.tokens import pack
+from tierkv.errors import TierKVError
+from tierkv.gpu.protocol import Direction
+from tierkv.observe import Moment, Timelines
+from tierkv.sched.explain import MISS_REASONS
+from tierkv.sched.request import RequestSpec
+from tierkv.service.session import Session
+
+PROMPT = list(range(3 * BLOCK))
+
+
+async def served(on: World, tokens: Sequence[int], *, uses_cache: bool = True) -> Session:
+    on.num_requests += 1
+    spec = RequestSpec(f"r{on.num_requests}", on.prompt(tokens), 0, uses_cache=uses_cache)
+    one = Session(on.service, spec)
+    request = await finish(one.admit())
+    await request.gate.all_layers(20.0)
+    on.compute(request, tokens, request.cached_tokens)
+    await finish(one.commit(pack(list(tokens))))
+    one.end()
+    await on.settle()
+    return one
+
+
+def missed(on: World) -> dict[str, int]:
+    """The reasons that there are, and that they are all of what was not found."""
+    counts = on.service.stats().requests
+    found = counts.device_hit_tokens + counts.host_hit_tokens
+    found += counts.storage_hit_tokens + counts.direct_hit_tokens
+    assert sum(counts.missed_tokens.values()) == counts.prompt_tokens - found
+    assert tuple(counts.missed_tokens) == MISS_REASONS
+    return {reason: tokens for reason, tokens in counts.missed_tokens.items() if tokens}
+
+
+async def test_each_missed_token_is_counted_under_one_reason() -> None:
+    async with world(device_blocks=4, host_write=WritePolicy.NONE) as on:
+        await served(on, PROMPT)
+        assert missed(on) == {"never_stored": 3 * BLOCK}
+        await served(on, PROMPT)
+        assert missed(on) == {"never_stored": 3 * BLOCK, "last_token": 1}
+        await served(on, PROMPT, uses_cache=False)
+        assert missed(on)["not_asked"] == 3 * BLOCK
+        await served(on, [token + 500 for token in range(4 * BLOCK)])  # takes all room there is
+        await served(on, PROMPT)
+        assert missed(on)["evicted"] == 3 * BLOCK
+        last = on.service.timelines.since(0)[-1]
+        assert last.missed == "evicted"
+        assert last.missed_since is not None
+        assert last.missed_since.tier == "device"
+
+
+async def test_blocks_that_another_request_computes_are_missed_as_in_flight() -> None:
+    async with world() as on:
+        first = await on.admit(PROMPT)
+        second = await on.admit(PROMPT)
+        assert missed(on) == {"never_stored": 3 * BLOCK, "in_flight": 3 * BLOCK}
+        for request in (first, second):
+            on.service.end(request)
+
+
+async def test_the_moments_of_a_request_come_in_order_and_loads_are_told_of() -> None:
+    async with world(with_store=True) as on:
+        await served(on, PROMPT)
+        await until(lambda: on.service.index.match(on.prompt(PROMPT)).device_blocks == 3)
+        await on.service.sleep()  # to the host
+        await on.service.wake()
+        on.latch.hold(Direction.LOAD)
+        one = Session(on.service, RequestSpec("again", on.prompt(PROMPT), 0))
+        await finish(one.admit())
+        line = on.service.timelines.since(0)[-1]
+        assert line.request_id == "again"
+        assert list(line.moments) == [Moment.BEGAN, Moment.FETCHED, Moment.ADMITTED]
+        on.latch.release()
+        await until(lambda: Moment.LOADED in line.moments, "the load")
+        assert line.matched.host_tokens == 3 * BLOCK - 1
+        on.compute(one.request, PROMPT, 0)
+        await finish(one.commit(pack(PROMPT)))
+        one.end()
+        assert set(line.moments) == set(Moment)
+        times = [line.moments[moment] for moment in Moment]
+        assert times == sorted(times)
+        await on.settle()
+
+
+async def test_a_request_that_comes_to_nothing_says_why() -> None:
+    async with world(device_blocks=2) as on:
+        one = Session(on.service, RequestSpec("large", on.prompt(PROMPT), 0))
+        with pytest.raises(TierKVError):
+            await one.admit()
+        [line] = on.service.timelines.since(0)
+        assert "blocks" in line.problem
+        assert Moment.ADMITTED not in line.moments
+        assert Moment.ENDED in line.moments
+        kept = await on.admit([7])
+        waits = asyncio.create_task(
+            Session(on.service, RequestSpec("gone", on.prompt(PROMPT[: 2 * BLOCK]), 0)).admit()
+        )
+        await until(lambda: on.service.scheduler.num_waiting == 1)
+        waits.cancel()
+        await asyncio.wait([waits])
+        assert on.service.timelines.since(0)[-1].problem == "its caller has gone"
+        on.service.end(kept)
+
+
+async def test_only_the_last_requests_are_kept_and_fewer_of_their_prompts() -> None:
+    async with world() as on:
+        lines = Timelines(most=3, most_bytes=2 * 4 * len(PROMPT))
+        for number in range(5):
+            lines.begin(RequestSpec(f"r{number}", on.prompt(PROMPT), 0))
+        assert [one.request_id for one in lines.since(0)] == ["r2", "r3", "r4"]
+        assert [one.prompt is None for one in lines.since(0)] == [True, False, False]
+        assert lines.find(1) is None
+        seen = lines.version
+        lines.mark(lines.since(0)[1], Moment.ENDED)
+        assert [one.request_id for one in lines.since(seen)] == ["r3"]
