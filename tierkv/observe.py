@@ -24,7 +24,7 @@ from tierkv.sched.eviction import TierStats
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.request import Matched, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
-from tierkv.transfer.mover import Mover
+from tierkv.transfer.mover import LayerTimes, Mover
 from tierkv.transfer.storage_io import StorageIO, StorageStats
 
 
@@ -40,6 +40,7 @@ class Stats(msgspec.Struct, frozen=True):
     storage: StorageStats | None
     loaded_bytes: int
     offloaded_bytes: int
+    load_layers: LayerTimes
     handoff: HandoffStats
     decisions: Decisions
 
@@ -158,6 +159,7 @@ def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff
         storage=storage.stats if storage else None,
         loaded_bytes=mover.bytes_moved[Direction.LOAD],
         offloaded_bytes=mover.bytes_moved[Direction.OFFLOAD],
+        load_layers=mover.layer_times,
         handoff=handoff.stats,
         decisions=tiers.decisions,
     )

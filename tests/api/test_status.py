@@ -13,7 +13,9 @@ from tests.api.nodes import Client, here, settings
 from tierkv.api.node import Node
 from tierkv.api.server import listening
 from tierkv.api.settings import Role
+from tierkv.clock import SystemClock
 from tierkv.http.listen import bind
+from tierkv.storage.memory import MemorySettings, MemoryStore
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/healthz"])
@@ -166,6 +168,22 @@ async def test_counts_follow_what_happens() -> None:
         assert value("tierkv_http_requests_total", route="/v1/generate", status="2xx") == 2
         assert value("tierkv_time_to_first_token_seconds_count", operation="generate") == 2
         assert value("tierkv_time_to_first_token_seconds_count", operation="prefill") == 1
+
+
+async def test_it_is_told_when_each_layer_of_loads_was_there() -> None:
+    store = MemoryStore(MemorySettings(), SystemClock())
+    async with here(Role.PREFILL, store=store) as p, here(Role.DECODE, store=store) as d:
+        work = {"prompt": "a prompt of some words, " * 4, "ticket_id": "t"}
+        await p.client.post("/v1/prefill", work)
+        await d.client.post("/v1/decode", work)
+        times = (await d.client.get("/v1/stats")).body["load_layers"]
+        assert times["num_loads"] > 0
+        assert 0 < times["total_s"][0] <= times["total_s"][-1]
+        found = await samples(d.client)
+        for layer, total_s in enumerate(times["total_s"]):
+            label = (("layer", str(layer)),)
+            assert found["tierkv_load_layer_seconds_count", label] == times["num_loads"]
+            assert found["tierkv_load_layer_seconds_sum", label] == total_s
 
 
 async def test_openmetrics_is_spoken_to_who_asks_for_it() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from operator import le
 
 import numpy as np
 import pytest
@@ -222,6 +223,50 @@ async def test_a_movement_ends_with_its_last_layer_and_a_lane_with_its_planes() 
     host.close()
     planes.close()
     device.close()
+
+
+async def test_of_a_load_it_is_told_when_each_layer_was_there() -> None:
+    device = LayerByLayer()
+    planes, host = device.allocate_planes(LAYOUT, 4), device.allocate_host(LAYOUT, 4)
+    mover = Mover(device, planes, host)
+    async with mover.running():
+        assert mover.layer_times.num_loads == 0
+        movement = mover.load(ids(0), ids(0))
+        beside = mover.load(ids(1), ids(1))  # is not looked at: one at a time is
+        loop, earliest = asyncio.get_running_loop(), []
+        began = loop.time()
+        for event in device.lanes[0].events:
+            await asyncio.sleep(0.002)
+            earliest.append(loop.time() - began)
+            event.finish()
+        await finish(movement.done())
+        await finish(beside.done())
+        times = mover.layer_times
+        assert times.num_loads == 1  # and no offload
+        assert times.total_s == times.longest_s
+        assert len(times.total_s) == LAYOUT.num_layers
+        assert all(map(le, earliest, times.total_s))
+        assert list(times.total_s) == sorted(times.total_s)
+        await finish(mover.load(ids(0), ids(0)).done())  # soon after: is not looked at either
+        assert mover.layer_times is times
+    host.close()
+    planes.close()
+    device.close()
+
+
+async def test_a_load_that_fails_midway_counts_for_no_layer_and_the_next_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tierkv.transfer.mover._TIMED_EVERY_S", 0.0)
+    async with ground() as here:
+        here.latch.fail_next(Direction.LOAD)
+        with pytest.raises(TransferError):
+            await finish(here.mover.load(ids(0), ids(0)).done())
+        assert here.mover.layer_times.num_loads == 0
+        await finish(here.mover.load(ids(0), ids(0)).done())
+        assert here.mover.layer_times.num_loads == 1
+        await finish(here.mover.offload(ids(0), ids(0)).done())
+        assert here.mover.layer_times.num_loads == 1
 
 
 class BadlyMade(Layers):

@@ -7,7 +7,12 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 import tierkv
@@ -18,6 +23,7 @@ from tierkv.observe import Stats
 from tierkv.pd.ticket import ClaimProblem
 from tierkv.refmodel.generation import Generation
 from tierkv.storage.protocol import BreakerState
+from tierkv.transfer.mover import LayerTimes
 from tierkv.transfer.storage_io import StorageStats
 from tierkv.transfer.tier import StoreState
 
@@ -69,6 +75,7 @@ class NodeCollector(Collector):
         yield gauge("tierkv_ready", "1 while the node takes requests", (), {(): int(is_ready)})
         stats = node.service.stats()
         yield from _tiers(stats, node.service.fingerprint.layout.block_bytes)
+        yield _load_layers(stats.load_layers)
         yield from _requests(stats)
         yield from _engine(node)
         yield from _callers(node)
@@ -118,6 +125,17 @@ def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
         "Copies between host and device that failed",
         tiers.failed_transfers,
     )
+
+
+def _load_layers(times: LayerTimes) -> Metric:
+    family = SummaryMetricFamily(
+        "tierkv_load_layer_seconds",
+        "From a load's begin until this layer of it was on the device; of some loads",
+        labels=("layer",),
+    )
+    for layer, total_s in enumerate(times.total_s):
+        family.add_metric((str(layer),), times.num_loads, total_s)
+    return family
 
 
 def _block_states(pools: dict[str, PoolStats]) -> dict[tuple[str, ...], float]:
