@@ -164,8 +164,8 @@ def own_blocks(count: int, against: Row) -> list[Row]:
 def _save_and_load(
     cache: EngineCache, planes: WorkerPlanes, times: Times, key: str, prompt: Prompt
 ) -> None:
-    count, blocks = prompt.num_blocks, [list(range(prompt.num_blocks))]
-    plan = times.timed("save", lambda: cache.save(key, prompt, 0, count, blocks))
+    blocks = [list(range(prompt.num_blocks))]
+    plan = times.timed("save", lambda: cache.save(key, prompt, blocks))
     planes.start_saves(plan)  # type: ignore[arg-type]
     while not cache.poll().stored:
         time.sleep(0)

@@ -21,6 +21,12 @@ OTHERS: dict[str, Fingerprint] = {
     "adapter": dataclasses.replace(OURS, adapter="lora@1"),
     "tenant": dataclasses.replace(OURS, tenant="acme"),
     "key_format": dataclasses.replace(OURS, key_format=OURS.key_format + 1),
+    "engine": dataclasses.replace(OURS, engine="vllm 0.32"),
+    "attention_backend": dataclasses.replace(OURS, attention_backend="FLASH_ATTN"),
+    "cache_dtype": dataclasses.replace(OURS, cache_dtype="fp8"),
+    "kv_layout": dataclasses.replace(OURS, kv_layout="NHD"),
+    "groups": dataclasses.replace(OURS, groups="full, window"),
+    "group": dataclasses.replace(OURS, group="1"),
 }
 
 
@@ -89,3 +95,8 @@ def test_neighbouring_fields_cannot_run_into_each_other(
 def test_a_model_must_be_named() -> None:
     with pytest.raises(ConfigError, match="model"):
         Fingerprint("", LAYOUTS["gqa"])
+
+
+def test_what_an_engine_does_not_say_leaves_the_names_of_others_as_they_were() -> None:
+    named = {"engine", "attention_backend", "cache_dtype", "kv_layout", "groups", "group"}
+    assert not named & OURS.readable().keys()  # test_keys.py pins the root

@@ -24,6 +24,7 @@ from tierkv.cache.keys import (
     block_digest,
     chain,
     extra_keys,
+    prompt_extra,
     tail_digest,
 )
 from tierkv.cache.layout import attention_layout
@@ -262,6 +263,51 @@ def test_extra_keys_of_a_block_are_those_of_the_media_that_overlap_it(
     ]
     assert prompt.extra(block) == extra_keys(inside, block * SIZE, block * SIZE + SIZE)
     assert bool(prompt.extra(block)) == bool(inside)
+
+
+def digests(prompt: Prompt) -> list[bytes]:
+    return [key.digest for key in stored_keys(ROOT, prompt)]
+
+
+@given(st.binary(max_size=8), st.binary(max_size=8), st.integers(1, 12))
+def test_what_a_prompt_s_kv_depends_on_beside_its_tokens_is_in_all_of_its_keys(
+    left: bytes, right: bytes, length: int
+) -> None:
+    """A salt, or which adapter computed it; beside media, which are not confused with it."""
+    image = [MediaItem(0, 1, left.ljust(16, b"\0"))]
+    made = [
+        digests(Prompt.of(range(length), SIZE, media, extra=extra))
+        for media in ([], image)
+        for extra in (b"", prompt_extra(salt=left), prompt_extra(adapter=left))
+    ]
+    made.append(digests(Prompt.of(range(length), SIZE, extra=prompt_extra(salt=left + b"x"))))
+    assume(left)
+    for keys in zip(*made, strict=True):
+        assert len(set(keys)) == len(keys)
+    both = prompt_extra(salt=left, adapter=right)
+    assert both == prompt_extra(adapter=right, salt=left)
+    assert both == prompt_extra(salt=left) or right
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 30), st.integers(1, 9))
+def test_a_prompt_cut_into_other_blocks_shares_keys_exactly_where_it_did(
+    length: int, size: int, start: int, width: int
+) -> None:
+    """Its media too: no block that one of two images overlaps has a key of the other's."""
+    assume(start + width <= length)
+    cat, dog, plain = (
+        Prompt.of(range(length), SIZE, [MediaItem(start, width, what)] if what else [])
+        for what in (CAT, DOG, b"")
+    )
+    ours, theirs, none = (digests(one.cut_into(size)) for one in (cat, dog, plain))
+    assert digests(cat.cut_into(SIZE)) == digests(cat)
+    assert ours == digests(
+        Prompt.of(range(length), SIZE, [MediaItem(start, width, CAT)]).cut_into(size)
+    )
+    assert none == digests(Prompt.of(range(length), size))
+    shared = (start // SIZE * SIZE) // size  # blocks before all that the image's blocks overlap
+    for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert (one == other) == (at < shared)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from tests.latch import PATIENCE_S, CopyLatch, ManualEvent
+from tests.layouts import LAYOUTS
 from tests.redis_server import redis_server
 from tests.world import BLOCK, GQA, fingerprint, kv_of
 from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.groups import NO_BLOCK
 from tierkv.cache.keys import Prompt
 from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
@@ -86,20 +88,20 @@ class Engine:
     def save(self, key: str, tokens: Sequence[int], blocks: Sequence[int], **more: Any) -> None:
         """Compute and save a whole prompt, and wait until it can be found."""
         self.compute(tokens, blocks)
-        plan = self.cache.save(key, self.prompt(tokens), 0, len(blocks), [blocks], **more)
+        plan = self.cache.save(key, self.prompt(tokens), [blocks], **more)
         if plan is not None:
             self.planes.start_saves(plan)
             self.until(lambda: any(name == key for name, _ in self.seen.stored))
 
     def load(self, key: str, blocks: Sequence[int], first: int = 0) -> tuple[int, ...]:
         """Load what was promised; which positions failed."""
-        plan = self.cache.load(key, [blocks], first)
+        plan = self.cache.load(key, [blocks], [first])
         assert plan is not None
         self.planes.start_loads(plan)
         self.until(lambda: any(name == key for name, _ in self.seen.loaded))
         [failed] = [failed for name, failed in self.seen.loaded if name == key]
         self.seen.loaded.clear()
-        return failed
+        return failed[0] if failed else ()
 
     def poll(self, finished: Sequence[Finished] = ()) -> None:
         polled = self.cache.poll(finished)
@@ -234,9 +236,8 @@ def test_a_ticket_hands_a_prompt_from_one_cache_to_another(length: int, tmp_path
             plan = producer.cache.save(
                 "p",
                 prompt,
-                first,
-                last,
                 [blocks[first:last]],
+                [first],
                 ticket="t" if last == len(blocks) else None,
                 first_tokens=[7],
             )
@@ -254,7 +255,7 @@ def test_a_ticket_for_a_prompt_that_is_not_all_there_is_refused_and_says_so() ->
         tokens = tokens_of(6 * BLOCK)
         blocks = blocks_for(len(tokens))
         prompt = on.prompt(tokens)
-        plan = on.cache.save("a", prompt, 0, 6, [blocks], ticket="t", first_tokens=[1])
+        plan = on.cache.save("a", prompt, [blocks], ticket="t", first_tokens=[1])
         assert plan is not None
         on.planes.start_saves(plan)
         assert isinstance(on.published("a"), HandoffError)
@@ -266,7 +267,7 @@ def test_saved_blocks_are_found_only_once_their_copies_are_done() -> None:
     with engine() as on:
         on.compute(tokens, blocks)
         on.latch.hold(Direction.OFFLOAD)
-        plan = on.cache.save("a", on.prompt(tokens), 0, 2, [blocks])
+        plan = on.cache.save("a", on.prompt(tokens), [blocks])
         assert plan is not None
         on.planes.start_saves(plan)
         assert on.lookup("b", tokens) == Found(0)
@@ -283,7 +284,7 @@ def test_a_save_waits_for_the_event_that_the_engine_recorded() -> None:
     tokens, blocks = tokens_of(BLOCK), [0]
     with engine() as on:
         written = ManualEvent()
-        plan = on.cache.save("a", on.prompt(tokens), 0, 1, [blocks])
+        plan = on.cache.save("a", on.prompt(tokens), [blocks])
         assert plan is not None
         on.planes.start_saves(plan, after=[written])
         on.compute(tokens, blocks)  # later than the plan, earlier than the event
@@ -405,7 +406,7 @@ def test_an_abort_at_any_moment_leaves_nothing_behind(moment: str) -> None:
         on.latch.hold()
         if moment == "saving":
             other = on.prompt(tokens_of(BLOCK, 9))
-            plan = on.cache.save("b", other, 0, 1, [[7]])
+            plan = on.cache.save("b", other, [[7]])
             assert plan is not None
             on.planes.start_saves(plan)
         else:
@@ -447,12 +448,12 @@ def test_a_plan_counts_once_every_rank_has_reported_it() -> None:
         fingerprint(), [GQA], host_bytes=16 * GQA.block_bytes, cache=rules, num_ranks=2
     ) as cache:
         prompt = Prompt(pack(tokens), BLOCK)
-        plan = cache.save("a", prompt, 0, 1, [[3]])
+        plan = cache.save("a", prompt, [[3]])
         assert plan is not None
         assert cache.poll([Finished(plan.number, 0)]).saved == []
         assert cache.fence([3]) == (3,)
         assert cache.poll([Finished(plan.number, 1)]).saved == ["a"]
-        plan = cache.save("b", Prompt(pack(tokens_of(BLOCK, 2)), BLOCK), 0, 1, [[4]])
+        plan = cache.save("b", Prompt(pack(tokens_of(BLOCK, 2)), BLOCK), [[4]])
         assert plan is not None
         cache.poll([Finished(plan.number, 0, "it broke"), Finished(plan.number, 1)])
         assert ask(lambda: cache.lookup("c", prompt)) == Found(BLOCK)
@@ -484,13 +485,15 @@ def test_what_cannot_be_is_refused_in_the_caller_s_thread() -> None:
     with engine() as on:
         prompt = on.prompt(tokens_of(2 * BLOCK + 1))
         with pytest.raises(BadRequestError):
-            on.cache.save("a", prompt, 0, 4, [[0, 1, 2, 3]])
+            on.cache.save("a", prompt, [[0, 1, 2, 3]])
+        with pytest.raises(BadRequestError, match="first blocks"):
+            on.cache.save("a", prompt, [[0]], [0, 0])
+        with pytest.raises(BadRequestError, match="no gap"):
+            on.cache.save("a", prompt, [[0, NO_BLOCK, 2]])
         with pytest.raises(BadRequestError):
-            on.cache.save("a", prompt, 0, 2, [[0]])
-        with pytest.raises(BadRequestError):
-            on.cache.save("a", prompt, 0, 1, [[0], [1]])
+            on.cache.save("a", prompt, [[0], [1]])
         assert on.cache.load("a", [[0]]) is None
-    with pytest.raises(ConfigError, match="one group"):
-        EngineCache(fingerprint(), [GQA, GQA], host_bytes=1 << 20, cache=CacheSettings())
+    with pytest.raises(ConfigError, match="layout"):
+        EngineCache(fingerprint(), [LAYOUTS["mla"]], host_bytes=1 << 20, cache=CacheSettings())
     with pytest.raises(ConfigError, match="room"):
         EngineCache(fingerprint(), [GQA], host_bytes=1, cache=CacheSettings(block_size=BLOCK))

@@ -113,14 +113,21 @@ async def test_a_published_tail_is_found_too() -> None:
         assert (await second.run(tokens(15))).storage_tokens == 10
 
 
-async def test_a_private_layout_lends_only_whole_tails() -> None:
-    who = dataclasses.replace(fingerprint(), layout=LAYOUTS["private"])
+@pytest.mark.parametrize("has_prefixes", [True, False])
+async def test_a_private_layout_lends_only_whole_tails_if_its_blocks_have_no_prefixes(
+    has_prefixes: bool,
+) -> None:
+    planes = LAYOUTS["private"].planes
+    first = dataclasses.replace(planes[0], has_prefixes=has_prefixes)
+    layout = dataclasses.replace(LAYOUTS["private"], planes=(first, *planes[1:]))
+    assert (layout.digest == LAYOUTS["private"].digest) is has_prefixes
+    who = dataclasses.replace(fingerprint(), layout=layout)
     store = MemoryStore(MemorySettings(), SystemClock())
     async with world(store=store, who=who) as node:
         lists = node.service.tiers.copies.storage
         assert lists is not None
         root = who.root()
-        for rest in (tokens(3), tokens(1)):
+        for rest in (tokens(1), tokens(3)):
             await put_one(
                 node.the_store,
                 lists.names.name(
@@ -131,7 +138,7 @@ async def test_a_private_layout_lends_only_whole_tails() -> None:
             await lists.tails.note(node.keys(rest))
         best = await lists.tails.best(root, pack(tokens(2)), b"", "")
         assert best is not None
-        assert best.num_shared == 1  # not two of the three
+        assert best.num_shared == (2 if has_prefixes else 1)  # two of the three
         assert await lists.tails.best(root, pack([9, 9]), b"", "") is None
 
 

@@ -26,10 +26,12 @@ from tierkv.errors import BadRequestError, ConfigError
 
 DIGEST_BYTES: Final = 32
 _NO_EXTRAS: Final[Mapping[int, bytes]] = {}
+_OF_PROMPT: Final = b"\xff\xff\xff\xff"  # no media item's extra key begins so
 _TAIL_TAG: Final = b"tierkv tail v1\0".ljust(DIGEST_BYTES, b"\0")
 
 
 KEY_FORMAT = 1
+_PRIVATE = ("engine", "attention_backend", "cache_dtype", "kv_layout", "groups", "group")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Fingerprint:
     model, revision: which weights. weight_dtype: as loaded ("bfloat16").
     layout: planes and block size of one shard.
     adapter: LoRA name and revision, "" without. tenant: salt that keeps tenants apart, "" shared.
+    engine, attention_backend, cache_dtype, kv_layout: where the inside of a block is private to an
+        engine, whatever decides on it, in its own words ("vllm 0.32", "FLASH_ATTN", "fp8", "NHD").
+    groups, group: of an engine with several groups of blocks, all of them, and which one it is.
     """
 
     model: str
@@ -48,14 +53,23 @@ class Fingerprint:
     adapter: str = ""
     tenant: str = ""
     key_format: int = KEY_FORMAT
+    engine: str = ""
+    attention_backend: str = ""
+    cache_dtype: str = ""
+    kv_layout: str = ""
+    groups: str = ""
+    group: str = ""
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("a fingerprint needs the model's name")
 
     def readable(self) -> dict[str, str]:
-        """Field by field, for logs, tickets and `differences`; the tenant salt stays a digest."""
-        return {
+        """Field by field, for logs, tickets and `differences`; the tenant salt stays a digest.
+        What only engines with private blocks say is left out where it is "", so that the names of
+        others stay what they were."""
+        private = {name: getattr(self, name) for name in _PRIVATE}
+        return {name: value for name, value in private.items() if value} | {
             "key_format": str(self.key_format),
             "model": self.model,
             "revision": self.revision,
@@ -112,6 +126,15 @@ class MediaItem:
             )
         if not 16 <= len(self.content_hash) <= 64:  # noqa: PLR2004 - shorter ones have collided
             raise BadRequestError("a media item's content hash has 16 to 64 bytes")
+
+
+def prompt_extra(**parts: bytes) -> bytes:
+    """One value for `Prompt.of(extra=)` out of several: a salt, the digest of an adapter's weights.
+    Those that are b"" say nothing."""
+    named = [(name.encode(), part) for name, part in sorted(parts.items()) if part]
+    return b"".join(
+        len(text).to_bytes(8, "little") + text for name, part in named for text in (name, part)
+    )
 
 
 def extra_keys(media: Sequence[MediaItem], start: int, stop: int) -> bytes:
@@ -172,13 +195,37 @@ class Prompt:
         block_size: int,
         media: Sequence[MediaItem] = (),
         *,
+        extra: bytes = b"",
         space: str = "",
     ) -> Prompt:
+        """extra: what else of the whole prompt its KV depends on, such as a salt or the digest of
+        an adapter's weights; see `prompt_extra`. It is part of the first block's key, and so of all
+        that follow."""
         packed = pack(tokens)
-        if media:
-            extras = _extras(media, len(packed) // TOKEN_BYTES, block_size)
-            return cls(packed, block_size, extras, space)
-        return cls(packed, block_size, _NO_EXTRAS, space)
+        if not media and not extra:
+            return cls(packed, block_size, _NO_EXTRAS, space)
+        extras = _extras(media, len(packed) // TOKEN_BYTES, block_size)
+        if extra:
+            length = len(extra).to_bytes(8, "little")
+            extras[0] = _OF_PROMPT + length + extra + extras.get(0, b"")
+        return cls(packed, block_size, extras, space)
+
+    def cut_into(self, block_size: int) -> Prompt:
+        """The same prompt in blocks of another size. What the extra keys of a block here say is
+        said of every block there that overlaps it."""
+        if block_size == self.block_size:
+            return self
+        if not self.extras:
+            return Prompt(self.tokens, block_size, _NO_EXTRAS, self.space)
+        said: dict[int, list[bytes]] = {}
+        for block in sorted(self.extras):
+            extra, start = self.extras[block], block * self.block_size
+            stop = min(start + self.block_size, self.num_tokens)
+            for other in range(start // block_size, -(-stop // block_size)):
+                offset = (start - other * block_size).to_bytes(8, "little", signed=True)
+                said.setdefault(other, []).append(offset + len(extra).to_bytes(8, "little") + extra)
+        extras = {block: b"".join(parts) for block, parts in said.items()}
+        return Prompt(self.tokens, block_size, extras, self.space)
 
     @property
     def tail_tokens(self) -> int:

@@ -32,6 +32,8 @@ class Plane:
     block_bytes: bytes of this plane in one block.
     token_bytes: bytes of one token, if token t lies at [t * token_bytes, (t + 1) * token_bytes);
         None if the inside of the plane is private to the attention backend.
+    has_prefixes: whether a block of n tokens can serve as one of its first tokens, as that of every
+        attention can: what is private is where they lie. A recurrent state cannot.
     """
 
     layer: int
@@ -39,6 +41,7 @@ class Plane:
     dtype: str
     block_bytes: int
     token_bytes: int | None = None
+    has_prefixes: bool = True
 
     def __post_init__(self) -> None:
         if self.layer < 0:
@@ -115,6 +118,11 @@ class Layout:
         return all(plane.token_bytes is not None for plane in self.planes)
 
     @cached_property
+    def has_prefixes(self) -> bool:
+        """Whether a block can serve as one of its first tokens, copied whole or cut."""
+        return all(plane.has_prefixes for plane in self.planes)
+
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes that differ whenever two layouts could be confused byte for byte."""
         h = hashlib.sha256(b"tierkv layout v1")
@@ -122,7 +130,8 @@ class Layout:
         for plane in self.planes:
             for number in (plane.layer, plane.block_bytes, (plane.token_bytes or 0)):
                 h.update(number.to_bytes(8, "little"))
-            for text in (plane.role, plane.dtype):
+            texts = (plane.role, plane.dtype)
+            for text in texts if plane.has_prefixes else (*texts, "whole"):
                 encoded = text.encode()
                 h.update(len(encoded).to_bytes(8, "little"))
                 h.update(encoded)

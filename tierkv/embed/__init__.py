@@ -1,5 +1,6 @@
 """tierkv inside an engine's process: the service in a thread, and workers in other processes."""
 
+from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings, WorkerPlanes
 from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
@@ -12,9 +13,11 @@ from tierkv.embed.thread import (
 )
 
 __all__ = [
+    "NO_BLOCK",
     "AbortedError",
     "Admitted",
     "Answer",
+    "CacheGroup",
     "Call",
     "CloseTimeoutError",
     "EmbedSettings",
@@ -22,6 +25,7 @@ __all__ = [
     "EngineCache",
     "EngineCacheSettings",
     "ForkedError",
+    "GroupKind",
     "QueueFullError",
     "ServiceFailedError",
     "Until",

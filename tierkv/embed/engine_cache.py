@@ -29,6 +29,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import Layout
 from tierkv.cache.pool import Ids
@@ -79,11 +80,13 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 @dataclass(frozen=True, slots=True)
 class Found:
     """What can be loaded. num_tokens: beyond those that the engine has. first_tokens: what a ticket
-    says comes after the prompt. problem: why there is not more, if anything went wrong."""
+    says comes after the prompt. problem: why there is not more, if anything went wrong. blocks: for
+    each group, which positions in the prompt are to be loaded, in its own block size."""
 
     num_tokens: int
     first_tokens: tuple[int, ...] = ()
     problem: str | None = None
+    blocks: tuple[range, ...] = field(default=(), compare=False)
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -98,12 +101,13 @@ class Finished(msgspec.Struct, frozen=True):
 class Polled:
     """What has ended since the last poll.
 
-    loaded: keys whose load is over, with the positions in the prompt of the blocks that failed.
-    saved: keys no save of which is under way any more: their blocks may be reused. stored: by key,
-    how many blocks became visible to lookups. published: by key, the ticket or why there is none.
+    loaded: keys whose load is over, with (), or, if it failed, for each group the positions of its
+    blocks in the prompt. saved: keys no save of which is under way any more: their blocks may be
+    reused. stored: by key, how many blocks became visible to lookups. published: by key, the ticket
+    or why there is none.
     """
 
-    loaded: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    loaded: list[tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
     stored: list[tuple[str, int]] = field(default_factory=list)
     published: list[tuple[str, Published | TierKVError]] = field(default_factory=list)
@@ -184,10 +188,21 @@ class WorkerPlanes:
 
 
 @dataclass(slots=True, eq=False)
+class _Part:
+    """What a plan copies of one group. positions: of its blocks in the prompt."""
+
+    group: int
+    positions: Ids
+    blocks: Ids
+    slots: Ids
+
+
+@dataclass(slots=True, eq=False)
 class _Known:
     """What is known of one request. nothing: the answer where there is nothing to hold, which stays
     until `asks_again_at` on the monotonic clock. limit: so many tokens at most are offered, since a
-    load of what comes after them failed. saved: so many blocks from the first on it has saved."""
+    load of what comes after them failed. saved: by group, so many blocks from the first on it has
+    saved."""
 
     prompt: Prompt
     ticket: str | None
@@ -196,7 +211,7 @@ class _Known:
     nothing: Found | None = None
     asks_again_at: float = 0.0
     limit: int | None = None
-    saved: int = 0
+    saved: dict[int, int] = field(default_factory=dict)
     num_saves: int = 0
     publish: tuple[str, tuple[int, ...]] | None = None
 
@@ -210,13 +225,13 @@ class _Known:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A plan under way. first: of its blocks, in the prompt. missing: ranks that owe a report."""
+    """A plan under way. parts: one for each group. missing: ranks that owe a report."""
 
     key: str
     known: _Known
     prompt: Prompt
     plan: Plan
-    first: int
+    parts: list[_Part]
     missing: set[int]
     promise: HostPromise | None = None
     problem: str | None = None
@@ -228,7 +243,8 @@ class EngineCache:
     All methods but `open`, `close` and `read_events` belong to one thread, the engine's scheduler;
     they take microseconds and do no I/O. What a key names is the engine's request.
 
-    groups: the layouts of the engine's blocks; today there is one, the fingerprint's.
+    groups: of the engine's blocks, in the engine's order. The fingerprint's layout, and the block
+        size of every prompt, are those of the first group of full attention.
     store: makes the store, on the service's thread; None for a host tier alone.
     planes: of a rank in this process, which `poll` asks itself. num_ranks: that report each plan.
     """
@@ -236,7 +252,7 @@ class EngineCache:
     def __init__(  # noqa: PLR0913 - what a service is made of
         self,
         fingerprint: Fingerprint,
-        groups: Sequence[Layout],
+        groups: Sequence[CacheGroup | Layout],
         *,
         host_bytes: int,
         cache: CacheSettings,
@@ -250,9 +266,14 @@ class EngineCache:
         name: str = "tierkv",
     ) -> None:
         """cache: the rules of the tiers; its sizes are `host_bytes` and no device. Raises
-        ConfigError if there is not one group, or no room for a block."""
-        if [one.digest for one in groups] != [fingerprint.layout.digest]:
-            raise ConfigError("an engine's blocks have one group, of the fingerprint's layout")
+        ConfigError if the groups are not the fingerprint's, or there is no room for two blocks of
+        each."""
+        self.groups = as_groups(groups)
+        if [one.kind for one in self.groups] != [GroupKind.FULL]:
+            raise ConfigError("only one group of full attention can be cached yet")
+        main = self.groups[main_group(self.groups)]
+        if main.layout.digest != fingerprint.layout.digest:
+            raise ConfigError("the fingerprint's layout is not that of the groups' full attention")
         num_slots = host_bytes // fingerprint.layout.block_bytes
         if num_slots < _FEWEST_SLOTS:
             raise ConfigError(f"{host_bytes} bytes of host memory have no room for two blocks")
@@ -280,9 +301,10 @@ class EngineCache:
         self._numbers = itertools.count(1)
         self._known: dict[str, _Known] = {}
         self._steps: dict[int, _Step] = {}
-        self._touched: Counter[int] = Counter()
-        self._reserve: deque[int] = deque()  # host slots for saves, taken
-        self._wanted: Call[list[int]] | None = None
+        self._touched: list[Counter[int]] = [Counter() for _ in self.groups]
+        # By group: host slots for saves, taken.
+        self._reserve: list[deque[int]] = [deque() for _ in self.groups]
+        self._wanted: Call[list[list[int]]] | None = None
         self._jobs: dict[Call[Any], tuple[str, _Known]] = {}
         self._polled = Polled()
         self.num_unsaved_blocks = 0  # for which there was no host slot in that moment
@@ -306,7 +328,7 @@ class EngineCache:
         self._host = HostSide(
             self._embedded.service,
             most_promised=max(int(settings.most_promised * num_slots), 1),
-            most_reserved=max(min(settings.save_blocks, num_slots // 4), 1),
+            most_reserved=[max(min(settings.save_blocks, num_slots // 4), 1)],
             max_failures=settings.max_failures,
             max_events=settings.max_events,
         )
@@ -366,9 +388,12 @@ class EngineCache:
         if promise is None:
             return known.nothing
         num_tokens = promise.num_tokens
-        if known.limit is not None:
-            num_tokens = min(num_tokens, known.limit)
-        found = Found(max(num_tokens - have_tokens, 0), promise.first_tokens, promise.problem)
+        found = Found(
+            max(num_tokens - have_tokens, 0),
+            promise.first_tokens,
+            promise.problem,
+            tuple([group.needed(num_tokens, have_tokens) for group in self.groups]),
+        )
         if not found.num_tokens:
             self._free(promise)
             known.promise = None
@@ -377,10 +402,10 @@ class EngineCache:
 
     def _ask(self, known: _Known, expires_s: float) -> None:
         if known.call is None:
-            host, prompt, ticket = self._host, known.prompt, known.ticket
+            host, prompt, ticket, limit = self._host, known.prompt, known.ticket, known.limit
             known.nothing = None
             known.call = self._embedded.run(
-                "promise", lambda _: host.promise(prompt, ticket, expires_s)
+                "promise", lambda _: host.promise(prompt, ticket, expires_s, limit)
             )
         if not known.call.is_done:
             return
@@ -409,75 +434,122 @@ class EngineCache:
     # Moving
 
     def load(
-        self, key: str, block_ids: Sequence[Sequence[int]], first_block: int = 0
+        self,
+        key: str,
+        block_ids: Sequence[Sequence[int]],
+        first_blocks: Sequence[int] = (),
     ) -> Plan | None:
-        """The plan that brings promised blocks, from the prompt's block `first_block` on, into the
-        engine's blocks; None if there is no promise any more, or nothing to load. One load uses a
-        promise up. block_ids: one list for each group.
+        """The plan that brings promised blocks into the engine's blocks; None if there is no
+        promise any more, or nothing to load. One load uses a promise up.
 
+        block_ids: for each group, the engine's blocks for the positions from `first_blocks` on (()
+        for 0 in all groups), NO_BLOCK where it wants none; `Found.blocks` says which are promised.
         The tail's block is a whole block of which the first tokens are right.
         """
-        blocks = self._only_group(block_ids)
         known = self._known.get(key)
         promise = None if known is None else known.promise
-        if known is None or promise is None or not len(blocks):
+        given = self._given(block_ids, first_blocks)
+        if known is None or promise is None or not given:
             return None
-        if not 0 <= first_block <= first_block + len(blocks) <= len(promise.slots):
-            raise BadRequestError(f"{key!r} was promised {len(promise.slots)} blocks, not these")
+        parts = []
+        for group, positions, blocks in given:
+            held = promise.parts[group]
+            if positions[0] < held.first or positions[-1] >= held.first + len(held.slots):
+                raise BadRequestError(
+                    f"{key!r} was promised blocks {held.first} to "
+                    f"{held.first + len(held.slots)} of group {group}, not these"
+                )
+            parts.append(_Part(group, positions, blocks, held.slots[positions - held.first]))
         if not promise.claim():
             return None
-        slots = promise.slots[first_block : first_block + len(blocks)]
-        plan = Plan.of(next(self._numbers), "load", slots, blocks)
-        self._begin(
-            _Step(key, known, known.prompt, plan, first_block, set(self._ranks), promise), blocks
-        )
         known.promise = None
-        return plan
+        return self._begin(key, known, known.prompt, parts, promise)
 
-    def save(  # noqa: PLR0913 - which blocks of what, where they are, and the ticket
+    def save(
         self,
         key: str,
         prompt: Prompt,
-        first_block: int,
-        last_block: int,
         block_ids: Sequence[Sequence[int]],
+        first_blocks: Sequence[int] = (),
         *,
         ticket: str | None = None,
         first_tokens: Sequence[int] = (),
     ) -> Plan | None:
-        """The plan that copies blocks [first_block, last_block) of `prompt` to the host, the tail
-        included; None if nothing is to be copied. Others find them once their copies are done.
+        """The plan that copies computed blocks of `prompt` to the host, the tail included; None if
+        nothing is to be copied. Others find them once their copies are done.
 
-        Blocks that this request has saved are left out; those for which there is no host slot now
-        are not saved, nor any after them. ticket: once all that was saved is there, store the whole
-        prompt and a ticket that names `first_tokens`; `poll` tells when.
+        block_ids: for each group, the engine's blocks for the positions from `first_blocks` on (()
+        for 0 in all groups), NO_BLOCK where it has none. Blocks that this request has saved are
+        left out, so that it may give all it has in each step; those for which there is no host slot
+        now are not saved, nor any of the group after them.
+        ticket: once all of the prompt was saved, store it and a ticket that names `first_tokens`;
+        `poll` tells when. The last save is the one that reaches the prompt's end.
         """
-        blocks = self._only_group(block_ids)
-        whole = prompt.num_blocks + bool(prompt.tail_tokens)
-        if not 0 <= first_block <= last_block <= whole or len(blocks) != last_block - first_block:
-            raise BadRequestError(f"{key!r} has blocks 0 to {whole}, one id for each that is saved")
+        given = self._given(block_ids, first_blocks)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _Known(prompt, None)
-        done = max(min(known.saved, last_block) - first_block, 0)
-        blocks, first = blocks[done:], first_block + done
-        count = min(len(blocks), len(self._reserve))
-        self.num_unsaved_blocks += len(blocks) - count
-        plan = None
-        if count:
-            slots = np.array([self._reserve.popleft() for _ in range(count)], np.int32)
-            plan = Plan.of(next(self._numbers), "offload", blocks[:count], slots)
-            known.num_saves += 1
-            step = _Step(key, known, prompt, plan, first, set(self._ranks))
-            self._begin(step, blocks[:count])
+        parts = []
+        for group, positions, blocks in given:
+            full, whole = _num_blocks(prompt, self.groups[group].block_size)
+            if positions[-1] >= whole:
+                raise BadRequestError(f"{key!r} has blocks 0 to {whole} in group {group}")
+            is_full = self.groups[group].kind is GroupKind.FULL
+            if is_full and positions[-1] - positions[0] >= len(positions):
+                raise BadRequestError(f"{key!r}: full attention has no gap, as group {group} has")
+            saved = known.saved.get(group, 0)
+            if positions[0] < saved:
+                at = int(np.searchsorted(positions, saved))
+                positions, blocks = positions[at:], blocks[at:]  # noqa: PLW2901 - the rest
+            reserve = self._reserve[group]
+            count = min(len(blocks), len(reserve))
+            self.num_unsaved_blocks += len(blocks) - count
+            if not count:
+                continue
+            slots = np.array([reserve.popleft() for _ in range(count)], np.int32)
+            parts.append(_Part(group, positions[:count], blocks[:count], slots))
             # A tail is not a block of a longer prompt: it is saved again when it has grown.
-            known.saved = max(known.saved, min(first + count, prompt.num_blocks))
+            known.saved[group] = max(saved, min(int(positions[count - 1]) + 1, full))
+        plan = None
+        if parts:
+            known.num_saves += 1
+            plan = self._begin(key, known, prompt, parts)
         self._refill()
-        if ticket is not None:
+        if ticket is not None and self._reaches_end(prompt, block_ids, first_blocks):
             known.publish = (ticket, tuple(first_tokens))
             known.prompt = prompt
             self._publish_if_saved(key, known)
         return plan
+
+    def _given(
+        self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
+    ) -> list[tuple[int, Ids, Ids]]:
+        """For each group of which there are any: its number, positions and blocks."""
+        if len(block_ids) != len(self.groups) or len(first_blocks) not in (0, len(block_ids)):
+            raise BadRequestError(
+                f"there are {len(self.groups)} groups: block ids of {len(block_ids)}, and first "
+                f"blocks of {len(first_blocks)}, were given"
+            )
+        found = []
+        for group, ids in enumerate(block_ids):
+            blocks = np.asarray(ids, np.int32)
+            first = first_blocks[group] if first_blocks else 0
+            if first < 0:
+                raise BadRequestError(f"block {first} cannot be the first of group {group}")
+            positions = np.arange(first, first + len(blocks), dtype=np.int32)
+            is_there = blocks >= 0
+            if not is_there.all():
+                positions, blocks = positions[is_there], blocks[is_there]
+            if len(blocks):
+                found.append((group, positions, blocks))
+        return found
+
+    def _reaches_end(
+        self, prompt: Prompt, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
+    ) -> bool:
+        main = main_group(self.groups)
+        first = first_blocks[main] if first_blocks else 0
+        return first + len(block_ids[main]) >= prompt.num_blocks + bool(prompt.tail_tokens)
 
     def cancel(self, plan: Plan) -> None:
         """This plan was given to no rank, and will not be. What it was to load may be looked up
@@ -485,18 +557,19 @@ class EngineCache:
         step = self._steps.pop(plan.number, None)
         if step is None:
             return
-        _, slots = self._let_go_of(step)
+        self._let_go_of(step)
         if step.promise is not None:
             host, promise = self._host, step.promise
             self._embedded.run("free", lambda _: host.free(promise))
         else:
             step.problem = "it was cancelled"
-            self._save_ended(step, slots)
+            self._save_ended(step)
 
-    def fence(self, block_ids: Iterable[int]) -> tuple[int, ...]:
+    def fence(self, block_ids: Iterable[int], group: int | None = None) -> tuple[int, ...]:
         """Which of these device blocks a plan under way still reads or writes; () if they may be
-        given to others."""
-        return tuple(block for block in block_ids if block in self._touched)
+        given to others. group: whose blocks they are; None where all groups share one pool."""
+        touched = self._touched if group is None else [self._touched[group]]
+        return tuple(block for block in block_ids if any(block in one for one in touched))
 
     def release(self, key: str) -> None:
         """The request is over, or was aborted: nothing is held for it any more. Saves under way
@@ -546,9 +619,31 @@ class EngineCache:
 
     # Inside
 
-    def _begin(self, step: _Step, blocks: Ids) -> None:
-        self._steps[step.plan.number] = step
-        self._touched.update(blocks.tolist())
+    def _begin(
+        self,
+        key: str,
+        known: _Known,
+        prompt: Prompt,
+        parts: list[_Part],
+        promise: HostPromise | None = None,
+    ) -> Plan:
+        """The plan of these parts, which is under way now: a load of `promise`, or a save."""
+        blocks, slots = parts[0].blocks, parts[0].slots
+        counts: tuple[int, ...] = ()
+        if len(self.groups) > 1:
+            blocks = np.concatenate([part.blocks for part in parts])
+            slots = np.concatenate([part.slots for part in parts])
+            of_group = {part.group: len(part.blocks) for part in parts}
+            counts = tuple([of_group.get(group, 0) for group in range(len(self.groups))])
+        number = next(self._numbers)
+        if promise is not None:
+            plan = Plan.of(number, "load", slots, blocks, counts)
+        else:
+            plan = Plan.of(number, "offload", blocks, slots, counts)
+        for part in parts:
+            self._touched[part.group].update(part.blocks.tolist())
+        self._steps[number] = _Step(key, known, prompt, plan, parts, set(self._ranks), promise)
+        return plan
 
     def _report(self, report: Finished) -> None:
         step = self._steps.get(report.number)
@@ -562,40 +657,45 @@ class EngineCache:
     def _end(self, step: _Step) -> None:
         """Every rank has reported this plan."""
         del self._steps[step.plan.number]
-        blocks, slots = self._let_go_of(step)
+        self._let_go_of(step)
         if step.promise is not None:
-            self._load_ended(step, step.promise, blocks)
+            self._load_ended(step, step.promise)
         else:
-            self._save_ended(step, slots)
+            self._save_ended(step)
 
-    def _let_go_of(self, step: _Step) -> tuple[Ids, Ids]:
+    def _let_go_of(self, step: _Step) -> None:
         """No rank touches the blocks and slots of this plan any more."""
-        source, target = step.plan.slots()
-        blocks, slots = (target, source) if step.promise is not None else (source, target)
-        self._touched.subtract(blocks.tolist())
-        self._touched = +self._touched
-        return blocks, slots
+        for part in step.parts:
+            touched = self._touched[part.group]
+            touched.subtract(part.blocks.tolist())
+            self._touched[part.group] = +touched
 
-    def _load_ended(self, step: _Step, promise: HostPromise, blocks: Ids) -> None:
-        failed: tuple[int, ...] = ()
+    def _load_ended(self, step: _Step, promise: HostPromise) -> None:
+        failed: tuple[tuple[int, ...], ...] = ()
         if step.problem is not None:
-            failed = tuple(range(step.first, step.first + len(blocks)))
+            of_group = {part.group: tuple(part.positions.tolist()) for part in step.parts}
+            failed = tuple([of_group.get(group, ()) for group in range(len(self.groups))])
             log.warning("blocks of request %r did not load: %s", step.key, step.problem)
-            step.known.limit = step.first * self._block_size
+            step.known.limit = min(
+                int(part.positions[0]) * self.groups[part.group].block_size for part in step.parts
+            )
         self._polled.loaded.append((step.key, failed))
         host = self._host
         self._embedded.run("loaded", lambda _: host.loaded(promise, failed))
 
-    def _save_ended(self, step: _Step, slots: Ids) -> None:
+    def _save_ended(self, step: _Step) -> None:
         known = self._known.get(step.key)
         if step.problem is not None:
             log.warning("blocks of request %r were not saved: %s", step.key, step.problem)
-            self._reserve.extend(slots.tolist())
-            if known is not None:
-                known.saved = min(known.saved, step.first)
+            for part in step.parts:
+                self._reserve[part.group].extend(part.slots.tolist())
+                if known is not None:
+                    saved = known.saved.get(part.group, 0)
+                    known.saved[part.group] = min(saved, int(part.positions[0]))
         else:
-            host, prompt, first = self._host, step.prompt, step.first
-            call = self._embedded.run("keep", lambda _: host.keep(prompt, first, slots))
+            host, prompt = self._host, step.prompt
+            copied = [(part.group, part.positions, part.slots) for part in step.parts]
+            call = self._embedded.run("keep", lambda _: host.keep(prompt, copied))
             self._jobs[call] = (step.key, step.known)
         if known is not None:
             known.num_saves -= 1
@@ -615,21 +715,28 @@ class EngineCache:
         key, _ = self._jobs.pop(call)
         if call.kind == "keep" and call.error is None:
             kept: Kept = call.result()
-            self._reserve.extend(kept.unused)
+            self._put_back(kept.unused)
             self._polled.stored.append((key, kept.num_blocks))
         elif call.kind == "publish":
             self._polled.published.append((key, call.error or call.result()))
 
     def _refill(self) -> None:
-        if self._wanted is None and len(self._reserve) * 2 < self._host.most_reserved:
-            count = self._host.most_reserved - len(self._reserve)
-            self._wanted = self._embedded.run("reserve", lambda _: self._host.reserve(count))
+        if self._wanted is not None:
+            return
+        most = self._host.most_reserved
+        counts = [most[at] - len(one) for at, one in enumerate(self._reserve)]
+        if any(2 * count > most[at] for at, count in enumerate(counts)):
+            self._wanted = self._embedded.run("reserve", lambda _: self._host.reserve(counts))
 
     def _take_reserve(self) -> None:
         if self._wanted is not None and self._wanted.is_done:
             wanted, self._wanted = self._wanted, None
             if wanted.error is None:
-                self._reserve.extend(wanted.result())
+                self._put_back(wanted.result())
+
+    def _put_back(self, slots: Sequence[Iterable[int]]) -> None:
+        for reserve, more in zip(self._reserve, slots, strict=True):
+            reserve.extend(more)
 
     def _let_go(self, call: Call[HostPromise]) -> None:
         if call.error is None:
@@ -640,7 +747,7 @@ class EngineCache:
             host = self._host
             self._embedded.run("free", lambda _: host.free(promise))
 
-    def _only_group(self, block_ids: Sequence[Sequence[int]]) -> Ids:
-        if len(block_ids) != 1:
-            raise BadRequestError(f"block ids of one group, not of {len(block_ids)}")
-        return np.asarray(block_ids[0], np.int32)
+
+def _num_blocks(prompt: Prompt, block_size: int) -> tuple[int, int]:
+    """How many full blocks it has, and how many with the tail."""
+    return prompt.num_tokens // block_size, -(-prompt.num_tokens // block_size)

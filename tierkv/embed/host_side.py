@@ -34,17 +34,25 @@ _NO_SLOTS: Ids = np.zeros(0, np.int32)
 _MOST_FAILURES = 4096  # blocks whose failed loads are counted
 
 
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """Slots of one group's blocks in a row, from position `first` in the prompt on."""
+
+    first: int
+    slots: Ids
+
+
 @dataclass(slots=True, eq=False)
 class HostPromise:
     """Tokens of a prompt that are on the host, held for one request until it has loaded them.
 
-    slots: of its path's blocks from the first on, that of the partly shared or last one included.
+    parts: for each group, its blocks' slots, that of the partly shared or last one included.
     owner: has one entry, which whoever ends the promise takes; taking it is one step for any
     thread. problem: why there is not more, None if nothing went wrong.
     """
 
     num_tokens: int
-    slots: Ids = field(default_factory=lambda: _NO_SLOTS)
+    parts: list[HeldRun] = field(default_factory=lambda: [HeldRun(0, _NO_SLOTS)])
     lease: Lease | None = None
     ticket: Ticket | None = None
     problem: str | None = None
@@ -72,22 +80,23 @@ class HostPromise:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """num_blocks: that lookups find now. unused: slots that were not needed for them."""
+    """num_blocks: that lookups find now. unused: by group, slots that were not needed for them."""
 
     num_blocks: int
-    unused: tuple[int, ...]
+    unused: tuple[tuple[int, ...], ...]
 
 
 class HostSide:
     """most_promised: blocks that all promises hold together; a larger one goes alone.
-    most_reserved: host slots kept ready for saves. max_failures: see EngineCacheSettings."""
+    most_reserved: by group, host slots kept ready for saves. max_failures: see
+    EngineCacheSettings."""
 
     def __init__(
         self,
         service: Service,
         *,
         most_promised: int,
-        most_reserved: int,
+        most_reserved: Sequence[int],
         max_failures: int,
         max_events: int,
     ) -> None:
@@ -119,10 +128,12 @@ class HostSide:
 
     # Promises
 
-    async def promise(self, prompt: Prompt, ticket_id: str | None, expires_s: float) -> HostPromise:
-        """Bring to the host what storage has of `prompt`, and hold what is there then. Raises
-        HandoffError if the ticket does not come or is another prompt's. Cancelling it leaves
-        nothing held."""
+    async def promise(
+        self, prompt: Prompt, ticket_id: str | None, expires_s: float, limit: int | None = None
+    ) -> HostPromise:
+        """Bring to the host what storage has of `prompt`, and hold what is there then, `limit`
+        tokens at most. Raises HandoffError if the ticket does not come or is another prompt's.
+        Cancelling it leaves nothing held."""
         ticket: Ticket | None = None
         keys: Sequence[StoredKey] = ()
         if ticket_id is not None:
@@ -130,6 +141,8 @@ class HostSide:
         async with self._room(prompt.num_blocks + 1) as promise:
             promise.ticket = ticket
             problem = await self._fetch_and_hold(prompt, keys, promise)
+            if limit is not None:
+                promise.num_tokens = min(promise.num_tokens, limit)
             promise.problem = problem
             loop = asyncio.get_running_loop()
             promise.timer = loop.call_later(expires_s, self._expire, promise)
@@ -193,7 +206,8 @@ class HostSide:
             num_good = self._num_good(lease)
             promise.lease = lease
             promise.num_tokens = min(num_tokens, num_good * size)
-            promise.slots = index.slots(Tier.HOST, lease.node, 0, min(stop, num_good))
+            slots = index.slots(Tier.HOST, lease.node, 0, min(stop, num_good))
+            promise.parts = [HeldRun(0, slots)]
         self._recount(promise, stop)
 
     def _num_good(self, lease: Lease) -> int:
@@ -238,13 +252,13 @@ class HostSide:
         """Nobody wants what was promised; the caller has claimed it."""
         self._release(promise)
 
-    async def loaded(self, promise: HostPromise, failed: Sequence[int]) -> None:
-        """The load of a promise is over. failed: positions of blocks that it did not bring; each
-        counts against its block. A ticket of which all came is acknowledged."""
+    async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
+        """The load of a promise is over. failed: by group, positions of blocks that it did not
+        bring; each counts against its block. A ticket of which all came is acknowledged."""
         lease = promise.lease
         if failed and lease is not None:
             keys = path_keys(self._service.index, lease.node, 0, lease.num_blocks)
-            for at in failed:
+            for at in failed[0]:
                 digest = keys[at].digest
                 self._failures[digest] = self._failures.pop(digest, 0) + 1
             while len(self._failures) > _MOST_FAILURES:
@@ -273,8 +287,9 @@ class HostSide:
 
     # Saves
 
-    async def reserve(self, count: int) -> list[int]:
-        """Up to `count` host slots for saves, evicting what may go; [] if there are none."""
+    async def reserve(self, counts: Sequence[int]) -> list[list[int]]:
+        """By group, up to so many host slots for saves, evicting what may go."""
+        [count] = counts
         tiers, found = self._service.tiers, []
         count = min(count, tiers.eviction.available(Tier.HOST))
         if count > 0:
@@ -283,15 +298,18 @@ class HostSide:
         for slot in found:
             self._lent[slot] = np.array([slot], np.int32)
             tiers.slots.lend(Tier.HOST, self._lent[slot])
-        return found
+        return [found]
 
-    async def keep(self, prompt: Prompt, first: int, slots: Ids) -> Kept:
-        """Let lookups find blocks of `prompt` from `first` on, whole bytes in `slots`. What cannot
-        hang under its parent, because that was evicted meanwhile, is not kept."""
+    async def keep(self, prompt: Prompt, copied: Sequence[tuple[int, Ids, Ids]]) -> Kept:
+        """Let lookups find blocks of `prompt`: for each group their positions, and slots that have
+        all their bytes. What cannot hang under its parent, because that was evicted meanwhile, is
+        not kept."""
+        [(_, positions, slots)] = copied
+        first = int(positions[0])
         index, tiers = self._service.index, self._service.tiers
         match = index.match(prompt, first * prompt.block_size)
         if match.num_blocks < first:
-            return Kept(0, tuple(slots.tolist()))
+            return Kept(0, (tuple(slots.tolist()),))
         lease = index.hold(match.node, first)
         stop = min(first + len(slots), prompt.num_blocks)
         owned = np.ones(len(slots), np.bool_)
@@ -310,7 +328,7 @@ class HostSide:
         tiers.copies.write_down(end, end.end)
         index.release(lease)
         tiers.work.capacity_changed()
-        return Kept(len(slots), tuple(slots[~owned].tolist()))
+        return Kept(len(slots), (tuple(slots[~owned].tolist()),))
 
     async def publish(
         self, prompt: Prompt, ticket_id: str, first_tokens: Sequence[int]
@@ -355,7 +373,7 @@ class HostSide:
             held = tiers.index.hold_as_is(lease.node)  # the store may be at it when we have gone
             try:
                 outcomes = await storage.flush(
-                    keys[present:], promise.slots[present:], notes_tails=False
+                    keys[present:], promise.parts[0].slots[present:], notes_tails=False
                 )
             finally:
                 tiers.index.release(held)

@@ -24,7 +24,7 @@ from tierkv.wire import seal, unseal
 Kind = Literal["load", "offload", "copy"]
 
 MAGIC = b"TKWK"
-VERSION = 1
+VERSION = 2
 _SLOT = np.dtype("<i4")
 _LENGTH = struct.Struct("<I")
 _MAX_RECORD = 64 << 20
@@ -62,14 +62,20 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
     """Copies of one kind, reported by `number`. kind: "load" (host to device), "offload" (device to
     host), "copy" (within the device). source, target: little-endian int32 slots, one of each for
-    every block."""
+    every block. groups: how many of the copies are each group's, in this order; () if there is one
+    group."""
 
     number: int
     kind: Kind
     source: bytes
     target: bytes
+    groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.groups and (
+            min(self.groups) < 0 or sum(self.groups) * _SLOT.itemsize != len(self.source)
+        ):
+            raise StoreCorruptError("a plan's groups are parts of its copies")
         if len(self.source) != len(self.target):
             raise StoreCorruptError("a plan needs one target for every source")
         if self.number < 0:
@@ -78,11 +84,25 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
         _check_slots(self.target)
 
     @classmethod
-    def of(cls, number: int, kind: Kind, source: Ids, target: Ids) -> Plan:
-        return cls(number, kind, _packed(source), _packed(target))
+    def of(
+        cls, number: int, kind: Kind, source: Ids, target: Ids, groups: tuple[int, ...] = ()
+    ) -> Plan:
+        return cls(number, kind, _packed(source), _packed(target), groups)
 
     def slots(self) -> tuple[Ids, Ids]:
         return _slots(self.source), _slots(self.target)
+
+    def parts(self) -> list[tuple[int, Ids, Ids]]:
+        """For each group that has any: its number, and its slots."""
+        source, target = self.slots()
+        if not self.groups:
+            return [(0, source, target)]
+        found, at = [], 0
+        for group, count in enumerate(self.groups):
+            if count:
+                found.append((group, source[at : at + count], target[at : at + count]))
+            at += count
+        return found
 
 
 Record = Hello | SharedMemory | Report | Alive | Plan

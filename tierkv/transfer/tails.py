@@ -98,7 +98,7 @@ class TailLists:
         if old == new:
             return True
         is_start = new.extra == old.extra and new.tokens.startswith(old.tokens)
-        return is_start and self._layout.has_token_bytes
+        return is_start and self._layout.has_prefixes
 
     async def best(
         self,
@@ -111,8 +111,8 @@ class TailLists:
     ) -> SharedTail | None:
         """The stored tail under `parent` that shares most of the packed tokens `wanted`.
 
-        Where the layout keeps a token's place to itself, only one of which all are wanted. None if
-        there is none, or the store does not say in time.
+        Of a layout whose blocks have no prefixes, only one of which all are wanted. None if there
+        is none, or the store does not say in time.
         """
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -123,7 +123,7 @@ class TailLists:
         for tail in tails:
             num_tokens = len(tail.tokens) // TOKEN_BYTES
             shared = common_tokens(tail.tokens, wanted) if tail.extra == extra else 0
-            if not self._layout.has_token_bytes and shared < num_tokens:
+            if not self._layout.has_prefixes and shared < num_tokens:
                 continue
             if shared > (best.num_shared if best else 0) and tail.digest not in missing:
                 key = StoredKey(tail.digest, num_tokens, is_tail=True, space=space, tail=tail)
