@@ -20,8 +20,7 @@ from tierkv.gpu.cuda_device import CudaDevice
 from tierkv.gpu.cuda_memory import DeviceMemory
 from tierkv.gpu.protocol import BlockCopy, Direction, Event
 from tierkv.gpu.units import Order
-from tierkv.transfer.completion import EventPoller
-from tierkv.transfer.mover import Mover
+from tierkv.transfer.mover import EventPoller, Mover
 
 ORDER = {Direction.LOAD: Order.LAYERS, Direction.OFFLOAD: Order.BLOCKS}  # as a device opens them
 

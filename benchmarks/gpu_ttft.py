@@ -32,10 +32,9 @@ from benchmarks.bench import Row, row, show
 from benchmarks.gpu_decoder import BLOCK_SIZE, DIM, KV_HEADS, LAYERS, Decoder, check_attention
 from benchmarks.gpu_one_token import OneToken, check_one_token
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint, Prompt
+from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import attention_layout
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
 from tierkv.gpu.cuda_device import CudaDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.request import Request

@@ -42,17 +42,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench import Row, row, show
 from tests.redis_server import RedisServer, redis_server
-from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, pack
 from tierkv.cache.layout import layered
-from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.gpu import open_device
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.process import short_collections
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
-from tierkv.refmodel.generation import GenerateRequest
+from tierkv.refmodel.engine import EngineSettings, GenerateRequest, ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service

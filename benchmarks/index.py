@@ -38,10 +38,8 @@ from benchmarks.index_sha256 import seconds_per_digest, without_instructions
 from benchmarks.workload import Pieces, synthetic_requests, trace_requests
 from tierkv.cache.eviction import EvictionKind, WritePolicy, WriteRule, make_policy
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import BlockPool, Ids
-from tierkv.cache.tokens import Tokens
+from tierkv.cache.keys import Prompt, Tokens
+from tierkv.cache.node import BlockPool, Ids, Tier
 from tierkv.sched.planner import missing_slots, plan_eviction
 
 _DEVICE = Tier.DEVICE  # an attribute of an enum takes 0.1 us

@@ -49,12 +49,12 @@ from tests.mooncake_server import mooncake_server
 from tests.redis_groups import redis_cluster
 from tests.redis_server import RedisServer, redis_server
 from tierkv.clock import SystemClock
+from tierkv.storage.base import WorkerThreads
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileSettings
 from tierkv.storage.protocol import Buffer, GetItem, GetStatus, PutItem, PutStatus, Store
 from tierkv.storage.redis.store import RedisSettings
-from tierkv.storage.threads import WorkerThreads
 from tierkv.transfer.storage_io import made_ahead
 
 IDENTITY = ValueIdentity(bytes(32), bytes(32), 16)

@@ -20,8 +20,7 @@ from tierkv.storage.factory import StoreSettings, open_guarded_store, open_store
 from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.protocol import PutItem, Store
 from tierkv.storage.redis.store import RedisSettings
-from tierkv.transfer.slices import Slice, Slices
-from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 NUM_BLOCKS = 1_000
 BLOCK = 16

@@ -27,9 +27,9 @@ from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Pl
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
-from tierkv.storage import guard, threads
+from tierkv.storage import base, guard
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.transfer import completion, mover
+from tierkv.transfer import mover
 
 T = TypeVar("T")
 
@@ -173,9 +173,8 @@ def _one_thread(loop: SimulatedLoop) -> Iterator[None]:
     no_time = SimpleNamespace(monotonic=loop.time, sleep=lambda _: None)
     with (
         patch.object(mover, "ThreadPoolExecutor", _AtOnce),
-        patch.object(completion, "ThreadPoolExecutor", _AtOnce),
-        patch.object(completion, "time", no_time),
-        patch.object(threads, "ThreadPoolExecutor", _AtOnce),
+        patch.object(mover, "time", no_time),
+        patch.object(base, "ThreadPoolExecutor", _AtOnce),
         patch.object(guard, "random", SimpleNamespace(Random=lambda: random.Random(0))),
     ):
         yield

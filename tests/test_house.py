@@ -11,7 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-_MOST_WITH_ONE_IMPORTER = 30
+_MOST_WITH_ONE_IMPORTER = 28
+_MOST_FILES = 180
+_MOST_FILES_OF_A_REQUEST = 60
 _TALLEST = 2
 
 
@@ -101,6 +103,26 @@ def test_few_modules_have_a_single_importer() -> None:
                     importers[alias.name].add(name)
     once = [n for n in modules() if len(importers[n]) == 1 and not n.endswith("__main__")]
     assert len(once) <= _MOST_WITH_ONE_IMPORTER, once
+
+
+def test_the_drawings_of_a_prefill_and_a_claim_name_files_that_exist_and_few_of_them() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    told = re.search(r"over Redis \((\d+)\).+with its answer \((\d+)\)", page, re.DOTALL)
+    assert told is not None
+    for title, count in zip(("## A prefill", "## A claim"), told.groups(), strict=True):
+        drawing = page[page.index(title) :].split("```")[1]
+        rows = re.findall(r"^  ([a-z/]+/)((?:\s+[a-z_]+)+)$", drawing, re.MULTILINE)
+        files = [
+            ROOT / "tierkv" / room.replace("tierkv/", "") / f"{name}.py"
+            for room, names in rows
+            for name in names.split()
+        ]
+        assert [file for file in files if not file.exists()] == []
+        assert len(files) == int(count) <= _MOST_FILES_OF_A_REQUEST
+
+
+def test_there_are_few_files() -> None:
+    assert len(modules()) <= _MOST_FILES
 
 
 def test_every_module_says_what_it_is() -> None:

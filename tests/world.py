@@ -15,9 +15,8 @@ from tests.faulty import FaultyStore
 from tests.latch import CopyLatch, finish, until
 from tests.layouts import LAYOUTS
 from tests.stored import stored_keys
-from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey
+from tierkv.cache.keys import Fingerprint, Names, Prompt, StoredKey, pack
 from tierkv.cache.layout import Layout
-from tierkv.cache.tokens import pack
 from tierkv.clock import Clock, SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings

@@ -14,15 +14,13 @@ import numpy as np
 from tierkv.cache import invariants
 from tierkv.cache.history import HistoryEvent
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import PoolStats
+from tierkv.cache.node import PoolStats, Tier
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.ledger import HandoffStats
-from tierkv.sched.computing import Decisions
 from tierkv.sched.eviction import TierStats
 from tierkv.sched.fetch import Fetcher
-from tierkv.sched.request import Matched, Request, RequestSpec
+from tierkv.sched.request import Decisions, Matched, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler, SchedulerStats
 from tierkv.transfer.mover import LayerTimes, Mover
 from tierkv.transfer.storage_io import StorageIO, StorageStats

@@ -35,7 +35,7 @@ from tierkv.http.callers import (
     new_token,
     write,
 )
-from tierkv.http.listen import bind, unix_listener
+from tierkv.http.server import bind, unix_listener
 from tierkv.http.settings import AuthSection, TlsSection
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore

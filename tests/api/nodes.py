@@ -23,8 +23,8 @@ from tierkv.api.server import listening
 from tierkv.api.settings import NodeSection, NodeSettings, Role
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.http.listen import bind
 from tierkv.http.problems import PASSING_REASONS
+from tierkv.http.server import bind
 from tierkv.sched.settings import CacheSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
 

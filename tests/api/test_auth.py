@@ -23,10 +23,10 @@ from tests.api.nodes import Answer, Client, process, run_to_end
 from tests.latch import until
 from tierkv.api.settings import NodeSection, NodeSettings
 from tierkv.errors import ConfigError
-from tierkv.http.auth import Guard
 from tierkv.http.callers import (
     Access,
     AuthFile,
+    Guard,
     Keyring,
     RoleName,
     TokenRow,
@@ -36,7 +36,7 @@ from tierkv.http.callers import (
     read,
     write,
 )
-from tierkv.http.listen import bind, unix_listener
+from tierkv.http.server import bind, unix_listener
 from tierkv.http.settings import TlsSection
 
 

@@ -16,7 +16,7 @@ from tierkv.gateway.gateway import Gateway
 from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings
 from tierkv.http.callers import RoleName
-from tierkv.refmodel.sampling import decode
+from tierkv.refmodel.model import decode
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.memory import MemorySettings, MemoryStore
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tierkv.api.idempotency import Once
+from tierkv.api.sessions import Once
 from tierkv.errors import DuplicateRequestError, OutOfBlocksError
 
 

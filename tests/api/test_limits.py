@@ -20,8 +20,7 @@ from tests.api.guarded import Authority, guarded
 from tests.api.nodes import Here, here
 from tests.latch import until
 from tierkv.api.settings import NodeSection
-from tierkv.http.listen import bind, url_of
-from tierkv.http.server import ConnectionLimits, serving
+from tierkv.http.server import ConnectionLimits, bind, serving, url_of
 from tierkv.http.settings import TlsSection
 
 HEAD = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"

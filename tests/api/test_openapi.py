@@ -14,8 +14,7 @@ from tierkv.api.types import EXAMPLES
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.http.bodies import JSON, decode
-from tierkv.http.openapi import document
-from tierkv.http.route import Route
+from tierkv.http.route import Route, document
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 

@@ -14,7 +14,7 @@ from tests.api.nodes import Process, process, run_to_end
 from tests.e2e.exact import text
 from tests.latch import finish
 from tests.redis_server import free_port
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.model import decode as decode_text
 
 LONG = {"prompt": "hello", "max_tokens": 20_000}
 SOME = {"prompt": "hello", "max_tokens": 1500}

@@ -24,7 +24,7 @@ from tierkv.errors import BadRequestError, HandoffError
 from tierkv.http.bodies import JSON, MSGPACK, REQUEST_ID, decode
 from tierkv.http.callers import RoleName
 from tierkv.http.problems import ERRORS, HTTP_CODES, PROBLEMS, headers_of, problem_of
-from tierkv.pd.ticket import ClaimProblem
+from tierkv.pd.tickets import ClaimProblem
 
 HUGE = "9" * 5000
 DEEP = b'{"prompt": ' + b"[" * 200_000

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from tests.api.nodes import Answer, Client, Here, here
 from tests.latch import until
-from tierkv.api import movements, pins
-from tierkv.cache.tokens import pack
+from tierkv.api import sessions
+from tierkv.cache.keys import pack
 from tierkv.clock import SystemClock
 from tierkv.sched.tenants import MOST_ADAPTERS
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -205,7 +205,7 @@ async def test_a_tenant_with_many_adapters_makes_room_among_its_own() -> None:
 async def test_a_prefetch_too_many_is_refused_until_one_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(movements, "MOST_RUNNING", 1)
+    monkeypatch.setattr(sessions, "MOST_RUNNING", 1)
     async with here() as on:
         on.store.hold()
         first = {"tokens": TOKENS, "request_id": "first"}
@@ -224,7 +224,7 @@ async def test_a_prefetch_too_many_is_refused_until_one_is_over(
 async def test_a_pin_too_many_is_refused_until_one_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pins, "MOST_PINS", 2)
+    monkeypatch.setattr(sessions, "MOST_PINS", 2)
     async with here() as on:
 
         async def pin(name: str) -> int:

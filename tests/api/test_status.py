@@ -14,7 +14,7 @@ from tierkv.api.node import Node
 from tierkv.api.server import listening
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
-from tierkv.http.listen import bind
+from tierkv.http.server import bind
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 

@@ -17,8 +17,8 @@ from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.ledger import Standing
-from tierkv.refmodel.sampling import Sampling
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.model import Sampling
+from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 PROMPT = text(100)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.cache.copies import NO_SLOT, Change, CopyState, TierCopies, advance, is_allowed
-from tierkv.cache.pool import Ids
+from tierkv.cache.node import NO_SLOT, Change, CopyState, Ids, TierCopies, advance, is_allowed
 from tierkv.errors import OwnershipError
 
 steps = st.lists(

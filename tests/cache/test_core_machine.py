@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from tierkv.cache import invariants
-from tierkv.cache.copies import Change, CopyState
 from tierkv.cache.eviction import (
     EvictionKind,
     EvictionOrder,
@@ -25,10 +24,8 @@ from tierkv.cache.eviction import (
     make_policy,
 )
 from tierkv.cache.index import Index, Lease
-from tierkv.cache.keys import MediaItem, Prompt, chain
-from tierkv.cache.node import Space, Tier, TreeNode
-from tierkv.cache.pool import BlockPool
-from tierkv.cache.tokens import unpack
+from tierkv.cache.keys import MediaItem, Prompt, chain, unpack
+from tierkv.cache.node import BlockPool, Change, CopyState, Space, Tier, TreeNode
 from tierkv.errors import OwnershipError
 
 SIZE = 2

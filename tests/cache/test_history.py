@@ -7,8 +7,7 @@ import pytest
 from tierkv.cache.history import Fate, History, HistoryEvent
 from tierkv.cache.index import Index
 from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.node import Space, Tier
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import BlockPool, Space, Tier
 
 SIZE = 2
 CAT, DOG = b"c" * 16, b"d" * 16

@@ -15,12 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tierkv.cache import invariants
-from tierkv.cache.copies import Change, CopyState
 from tierkv.cache.index import Index, Lease
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier, TreeNode
-from tierkv.cache.pool import BlockPool
-from tierkv.cache.tokens import pack, unpack
+from tierkv.cache.keys import Prompt, pack, unpack
+from tierkv.cache.node import BlockPool, Change, CopyState, Tier, TreeNode
 
 SIZE = 2
 Prefix = tuple[int, ...]

@@ -6,12 +6,9 @@ import tracemalloc
 
 import numpy as np
 
-from tierkv.cache.copies import Change, CopyState, TierCopies
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import BlockPool
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.node import BlockPool, Change, CopyState, Tier, TierCopies
 
 
 def put(index: Index, pool: BlockPool, tokens: list[int], tier: Tier = Tier.DEVICE) -> None:

@@ -24,11 +24,11 @@ from tierkv.cache.keys import (
     block_digest,
     chain,
     extra_keys,
+    pack,
     prompt_extra,
     tail_digest,
 )
 from tierkv.cache.layout import attention_layout
-from tierkv.cache.tokens import pack
 from tierkv.errors import BadRequestError
 from tierkv.storage.protocol import check_name, check_names
 

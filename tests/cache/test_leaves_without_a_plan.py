@@ -7,13 +7,10 @@ import random
 import pytest
 
 from tierkv.cache import invariants
-from tierkv.cache.copies import CopyState
 from tierkv.cache.eviction import EvictionKind, Lru, WritePolicy, WriteRule, make_policy
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import BlockPool
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.node import BlockPool, CopyState, Tier
 
 CAPACITY = 40
 NOBODY: dict[Tier, list[int]] = {tier: [] for tier in Tier}

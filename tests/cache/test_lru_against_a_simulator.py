@@ -14,10 +14,8 @@ import pytest
 from tierkv.cache import invariants
 from tierkv.cache.eviction import WritePolicy, WriteRule
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import BlockPool
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.node import BlockPool, Tier
 
 # A trace of one JSON object a line with `hash_ids`; not part of the project.
 TRACE = Path(os.environ.get("TIERKV_TRACE", ""))

@@ -8,8 +8,7 @@ import pytest
 
 from tierkv.cache.index import Index
 from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import BlockPool, Tier
 
 SIZE = 4
 CAT, DOG = b"c" * 16, b"d" * 16

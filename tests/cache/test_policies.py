@@ -20,8 +20,7 @@ from tierkv.cache.eviction import (
 )
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Space, Tier, TreeNode
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import BlockPool, Space, Tier, TreeNode
 
 
 class Cached:

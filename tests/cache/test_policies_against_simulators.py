@@ -14,8 +14,7 @@ import pytest
 from tierkv.cache.eviction import EvictionKind, make_policy
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import BlockPool, Tier
 
 Simulator = Callable[[list[int], int], list[bool]]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import BlockPool
 from tierkv.errors import OutOfBlocksError, OwnershipError
 
 CAPACITY = 9

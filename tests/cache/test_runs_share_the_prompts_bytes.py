@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierkv.cache import invariants
-from tierkv.cache.copies import TierCopies
 from tierkv.cache.index import Index
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Space, Tier, TreeNode, child_key
-from tierkv.cache.pool import BlockPool
-from tierkv.cache.tokens import common_blocks, common_tokens, pack
+from tierkv.cache.keys import Prompt, common_blocks, common_tokens, pack
+from tierkv.cache.node import BlockPool, Space, Tier, TierCopies, TreeNode, child_key
 
 SIZE = 4
 CAPACITY = 200

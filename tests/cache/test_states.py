@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tierkv.cache.copies import Change, CopyState, advance
+from tierkv.cache.node import Change, CopyState, advance
 from tierkv.errors import OwnershipError
 
 ALLOWED = {

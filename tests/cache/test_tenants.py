@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.stored import stored_keys
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Names, Prompt, chain
-from tierkv.cache.node import Space, Tier
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import BlockPool, Space, Tier
 from tierkv.errors import BadRequestError, ConfigError
 
 ROOTS = {"": b"o" * 32, "a": b"a" * 32, "b": b"b" * 32}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.cache.tokens import common_tokens, count, pack, unpack
+from tierkv.cache.keys import common_tokens, count, pack, unpack
 from tierkv.errors import BadRequestError
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=40)

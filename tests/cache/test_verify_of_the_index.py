@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from tierkv.cache import invariants
-from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Index
 from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.node import Space, Tier, TreeNode
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import BlockPool, CopyState, Space, Tier, TreeNode
 
 # ruff: noqa: SLF001 - to break something is to reach where nobody may
 

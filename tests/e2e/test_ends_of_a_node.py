@@ -18,7 +18,7 @@ from tests.e2e.test_processes import Cluster, storage  # noqa: F401 - a fixture
 from tests.redis_server import PATIENT
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import NodeProcess
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.factory import open_store
 
 # The prompts share their beginnings, so that each life of the node hits what the last ones stored.

@@ -14,7 +14,7 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
-from tierkv.refmodel.sampling import Sampling
+from tierkv.refmodel.model import Sampling
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store

@@ -19,8 +19,8 @@ import pytest_asyncio
 from tests.e2e.exact import fresh_connections, text, truth
 from tests.redis_server import free_port
 from tierkv.demo.processes import NodeProcess, gateway, node
-from tierkv.refmodel.sampling import Sampling
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.model import Sampling
+from tierkv.refmodel.model import decode as decode_text
 
 # All tests share one fleet, since starting it takes longer than most of them; each leaves it whole.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]

@@ -17,19 +17,16 @@ from tests.e2e.exact import BLOCK_SIZE, CONFIG, MODEL, fresh_connections, text, 
 from tests.latch import until
 from tests.redis_server import redis_server
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Fingerprint, pack
 from tierkv.clock import SystemClock
 from tierkv.demo.processes import node, stop
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.ranked import RankedDevice, RankedEvent
-from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
-from tierkv.refmodel.generation import GenerateRequest
-from tierkv.refmodel.model import ReferenceModel
-from tierkv.refmodel.sampling import Sampling
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.engine import EngineSettings, GenerateRequest, ReferenceEngine
+from tierkv.refmodel.model import ReferenceModel, Sampling
+from tierkv.refmodel.model import decode as decode_text
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore

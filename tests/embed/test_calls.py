@@ -15,7 +15,7 @@ import pytest
 from tests.embed.engine import BLOCK, done, engine, until
 from tests.latch import PATIENCE_S, finish
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.embed import AbortedError, Answer, Call, EmbedSettings, QueueFullError, Until
 from tierkv.errors import (
     BadRequestError,

@@ -19,8 +19,7 @@ from tests.redis_server import redis_server
 from tests.world import BLOCK, GQA, fingerprint, kv_of
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.embed.engine_cache import (
     EngineCache,

@@ -9,7 +9,7 @@ import msgpack
 import msgspec
 
 from tests.fuzz.targets import BODIES
-from tierkv.pd.ticket import Acknowledgement, OpenTicket, Ticket
+from tierkv.pd.tickets import Acknowledgement, OpenTicket, Ticket
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 
 _HEAD_BYTES = 22  # of a record of `tierkv.wire`; targets put a right one in front

@@ -14,8 +14,7 @@ import xxhash
 
 from tierkv.api import types
 from tierkv.api.types import PromptBody, job_of
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
 from tierkv.client.errors import read_problem
 from tierkv.client.streams import EventReader
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, TierKVError
@@ -24,11 +23,18 @@ from tierkv.gateway.openai import CompletionBody
 from tierkv.gateway.relay import StopFinder
 from tierkv.http.bodies import JSON, LARGE_BYTES, MSGPACK, decode
 from tierkv.http.callers import AuthFile
-from tierkv.pd.ticket import Acknowledgement, OpenTicket, Ticket
+from tierkv.pd.tickets import Acknowledgement, OpenTicket, Ticket
 from tierkv.ranks import link
-from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity, read_identity
-from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
-from tierkv.storage.codec_small import SmallCodec
+from tierkv.storage.codec import (
+    HEADER_BYTES,
+    PlainCodec,
+    SealedCodec,
+    SignedCodec,
+    SmallCodec,
+    Trust,
+    ValueIdentity,
+    read_identity,
+)
 from tierkv.storage.redis.resp import LANDED, NotRedisError, OtherLength, Replies, Reply
 from tierkv.storage.redis.url import parse_redis_url
 

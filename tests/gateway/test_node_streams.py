@@ -16,7 +16,7 @@ from tierkv.api.settings import Role
 from tierkv.client.streams import EventReader
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 PROMPT = text(100)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.api.settings import Role
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError
 from tierkv.gateway.nodes import BackendNode, Nodes, NodeState, usable

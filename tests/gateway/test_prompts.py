@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.gateway.scripted import stage
 from tests.latch import until
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.gateway.prompts import CountedPrompt, read_prompts
 from tierkv.http.bodies import FieldError

@@ -23,7 +23,7 @@ from tierkv.gateway.server import listening
 from tierkv.gateway.settings import GatewaySection, GatewaySettings, HealthSection, LimitsSection
 from tierkv.http.callers import RoleName
 from tierkv.http.settings import TlsSection
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 
 PROMPT, LONG = text(100), text(500)

@@ -14,15 +14,12 @@ import pytest
 from tests.e2e.exact import text
 from tests.gpu.cuda import cupy_or_skip
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint, Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.engine import EngineSettings, ReferenceEngine
-from tierkv.refmodel.generation import GenerateRequest, Generation
-from tierkv.refmodel.model import ReferenceModel
-from tierkv.refmodel.sampling import Sampling, sample
+from tierkv.refmodel.engine import EngineSettings, GenerateRequest, Generation, ReferenceEngine
+from tierkv.refmodel.model import ReferenceModel, Sampling, sample
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store

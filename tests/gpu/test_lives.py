@@ -15,8 +15,7 @@ from tests.gpu.cuda import blocks_of, cupy_or_skip, held, run_python, write_bloc
 from tests.layouts import LAYOUTS
 from tierkv.errors import GateTimeoutError
 from tierkv.gpu.protocol import BlockCopy, Direction
-from tierkv.transfer.completion import EventPoller
-from tierkv.transfer.mover import Mover
+from tierkv.transfer.mover import EventPoller, Mover
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 from tierkv.gpu.cuda_device import CudaDevice

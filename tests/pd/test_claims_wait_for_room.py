@@ -17,7 +17,7 @@ from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.ticket import ClaimProblem
+from tierkv.pd.tickets import ClaimProblem
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store

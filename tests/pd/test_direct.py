@@ -23,10 +23,10 @@ from tierkv.gpu.protocol import SharedPlanes
 from tierkv.pd.direct import offers
 from tierkv.pd.direct.address import Channel, DirectAddress, DirectAnswer, DirectAsk, this_machine
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.ticket import Ticket
+from tierkv.pd.tickets import Ticket
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
-from tierkv.storage.codec_keyed import SealedCodec
+from tierkv.storage.codec import SealedCodec
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.transfer.tier import StorageOptions
 

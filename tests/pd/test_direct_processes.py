@@ -27,7 +27,7 @@ from tierkv.gpu import process_memory
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.factory import open_store
 
 COUNT = 83  # 20 blocks of 4 and a tail

@@ -23,8 +23,8 @@ from tierkv.errors import HandoffError
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.refmodel.generation import GenerateRequest
-from tierkv.refmodel.sampling import Sampling
+from tierkv.refmodel.engine import GenerateRequest
+from tierkv.refmodel.model import Sampling
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store

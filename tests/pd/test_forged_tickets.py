@@ -15,8 +15,7 @@ from tests.redis_server import PATIENT, RedisServer, redis_server
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, HandoffError
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.ticket import Ticket
-from tierkv.pd.tickets import Tickets
+from tierkv.pd.tickets import Ticket, Tickets
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.storage.factory import open_store
 from tierkv.storage.protocol import PutItem

@@ -16,14 +16,13 @@ from tests.pd.nodes import claim, pair, publish, settings, tokens
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
 from tierkv import wire
-from tierkv.cache.keys import Fingerprint, Names
+from tierkv.cache.keys import Fingerprint, Names, pack
 from tierkv.cache.layout import Layout, attention_layout
-from tierkv.cache.tokens import pack
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.pd.tickets import ClaimProblem, Ticket
 from tierkv.storage.codec import HEADER_BYTES
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.

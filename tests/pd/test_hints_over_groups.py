@@ -21,7 +21,7 @@ from tests.world import world
 from tierkv.clock import SystemClock
 from tierkv.pd.settings import DirectPath, HandoffSettings
 from tierkv.storage.factory import open_store
-from tierkv.storage.notify import Listener, Notifier
+from tierkv.storage.protocol import Listener, Notifier
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,10 +19,9 @@ from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.staging import GROUP_BLOCKS
-from tierkv.pd.watch import Watch
-from tierkv.sched.fetch_groups import SharedTails
+from tierkv.pd.claims import ClaimPolicy, Watch
+from tierkv.pd.handoff import GROUP_BLOCKS
+from tierkv.sched.fetch import SharedTails
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Capabilities, Store

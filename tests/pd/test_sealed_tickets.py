@@ -15,11 +15,10 @@ from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.ticket import Acknowledgement, Ticket
+from tierkv.pd.tickets import Acknowledgement, Ticket
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
-from tierkv.storage.codec_keyed import TenantCodecs, Trust
-from tierkv.storage.codec_small import SmallCodec
+from tierkv.storage.codec import SmallCodec, TenantCodecs, Trust
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
 from tierkv.transfer.tier import StorageOptions

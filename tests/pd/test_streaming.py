@@ -14,8 +14,7 @@ from tests.latch import CancelPoint, finish, turns, until
 from tests.pd.nodes import BLOCK, pair, settings, tokens
 from tests.storage.values import TurnedClock
 from tests.world import World, background_tasks, world
-from tierkv.cache.keys import Names
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Names, pack
 from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy

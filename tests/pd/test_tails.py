@@ -16,12 +16,11 @@ from tests.layouts import LAYOUTS
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Names, Tail
+from tierkv.cache.keys import Names, Tail, pack
 from tierkv.cache.layout import Layout
-from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.transfer.tails import MAX_TAILS
+from tierkv.transfer.storage_io import MAX_TAILS
 
 BLOCK = 4
 

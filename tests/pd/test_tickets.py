@@ -17,8 +17,7 @@ from tests.pd import nodes
 from tests.pd.nodes import claim, publish, settings, tokens
 from tests.storage.values import TurnedClock
 from tests.world import World, fingerprint
-from tierkv.cache.keys import Names, Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Names, Prompt, pack
 from tierkv.errors import BadRequestError, HandoffError
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.ledger import Standing

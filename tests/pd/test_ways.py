@@ -84,7 +84,7 @@ def test_few_bytes_say_nothing_of_a_way() -> None:
 
 _ENGINE = """
 import sys
-from tierkv.pd.direct.network import TransferEngine
+from tierkv.pd.direct.offers import TransferEngine
 engine = TransferEngine(sys.argv[1])
 print(engine.name.rpartition(":")[2], flush=True)
 for name in ("tcp", "tcp6"):

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.refmodel.config import ModelConfig
-from tierkv.refmodel.model import ReferenceModel
-from tierkv.refmodel.sampling import Sampling, encode, sample
+from tierkv.refmodel.model import ReferenceModel, Sampling, encode, sample
 
 KVDtype = Literal["float32", "float16", "bfloat16"]
 Tokens = npt.NDArray[np.int32]

@@ -15,8 +15,7 @@ from tests.e2e.exact import BLOCK_SIZE, ExactNode, exact_node, text, truth
 from tests.faulty import FaultyStore
 from tests.latch import EVERY, CopyLatch, cancelled_at, finish, turns, until
 from tests.stored import stored_keys
-from tierkv.cache.keys import Names, Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Names, Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.errors import (
     BadRequestError,
@@ -28,9 +27,9 @@ from tierkv.errors import (
 from tierkv.gpu.cpu import CallerStream, CpuDevice
 from tierkv.gpu.protocol import Direction, Event
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.ticket import MAX_TICKET_BYTES, Ticket
-from tierkv.refmodel.generation import GenerateRequest
-from tierkv.refmodel.sampling import Sampling
+from tierkv.pd.tickets import MAX_TICKET_BYTES, Ticket
+from tierkv.refmodel.engine import GenerateRequest
+from tierkv.refmodel.model import Sampling
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import PutItem
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.refmodel.paged_run import PROSE, KVDtype, PagedRun, model
-from tierkv.refmodel.sampling import Sampling, sample
+from tierkv.refmodel.model import Sampling, sample
 
 LATE = PROSE[-1:]
 

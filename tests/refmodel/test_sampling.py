@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.refmodel.paged_run import PROSE, PagedRun, model
 from tierkv.errors import BadRequestError
-from tierkv.refmodel.sampling import Sampling, sample
+from tierkv.refmodel.model import Sampling, sample
 
 LOGITS = np.linspace(-3, 3, 256, dtype=np.float32)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import BadRequestError
-from tierkv.refmodel.sampling import PRINTABLE, decode, encode, encode_bytes
+from tierkv.refmodel.model import PRINTABLE, decode, encode, encode_bytes
 
 
 @given(st.text())

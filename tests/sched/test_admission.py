@@ -8,8 +8,7 @@ import pytest
 
 from tests.latch import PATIENCE_S, finish, turns, until
 from tests.world import BLOCK, World, background_tasks, world
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import (
     BadRequestError,
     DuplicateRequestError,

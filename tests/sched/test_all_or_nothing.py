@@ -7,8 +7,7 @@ import asyncio
 from tests.latch import finish, turns
 from tests.world import fingerprint, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
 
 
 def tokens(count: int, base: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ import asyncio
 from tests.latch import finish, turns, until
 from tests.world import GQA, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.copies import ByteBudget
 

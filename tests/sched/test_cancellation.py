@@ -15,7 +15,7 @@ import pytest
 from tests.latch import cancelled_at, finish, until
 from tests.world import World, background_tasks, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.clock import SystemClock
 from tierkv.sched.request import Request
 from tierkv.storage.memory import MemorySettings, MemoryStore

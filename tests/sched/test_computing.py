@@ -8,8 +8,7 @@ import pytest
 
 from tests.latch import ManualEvent, cancelled_at, finish, turns, until
 from tests.world import World, world
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import ShuttingDownError
 from tierkv.sched.request import Request
 

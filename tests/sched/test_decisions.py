@@ -9,9 +9,9 @@ from tests.latch import finish, turns, until
 from tests.sched.test_fetch import filled, tokens
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
-from tierkv.sched.computing import PromiseWait
+from tierkv.sched.request import PromiseWait
 from tierkv.sched.worth import FetchPolicy
 
 

@@ -9,8 +9,7 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
 from tierkv.errors import OutOfBlocksError, OwnershipError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request

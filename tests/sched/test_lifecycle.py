@@ -14,7 +14,7 @@ from tests.world import world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
-from tierkv.sched import lifecycle, work
+from tierkv.sched import lifecycle, slots
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH
 
@@ -237,7 +237,7 @@ async def test_pins_left_at_the_end_do_not_count_as_leaks() -> None:
 async def test_closing_waits_for_a_store_that_uses_the_slots_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(work, "CLOSING_PATIENCE_S", 0.01)
+    monkeypatch.setattr(slots, "CLOSING_PATIENCE_S", 0.01)
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(world(with_store=True, fetch_deadline_s=0.3))
         here.the_store.hold_firmly()

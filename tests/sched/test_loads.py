@@ -13,8 +13,8 @@ import pytest
 from tests.latch import CopyLatch, ManualEvent, cancelled_at, finish, turns, until
 from tests.world import World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Lane, Planes

@@ -10,8 +10,7 @@ import pytest
 from tests.latch import finish, turns
 from tests.world import GQA, World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import MediaItem, Prompt, pack
 from tierkv.errors import HandoffError
 
 SIZE, IDS = GQA.block_size, [7] * 18

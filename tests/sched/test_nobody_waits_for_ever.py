@@ -12,9 +12,8 @@ import pytest
 from tests.simulated import simulate, simulated_world
 from tests.world import GQA, World
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
 from tierkv.errors import OutOfBlocksError, RequestAbortedError, TierKVError
 from tierkv.gpu.protocol import Direction
 from tierkv.sched.request import Request, RequestState

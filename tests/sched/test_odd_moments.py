@@ -11,9 +11,8 @@ from tests.latch import ManualEvent, finish, turns, until
 from tests.sched.test_fetch import filled
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.errors import (
     DuplicateRequestError,

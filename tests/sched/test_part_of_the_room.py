@@ -10,8 +10,7 @@ import pytest
 from tests.latch import finish
 from tests.world import GQA, World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
 from tierkv.sched.request import Request
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH

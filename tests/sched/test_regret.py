@@ -14,7 +14,7 @@ from tests.latch import until
 from tests.simulated import simulate, simulated_world
 from tests.world import World
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.sched.worth import MOST_IN_VAIN, SHARE, FetchPolicy
 
 THROUGH = WritePolicy.WRITE_THROUGH

@@ -18,16 +18,14 @@ import pytest
 from tests.latch import until
 from tests.simulated import simulate, simulated_world
 from tests.world import GQA, World
-from tierkv.cache.copies import CopyState
 from tierkv.cache.eviction import EvictionKind, WritePolicy
-from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
+from tierkv.cache.node import CopyState, Tier
 from tierkv.errors import BadRequestError, TierKVError
 from tierkv.gpu.protocol import Direction
-from tierkv.sched import copies, fetch_groups, lifecycle
+from tierkv.sched import copies, fetch, lifecycle
+from tierkv.sched.copies import path_keys
 from tierkv.sched.events import Happening, Subscription
-from tierkv.sched.stored import path_keys
 
 STEPS = 150
 
@@ -243,7 +241,7 @@ def test_every_byte_is_right_and_the_books_agree_whatever_happens(seed: int) -> 
 def test_so_it_is_where_each_prompt_takes_several_groups(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (copies, fetch_groups):
+    for module in (copies, fetch):
         monkeypatch.setattr(module, "GROUP_BLOCKS", 2)
     monkeypatch.setattr(lifecycle, "_SLICE", 2)
     simulate(run(seed))

@@ -12,10 +12,10 @@ import pytest
 from tests.simulated import simulate, simulated_world
 from tests.world import World
 from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import pack
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
 from tierkv.errors import OutOfBlocksError
-from tierkv.sched.work import STORE_PATIENCE_S
+from tierkv.sched.slots import STORE_PATIENCE_S
 from tierkv.sched.worth import MOST_AT_ONCE_S
 
 NONE, THROUGH, BACK = WritePolicy.NONE, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK

@@ -10,7 +10,7 @@ from tests.latch import finish
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.clock import SystemClock
-from tierkv.sched.stored import PIECE_BLOCKS, stored_beyond
+from tierkv.sched.copies import PIECE_BLOCKS, stored_beyond
 from tierkv.storage.memory import MemorySettings, MemoryStore
 
 THROUGH = WritePolicy.WRITE_THROUGH

@@ -9,9 +9,8 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.world import GQA, World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
 from tierkv.errors import (
     BadRequestError,
     ConfigError,

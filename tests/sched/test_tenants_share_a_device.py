@@ -10,14 +10,13 @@ import pytest
 from tests.latch import finish, turns
 from tests.world import World, fingerprint, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
 from tierkv.errors import ConfigError, RequestTooLargeError
 from tierkv.gpu.protocol import Direction
+from tierkv.sched.copies import path_keys
 from tierkv.sched.fair_queue import MAX_PASSED_OVER
 from tierkv.sched.request import Request
-from tierkv.sched.stored import path_keys
 from tierkv.sched.tenants import Limits
 
 NONE = WritePolicy.NONE

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tests.world import World, world
-from tierkv.cache.copies import CopyState
-from tierkv.cache.node import Tier, TreeNode
+from tierkv.cache.node import CopyState, Tier, TreeNode
 from tierkv.sched.request import Request, RequestState, TenantUse
 
 Undo = Callable[[], None]

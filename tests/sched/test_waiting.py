@@ -12,9 +12,8 @@ from tests.latch import until
 from tests.simulated import simulate
 from tests.world import GQA, World, world
 from tierkv.cache.keys import Prompt
-from tierkv.sched.computing import Promise, PromiseWait
 from tierkv.sched.fair_queue import MAX_PASSED_OVER, Waiting, WaitingLine
-from tierkv.sched.request import RequestSpec
+from tierkv.sched.request import Promise, PromiseWait, RequestSpec
 
 MANY = 10_000
 

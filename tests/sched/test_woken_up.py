@@ -16,9 +16,8 @@ from tests.latch import cancelled_at, turns, until
 from tests.simulated import simulate, simulated_world
 from tests.world import GQA, World, fingerprint
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Prompt
+from tierkv.cache.keys import Prompt, pack
 from tierkv.cache.node import Tier
-from tierkv.cache.tokens import pack
 from tierkv.errors import OutOfBlocksError, RequestAbortedError
 from tierkv.sched.request import Request, RequestState
 

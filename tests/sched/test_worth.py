@@ -14,7 +14,7 @@ import pytest
 
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
-from tierkv.sched.computing import Computing, PromiseWait
+from tierkv.sched.request import Computing, PromiseWait
 from tierkv.sched.worth import (
     HEDGE,
     MOST_IN_VAIN,

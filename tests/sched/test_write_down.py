@@ -10,7 +10,7 @@ import pytest
 from tests.latch import finish, turns, until
 from tests.world import GQA, World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
 
 NONE, THROUGH = WritePolicy.NONE, WritePolicy.WRITE_THROUGH

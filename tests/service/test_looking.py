@@ -8,7 +8,7 @@ from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
 from tests.world import world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.settings import HandoffSettings
 

@@ -11,7 +11,7 @@ import pytest
 from tests.latch import PATIENCE_S, ManualEvent, cancelled_at, finish, until
 from tests.world import BLOCK, World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.errors import (
     DuplicateRequestError,
     HandoffError,

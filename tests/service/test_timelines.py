@@ -10,7 +10,7 @@ import pytest
 from tests.latch import finish, until
 from tests.world import BLOCK, World, world
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.errors import TierKVError
 from tierkv.gpu.protocol import Direction
 from tierkv.observe import Moment, Timelines

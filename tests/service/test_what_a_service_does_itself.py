@@ -11,8 +11,7 @@ from tests.latch import finish, turns
 from tests.sched.test_fetch import filled
 from tests.world import GQA, World, fingerprint, world
 from tierkv.cache.eviction import EvictionKind, WritePolicy
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.errors import (
     BadRequestError,
@@ -25,7 +24,7 @@ from tierkv.errors import (
 )
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.ticket import ClaimProblem
+from tierkv.pd.tickets import ClaimProblem
 from tierkv.sched.request import Request
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits

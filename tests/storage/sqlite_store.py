@@ -10,9 +10,7 @@ from typing import TypeVar
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage import protocol as p
-from tierkv.storage.base import BaseStore, num_leading
-from tierkv.storage.buffers import copy_into
-from tierkv.storage.threads import WorkerThreads
+from tierkv.storage.base import BaseStore, WorkerThreads, copy_into, num_leading
 
 T = TypeVar("T")
 Rows = list[tuple[str, int, float | None]]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.storage.values import Taken
-from tierkv.storage.buffers import copy_into, read_fully, write_fully
+from tierkv.storage.base import copy_into, read_fully, write_fully
 
 sizes = st.lists(st.integers(0, 40), max_size=30)
 

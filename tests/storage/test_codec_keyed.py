@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from tierkv.errors import ConfigError
-from tierkv.storage.codec import Codec, Damage, DamagedValueError, PlainCodec, ValueIdentity
-from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust, codec_for
+from tierkv.storage.codec import (
+    Codec,
+    Damage,
+    DamagedValueError,
+    PlainCodec,
+    SealedCodec,
+    SignedCodec,
+    Trust,
+    ValueIdentity,
+    codec_for,
+)
 
 pytest.importorskip("blake3", reason="needs the extra untrusted")
 pytest.importorskip("cryptography", reason="needs the extra untrusted")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierkv.errors import ConfigError
-from tierkv.storage.codec import DamagedValueError
-from tierkv.storage.codec_keyed import Trust
-from tierkv.storage.codec_small import SmallCodec
+from tierkv.storage.codec import DamagedValueError, SmallCodec, Trust
 from tierkv.storage.factory import StorageSettings
 
 pytest.importorskip("blake3")

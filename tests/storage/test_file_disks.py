@@ -13,12 +13,10 @@ import pytest
 from tests.storage.values import TurnedClock, get_one, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreCorruptError, StoreRefusedError, StoreUnavailableError
-from tierkv.storage import file_paths, file_room
+from tierkv.storage import file_room
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.file import FileSettings, FileStore
-from tierkv.storage.file_paths import relative_path
-from tierkv.storage.file_room import Room, UsedBytes
-from tierkv.storage.file_scratch import WRITERS
+from tierkv.storage.file_room import WRITERS, Room, UsedBytes, relative_path
 from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 
@@ -231,10 +229,12 @@ async def test_a_disk_down_to_its_floor_is_not_looked_through_for_each_value(
         disk[4] = 600_000 - 1000 * len([*tmp_path.glob("t,f/*/*/*")])  # f_bavail
         return os.statvfs_result(disk)
 
+    walk_of_room = file_room.walk
+
     def walk(*some: Any, **more: Any) -> Iterator[tuple[str, os.DirEntry[str]]]:
         nonlocal walked
         walked += 1
-        return file_paths.walk(*some, **more)
+        return walk_of_room(*some, **more)
 
     store = FileStore(tmp_path, FileSettings(min_free_bytes=100_000), TurnedClock())
     async with store.running():

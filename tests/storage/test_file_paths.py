@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tierkv.storage.file_paths import name_of, relative_path
+from tierkv.storage.file_room import name_of, relative_path
 from tierkv.storage.protocol import is_name
 
 fields = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", fullmatch=True)

@@ -24,8 +24,7 @@ from tests.storage.values import Taken, TurnedClock, content_of, get_one, landin
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
 from tierkv.storage.file import FileSettings, FileStore
-from tierkv.storage.file_paths import relative_path
-from tierkv.storage.file_scratch import WRITERS, locked_directory
+from tierkv.storage.file_room import WRITERS, locked_directory, relative_path
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
 
 # Replaces and adds values of one repeated byte each, for ever, and tells how far it is.
@@ -711,7 +710,7 @@ async def test_a_directory_removed_and_made_again_does_not_let_two_be_the_first(
 
 FORKING = """
 import os, sys
-from tierkv.storage.file_scratch import locked_directory
+from tierkv.storage.file_room import locked_directory
 
 with locked_directory(sys.argv[1]):
     if not os.fork():

@@ -24,11 +24,10 @@ from tierkv.cache.layout import Layout, Plane
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuHostSlots
-from tierkv.storage.codec_keyed import TenantCodecs, Trust
+from tierkv.storage.codec import TenantCodecs, Trust
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus, PutItem
-from tierkv.transfer.slices import Slice, Slices
-from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 KEY = bytes(range(7, 39))
 HEADS, HEAD_BYTES, BLOCK = 4, 6, 4

@@ -23,8 +23,8 @@ from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.refmodel.sampling import decode as decode_text
-from tierkv.sched import work
+from tierkv.refmodel.model import decode as decode_text
+from tierkv.sched import slots
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
@@ -154,7 +154,7 @@ async def test_hung_reads_open_the_breaker_and_it_closes_when_they_return(
 async def test_closing_waits_for_a_hung_read_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(work, "CLOSING_PATIENCE_S", 0.01)
+    monkeypatch.setattr(slots, "CLOSING_PATIENCE_S", 0.01)
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(node(tmp_path / "store"))
         await here.run(TOKENS)

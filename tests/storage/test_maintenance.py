@@ -18,8 +18,7 @@ from tierkv.cli.storage import PATIENT, storage
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage import maintenance
-from tierkv.storage.codec import PlainCodec, ValueIdentity
-from tierkv.storage.codec_keyed import TenantCodecs, Trust
+from tierkv.storage.codec import PlainCodec, TenantCodecs, Trust, ValueIdentity
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import FileStore
 from tierkv.storage.memory import MemorySettings, MemoryStore

@@ -33,8 +33,8 @@ from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.handoff import STAGING_BLOCKS
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.staging import STAGING_BLOCKS
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store

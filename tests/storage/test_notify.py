@@ -20,8 +20,7 @@ from tierkv.clock import SystemClock
 from tierkv.storage import file
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.file import DIRECTORY, FileNotifier
-from tierkv.storage.notify import LOOK, Listener, Notifier
-from tierkv.storage.protocol import PutItem, Store
+from tierkv.storage.protocol import LOOK, Listener, Notifier, PutItem, Store
 
 TOPIC = "tierkv:ticket:1"
 

@@ -23,6 +23,7 @@ from tests.storage.test_redis_traffic import AWAY, HOME, SlowServer
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
+from tierkv.storage.redis.node import get_whole_request, put_request, question
 from tierkv.storage.redis.pool import (
     WRITING_BYTES,
     ConnectionPool,
@@ -31,11 +32,16 @@ from tierkv.storage.redis.pool import (
     Login,
     finished,
 )
-from tierkv.storage.redis.requests import get_whole_request, put_request, question
-from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.redis.wire import TransferTimeout, Turn, Unanswered, WireRequest, WireStats
+from tierkv.storage.redis.wire import (
+    Address,
+    TransferTimeout,
+    Turn,
+    Unanswered,
+    WireRequest,
+    WireStats,
+)
 
 LONG, SHORT = 512 << 10, 16 << 10
 NAMES = [f"t:f:{index:02}:0" for index in range(4)]

@@ -21,9 +21,9 @@ from tierkv.errors import StoreUnavailableError
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
 from tierkv.storage.redis.cluster import masters, parse_slots, redirection, slot_of
 from tierkv.storage.redis.resp import Refused
-from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
+from tierkv.storage.redis.wire import Address
 
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 NAMES = [f"t:f:{index:04}:0" for index in range(400)]

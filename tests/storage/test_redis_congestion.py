@@ -12,9 +12,9 @@ from tests.redis_server import RedisServer, empty_redis, module_redis
 from tests.storage.values import content_of
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import PutItem, PutStatus
-from tierkv.storage.redis.socket import Address, PlainPipe, TlsPipe, open_pipe
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
+from tierkv.storage.redis.wire import Address, PlainPipe, TlsPipe, open_pipe
 
 __all__ = ["empty_redis", "module_redis"]
 

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from tests.storage.values import Taken, content_of
-from tierkv.storage.buffers import cut_buffers
+from tierkv.storage.base import cut_buffers
 from tierkv.storage.protocol import GetItem, GetStatus
-from tierkv.storage.redis.requests import (
+from tierkv.storage.redis.node import (
     LONGEST_WHOLE,
     RangesDigest,
     get_outcome,

@@ -42,9 +42,9 @@ from tierkv.errors import (
 )
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Usage
-from tierkv.storage.redis.socket import Address, open_pipe
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles, parse_redis_url
+from tierkv.storage.redis.wire import Address, open_pipe
 
 PATIENT = RedisSettings(timeout_s=10.0, connect_timeout_s=5.0)
 DEADLINE_S = RedisSettings().timeout_s

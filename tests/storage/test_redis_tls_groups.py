@@ -21,8 +21,7 @@ from tests.storage.test_redis_store import certificates  # noqa: F401 - a fixtur
 from tests.storage.values import content_of, get_one
 from tierkv.clock import SystemClock
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.notify import LOOK
-from tierkv.storage.protocol import GetStatus, PutItem, PutStatus, Usage
+from tierkv.storage.protocol import LOOK, GetStatus, PutItem, PutStatus, Usage
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles, parse_redis_url
 

@@ -13,12 +13,11 @@ from tests.latch import until
 from tests.storage.values import content_of, landing
 from tierkv.clock import SystemClock
 from tierkv.storage.protocol import GetStatus, PutItem, PutStatus
+from tierkv.storage.redis.node import put_request
 from tierkv.storage.redis.pool import WRITING_BYTES, ConnectionPool, Dialer, FixedAddress, Login
-from tierkv.storage.redis.requests import put_request
-from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import parse_redis_url
-from tierkv.storage.redis.wire import Batch, TransferTimeout, WireStats
+from tierkv.storage.redis.wire import Address, Batch, TransferTimeout, WireStats
 
 LONG = 3 << 19
 SHORT = 16 << 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tierkv.errors import ConfigError
-from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.url import parse_redis_url
+from tierkv.storage.redis.wire import Address
 
 
 @pytest.mark.parametrize(

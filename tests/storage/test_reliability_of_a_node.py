@@ -34,7 +34,7 @@ from tierkv.cache.layout import Layout
 from tierkv.clock import SystemClock
 from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
 from tierkv.pd.settings import HandoffSettings
-from tierkv.refmodel.sampling import decode as decode_text
+from tierkv.refmodel.model import decode as decode_text
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.guard import GuardedStore, ResilienceSettings

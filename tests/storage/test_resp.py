@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.storage.values import Taken
-from tierkv.storage.buffers import copy_into
+from tierkv.storage.base import copy_into
 from tierkv.storage.redis.resp import (
     LANDED,
     NotRedisError,

@@ -13,7 +13,7 @@ from tierkv.api.settings import NodeSettings
 from tierkv.config import load
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.storage.codec_keyed import SealedCodec, SignedCodec, Trust
+from tierkv.storage.codec import SealedCodec, SignedCodec, Trust
 from tierkv.storage.guard import GuardedStore
 from tierkv.storage.protocol import BreakerState
 

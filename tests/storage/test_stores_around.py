@@ -13,9 +13,8 @@ from tierkv.storage.base import StoreWrapper
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.notify import Hub, Notifier
 from tierkv.storage.places import Places
-from tierkv.storage.protocol import Capabilities, Store
+from tierkv.storage.protocol import Capabilities, Hub, Notifier, Store
 
 ALL = Capabilities(*(True for _ in fields(Capabilities)))
 HOW: dict[str, Callable[[Store], Store]] = {

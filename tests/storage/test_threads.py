@@ -9,7 +9,7 @@ import pytest
 
 from tests.latch import finish, until
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.threads import WorkerThreads
+from tierkv.storage.base import WorkerThreads
 
 
 async def test_a_cancelled_caller_waits_for_its_thread_but_not_for_one_it_has_not_got() -> None:

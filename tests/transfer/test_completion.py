@@ -10,8 +10,8 @@ import pytest
 
 from tests.latch import ManualEvent, finish, turns, until
 from tierkv.errors import ShuttingDownError, TransferError
-from tierkv.transfer import completion
-from tierkv.transfer.completion import EventPoller
+from tierkv.transfer import mover
+from tierkv.transfer.mover import EventPoller
 
 
 async def test_a_future_resolves_only_after_its_event_is_done() -> None:
@@ -83,7 +83,7 @@ async def test_beside_what_is_long_the_loop_is_left_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its eager looks would keep the interpreter from the threads that submit and compute."""
-    monkeypatch.setattr(completion, "_EAGER_S", 60.0)
+    monkeypatch.setattr(mover, "_EAGER_S", 60.0)
     looks_on_the_loop = 0
     loops_thread = threading.get_ident()
 

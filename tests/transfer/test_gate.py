@@ -12,8 +12,7 @@ import pytest
 from tests.latch import ManualEvent, finish, turns, until
 from tierkv.errors import DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.transfer.completion import EventPoller
-from tierkv.transfer.gate import LayerGate, Submission, submitted
+from tierkv.transfer.mover import EventPoller, LayerGate, Submission, submitted
 
 LAYERS = 3
 

@@ -11,8 +11,8 @@ import pytest
 from tests.latch import PATIENCE_S, finish, turns, until
 from tests.transfer.test_storage_io import ground, ids
 from tierkv.cache.layout import layered
+from tierkv.storage.base import WorkerThreads
 from tierkv.storage.protocol import GetStatus, PutItem, PutOutcome, PutStatus
-from tierkv.storage.threads import WorkerThreads
 from tierkv.transfer import storage_io
 from tierkv.transfer.storage_io import made_ahead
 

@@ -12,8 +12,8 @@ import pytest
 from tests.latch import ManualEvent, finish, until
 from tests.transfer.test_mover import LAYOUT, ground, ids
 from tierkv.gpu.protocol import Direction
-from tierkv.transfer import completion, mover
-from tierkv.transfer.completion import EventPoller
+from tierkv.transfer import mover
+from tierkv.transfer.mover import EventPoller
 
 SHORT_S, LONG_S = 0.0001, 0.0008
 
@@ -25,8 +25,8 @@ class Naps:
         self.lengths_s: list[float] = []
         self._sleep = time.sleep
         monkeypatch.setattr(time, "sleep", self._note)
-        monkeypatch.setattr(completion, "_LEAST_NAP_S", SHORT_S)
-        monkeypatch.setattr(completion, "_LONG_NAP_S", LONG_S)
+        monkeypatch.setattr(mover, "_LEAST_NAP_S", SHORT_S)
+        monkeypatch.setattr(mover, "_LONG_NAP_S", LONG_S)
 
     def _note(self, length_s: float) -> None:
         if threading.current_thread().name.startswith("tierkv-poller"):

@@ -27,9 +27,9 @@ from tierkv.storage.codec import (
     Codec,
     DeferredHeader,
     PlainCodec,
+    SignedCodec,
     ValueIdentity,
 )
-from tierkv.storage.codec_keyed import SignedCodec
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
     Buffer,

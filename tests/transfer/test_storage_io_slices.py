@@ -20,8 +20,7 @@ from tierkv.errors import LayoutError, StoreUnavailableError
 from tierkv.gpu.cpu import CpuHostSlots
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetStatus, PutStatus
-from tierkv.transfer.slices import Slice, Slices
-from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 BLOCK = 4
 NUM_SLOTS = 12

@@ -16,9 +16,7 @@ from tests.latch import CopyLatch, ManualEvent, finish, turns
 from tests.layouts import LAYOUTS
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuEvent
-from tierkv.transfer.completion import EventPoller
-from tierkv.transfer.gate import LayerGate, Submission, submitted
-from tierkv.transfer.mover import Mover
+from tierkv.transfer.mover import EventPoller, LayerGate, Mover, Submission, submitted
 
 LAYOUT = LAYOUTS["fp8"]
 

@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector
 
 import tierkv
 from tierkv.api.node import Node
-from tierkv.cache.pool import PoolStats
+from tierkv.cache.node import PoolStats
 from tierkv.errors import HandoffError
 from tierkv.observe import Stats
-from tierkv.pd.ticket import ClaimProblem
-from tierkv.refmodel.generation import Generation
+from tierkv.pd.tickets import ClaimProblem
+from tierkv.refmodel.engine import Generation
 from tierkv.storage.protocol import BreakerState
 from tierkv.transfer.mover import LayerTimes
 from tierkv.transfer.storage_io import StorageStats

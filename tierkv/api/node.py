@@ -8,10 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from tierkv.api.events import EventFeed
-from tierkv.api.idempotency import Once
-from tierkv.api.movements import PromptMovements, backing_up, prefetching
-from tierkv.api.pins import PinBook
-from tierkv.api.sessions import Sessions
+from tierkv.api.sessions import Once, PinBook, PromptMovements, Sessions, backing_up, prefetching
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt

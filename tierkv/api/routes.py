@@ -13,8 +13,7 @@ from tierkv.api.sessions import HeldSession, Key
 from tierkv.api.types import PromptBody
 from tierkv.cache.keys import Prompt
 from tierkv.http import bodies
-from tierkv.http.auth import PRINCIPAL
-from tierkv.http.callers import Principal, ticket_name
+from tierkv.http.callers import PRINCIPAL, Principal, ticket_name
 from tierkv.http.route import in_path
 
 _LONG = 16_384  # tokens, bytes or characters, which take 0.1 ms to pack

@@ -10,11 +10,8 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from tierkv.api.idempotency import content_of
-from tierkv.api.movements import PromptMovement, PromptMovements
-from tierkv.api.pins import Pin
 from tierkv.api.routes import Routes, principal_of
-from tierkv.api.sessions import Key
+from tierkv.api.sessions import Key, Pin, PromptMovement, PromptMovements, content_of
 from tierkv.api.types import (
     BackupAnswer,
     BackupBody,

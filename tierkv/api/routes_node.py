@@ -27,11 +27,9 @@ from tierkv.api.types import (
     TierName,
     TiersAnswer,
 )
-from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Index
-from tierkv.cache.node import Tier
+from tierkv.cache.node import CopyState, PoolStats, Tier
 from tierkv.cache.node import TreeNode as IndexNode
-from tierkv.cache.pool import PoolStats
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, OwnershipError
 from tierkv.http import bodies
 from tierkv.http.callers import Access

@@ -6,9 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tierkv.api.idempotency import content_of
 from tierkv.api.routes import Routes, principal_of
-from tierkv.api.sessions import HeldSession
+from tierkv.api.sessions import HeldSession, content_of
 from tierkv.api.types import (
     AdmitBody,
     ClaimAnswer,

@@ -36,9 +36,8 @@ from tierkv.errors import (
 from tierkv.http import bodies
 from tierkv.http.bodies import EVENT_STREAM, JSON, event_stream, open_stream, write
 from tierkv.http.callers import Access
-from tierkv.http.openapi import document
 from tierkv.http.problems import NotReadyError, WrongStateError
-from tierkv.http.route import Disconnect, Route, routes_of
+from tierkv.http.route import Disconnect, Route, document, routes_of
 from tierkv.observe import Stats
 from tierkv.sched.events import CacheEvent
 from tierkv.tasks import deadline

@@ -10,8 +10,8 @@ from typing import TypeVar, cast
 import msgspec
 from aiohttp import web
 
-from tierkv.api.idempotency import content_of
 from tierkv.api.routes import Routes, principal_of
+from tierkv.api.sessions import content_of
 from tierkv.api.settings import Role
 from tierkv.api.types import (
     DecodeAnswer,
@@ -26,8 +26,8 @@ from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.problems import WrongRoleError, log_if_unexpected, problem_of
 from tierkv.http.route import Route
-from tierkv.refmodel.generation import GenerateRequest, OnTokens
-from tierkv.refmodel.sampling import decode
+from tierkv.refmodel.engine import GenerateRequest, OnTokens
+from tierkv.refmodel.model import decode
 from tierkv.tasks import task_group
 
 Work = Callable[[OnTokens], Awaitable[msgspec.Struct]]

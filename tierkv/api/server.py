@@ -27,12 +27,20 @@ from tierkv.api.routes_requests import HandoffRoutes, RequestRoutes
 from tierkv.api.routes_status import EventRoutes, LifeRoutes, OpenApiRoutes, StatusRoutes
 from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
-from tierkv.http.auth import Guard
-from tierkv.http.listen import bind, is_loopback, make_room_for, server_tls, unix_listener, url_of
+from tierkv.http.callers import Guard
 from tierkv.http.problems import fail
 from tierkv.http.process import short_collections, told_to_end
 from tierkv.http.route import NO_ROUTE, HttpRouter, Route, routes_of
-from tierkv.http.server import ConnectionLimits, serving
+from tierkv.http.server import (
+    ConnectionLimits,
+    bind,
+    is_loopback,
+    make_room_for,
+    server_tls,
+    serving,
+    unix_listener,
+    url_of,
+)
 
 _KINDS = (
     *(StatusRoutes, RequestRoutes, HandoffRoutes, PrefetchRoutes, BackupRoutes),

@@ -1,24 +1,160 @@
-"""Requests of engines that compute by themselves, kept between the calls that drive them."""
+"""What callers keep on a node by name, between their calls: sessions of engines that compute by
+themselves, pins, and movements of prompts; and answers, so that an id's work is done once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
 
-from tierkv.api.idempotency import Once
-from tierkv.api.types import Loads, State, Wait
+import msgspec
+import xxhash
+
+from tierkv.api.types import Loads, PrefetchState, PromptBody, State, Wait
+from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Tier
-from tierkv.errors import GateTimeoutError, OutOfBlocksError, OwnershipError, TransferError
-from tierkv.http.problems import UnknownIdError, WrongStateError
+from tierkv.errors import (
+    DuplicateRequestError,
+    GateTimeoutError,
+    OutOfBlocksError,
+    OwnershipError,
+    StoreUnavailableError,
+    TierKVError,
+    TransferError,
+)
+from tierkv.http.problems import TooManyError, UnknownIdError, WrongStateError
 from tierkv.pd.handoff import Published
-from tierkv.pd.ticket import Ticket
+from tierkv.pd.tickets import Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec
 from tierkv.service import Service
 from tierkv.service.session import Session
-from tierkv.tasks import deadline
+from tierkv.tasks import deadline, task_group
+
+# Does the work of an id once: who asks again, at the same time or later, gets the first result.
+
+T = TypeVar("T")
+
+
+def content_of(body: PromptBody, tokens: bytes) -> bytes:
+    """A digest of all that a body asks for, whatever form its tokens and its id came in."""
+    rest = msgspec.structs.replace(body, prompt=None, tokens=None, request_id=None)
+    digest = xxhash.xxh3_128(tokens)
+    digest.update(repr(rest).encode())  # no encoder: a seed may be an integer of any size
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class _Entry(Generic[T]):
+    content: bytes
+    outcome: asyncio.Future[T]
+    forgotten_at: float = 0.0
+
+
+class Once(Generic[T]):
+    """Results by key. One is kept while it is open, and for `ttl_s` seconds after `let_go`, unless
+    `most` newer ones have been let go since.
+
+    A failure is not kept: the next call tries again. now: a clock that does not go back.
+    """
+
+    def __init__(self, *, most: int, ttl_s: float, now: Callable[[], float]) -> None:
+        self._most = most
+        self._ttl_s = ttl_s
+        self._now = now
+        self._open: dict[Hashable, _Entry[T]] = {}
+        self._past: OrderedDict[Hashable, _Entry[T]] = OrderedDict()
+        self.num_repeats = 0  # that were answered with what another call had brought about
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._past)
+
+    async def do(
+        self,
+        key: Hashable,
+        content: bytes,
+        work: Callable[[], Awaitable[T]],
+        *,
+        stays_open: bool = True,
+    ) -> T:
+        """The result of `work`, which runs if there is none yet for `key`.
+
+        content: a digest of what is asked for. stays_open: the result stands for something that
+        ends with `let_go`. Raises DuplicateRequestError if the same key was
+        used for something else, and what `work` raises. If who runs it is cancelled, one of those
+        that wait runs it instead.
+        """
+        while (known := self._find(key)) is not None:
+            if known.content != content:
+                raise DuplicateRequestError("another request with other content has this id")
+            if not known.outcome.done():
+                await asyncio.wait([known.outcome])
+            if not known.outcome.cancelled():
+                result = known.outcome.result()
+                self.num_repeats += 1
+                return result
+        entry: _Entry[T] = _Entry(content, asyncio.get_running_loop().create_future())
+        self._open[key] = entry
+        try:
+            made = await work()
+        except TierKVError as error:
+            self._drop(key)
+            entry.outcome.set_exception(error)
+            entry.outcome.exception()  # seen: it is raised here too
+            raise
+        except BaseException:  # the first caller has gone: one of those who wait does it
+            self._drop(key)
+            entry.outcome.cancel()
+            raise
+        entry.outcome.set_result(made)
+        if not stays_open:
+            self.let_go(key)
+        return made
+
+    def let_go(self, key: Hashable) -> None:
+        """The result of `key` need not be kept for long any more."""
+        entry = self._open.pop(key, None)
+        if entry is None:
+            return
+        entry.forgotten_at = self._now() + self._ttl_s
+        self._past[key] = entry
+        self._forget()
+
+    def find(self, key: Hashable) -> T | None:
+        """The result of `key`, None if there is none, or none yet."""
+        known = self._find(key)
+        if known is None or not known.outcome.done() or known.outcome.cancelled():
+            return None
+        return known.outcome.result()
+
+    def _drop(self, key: Hashable) -> None:
+        self._open.pop(key, None)
+        self._past.pop(key, None)
+
+    def _find(self, key: Hashable) -> _Entry[T] | None:
+        self._forget()
+        return self._open.get(key) or self._past.get(key)
+
+    def _forget(self) -> None:
+        past, now = self._past, self._now()
+        while past:
+            oldest = next(iter(past))  # all live equally long, so the first is the first to go
+            if len(past) <= self._most and past[oldest].forgotten_at > now:
+                return
+            del past[oldest]
+
 
 log = logging.getLogger("tierkv.desk")
 
@@ -329,3 +465,213 @@ class Sessions:
         self.num_expired += 1
         held.ends_as = held.ends_as or State.EXPIRED
         held.open().end(reason="the engine that computed it was not heard of any more")
+
+
+# The pins of each tenant, as their names and ends; what they hold, the cache knows.
+
+MOST_PINS = 10_000  # of one tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """num_blocks: whole blocks of the prompt that it keeps. ends_at: on the clock of `now`."""
+
+    pin_id: str
+    num_blocks: int
+    prompt_tokens: int
+    is_soft: bool
+    ends_at: float
+
+
+class PinBook:
+    """now: a clock that does not go back, the event loop's."""
+
+    def __init__(self, service: Service, now: Callable[[], float]) -> None:
+        self._service = service
+        self._now = now
+        self._pins: dict[str, dict[str, Pin]] = {}
+
+    def put(self, key: Key, prompt: Prompt, ttl_s: float, *, is_soft: bool) -> Pin:
+        """Pin what is cached of `prompt`, in place of a pin of the same key. Raises
+        TooManyError."""
+        tenant, pin_id = key
+        pins = self._pins.setdefault(tenant, {})
+        if len(pins) >= MOST_PINS and pin_id not in pins and len(self.all_of(tenant)) >= MOST_PINS:
+            raise TooManyError(f"{MOST_PINS} pins are set")
+        num_blocks = self._service.pin(_name(key), prompt, ttl_s, is_soft=is_soft)
+        pin = Pin(pin_id, num_blocks, prompt.num_tokens, is_soft, self._now() + ttl_s)
+        pins[pin_id] = pin
+        return pin
+
+    def get(self, key: Key) -> Pin:
+        """Raises UnknownIdError."""
+        pin = self._pins.get(key[0], {}).get(key[1])
+        if pin is None or pin.ends_at <= self._now():
+            raise UnknownIdError(f"there is no pin {key[1]!r}")
+        return pin
+
+    def remove(self, key: Key) -> Pin:
+        """Raises UnknownIdError."""
+        pin = self.get(key)
+        del self._pins[key[0]][key[1]]
+        self._service.unpin(_name(key))
+        return pin
+
+    def all_of(self, tenant: str) -> list[Pin]:
+        """Those whose time is not over; the others are forgotten."""
+        now, pins = self._now(), self._pins.get(tenant, {})
+        for pin_id in [pin_id for pin_id, pin in pins.items() if pin.ends_at <= now]:
+            del pins[pin_id]
+        return list(pins.values())
+
+
+def _name(key: Key) -> str:
+    return f"{len(key[0])}:{key[0]}:{key[1]}"  # no two keys have the same
+
+
+# Movements that a caller asks for by a prompt, each a task with a name: prefetches bring what
+# storage has to the host; backups bring what is cached here to storage.
+
+MOST_RUNNING = 256
+MOST_DONE = 4096
+DONE_TTL_S = 300.0
+
+
+Move = Callable[[Prompt, float], Awaitable[tuple[range, str | None]]]
+
+
+@dataclass(slots=True, eq=False)
+class PromptMovement:
+    """tokens: of the prompt, those that were moved. problem: why no more."""
+
+    key: Key
+    prompt_tokens: int
+    task: asyncio.Task[None] | None = None
+    state: PrefetchState = PrefetchState.RUNNING
+    tokens: range = range(0)
+    problem: str | None = None
+
+
+class PromptMovements:
+    """Those of one kind, by name. At the end of `running` those under way are given up.
+
+    kind: what one is called. move: does one, within so many seconds; tells which tokens it moved,
+    and why no more, None if that is all.
+    """
+
+    def __init__(self, service: Service, kind: str, move: Move) -> None:
+        self._service = service
+        self._kind = kind
+        self._move = move
+        self._running: set[PromptMovement] = set()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        now = asyncio.get_running_loop().time
+        self._once: Once[PromptMovement] = Once(most=MOST_DONE, ttl_s=DONE_TTL_S, now=now)
+        async with task_group() as self._tasks:
+            try:
+                yield
+            finally:
+                for movement in list(self._running):
+                    self._cancel(movement)
+
+    async def begin(
+        self, key: Key, content: bytes, prompt: Prompt, *, deadline_s: float
+    ) -> PromptMovement:
+        """The movement of this key, begun now or before. Raises StoreUnavailableError without a
+        storage tier, TooManyError, and DuplicateRequestError."""
+
+        async def first() -> PromptMovement:
+            if self._service.tiers.copies.storage is None:
+                raise StoreUnavailableError("this node has no storage tier")
+            if len(self._running) >= MOST_RUNNING:
+                raise TooManyError(f"{MOST_RUNNING} such are under way")
+            movement = PromptMovement(key, prompt.num_tokens)
+            self._running.add(movement)
+            assert self._tasks is not None, "movements are running"
+            movement.task = self._tasks.create_task(
+                self._run(movement, prompt, deadline_s), name=f"tierkv-{self._kind}"
+            )
+            return movement
+
+        return await self._once.do(key, content, first)
+
+    def find(self, key: Key) -> PromptMovement:
+        """Raises UnknownIdError."""
+        movement = self._once.find(key)
+        if movement is None:
+            raise UnknownIdError(f"there is no {self._kind} {key[1]!r}")
+        return movement
+
+    def cancel(self, key: Key) -> PromptMovement:
+        """Wait for it no more: what is on its way still arrives. No error if it is over. Raises
+        UnknownIdError."""
+        movement = self.find(key)
+        self._cancel(movement)
+        return movement
+
+    def _cancel(self, movement: PromptMovement) -> None:
+        if movement.task is not None and movement in self._running:
+            movement.task.cancel()
+            self._is_over(movement, PrefetchState.CANCELLED)
+
+    async def _run(self, movement: PromptMovement, prompt: Prompt, deadline_s: float) -> None:
+        try:
+            movement.tokens, movement.problem = await self._move(prompt, deadline_s)
+        except TierKVError as error:
+            movement.problem = str(error)
+        is_whole = movement.problem is None
+        self._is_over(movement, PrefetchState.DONE if is_whole else PrefetchState.PARTIAL)
+
+    def _is_over(self, movement: PromptMovement, state: PrefetchState) -> None:
+        movement.state = state
+        self._running.discard(movement)
+        self._once.let_go(movement.key)
+
+
+def prefetching(service: Service) -> Move:
+    """Brings what storage has of a prompt to the host."""
+
+    async def fetch(prompt: Prompt, deadline_s: float) -> tuple[range, str | None]:
+        fetched = await service.fetcher.fetch(prompt, deadline_s=deadline_s)
+        fetched.release()  # the cache decides from here on what stays
+        problem = fetched.first_problem
+        return fetched.tokens, None if problem is None else problem.reason
+
+    return fetch
+
+
+def backing_up(service: Service) -> Move:
+    """Stores what is cached here of a prompt, in whole blocks: it is admitted so far, as a request
+    that computes nothing, and stored as a publish would, without a ticket."""
+    numbers = count(1)
+
+    async def store(prompt: Prompt, deadline_s: float) -> tuple[range, str | None]:
+        size, width = prompt.block_size, prompt.block_token_bytes
+        cached = service.index.match(prompt).num_blocks
+        if not cached:
+            return range(0), "nothing of it is cached here"
+        head = Prompt(prompt.tokens[: cached * width], size, prompt.extras, prompt.space)
+        handoff = service.handoff
+        if handoff is None:
+            return range(0), "this node has no storage tier"
+        try:
+            async with asyncio.timeout(deadline_s):
+                spec = RequestSpec(f"backup {next(numbers)}", head, 0, needs_logits=False)
+                request = await service.admit_as(spec)
+                try:
+                    await request.gate.all_layers(deadline_s)
+                    stop = request.matched.total_tokens // size
+                    keys = handoff.tickets.keys_of(head)
+                    present = await handoff.count_present(keys[:stop])
+                    await handoff.store(request, keys, present, stop, ())
+                finally:
+                    service.end(request)
+        except TimeoutError:
+            return range(0), f"it was not stored within {deadline_s:g} s"
+        is_all = stop * size >= prompt.num_blocks * size
+        return range(stop * size), None if is_all else "no more of it is cached here"
+
+    return store

@@ -8,17 +8,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import asdict
 
-from tierkv.cache.keys import MediaItem, Prompt
-from tierkv.cache.tokens import TOKEN_BYTES, pack
+from tierkv.cache.keys import TOKEN_BYTES, MediaItem, Prompt, pack
 from tierkv.errors import RequestTooLargeError
 from tierkv.http.bodies import FieldError
 from tierkv.http.problems import Problem
 from tierkv.observe import Lookup
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import PublishWait
-from tierkv.pd.ticket import Ticket
-from tierkv.refmodel.generation import GenerateRequest, Generation, Prefilled
-from tierkv.refmodel.sampling import Sampling, encode
+from tierkv.pd.tickets import Ticket
+from tierkv.refmodel.engine import GenerateRequest, Generation, Prefilled
+from tierkv.refmodel.model import Sampling, encode
 from tierkv.sched.request import Matched
 from tierkv.transfer.tier import StoreState
 

@@ -12,8 +12,7 @@ from enum import Enum, IntEnum
 from itertools import pairwise
 from typing import Final, NamedTuple, Protocol
 
-from tierkv.cache.copies import CopyState
-from tierkv.cache.node import HOST, Segment, Tier, TreeNode
+from tierkv.cache.node import HOST, CopyState, Segment, Tier, TreeNode
 from tierkv.errors import ConfigError
 
 _AGE_BITS: Final = 48  # of a rank, for the tick of the last use: 2.8e14 uses

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
+from tierkv.cache.index import segments
 from tierkv.cache.keys import Prompt
-from tierkv.cache.match import segments
 from tierkv.cache.node import Tier, TreeNode
 
 

@@ -7,12 +7,18 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from tierkv.cache.copies import MOST_KEPT, NO_SLOT, CopyState
 from tierkv.cache.index import Index
-from tierkv.cache.keys import DIGEST_BYTES, block_digest
-from tierkv.cache.node import Tier, TreeNode, child_key
-from tierkv.cache.pool import BlockPool, Ids
-from tierkv.cache.tokens import TOKEN_BYTES
+from tierkv.cache.keys import DIGEST_BYTES, TOKEN_BYTES, block_digest
+from tierkv.cache.node import (
+    MOST_KEPT,
+    NO_SLOT,
+    BlockPool,
+    CopyState,
+    Ids,
+    Tier,
+    TreeNode,
+    child_key,
+)
 
 
 def findings(

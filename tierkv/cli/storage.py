@@ -16,7 +16,7 @@ import click
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage import maintenance
-from tierkv.storage.codec_keyed import parse_key
+from tierkv.storage.codec import parse_key
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.guard import ResilienceSettings

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tierkv.api.types import PromptBody
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.client.errors import (
     BrokenOffError,
     CallError,

@@ -13,8 +13,7 @@ from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
-from tierkv.cache.keys import Prompt
-from tierkv.cache.tokens import Tokens, pack
+from tierkv.cache.keys import Prompt, Tokens, pack
 from tierkv.embed.exchange import Call
 from tierkv.embed.requests import Admitted, Requests, Until
 from tierkv.embed.thread import EmbedSettings, ServiceThread

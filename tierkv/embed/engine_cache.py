@@ -32,7 +32,7 @@ import numpy as np
 from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import Layout
-from tierkv.cache.pool import Ids
+from tierkv.cache.node import Ids
 from tierkv.config import all_above_zero
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import Call

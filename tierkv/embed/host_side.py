@@ -13,19 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierkv.cache.copies import CopyState
 from tierkv.cache.index import Lease
 from tierkv.cache.keys import Prompt, StoredKey
-from tierkv.cache.node import Tier
-from tierkv.cache.pool import Ids
+from tierkv.cache.node import CopyState, Ids, Tier
 from tierkv.errors import HandoffError, OutOfBlocksError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots
+from tierkv.pd.claims import Watch
 from tierkv.pd.handoff import Published
-from tierkv.pd.ticket import ClaimProblem, Ticket
-from tierkv.pd.tickets import check_written
-from tierkv.pd.watch import Watch
+from tierkv.pd.tickets import ClaimProblem, Ticket, check_written
+from tierkv.sched.copies import path_keys
 from tierkv.sched.events import CacheEvent, Happening
-from tierkv.sched.stored import path_keys
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.tasks import abandonable

@@ -8,18 +8,18 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tierkv.cache.pool import Ids
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
+from tierkv.cache.node import Ids
 from tierkv.embed.exchange import AbortedError
 from tierkv.errors import DuplicateRequestError, OwnershipError
 from tierkv.gpu.protocol import Event
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published
-from tierkv.pd.ticket import Ticket
+from tierkv.pd.tickets import Ticket
 from tierkv.sched.request import Matched, RequestSpec
 from tierkv.service import Service
 from tierkv.service.session import Session
-from tierkv.transfer.gate import LayerGate
+from tierkv.transfer.mover import LayerGate
 
 
 class Until(Enum):

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tierkv.api.metrics import gauge
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.gateway.calls import NodeCalls, probing
 from tierkv.gateway.failures import (
     AttemptError,

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tierkv.cache.tokens import TOKEN_BYTES, count, pack, unpack
+from tierkv.cache.keys import TOKEN_BYTES, count, pack, unpack
 from tierkv.client.http import Body
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
 from tierkv.http.bodies import FieldError
 from tierkv.refmodel.config import VOCAB_SIZE
-from tierkv.refmodel.sampling import encode_bytes
+from tierkv.refmodel.model import encode_bytes
 
 _ESCAPE_BYTES = 6  # of JSON text, at most, for one byte of what it says
 _PIECE_BYTES = 64 << 10  # 0.6 ms of parsing, between which the loop's thread has a turn

@@ -2,7 +2,7 @@
 
 A node that dies in the middle is replaced by asking another one to generate from the prompt *and
 the tokens delivered so far*: what comes next depends only on these, the seed and the position
-(refmodel/sampling.py), so the answer is the one that the first node would have given, and no token
+(refmodel/model.py), so the answer is the one that the first node would have given, and no token
 is generated twice. The published blocks make that cheap. For an engine whose sampling has other
 state, one would have to generate again from the start and skip what has been delivered.
 
@@ -42,7 +42,7 @@ from tierkv.gateway.nodes import BackendNode, usable
 from tierkv.gateway.openai import FinishReason
 from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import Held, choose_decode, choose_prefill, prefill_seconds
-from tierkv.pd.ticket import ClaimProblem
+from tierkv.pd.tickets import ClaimProblem
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.tasks import deadline, expected, task_group
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from tierkv.cache.tokens import TOKEN_BYTES
+from tierkv.cache.keys import TOKEN_BYTES
 from tierkv.gateway.nodes import BackendNode
 
 # A token fetched from storage costs about this part of one that is computed. From the ratio of the

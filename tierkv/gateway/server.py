@@ -46,14 +46,12 @@ from tierkv.gateway.prompts import CountedPrompt
 from tierkv.gateway.relay import PromptAnswer
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies
-from tierkv.http.auth import Guard
 from tierkv.http.bodies import open_stream, write
-from tierkv.http.callers import Access
-from tierkv.http.listen import bind, make_room_for, server_tls, url_of
+from tierkv.http.callers import Access, Guard
 from tierkv.http.problems import log_if_unexpected
 from tierkv.http.process import in_turns, told_to_end
 from tierkv.http.route import HttpRouter, Route, in_path, routes_of
-from tierkv.http.server import ConnectionLimits, serving
+from tierkv.http.server import ConnectionLimits, bind, make_room_for, server_tls, serving, url_of
 from tierkv.tasks import task_group
 
 _ID_CHARS = 200  # what nodes get is longer by the number of the call

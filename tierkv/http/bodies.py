@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from tierkv.cache.tokens import pack
+from tierkv.cache.keys import pack
 from tierkv.errors import BadRequestError, RequestTooLargeError, TierKVError
 from tierkv.http.settings import ListenSection
 from tierkv.tasks import deadline

@@ -36,7 +36,7 @@ from tierkv.http.bodies import (
     TooMuchInWorkError,
 )
 from tierkv.http.callers import ForbiddenError, UnauthenticatedError, as_given
-from tierkv.pd.ticket import ClaimProblem
+from tierkv.pd.tickets import ClaimProblem
 
 
 class UnknownIdError(BadRequestError):

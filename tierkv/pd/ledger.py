@@ -14,8 +14,7 @@ import msgspec
 from tierkv.clock import Clock
 from tierkv.errors import HandoffError, StoreUnavailableError
 from tierkv.pd.settings import DirectPath
-from tierkv.pd.ticket import OpenTicket, Ticket
-from tierkv.pd.tickets import Tickets, acknowledged_hint
+from tierkv.pd.tickets import OpenTicket, Ticket, Tickets, acknowledged_hint
 from tierkv.tasks import background
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from tierkv.cache.pool import Ids
+from tierkv.cache.node import Ids
 from tierkv.errors import StoreCorruptError, TransferError
 from tierkv.pd.direct.address import credentials
 from tierkv.wire import seal, unseal

@@ -43,7 +43,7 @@ from tierkv.gpu.protocol import (
     Stream,
 )
 from tierkv.ranks.ledger import Outcome, Ranks
-from tierkv.transfer.slices import Slice
+from tierkv.transfer.storage_io import Slice
 
 LATE_S = 5.0
 

@@ -14,7 +14,7 @@ from enum import Enum
 
 import msgspec
 
-from tierkv.cache.match import segments
+from tierkv.cache.index import segments
 from tierkv.cache.node import TreeNode
 from tierkv.errors import BadRequestError
 

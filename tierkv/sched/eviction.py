@@ -9,17 +9,14 @@ from enum import Enum
 
 import numpy as np
 
-from tierkv.cache.copies import CopyState
 from tierkv.cache.eviction import WriteRule
 from tierkv.cache.history import History
 from tierkv.cache.index import Index, runs_of
-from tierkv.cache.node import Space, Tier, TreeNode
-from tierkv.cache.pool import Ids
+from tierkv.cache.node import CopyState, Ids, Space, Tier, TreeNode
 from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
 from tierkv.sched.events import CacheEvents, Happening
 from tierkv.sched.planner import Step, missing_slots, plan_eviction
-from tierkv.sched.slots import Slots
-from tierkv.sched.work import Work
+from tierkv.sched.slots import Slots, Work
 
 _AT_ONCE = 1024  # blocks that go in one turn of the loop: 7 ms
 

@@ -8,14 +8,11 @@ from enum import Enum
 
 import msgspec
 
-from tierkv.cache.copies import CopyState
 from tierkv.cache.history import Fate, History, HistoryEvent
-from tierkv.cache.index import Index
+from tierkv.cache.index import Index, Match, segments
 from tierkv.cache.keys import Fingerprint, Prompt, differences
-from tierkv.cache.match import Match, segments
-from tierkv.cache.node import Tier
-from tierkv.sched.computing import Computing
-from tierkv.sched.request import RequestSpec
+from tierkv.cache.node import CopyState, Tier
+from tierkv.sched.request import Computing, RequestSpec
 
 
 class Miss(Enum):

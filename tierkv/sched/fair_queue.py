@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from tierkv.sched.computing import Promise, PromiseWait
 from tierkv.sched.fetch import Fetched
-from tierkv.sched.request import Request, RequestSpec
+from tierkv.sched.request import Promise, PromiseWait, Request, RequestSpec
 
 MAX_PASSED_OVER = 32
 

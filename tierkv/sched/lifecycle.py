@@ -10,9 +10,7 @@ from itertools import islice
 
 import numpy as np
 
-from tierkv.cache.copies import CopyState
-from tierkv.cache.node import Tier, TreeNode
-from tierkv.cache.pool import Ids
+from tierkv.cache.node import CopyState, Ids, Tier, TreeNode
 from tierkv.errors import ConfigError, OwnershipError
 from tierkv.sched.slots import Leaving
 from tierkv.sched.tiers import Tiers

@@ -8,12 +8,9 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from tierkv.cache.copies import CopyState
 from tierkv.cache.eviction import EvictionOrder, Victim, WriteRule
-from tierkv.cache.index import Index
-from tierkv.cache.match import Match
-from tierkv.cache.node import Tier, TreeNode
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.index import Index, Match
+from tierkv.cache.node import BlockPool, CopyState, Tier, TreeNode
 from tierkv.errors import OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.request import RequestSpec
 

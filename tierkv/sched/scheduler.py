@@ -11,8 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Tier, TreeNode
-from tierkv.cache.pool import Ids
+from tierkv.cache.node import Ids, Tier, TreeNode
 from tierkv.errors import (
     DuplicateRequestError,
     OutOfBlocksError,
@@ -22,13 +21,18 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.protocol import Event
-from tierkv.sched.admission import Admissions, Growth, SchedulerStats, SharedWaits, Starts
-from tierkv.sched.computing import Computing
+from tierkv.sched.admission import (
+    Admissions,
+    Growth,
+    HostLoads,
+    SchedulerStats,
+    SharedWaits,
+    Starts,
+)
 from tierkv.sched.events import Happening
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
-from tierkv.sched.loads import HostLoads
-from tierkv.sched.request import Request, RequestSpec, RequestState, Running
+from tierkv.sched.request import Computing, Request, RequestSpec, RequestState, Running
 from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
 from tierkv.sched.worth import Prefill

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from tierkv.cache.eviction import EvictionKind
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Fingerprint
-from tierkv.cache.node import DEFAULT, Quota, Space, Tier, TreeNode, check_quota
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import DEFAULT, BlockPool, Quota, Space, Tier, TreeNode, check_quota
 from tierkv.errors import BadRequestError, ConfigError, OutOfBlocksError, RequestTooLargeError
 from tierkv.sched.lifecycle import forgetting
 from tierkv.sched.planner import check_size

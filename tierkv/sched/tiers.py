@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from tierkv.cache.eviction import WriteRule
 from tierkv.cache.index import Index, Lease
 from tierkv.cache.keys import Prompt, StoredKey
-from tierkv.cache.node import Tier, TreeNode
-from tierkv.cache.pool import BlockPool
+from tierkv.cache.node import BlockPool, Tier, TreeNode
 from tierkv.errors import BadRequestError
-from tierkv.sched.computing import Decisions
-from tierkv.sched.copies import Copies
+from tierkv.sched.copies import Copies, path_keys, prompt_keys
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.eviction import Eviction, Watermarks
-from tierkv.sched.slots import Slots
-from tierkv.sched.stored import path_keys, prompt_keys
-from tierkv.sched.work import Work
+from tierkv.sched.request import Decisions
+from tierkv.sched.slots import Slots, Work
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.storage_io import StorageIO
 

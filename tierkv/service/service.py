@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
-from tierkv.cache.copies import CopyState
 from tierkv.cache.keys import Fingerprint, Prompt
-from tierkv.cache.node import Quota, Tier
+from tierkv.cache.node import CopyState, Quota, Tier
 from tierkv.clock import Clock, SystemClock
-from tierkv.errors import HandoffError, StoreUnavailableError
+from tierkv.errors import HandoffError, ShuttingDownError, StoreUnavailableError, TierKVError
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats, Timelines
 from tierkv.pd import ledger
@@ -20,21 +20,99 @@ from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.ledger import TicketStatus, TicketView
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.pd.tickets import ClaimProblem, Ticket
+from tierkv.sched.copies import stored_beyond, tokens_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, Surroundings, explain
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
-from tierkv.sched.stored import stored_beyond, tokens_beyond
 from tierkv.sched.tenants import Limits
-from tierkv.service.memory import Memory
-from tierkv.service.parts import MadeOf, Parts, check, opened, sleep, wake
-from tierkv.service.publishing import Publishings
+from tierkv.service.parts import MadeOf, Memory, Parts, check, opened, sleep, wake
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
-from tierkv.tasks import failures_told_to
+from tierkv.tasks import expected, failures_told_to, task_group
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
+
+# Publishes that outlive whoever asked for them.
+
+handoff_log = logging.getLogger("tierkv.handoff")
+
+
+@dataclass(slots=True, eq=False)
+class Publishing:
+    """One prompt on its way out under one ticket.
+
+    stream: where it goes out while it is computed; None once all of it is computed.
+    refused: why the task was cancelled, if it was.
+    """
+
+    task: asyncio.Task[Published | TierKVError]
+    stream: PublishStream | None = None
+    refused: TierKVError | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        if not self.task.done():
+            return False
+        return self.task.cancelled() or isinstance(self.task.result(), TierKVError)
+
+    async def published(self) -> Published:
+        """The outcome; a cancel ends the wait alone. Raises HandoffError, StoreUnavailableError,
+        DuplicateRequestError, or why it was given up."""
+        await asyncio.wait([self.task])
+        if self.task.cancelled():
+            raise self.refused or ShuttingDownError("this node was stopped while publishing")
+        outcome = self.task.result()
+        if isinstance(outcome, TierKVError):
+            raise outcome
+        return outcome
+
+    def give_up(self, why: TierKVError) -> None:
+        """There will be no ticket; who waits for the outcome gets `why`."""
+        self.refused = self.refused or why
+        self.task.cancel()
+
+
+class Publishings:
+    """The publishes under way, each in a task of its own. Leaving `running` waits for them."""
+
+    def __init__(self) -> None:
+        self._open: set[Publishing] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with task_group() as self._tasks:
+            yield
+
+    def start(
+        self, work: Coroutine[None, None, Published], stream: PublishStream | None = None
+    ) -> Publishing:
+        """Run `work`, waited for or not. An expected failure is its outcome, not the service's."""
+        task = self._tasks.create_task(_outcome(work), name="tierkv-publish")
+        publishing = Publishing(task, stream)
+        self._open.add(publishing)
+
+        # Not in the task: one that is cancelled before its first step never runs its `finally`.
+        def ended(_: asyncio.Task[Published | TierKVError]) -> None:
+            self._open.discard(publishing)
+            work.close()
+
+        task.add_done_callback(ended)
+        return publishing
+
+    def give_up(self) -> None:
+        """Give all up; no ticket will exist for them."""
+        for publishing in list(self._open):
+            publishing.give_up(ShuttingDownError("this node was stopped while publishing"))
+
+
+async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKVError:
+    outcome = await expected(work)
+    if isinstance(outcome, TierKVError):
+        handoff_log.warning("a prompt was not published: %s", outcome)
+    return outcome
+
 
 log = logging.getLogger("tierkv.service")
 

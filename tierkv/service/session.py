@@ -33,10 +33,9 @@ from tierkv.gpu.protocol import Event
 from tierkv.observe import Moment, Timeline
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
-from tierkv.pd.ticket import ClaimProblem, Ticket
+from tierkv.pd.tickets import ClaimProblem, Ticket
 from tierkv.sched.request import Matched, Request, RequestSpec, RequestState
-from tierkv.service.publishing import Publishing
-from tierkv.service.service import Service
+from tierkv.service.service import Publishing, Service
 
 log = logging.getLogger("tierkv.session")
 

@@ -11,8 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from tierkv.clock import Clock
 from tierkv.errors import ConfigError
-from tierkv.storage.codec_keyed import TenantCodecs, Trust, parse_key
-from tierkv.storage.codec_small import SmallCodec
+from tierkv.storage.codec import SmallCodec, TenantCodecs, Trust, parse_key
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater

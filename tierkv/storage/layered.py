@@ -18,6 +18,7 @@ from tierkv.config import Fixed
 from tierkv.errors import BadRequestError, ConfigError, StoreRefusedError, StoreUnavailableError
 from tierkv.storage.base import (
     StoreWrapper,
+    WorkerThreads,
     num_leading,
 )
 from tierkv.storage.protocol import (
@@ -36,7 +37,6 @@ from tierkv.storage.protocol import (
     check_prefix,
     check_ttl,
 )
-from tierkv.storage.threads import WorkerThreads
 from tierkv.tasks import background, task_group
 
 _log = logging.getLogger(__name__)

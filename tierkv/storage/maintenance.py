@@ -8,22 +8,20 @@ from dataclasses import dataclass, field
 
 from tierkv.errors import StoreCorruptError, StoreUnavailableError
 from tierkv.storage.codec import (
+    FLAG_SEALED,
+    FLAG_SIGNED,
     HEADER_BYTES,
     KEY_DIGEST_BYTES,
+    SEALED_HEADER_BYTES,
     Codec,
     Damage,
     DamagedValueError,
     PlainCodec,
+    TenantCodecs,
+    Trust,
     ValueIdentity,
     check_fields,
     read_identity,
-)
-from tierkv.storage.codec_keyed import (
-    FLAG_SEALED,
-    FLAG_SIGNED,
-    SEALED_HEADER_BYTES,
-    TenantCodecs,
-    Trust,
 )
 from tierkv.storage.protocol import Store, StoredValue, Usage
 from tierkv.tasks import task_group

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, ConfigError, StoreCorruptError, StoreUnavailableError
-from tierkv.storage.base import BaseStore
-from tierkv.storage.buffers import copy_into
-from tierkv.storage.notify import Hub, Notifier
+from tierkv.storage.base import BaseStore, copy_into
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
     GetOutcome,
     GetStatus,
+    Hub,
     ListPage,
+    Notifier,
     PutItem,
     PutOutcome,
     PutStatus,

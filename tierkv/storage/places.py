@@ -18,12 +18,15 @@ from typing import TypeVar
 
 from tierkv.errors import BadRequestError, ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage.base import StoreWrapper
-from tierkv.storage.notify import LOOK, Listener, Notifier, Polling
 from tierkv.storage.protocol import (
+    LOOK,
     Capabilities,
     GetItem,
     GetOutcome,
+    Listener,
     ListPage,
+    Notifier,
+    Polling,
     PutItem,
     PutOutcome,
     Store,

@@ -1,29 +1,32 @@
 """Moves blocks between Host slots and a store: fetch and flush, checked on the way in.
 
 `StorageIO` asks the store; `Values` says, without I/O, what is read where, whether it is right and
-what is written; `made_ahead` has threads make headers while the values before them are sent, and
-`Toucher` lets blocks that are used live on.
-"""
+what is written; `Slices` says which part of a block is whose, `TailLists` lists tails; `made_ahead`
+has threads make headers while the values before them are sent, and `Toucher` lets blocks that are
+used live on."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
 import numpy as np
 
-from tierkv.cache.keys import Names, StoredKey
+from tierkv.cache.keys import TOKEN_BYTES, KeyRun, Names, StoredKey, Tail, common_tokens
 from tierkv.cache.layout import Bytes1D, Layout
-from tierkv.cache.shards import Shard
-from tierkv.errors import StoreCorruptError, StoreUnavailableError
+from tierkv.cache.shards import Shard, ShardScheme
+from tierkv.errors import LayoutError, StoreCorruptError, StoreUnavailableError
 from tierkv.gpu.protocol import HostSlots, Ids
-from tierkv.storage.codec import Codec, PlainCodec
+from tierkv.storage.base import WorkerThreads
+from tierkv.storage.codec import LAYOUT_DIGEST_BYTES, Codec, PlainCodec, ValueIdentity
 from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
@@ -34,10 +37,271 @@ from tierkv.storage.protocol import (
     Store,
     check_names,
 )
-from tierkv.storage.threads import WorkerThreads
 from tierkv.tasks import background
-from tierkv.transfer.slices import Slice, Slices
-from tierkv.transfer.tails import TailLists
+
+# Which values a block is in storage, and which bytes of which host slots each of them holds.
+#
+# A node that is not split has one value per block, as large as its slot. One of n ranks has n, a
+# slice for each rank, and finds the blocks of nodes of other sizes under the names of their slices.
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one rank of this node holds of each block, and its host slots."""
+
+    shard: Shard
+    layout: Layout
+    host: HostSlots
+
+    def payload(self, slot: int, num_tokens: int) -> Bytes1D:
+        """The slot's bytes that a value of `num_tokens` tokens lands in; for a tail, before its
+        planes are put in their places."""
+        payload: Bytes1D = self.host.array[slot][: self.layout.stored_bytes(num_tokens)]
+        return payload
+
+
+class Slices:
+    """The slices of one node, of all its ranks: a block counts only when all of them are there.
+
+    names: of the whole layout's fingerprint. scheme: how blocks are split; None if this node does
+    not know, and then it finds only its own size's. peer_sizes: other sizes to look for.
+    """
+
+    def __init__(
+        self,
+        names: Names,
+        parts: Sequence[Slice],
+        scheme: ShardScheme | None = None,
+        peer_sizes: Sequence[int] = (),
+    ) -> None:
+        self.names = names
+        self.parts = tuple(parts)
+        self.size = self.parts[0].shard.size
+        self._scheme = scheme
+        if len(self.parts) != self.size:
+            raise LayoutError(f"{len(self.parts)} slices are not those of {self.size} ranks")
+        others = [n for n in dict.fromkeys(peer_sizes) if n != self.size and self._can_be(n)]
+        self.peer_sizes = tuple(others)
+        self._names = {n: _names(names, n) for n in (self.size, *others)}
+        self._layouts = {part.shard: part.layout for part in self.parts}
+        self._digests: dict[Shard, bytes] = {}
+
+    @classmethod
+    def whole(cls, names: Names, layout: Layout, host: HostSlots) -> Slices:
+        """One value per block, of a node whose blocks are not split."""
+        return cls(names, [Slice(Shard(0, 1), layout, host)])
+
+    def _can_be(self, size: int) -> bool:
+        if self._scheme is None:
+            return False
+        try:
+            self._scheme.layout(Shard(size - 1, size))
+        except LayoutError:
+            return False
+        return True
+
+    def names_of(self, key: StoredKey, size: int) -> list[str]:
+        """The names of a block's values as a node of `size` ranks stores it."""
+        return [names.name(key) for names in self._names[size]]
+
+    def names_of_all(self, keys: Sequence[StoredKey], size: int) -> Sequence[str]:
+        """`names_of` for each key, one after the other."""
+        if size == 1 and isinstance(keys, KeyRun):
+            return self._names[1][0].of_run(keys)
+        per_rank = [names.all(keys) for names in self._names[size]]
+        if size == 1:
+            return per_rank[0]
+        return [name for of_key in zip(*per_rank, strict=True) for name in of_key]
+
+    def sources(self, size: int) -> tuple[Shard, ...]:
+        """The slices of `size` ranks that together hold all that this node holds."""
+        if size == self.size:
+            return tuple(part.shard for part in self.parts)
+        assert self._scheme is not None, "other sizes are looked for only with a scheme"
+        needed = (s for part in self.parts for s in self._scheme.sources(part.shard, size))
+        return tuple(sorted(set(needed)))
+
+    def layout(self, shard: Shard) -> Layout:
+        layout = self._layouts.get(shard)
+        if layout is None:
+            assert self._scheme is not None, "other sizes are looked for only with a scheme"
+            layout = self._layouts[shard] = self._scheme.layout(shard)
+        return layout
+
+    def identity(self, key: StoredKey, shard: Shard) -> ValueIdentity:
+        """What the value of a block's slice has to be, its rank included: two ranks' slices have
+        the same sizes, and one must not pass for the other."""
+        digest = self._digests.get(shard)
+        if digest is None:
+            digest = self._digests[shard] = slice_digest(self.layout(shard), shard)
+        return ValueIdentity(digest, key.digest, key.num_tokens)
+
+    def assemble(self, slot: int, payloads: dict[Shard, Bytes1D], num_tokens: int) -> None:
+        """Put slices of another size together in `slot` of every rank."""
+        assert self._scheme is not None, "other sizes are looked for only with a scheme"
+        for part in self.parts:
+            target = part.payload(slot, num_tokens)
+            self._scheme.assemble(part.shard, payloads, target, num_tokens=num_tokens)
+
+
+def slice_digest(layout: Layout, shard: Shard) -> bytes:
+    """32 bytes: the layout's digest for a whole block; with the rank in it for a slice."""
+    if shard.size == 1:
+        return layout.digest
+    return hashlib.sha256(b"tierkv slice v1" + layout.digest + shard.name.encode()).digest()
+
+
+def _names(names: Names, size: int) -> list[Names]:
+    return [replace(names, shard=Shard(rank, size).name) for rank in range(size)]
+
+
+# The tails that hang under a block, listed in storage: how a prompt finds another prompt's tail.
+#
+# A tail's own name is known only to a prompt that ends exactly where it ends. The list, one small
+# value for each parent block, tells the others: a longer prompt, a shorter one, one that goes
+# another way after a few tokens.
+#
+# A list is never a reason for a wrong byte: an entry is believed only if its tokens give its
+# digest, and the tail's value is checked like any other. It is never a reason to fail either: one
+# that is lost, damaged or not written in time is a tail less that is found. Of two nodes that add
+# to one list at once, one entry can be lost.
+
+MAX_TAILS = 8  # of one parent; the ones noted last
+_MAX_LIST_BYTES = 256 << 10
+_NOT_A_BLOCK = 0  # token count in the header: no block has none, so none is taken for a list
+_LANES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTail:
+    """A stored tail of which a prompt shares the first `num_shared` tokens."""
+
+    key: StoredKey
+    tail: Tail
+    num_shared: int
+
+
+class _Entry(msgspec.Struct, array_like=True, frozen=True):
+    tokens: bytes
+    extra: bytes
+
+
+class TailLists:
+    """Lists of one store. codecs: of a fingerprint, by its short form. ttl_s: as the blocks'.
+    used: told the names of lists that are to live on, as what they list does."""
+
+    def __init__(  # noqa: PLR0913 - what a StorageIO has
+        self,
+        store: Store,
+        names: Names,
+        layout: Layout,
+        codecs: Callable[[str], Codec],
+        *,
+        deadline_s: float,
+        ttl_s: float | None,
+        used: Callable[[Sequence[str]], object] = lambda _: None,
+    ) -> None:
+        self._store = store
+        self._used = used
+        self._names = names
+        self._layout = layout
+        self._codecs = codecs
+        self._deadline_s = deadline_s
+        self._ttl_s = ttl_s
+        # Who adds to one list in this process takes turns; a few locks for all lists.
+        self._turns = [asyncio.Lock() for _ in range(_LANES)]
+        self.num_damaged = 0
+
+    async def note(self, keys: Sequence[StoredKey]) -> None:
+        """List those of `keys` that are tails, which are stored. Never fails: see above."""
+        for key in keys:
+            if key.tail is None:
+                continue
+            turn = self._turns[key.tail.parent[0] % _LANES]
+            with suppress(StoreUnavailableError, TimeoutError):
+                async with asyncio.timeout(self._deadline_s), turn:
+                    await self._note(key.tail, key.space)
+
+    async def _note(self, tail: Tail, space: str) -> None:
+        known = await self._read(tail.parent, space)
+        if known and known[0] == tail:
+            self._used([self._names.tails(tail.parent, space)])
+            return
+        kept = [tail, *(one for one in known if not self._is_covered(one, tail))][:MAX_TAILS]
+        body = msgspec.msgpack.encode([_Entry(one.tokens, one.extra) for one in kept])
+        parts = self._codec(space).encode(body, _identity(tail.parent))
+        name = self._names.tails(tail.parent, space)
+        await self._store.put([PutItem(name, parts, ttl_s=self._ttl_s, keep_existing=False)])
+
+    def _is_covered(self, old: Tail, new: Tail) -> bool:
+        """Whether whoever would use `old` can use `new`."""
+        if old == new:
+            return True
+        is_start = new.extra == old.extra and new.tokens.startswith(old.tokens)
+        return is_start and self._layout.has_prefixes
+
+    async def best(
+        self,
+        parent: bytes,
+        wanted: bytes,
+        extra: bytes,
+        space: str,
+        *,
+        missing: Collection[bytes] = (),
+    ) -> SharedTail | None:
+        """The stored tail under `parent` that shares most of the packed tokens `wanted`.
+
+        Of a layout whose blocks have no prefixes, only one of which all are wanted. None if there
+        is none, or the store does not say in time.
+        """
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                tails = await self._read(parent, space)
+        except (StoreUnavailableError, TimeoutError):
+            return None
+        best: SharedTail | None = None
+        for tail in tails:
+            num_tokens = len(tail.tokens) // TOKEN_BYTES
+            shared = common_tokens(tail.tokens, wanted) if tail.extra == extra else 0
+            if not self._layout.has_prefixes and shared < num_tokens:
+                continue
+            if shared > (best.num_shared if best else 0) and tail.digest not in missing:
+                key = StoredKey(tail.digest, num_tokens, is_tail=True, space=space, tail=tail)
+                best = SharedTail(key, tail, shared)
+        if best is not None:
+            self._used([self._names.tails(parent, space)])
+        return best
+
+    async def _read(self, parent: bytes, space: str) -> list[Tail]:
+        """What is listed, newest first; [] if the list is damaged. Raises StoreUnavailableError."""
+        name = self._names.tails(parent, space)
+        try:
+            value = await self._store.get(name, max_bytes=_MAX_LIST_BYTES)
+            if value is None:
+                return []
+            codec = self._codec(space)
+            size = codec.header_bytes
+            payload = memoryview(bytearray(value[size:]))
+            codec.decode(value[:size], payload, _identity(parent))
+            entries = msgspec.msgpack.decode(payload, type=list[_Entry])
+        except (StoreCorruptError, msgspec.DecodeError, RecursionError):
+            self.num_damaged += 1
+            return []
+        return [
+            Tail(parent, entry.tokens, entry.extra)
+            for entry in entries[:MAX_TAILS]
+            if 0 < len(entry.tokens) < self._layout.block_size * TOKEN_BYTES
+            and len(entry.tokens) % TOKEN_BYTES == 0
+        ]
+
+    def _codec(self, space: str) -> Codec:
+        return self._codecs(space or self._names.fingerprint)
+
+
+def _identity(parent: bytes) -> ValueIdentity:
+    """The same for every slice of a model: tokens have no layout."""
+    return ValueIdentity(bytes(LAYOUT_DIGEST_BYTES), parent, _NOT_A_BLOCK)
+
 
 log = logging.getLogger("tierkv.storage")
 _MAX_FOUND = 65_536

@@ -14,13 +14,10 @@ from tierkv.cache.layout import Layout
 from tierkv.cache.shards import Shard, ShardScheme
 from tierkv.errors import ConfigError
 from tierkv.gpu.protocol import HostSlots
-from tierkv.storage.codec import Codec
-from tierkv.storage.codec_keyed import Trust
-from tierkv.storage.codec_small import SmallCodec
+from tierkv.storage.codec import Codec, SmallCodec, Trust
 from tierkv.storage.places import Places, patiently
 from tierkv.storage.protocol import BreakerState, Store
-from tierkv.transfer.slices import Slice, Slices
-from tierkv.transfer.storage_io import StorageIO
+from tierkv.transfer.storage_io import Slice, Slices, StorageIO
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.settings import DirectPath
 from tierkv.sched.events import Happening
 from tierkv.sched.tiers import Tiers
-from tierkv.storage.threads import WorkerThreads
+from tierkv.storage.base import WorkerThreads
 from tierkv.tasks import background
 
 log = logging.getLogger("tierkv.handoff")

@@ -8,16 +8,37 @@ a thread, and the caller's buffers, for some seconds.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import importlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from queue import SimpleQueue
 from threading import Event
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
-from tierkv.errors import ConfigError, StoreUnavailableError
-from tierkv.storage.base import BaseStore, num_leading
-from tierkv.storage.mooncake.client import MooncakeSettings
-from tierkv.storage.mooncake.values import MooncakeValues
+import numpy as np
+
+from tierkv.errors import ConfigError, StoreCorruptError, StoreUnavailableError, how_to_install
+from tierkv.storage.base import (
+    BaseStore,
+    WorkerThreads,
+    copy_into,
+    flat,
+    num_leading,
+    why_unreachable,
+)
+from tierkv.storage.mooncake.client import (
+    Config,
+    MooncakeClient,
+    MooncakeSettings,
+    Package,
+    environment,
+)
 from tierkv.storage.protocol import (
+    Buffer,
     Capabilities,
     GetItem,
     GetOutcome,
@@ -33,7 +54,364 @@ from tierkv.storage.protocol import (
     check_prefix,
     check_ttl,
 )
-from tierkv.storage.threads import WorkerThreads
+
+# The blocking half of the Mooncake store, run in its threads: values by its client's batch calls.
+#
+# A call ends when no byte of its values is on its way any more. A provider that is frozen holds one
+# call for a halt; those that a caller has behind it are given up.
+
+# For one call's headers, tails and slices that are put together, which lie outside the pools. What
+# is beyond that stays where it is: over TCP it goes all the same.
+_SCRATCH_BYTES = 4 << 20
+_MOST_READS = 10  # of a small value that is being replaced
+_NO_SPACE = -200
+_NOT_FOUND = -704
+_ABSENT = frozenset({_NOT_FOUND, -703})  # the latter is being put
+_NOT_MOVED = -800  # by its provider; or buffers are too long
+# Of the master, for which the client has waited: 4 s if there is none, its deadline if it hangs.
+_NO_ANSWER = frozenset({-900, -901})
+# Values in one call of the client: 8 of 2 MiB came at 1.25 GB/s, single ones at 0.73.
+_AT_ONCE = 8
+
+Item = TypeVar("Item")
+Pieces = Sequence[memoryview]
+
+
+class MooncakeValues:
+    """Blocking, safe from several threads. Connected when made, until `close`."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        url: str,
+        settings: MooncakeSettings,
+        pools: Sequence[memoryview] = (),
+    ) -> None:
+        """address: of the master. pools: where most values lie. Raises StoreUnavailableError."""
+        for variable, value in environment(settings).items():
+            os.environ.setdefault(variable, value)
+        self._url = url
+        self._settings = settings
+        self._max_pieces = settings.max_pieces
+        self._package = _load_package()
+        try:
+            _ask_whether_it_lives(address, settings.connect_timeout_s)
+        except OSError as error:
+            why = why_unreachable(error)
+            raise StoreUnavailableError(f"{url} cannot be reached {why}") from error
+        self._client: MooncakeClient = self._package.MooncakeDistributedStore()
+        status = self._client.setup(
+            settings.local_host,
+            "P2PHANDSHAKE",
+            0,  # memory is lent by providers, not by this node
+            settings.local_buffer_bytes,
+            settings.protocol,
+            settings.rdma_devices,
+            f"{address[0]}:{address[1]}",
+        )
+        if status:
+            raise StoreUnavailableError(f"{url} cannot be reached ({status})")
+        self._memory = KnownMemory(
+            self._client,
+            pools if settings.is_rdma else (),
+            num_users=2 * settings.num_threads,
+        )
+        try:
+            self._memory.register()
+        except StoreUnavailableError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._memory.unregister()
+        self._client.close()
+
+    def ping(self) -> None:
+        """Raises StoreUnavailableError."""
+        self.present(["ping"])  # its `health_check` does not ask the master
+
+    def present(self, names: Sequence[str]) -> list[bool]:
+        """Raises StoreUnavailableError."""
+        statuses = self._states(names)
+        for status in statuses:
+            if status < 0 and status != _NOT_FOUND:
+                raise StoreUnavailableError(f"{self._url} does not answer ({status})")
+        return [status == 1 for status in statuses]
+
+    def _states(self, names: Sequence[str]) -> Sequence[int]:
+        """What the master says of each: 1 if it is there, 0 if not, or why it does not say."""
+        return self._client.batch_is_exist(list(names)) if names else []
+
+    def delete(self, names: Sequence[str]) -> int:
+        """How many there were. Raises StoreUnavailableError."""
+        if not names:
+            return 0
+        # By force: a value that was just read has a lease, which protects memory, not meaning.
+        statuses = self._client.batch_remove(list(names), True)  # noqa: FBT003
+        for status in statuses:
+            if status not in {0, _NOT_FOUND}:
+                raise StoreUnavailableError(f"{self._url} did not remove a value ({status})")
+        return statuses.count(0)
+
+    def batches_to_get(self, items: Sequence[GetItem]) -> list[Sequence[GetItem]]:
+        """For one `get` each."""
+        return _batches(items, [len(item.into) for item in items], self._max_pieces)
+
+    def batches_to_put(self, items: Sequence[PutItem]) -> list[Sequence[PutItem]]:
+        """For one `put` each."""
+        return _batches(items, [len(item.parts) for item in items], self._max_pieces)
+
+    def get(self, items: Sequence[GetItem], given_up: Event) -> list[GetOutcome]:
+        """given_up: of all batches of a caller; set when one was waited for in vain."""
+        if given_up.is_set():
+            return [GetOutcome(GetStatus.FAILED, self._unsent(item.name)) for item in items]
+        wanted = [flat(item.into) for item in items]
+        landings = [
+            # One as large as they are, where they are too many.
+            views if len(views) <= self._max_pieces else [memoryview(bytearray(item.num_bytes))]
+            for item, views in zip(items, wanted, strict=True)
+        ]
+        started = time.monotonic()
+        with self._memory.known(landings) as (known, scattered):
+            statuses = self._client.batch_get_into_multi_buffers(
+                [item.name for item in items],
+                [[pointer(view) for view in views] for views in known],
+                [[len(view) for view in views] for views in known],
+            )
+            for view, copy in scattered:
+                view[:] = copy
+        self._look(statuses, started, given_up)
+        for item, views, landed, status in zip(items, wanted, landings, statuses, strict=True):
+            if landed is not views and status == item.num_bytes:
+                copy_into(landed[0], views)
+        return [
+            self._get_outcome(item, status, is_hung=given_up.is_set())
+            for item, status in zip(items, statuses, strict=True)
+        ]
+
+    def _get_outcome(self, item: GetItem, status: int, *, is_hung: bool) -> GetOutcome:
+        if status in _ABSENT:
+            return GetOutcome(GetStatus.MISS)
+        if status == item.num_bytes and status > 0:
+            return GetOutcome(GetStatus.HIT)
+        if not (is_hung or status in _NO_ANSWER):
+            # Buffers that are too long or too short are errors of many kinds; the size tells.
+            num_bytes = self._client.get_size(item.name) if status < 0 else status
+            if num_bytes in _ABSENT:
+                return GetOutcome(GetStatus.MISS)
+            if num_bytes >= 0 and num_bytes != item.num_bytes:
+                return GetOutcome(
+                    GetStatus.DAMAGED, f"{item.name} has {num_bytes} bytes, not {item.num_bytes}"
+                )
+        return GetOutcome(GetStatus.FAILED, f"{item.name}: Mooncake answers {status}")
+
+    def get_small(self, name: str, max_bytes: int) -> bytes | None:
+        """Raises StoreCorruptError, StoreUnavailableError."""
+        num_bytes = self._client.get_size(name)
+        if num_bytes in _ABSENT:
+            return None
+        if num_bytes < 0:
+            raise StoreUnavailableError(f"{self._url} does not answer ({num_bytes})")
+        if num_bytes > max_bytes:
+            raise StoreCorruptError(
+                f"{name} has {num_bytes} bytes, more than the {max_bytes} it may have"
+            )
+        # Mooncake replaces a value where it lies: who reads meanwhile gets parts of both.
+        content, before = self._client.get(name), b""
+        for _ in range(_MOST_READS):
+            if not content:
+                raise StoreUnavailableError(f"{self._url} has lost {name} while it was being read")
+            if content == before:
+                return content
+            content, before = self._client.get(name), content
+        raise StoreUnavailableError(f"{self._url} has another {name} each time it is asked")
+
+    def put(self, items: Sequence[PutItem], given_up: Event) -> list[PutOutcome]:
+        """given_up: as in `get`. Of several who put one name at the same time the client tells all
+        STORED at once, and one of them sends it."""
+        if given_up.is_set():
+            return [PutOutcome(PutStatus.FAILED, self._unsent(item.name)) for item in items]
+        started = time.monotonic()
+        states = self._states([item.name for item in items])
+        outcomes = [self._put_one(item, state) for item, state in zip(items, states, strict=True)]
+        fresh = [at for at, outcome in enumerate(outcomes) if outcome is None]
+        statuses = self._put_fresh([items[at] for at in fresh])
+        for at, status in zip(fresh, statuses, strict=True):
+            outcomes[at] = _put_outcome(items[at], status)
+        self._look([*states, *statuses], started, given_up)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _put_one(self, item: PutItem, state: int) -> PutOutcome | None:
+        """None: it is to go with others like it."""
+        if not item.num_bytes:
+            reason = f"{item.name}: Mooncake keeps no values of no bytes"
+            return PutOutcome(PutStatus.FAILED, reason)
+        if state in _NO_ANSWER:
+            return _put_outcome(item, state)
+        if item.leaves_existing and state == 1:
+            return PutOutcome(PutStatus.EXISTED)
+        if item.only_new:
+            return self._put_new(item)
+        if item.keep_existing:
+            return None
+        content = b"".join(item.completed())
+        config = self._config(is_pinned=True)
+        return _put_outcome(item, self._client.upsert(item.name, content, config))
+
+    def _put_fresh(self, items: Sequence[PutItem]) -> Sequence[int]:
+        if not items:
+            return []
+        values = [
+            parts
+            if len(parts := flat(item.completed())) <= self._max_pieces
+            else [memoryview(b"".join(parts))]
+            for item in items
+        ]
+        with self._memory.known(values) as (known, copies):
+            for view, copy in copies:
+                copy[:] = view
+            return self._client.batch_put_from_multi_buffers(
+                [item.name for item in items],
+                [[pointer(view) for view in views] for views in known],
+                [[len(view) for view in views] for views in known],
+                self._config(is_pinned=False),
+            )
+
+    def _put_new(self, item: PutItem) -> PutOutcome:
+        content = b"".join(item.completed())
+        status = self._client.put(item.name, content, self._config(is_pinned=True))
+        # It is the first one's that stays, and the others are told 0 too.
+        if status == 0 and self._client.get(item.name) != content:
+            return PutOutcome(PutStatus.EXISTED)
+        return _put_outcome(item, status)
+
+    def _config(self, *, is_pinned: bool) -> Config:
+        config = self._package.ReplicateConfig()
+        config.replica_num = self._settings.replicas
+        if is_pinned:
+            config.soft_pin_action = self._package.SoftPinAction.ENABLE
+        return config
+
+    def _look(self, statuses: Sequence[int], started: float, given_up: Event) -> None:
+        """Whoever was waited for in vain is not waited for again: the buffers are a caller's."""
+        is_silent = any(status == _NOT_MOVED or status in _NO_ANSWER for status in statuses)
+        if is_silent and time.monotonic() - started >= self._settings.halt_s / 2:
+            given_up.set()
+
+    def _unsent(self, name: str) -> str:
+        return f"{name}: {self._url} does not answer"
+
+
+class KnownMemory:
+    """pools: of the node; with none nothing is registered, and everything stays where it is.
+    num_users: so many calls at a time have pieces that are not in a pool."""
+
+    def __init__(self, client: MooncakeClient, pools: Pieces, *, num_users: int) -> None:
+        self._client = client
+        self._scratch: SimpleQueue[memoryview] = SimpleQueue()
+        self._pools = [pool.cast("B") for pool in pools if pool.nbytes]
+        if self._pools:
+            memory = memoryview(bytearray(num_users * _SCRATCH_BYTES))
+            self._pools.append(memory)
+            for at in range(0, len(memory), _SCRATCH_BYTES):
+                self._scratch.put(memory[at : at + _SCRATCH_BYTES])
+        self._ranges = [range(start := pointer(p), start + len(p)) for p in self._pools]
+        self._registered: list[int] = []
+
+    def register(self) -> None:
+        """Raises StoreUnavailableError."""
+        for where in self._ranges:
+            if status := self._client.register_buffer(where.start, len(where)):
+                raise StoreUnavailableError(
+                    f"Mooncake cannot register {len(where)} bytes of host memory ({status})"
+                )
+            self._registered.append(where.start)
+
+    def unregister(self) -> None:
+        while self._registered:
+            self._client.unregister_buffer(self._registered.pop())
+
+    @contextmanager
+    def known(
+        self, values: Sequence[Pieces]
+    ) -> Iterator[tuple[Sequence[Pieces], Sequence[tuple[memoryview, memoryview]]]]:
+        """Inside: the values' pieces, where the client may read and write them; and which of them
+        are copies, each (the piece, its copy). Blocks while too many calls have such pieces."""
+        if not self._pools:
+            yield values, ()
+            return
+        scratch = self._scratch.get()
+        try:
+            at, known, copies = 0, [], []
+            for pieces in values:
+                mine = []
+                for piece in pieces:
+                    end = at + len(piece)
+                    if end > len(scratch) or self._has(piece):
+                        mine.append(piece)
+                        continue
+                    mine.append(scratch[at:end])
+                    copies.append((piece, mine[-1]))
+                    at = end
+                known.append(mine)
+            yield known, copies
+        finally:
+            self._scratch.put(scratch)
+
+    def _has(self, piece: memoryview) -> bool:
+        start = pointer(piece)
+        return any(start in where and start + len(piece) <= where.stop for where in self._ranges)
+
+
+def pointer(view: Buffer) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _ask_whether_it_lives(address: tuple[str, int], timeout_s: float) -> None:
+    """Raises OSError if nobody is there, or somebody who does not answer.
+
+    Their client goes on trying for minutes, and its `setup`, alone of its calls, keeps the
+    interpreter until the master has answered: 4 s for a frozen one, in which no other thread ran.
+    """
+    with socket.create_connection(address, timeout_s) as connection:
+        connection.sendall(b"?")  # a master ends a connection on which it hears no question
+        with suppress(ConnectionResetError):
+            connection.recv(1)
+
+
+def _batches(
+    items: Sequence[Item], num_pieces: Sequence[int], max_pieces: int
+) -> list[Sequence[Item]]:
+    """For one call of the client each; a value of more pieces than that may have goes as one
+    piece."""
+    batches: list[Sequence[Item]] = []
+    first = count = 0
+    for at, pieces in enumerate(num_pieces):
+        more = pieces if pieces <= max_pieces else 1
+        if at > first and (at - first == _AT_ONCE or count + more > max_pieces):
+            batches.append(items[first:at])
+            first, count = at, 0
+        count += more
+    return [*batches, items[first:]] if items else []
+
+
+def _load_package() -> Package:
+    """Raises StoreUnavailableError."""
+    try:
+        return cast("Package", importlib.import_module("mooncake.store"))
+    except ImportError as error:
+        raise StoreUnavailableError(
+            f"Mooncake's package cannot be loaded ({error}): {how_to_install('mooncake')} and, on "
+            "Debian, libibverbs1"
+        ) from error
+
+
+def _put_outcome(item: PutItem, status: int) -> PutOutcome:
+    if status == 0:
+        return PutOutcome(PutStatus.STORED)
+    kind = PutStatus.FULL if status == _NO_SPACE else PutStatus.FAILED
+    return PutOutcome(kind, f"{item.name}: Mooncake answers {status}")
+
 
 ACCEPTED = "mooncake://master-host:port"
 

@@ -29,14 +29,14 @@ from tierkv.storage.redis.node import (
     RedisNode,
     cut,
     expect,
+    question,
+    question_each,
     understood,
 )
 from tierkv.storage.redis.pool import FixedAddress, finished
-from tierkv.storage.redis.requests import question, question_each
 from tierkv.storage.redis.resp import Refused, Reply, pack
-from tierkv.storage.redis.socket import Address, is_port, port_of
 from tierkv.storage.redis.url import RedisUrl
-from tierkv.storage.redis.wire import Unanswered, WireRequest
+from tierkv.storage.redis.wire import Address, Unanswered, WireRequest, is_port, port_of
 from tierkv.tasks import task_group
 
 # A slot that moves is asked for twice at most (MOVED, then ASK); the rest is for keys in between.

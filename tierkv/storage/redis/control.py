@@ -30,11 +30,11 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tierkv.errors import StoreUnavailableError
-from tierkv.storage.notify import LOOK, Listener, Topics, check_message
+from tierkv.storage.base import why_unreachable
+from tierkv.storage.protocol import LOOK, Listener, Topics, check_message
 from tierkv.storage.redis.pool import Login
-from tierkv.storage.redis.socket import Address
 from tierkv.storage.redis.url import TlsFiles
-from tierkv.storage.unreachable import why_unreachable
+from tierkv.storage.redis.wire import Address
 from tierkv.tasks import background
 
 _log = logging.getLogger(__name__)

@@ -11,9 +11,10 @@ from ssl import SSLContext
 from typing import Protocol
 
 from tierkv.errors import StoreUnavailableError
+from tierkv.storage.base import why_unreachable
 from tierkv.storage.redis.resp import Argument, Refused, pack
-from tierkv.storage.redis.socket import Address, open_pipe
 from tierkv.storage.redis.wire import (
+    Address,
     Batch,
     Outcome,
     TransferTimeout,
@@ -23,8 +24,8 @@ from tierkv.storage.redis.wire import (
     Wire,
     WireRequest,
     WireStats,
+    open_pipe,
 )
-from tierkv.storage.unreachable import why_unreachable
 from tierkv.tasks import background, outlast
 
 # Of one request, whose connection the peer ended: all others may have ended too, as yet unnoticed.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from tierkv.storage.buffers import flat
+from tierkv.storage.base import flat
 from tierkv.storage.protocol import Buffer, Digest
 
 # What follows a value's last byte, the next reply's first line, and small replies.

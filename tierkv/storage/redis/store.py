@@ -17,13 +17,13 @@ from redis.exceptions import RedisError
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage.base import BaseStore
-from tierkv.storage.notify import Notifier
 from tierkv.storage.protocol import (
     Capabilities,
     GetItem,
     GetOutcome,
     GetStatus,
     ListPage,
+    Notifier,
     PutItem,
     PutOutcome,
     StoredValue,
@@ -52,10 +52,6 @@ from tierkv.storage.redis.node import (
     cut,
     described,
     expect,
-    understood,
-)
-from tierkv.storage.redis.pool import FixedAddress, Login
-from tierkv.storage.redis.requests import (
     get_outcome,
     get_requests,
     get_whole_request,
@@ -63,11 +59,12 @@ from tierkv.storage.redis.requests import (
     put_outcome,
     put_request,
     question,
+    understood,
 )
+from tierkv.storage.redis.pool import FixedAddress, Login
 from tierkv.storage.redis.resp import OtherLength, Refused, Reply
-from tierkv.storage.redis.socket import Address, port_of
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
-from tierkv.storage.redis.wire import Unanswered, WireStats
+from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
 
 _ADDRESS_PARTS = 2
 

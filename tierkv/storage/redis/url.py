@@ -11,8 +11,7 @@ from urllib.parse import SplitResult, unquote
 
 from tierkv.config import Fixed
 from tierkv.errors import ConfigError
-from tierkv.storage.redis.socket import Address, port_of
-from tierkv.storage.redis.wire import TransferTimeout
+from tierkv.storage.redis.wire import Address, TransferTimeout, port_of
 
 ACCEPTED = (
     "redis://[user:password@]host[:port][/db], the same with rediss:// for TLS, "
