@@ -4,6 +4,7 @@ them. Nothing unknown is ignored."""
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from tierkv.errors import ConfigError
 
 T = TypeVar("T")
 _ENV_PREFIX = "TIERKV_"
+_CLOSE = 0.7  # of letters that two names share, for one to be taken for the other
 _FIXED = "no setting"
 Fixed = Annotated[T, _FIXED]
 """A value that is no setting, but of a type that holds settings: nobody asks for it by name, its
@@ -39,24 +41,48 @@ def load(
     Raises ConfigError, naming the file and the key, if a file cannot be read, a key is unknown or
     a value is not of its type.
     """
+    return load_traced(kind, path, environ, options, beside=beside)[0]
+
+
+def load_traced(
+    kind: type[T],
+    path: Path | None,
+    environ: Mapping[str, str],
+    options: Iterable[tuple[str, str, object]] = (),
+    *,
+    beside: type | None = None,
+) -> tuple[T, dict[str, str]]:
+    """As `load`, and where each setting that is no default came from, by "table.key": the file, the
+    variable, or "option"."""
     table: dict[str, Any] = _read(path) if path is not None else {}
+    origins = dict.fromkeys(flat(table), str(path))
     where = str(path) if path is not None else "the settings"
     for variable, text in environ.items():
         if variable.startswith(_ENV_PREFIX) and "__" in variable:
             *sections, key = variable.removeprefix(_ENV_PREFIX).lower().split("__")
             _section(table, sections, where)[key] = text
+            origins[".".join((*sections, key))] = variable
             where = f"{where} with {variable}"
     for section, key, value in options:
         _section(table, [section], where)[key] = value
+        origins[f"{section}.{key}"] = "option"
     others = {} if beside is None else get_type_hints(beside)
     theirs = {name for name in table if name in others and name not in get_type_hints(kind)}
     if beside is not None:
-        _refuse_unknown(beside, {name: table.pop(name) for name in theirs}, where, "")
-    _refuse_unknown(kind, table, where, "")
+        _refuse_unknown(beside, {name: table.pop(name) for name in theirs}, where)
+    _refuse_unknown(kind, table, where)
     try:
-        return msgspec.convert(table, kind, strict=False)
+        return msgspec.convert(table, kind, strict=False), origins
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """The values of nested tables, by "table.key"."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{at}{key}.") if isinstance(value, Mapping) else {f"{at}{key}": value}
+    return found
 
 
 def all_above_zero(table: str, settings: msgspec.Struct, *names: str) -> None:
@@ -97,14 +123,40 @@ def settings_in(kind: object) -> dict[str, Any]:
     }
 
 
-def _refuse_unknown(kind: object, table: Mapping[str, Any], where: str, at: str) -> None:
-    hints = settings_in(kind)
-    for key, value in table.items():
-        if key not in hints:
-            known = ", ".join(sorted(hints))
-            raise ConfigError(f"{where}: there is no setting {at}{key}; known here: {known}")
-        inner = hints[key]
-        if isinstance(value, dict) and (
-            dataclasses.is_dataclass(inner) or isinstance(inner, type(msgspec.Struct))
-        ):
-            _refuse_unknown(inner, value, where, f"{at}{key}.")
+def names_in(kind: object, at: str = "") -> list[str]:
+    """What may be set of `kind`, tables and keys, as "table.key"."""
+    names = []
+    for name, inner in settings_in(kind).items():
+        names.append(f"{at}{name}")
+        if _is_table(inner):
+            names += names_in(inner, f"{at}{name}.")
+    return names
+
+
+def suggestion(unknown: str, known: Sequence[str]) -> str:
+    """The one of `known` that was probably meant, as the end of a sentence; "" if none is close.
+    A key that exists in another table is meant there."""
+    key = unknown.rpartition(".")[2]
+    elsewhere = [name for name in known if name.rpartition(".")[2] == key]
+    close = elsewhere or difflib.get_close_matches(unknown, known, n=1, cutoff=_CLOSE)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
+
+
+def _is_table(kind: object) -> bool:
+    return dataclasses.is_dataclass(kind) or isinstance(kind, type(msgspec.Struct))
+
+
+def _refuse_unknown(root: object, table: Mapping[str, Any], where: str) -> None:
+    def look(kind: object, table: Mapping[str, Any], at: str) -> None:
+        hints = settings_in(kind)
+        for key, value in table.items():
+            if key not in hints:
+                meant = suggestion(f"{at}{key}", names_in(root))
+                known = ", ".join(sorted(hints))
+                raise ConfigError(
+                    f"{where}: there is no setting {at}{key}{meant}; known here: {known}"
+                )
+            if isinstance(value, dict) and _is_table(hints[key]):
+                look(hints[key], value, f"{at}{key}.")
+
+    look(root, table, "")

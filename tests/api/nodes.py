@@ -157,12 +157,14 @@ def tierkv(*arguments: str | Path) -> list[str]:
 
 
 @asynccontextmanager
-async def process(folder: Path, *arguments: str | Path) -> AsyncIterator[Process]:
+async def process(
+    folder: Path, *arguments: str | Path, command: str = "serve"
+) -> AsyncIterator[Process]:
     """Started and listening; killed at the end if it still runs."""
     log = folder / f"{uuid4().hex}.log"
     with log.open("wb") as stderr:
         child = await asyncio.create_subprocess_exec(
-            *tierkv("serve", "--port", "0", *arguments),
+            *tierkv(command, "--port", "0", *arguments),
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             env=clean_environ(folder),

@@ -18,15 +18,20 @@ from tests.redis_server import free_port
 from tierkv.cli import main
 
 COMMANDS = [
+    "completion",
+    "config",
     "demo",
     "doctor",
+    "explain",
     "gateway",
     "generate",
     "lookup",
     "serve",
     "stats",
+    "status",
     "storage",
     "token",
+    "top",
     "verify",
     "version",
 ]
@@ -58,11 +63,25 @@ def test_every_command_and_every_option_of_it_has_help(command: str) -> None:
         assert max(len(line) for line in shown.output.splitlines()) <= 80
 
 
+def test_every_command_answers_in_json_if_asked() -> None:
+    silent = []
+    with click.Context(main) as context:
+        for name in COMMANDS:
+            command = main.get_command(context, name)
+            parts = command.commands.values() if isinstance(command, click.Group) else [command]
+            for part in parts:
+                assert part is not None
+                if all(option.name != "as_json" for option in part.params):
+                    silent.append(name)
+    assert silent == ["completion"]  # it prints a shell's own words
+
+
 def test_help_does_not_wait_for_heavy_imports() -> None:
     code = (
         "import sys\nfrom tierkv.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "print(*[m for m in ('aiohttp', 'numpy', 'uvloop', 'redis') if m in sys.modules], 'end')"
+        "heavy = {'aiohttp', 'numpy', 'uvloop', 'redis', 'rich'}\n"
+        "print(*heavy & sys.modules.keys(), 'end')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1].strip() == "end"

@@ -103,7 +103,7 @@ _PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")  # user too: some stores take a toke
 _QUERY = re.compile(r"(?<=[?&])([^=&#]+)=[^&#]*")
 
 
-def masked(settings: NodeSettings) -> dict[str, dict[str, Any]]:
+def masked(settings: msgspec.Struct) -> dict[str, dict[str, Any]]:
     """Every table, as plain data."""
     plain: dict[str, dict[str, Any]] = msgspec.to_builtins(settings)
     return {table: _masked(fields) for table, fields in plain.items()}

@@ -11,12 +11,14 @@ from typing import IO, Any, ClassVar
 import click
 
 from tierkv import __version__
+from tierkv.cli.output import json_option, print_json
 from tierkv.errors import TierKVError
 
 _EPILOG = (
     "Exit codes: 0 all went well, 1 it failed (one line on stderr says why), 2 wrong usage, 130 "
-    "stopped by Ctrl-C."
+    "stopped by Ctrl-C. `tierkv completion` completes commands and options in a shell."
 )
+_COMPLETE = "_TIERKV_COMPLETE"  # the variable by which click is asked for it
 
 
 class _Failure(click.ClickException):
@@ -34,15 +36,19 @@ class _Commands(click.Group):
     """Expected errors become a sentence; what is heavy to import is imported when it is called."""
 
     later: ClassVar = {
+        "config": ("tierkv.cli.settings", "Print the settings in force, and where each is from."),
         "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
         "doctor": ("tierkv.gpu.doctor", "Tell what this machine's GPUs and memory allow."),
+        "explain": ("tierkv.cli.node", "Tell why a prompt is cached as far as it is."),
         "generate": ("tierkv.cli.node", "Generate text that follows a prompt."),
         "gateway": ("tierkv.cli.serving", "One OpenAI-compatible address in front of nodes."),
         "lookup": ("tierkv.cli.node", "Tell in which tiers the tokens of a prompt are."),
         "serve": ("tierkv.cli.serving", "Run a node until SIGTERM or Ctrl-C."),
         "stats": ("tierkv.cli.node", "Print what a node has counted."),
+        "status": ("tierkv.cli.live", "Tell how nodes and gateways are."),
         "storage": ("tierkv.cli.storage", "Look into a store: list, measure, verify, remove."),
         "token": ("tierkv.cli.token", "Give callers tokens, and take them back."),
+        "top": ("tierkv.cli.live", "Watch nodes and gateways at work."),
         "verify": ("tierkv.cli.node", "Let a node recount its blocks and leases."),
     }
 
@@ -96,6 +102,26 @@ def main() -> None:
 
 
 @main.command()
-def version() -> None:
+@json_option
+def version(*, as_json: bool) -> None:
     """Print the version."""
-    click.echo(f"tierkv {__version__}")
+    if as_json:
+        print_json({"version": __version__})
+    else:
+        click.echo(f"tierkv {__version__}")
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes SHELL complete commands and options.
+
+    For bash, once: tierkv completion bash > ~/.local/share/bash-completion/completions/tierkv. For
+    zsh: add eval "$(tierkv completion zsh)" to ~/.zshrc. For fish: tierkv completion fish >
+    ~/.config/fish/completions/tierkv.fish.
+    """
+    from click.shell_completion import get_completion_class  # noqa: PLC0415 - seldom used
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows these three"
+    click.echo(kind(main, {}, "tierkv", _COMPLETE).source())

@@ -1,9 +1,8 @@
-"""The commands that ask a node: generate, lookup, stats, verify."""
+"""The commands that ask a node: explain, generate, lookup, stats, verify."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping
@@ -15,9 +14,11 @@ import click
 import msgspec
 
 from tierkv.api.types import GenerateBody, LookupBody
-from tierkv.client import AsyncClient, client_tls
+from tierkv.cli.output import json_option, print_json
+from tierkv.client import AsyncClient, Retries, client_tls
 from tierkv.errors import ConfigError, InvariantError
 from tierkv.http.callers import UnauthenticatedError
+from tierkv.sched.explain import Explanation
 from tierkv.tasks import run_until_stopped
 
 A = TypeVar("A")
@@ -28,41 +29,52 @@ _MOST_PROMPT_BYTES = 16 << 20  # what nodes take of a body (node.max_body_bytes)
 _TIMEOUT_S = 300.0  # a person watches, and may end it
 
 
+_URL = "http://127.0.0.1:8100"
+
+
+def default_url() -> str:
+    """The node to ask where none is named."""
+    return os.environ.get("TIERKV_URL") or _URL
+
+
+async def ask_node(
+    url: str,
+    call: Callable[[AsyncClient], Coroutine[None, None, A]],
+    *,
+    ca: Path | None,
+    cert: Path | None,
+    timeout_s: float = _TIMEOUT_S,
+    retries: Retries | None = None,
+) -> A:
+    """What `call` returns. Raises a TierKVError, with the node's own words if it gave any.
+
+    ca, cert: PEM files, for https.
+    """
+    tls = client_tls(ca=ca, cert=cert) if ca or cert else None
+    token = os.environ.get(_TOKEN) or None  # no option: `ps` shows those to everybody
+    client = AsyncClient(url, token=token, tls=tls, timeout_s=timeout_s, retries=retries)
+    async with client:
+        try:
+            return await call(client)
+        except UnauthenticatedError as error:
+            raise ConfigError(f"{error}: the variable {_TOKEN} holds the token") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which node to ask. ca, cert: PEM files, for https."""
+    """Which node to ask, as `ask_node` does."""
 
     url: str
     ca: Path | None
     cert: Path | None
 
     def ask(self, call: Callable[[AsyncClient], Coroutine[None, None, A]]) -> A:
-        """Make one call. Raises a TierKVError, with the node's own words if it gave any."""
-        return run_until_stopped(self._ask(call))
-
-    async def _ask(self, call: Callable[[AsyncClient], Coroutine[None, None, A]]) -> A:
-        tls = client_tls(ca=self.ca, cert=self.cert) if self.ca or self.cert else None
-        token = os.environ.get(_TOKEN) or None  # no option: `ps` shows those to everybody
-        async with AsyncClient(self.url, token=token, tls=tls, timeout_s=_TIMEOUT_S) as client:
-            try:
-                return await call(client)
-            except UnauthenticatedError as error:
-                raise ConfigError(f"{error}: the variable {_TOKEN} holds the token") from error
+        return run_until_stopped(ask_node(self.url, call, ca=self.ca, cert=self.cert))
 
 
-def _node(command: _Command) -> _Command:
-    """Options that say which node to ask, and as whom; the command gets them as `node`."""
-
-    @click.option(
-        "--url",
-        default="http://127.0.0.1:8100",
-        envvar="TIERKV_URL",
-        show_default=True,
-        show_envvar=True,
-        help="The node to ask: http://, https:// or unix:/PATH. The variable TIERKV_TOKEN holds "
-        "the token, if the node wants one.",
-    )
-    @click.option(
+def tls_options(command: _Command) -> _Command:
+    """--ca and --cert."""
+    ca = click.option(
         "--ca",
         type=click.Path(path_type=Path),
         envvar="TIERKV_CA",
@@ -70,7 +82,7 @@ def _node(command: _Command) -> _Command:
         metavar="FILE",
         help="For https: who signed the node's certificate (PEM).  [default: the system's]",
     )
-    @click.option(
+    cert = click.option(
         "--cert",
         type=click.Path(path_type=Path),
         envvar="TIERKV_CERT",
@@ -78,6 +90,22 @@ def _node(command: _Command) -> _Command:
         metavar="FILE",
         help="For a node that asks for one: your certificate and its key (PEM).",
     )
+    return ca(cert(command))
+
+
+def _node(command: _Command) -> _Command:
+    """Options that say which node to ask, and as whom; the command gets them as `node`."""
+
+    @click.option(
+        "--url",
+        default=_URL,
+        envvar="TIERKV_URL",
+        show_default=True,
+        show_envvar=True,
+        help="The node to ask: http://, https:// or unix:/PATH. The variable TIERKV_TOKEN holds "
+        "the token, if the node wants one.",
+    )
+    @tls_options
     @functools.wraps(command)
     def with_node(
         *args: object, url: str, ca: Path | None, cert: Path | None, **options: object
@@ -87,7 +115,6 @@ def _node(command: _Command) -> _Command:
     return with_node
 
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 _prompt = click.argument("prompt")
 
 
@@ -104,7 +131,7 @@ _prompt = click.argument("prompt")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sampling.")
 @click.option("--no-cache", is_flag=True, help="Compute every token, and leave nothing cached.")
-@_as_json
+@json_option
 def generate(  # noqa: PLR0913 - its options
     prompt: str,
     *,
@@ -133,7 +160,7 @@ def generate(  # noqa: PLR0913 - its options
 @click.command()
 @_prompt
 @_node
-@_as_json
+@json_option
 def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
     """Tell in which tiers the tokens of PROMPT are.
 
@@ -152,8 +179,42 @@ def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
 
 
 @click.command()
+@click.argument("prompt_file", type=click.Path(path_type=Path, allow_dash=True))
 @_node
-@_as_json
+@json_option
+def explain(prompt_file: Path, *, node: Target, as_json: bool) -> None:
+    """Tell why the prompt in PROMPT_FILE is cached as far as it is.
+
+    Where each of its blocks is, which is the first that is missing, and why. If PROMPT_FILE is "-",
+    the prompt is read from standard input. Nothing is fetched or changed.
+    """
+    body = LookupBody(prompt=_decoded(_content(prompt_file)))
+    answer = node.ask(lambda client: client.explain(body))
+    _print(answer, "\n".join(_explained(answer)), as_json=as_json)
+
+
+def _explained(found: Explanation) -> list[str]:
+    lines = [f"prompt      {found.num_tokens} tokens"]
+    for run in found.runs:
+        last = run.stop - 1
+        blocks = f"block {last}" if run.start == last else f"blocks {run.start}-{last}"
+        lines.append(f"{run.where:11} {blocks}")
+    if found.partial_tokens:
+        lines.append(f"partial     the first {found.partial_tokens} tokens of the next block")
+    if found.first_miss is None:
+        return [*lines, "missing     nothing"]
+    why = [found.reason]
+    if found.tier:
+        why.append(f"from {found.tier}")
+    if found.ago_s is not None:
+        why.append(f"{found.ago_s:.1f} s ago")
+    lines.append(f"missing     from block {found.first_miss} on: {', '.join(why)}")
+    return [*lines, f"            {found.detail}"] if found.detail else lines
+
+
+@click.command()
+@_node
+@json_option
 def stats(*, node: Target, as_json: bool) -> None:
     """Print what a node has counted."""
     answer = node.ask(AsyncClient.stats)
@@ -162,7 +223,7 @@ def stats(*, node: Target, as_json: bool) -> None:
 
 @click.command()
 @_node
-@_as_json
+@json_option
 def verify(*, node: Target, as_json: bool) -> None:
     """Let a node recount its blocks and leases.
 
@@ -175,7 +236,22 @@ def verify(*, node: Target, as_json: bool) -> None:
 
 
 def _text(prompt: str) -> str:
-    raw = sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1) if prompt == "-" else os.fsencode(prompt)
+    """PROMPT of the command line."""
+    return _decoded(_content(Path("-")) if prompt == "-" else os.fsencode(prompt))
+
+
+def _content(path: Path) -> bytes:
+    """As much as a prompt may have, and one byte more: what is read may have no end."""
+    if str(path) == "-":
+        return sys.stdin.buffer.read(_MOST_PROMPT_BYTES + 1)
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the prompt file {path} cannot be read: {error.strerror}") from error
+
+
+def _decoded(raw: bytes) -> str:
     if len(raw) > _MOST_PROMPT_BYTES:
         raise ConfigError(f"the prompt has more than {_MOST_PROMPT_BYTES} bytes")
     try:
@@ -185,7 +261,10 @@ def _text(prompt: str) -> str:
 
 
 def _print(answer: msgspec.Struct, text: str, *, as_json: bool) -> None:
-    click.echo(json.dumps(msgspec.to_builtins(answer), indent=2) if as_json else text)
+    if as_json:
+        print_json(msgspec.to_builtins(answer))
+    else:
+        click.echo(text)
 
 
 def _flat(answer: Mapping[str, object], prefix: str = "") -> list[str]:

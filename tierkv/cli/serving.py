@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ _LAST: tuple[_Decorator, ...] = (
         show_default=True,
         help="How much goes to the log, on stderr.",
     ),
+    click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON."),
 )
 _SETTINGS = {  # of options that are called otherwise than their setting
     "auth_file": ("auth", "file"),
@@ -133,6 +135,7 @@ def _with(command: F, options: Sequence[_Decorator]) -> F:
 def serve(
     log_level: str,
     *,
+    as_json: bool,
     insecure: bool,
     no_tcp: bool,
     config: Path | None,
@@ -156,7 +159,7 @@ def serve(
     log_to_stderr(log_level.upper())
 
     def announce(url: str) -> None:
-        click.echo(f"tierkv {settings.node.role.value} listening on {url}")
+        _announce(settings.node.role.value, url, as_json=as_json)
 
     run(settings, announce)
 
@@ -200,6 +203,7 @@ def serve(
 def gateway(
     log_level: str,
     *,
+    as_json: bool,
     insecure: bool,
     config: Path | None,
     **options: str | int | bool | tuple[str, ...] | None,
@@ -219,4 +223,9 @@ def gateway(
     log_to_stderr(log_level.upper())
     given = _settings_in(options, table="gateway", insecure=insecure)
     settings = load(GatewaySettings, config, os.environ, given, beside=NodeSettings)
-    run(settings, lambda url: click.echo(f"tierkv gateway listening on {url}"))
+    run(settings, lambda url: _announce("gateway", url, as_json=as_json))
+
+
+def _announce(role: str, url: str, *, as_json: bool) -> None:
+    ready = {"role": role, "url": url}
+    click.echo(json.dumps(ready) if as_json else f"tierkv {role} listening on {url}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +12,8 @@ from typing import TypeVar
 
 import click
 
+from tierkv.api.settings import masked_url
+from tierkv.cli.output import Progressing, json_option, print_json, progress
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage import maintenance
@@ -20,8 +21,9 @@ from tierkv.storage.codec import parse_key
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.guard import ResilienceSettings
+from tierkv.storage.maintenance import IsMeant
 from tierkv.storage.memory import MemoryStore
-from tierkv.storage.protocol import Store, StoredValue, check_prefix, check_ttl
+from tierkv.storage.protocol import Store, StoredValue, Usage, check_prefix, check_ttl
 from tierkv.storage.redis.store import RedisSettings, RedisStore
 from tierkv.storage.redis.url import TlsFiles
 from tierkv.tasks import run_until_stopped
@@ -38,7 +40,6 @@ PREFIX_MEANS = (
     "for tickets."
 )
 prefix_option = click.option("--prefix", default="tierkv", show_default=True, help=PREFIX_MEANS)
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 within_option = click.option(
     "--expires-within",
     type=click.FloatRange(0, min_open=True),
@@ -50,8 +51,9 @@ forever_option = click.option(
 )
 
 
-def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> T:
-    """What `work` returns; on stderr, where that was less than the whole."""
+def with_store(url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]) -> T:
+    """What `work` returns; on stderr, where that was less than the whole. It may tell how far it
+    is."""
     tls = click.get_current_context().find_object(TlsFiles) or TlsFiles()
     settings = StoreSettings(redis=replace(PATIENT, tls=tls), resilience=PATIENT_PARTS)
     store = open_store(url, settings, SystemClock())
@@ -63,7 +65,8 @@ def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> 
 
     async def run() -> T:
         async with store.running():
-            found = await work(store)
+            with progress(f"looking through {masked_url(url)}", "values") as told:
+                found = await work(store, told)
         for part in parts:
             await _say_if_it_is_a_share(part, prefix)
         return found
@@ -72,7 +75,7 @@ def with_store(url: str, prefix: str, work: Callable[[Store], Awaitable[T]]) -> 
 
 
 def with_each_store(
-    url: str, prefix: str, work: Callable[[Store], Awaitable[T]]
+    url: str, prefix: str, work: Callable[[Store, Progressing], Awaitable[T]]
 ) -> tuple[Sequence[T], int]:
     """What `work` returns of each store that `url` is made of and that outlives a process, and of
     how many others it was told on stderr why not. Raises if that is all of them."""
@@ -120,7 +123,7 @@ def checked(prefix: str) -> str:
         raise click.BadParameter(str(error), param_hint="--prefix") from error
 
 
-def living(expires_within: float | None, *, without_expiry: bool) -> Callable[[StoredValue], bool]:
+def living(expires_within: float | None, *, without_expiry: bool) -> IsMeant:
     """Whether a value is one of those that --expires-within and --without-expiry ask for."""
     if expires_within is not None and math.isnan(expires_within):
         raise click.BadParameter("not a number", param_hint="--expires-within")
@@ -132,6 +135,16 @@ def living(expires_within: float | None, *, without_expiry: bool) -> Callable[[S
         return not without_expiry and value.expires_at <= until
 
     return is_meant
+
+
+def counted(is_meant: IsMeant, told: Progressing) -> IsMeant:
+    """As `is_meant`, and each value that it is asked about counts as looked at."""
+
+    def look(value: StoredValue) -> bool:
+        told.one_more()
+        return is_meant(value)
+
+    return look
 
 
 def say_if_none(count: int, prefix: str) -> None:
@@ -194,10 +207,11 @@ def ls(
     now = time.time()
     is_all = True
 
-    async def collect(store: Store) -> list[dict[str, str | int | float | None]]:
+    async def collect(store: Store, told: Progressing) -> list[dict[str, str | int | float | None]]:
         nonlocal is_all
         rows: list[dict[str, str | int | float | None]] = []
-        async for value in maintenance.values_under(store, checked(prefix), is_meant):
+        meant = counted(is_meant, told)
+        async for value in maintenance.values_under(store, checked(prefix), meant):
             if len(rows) == limit:
                 is_all = False
                 break
@@ -207,7 +221,7 @@ def ls(
 
     rows = with_store(url, prefix, collect)
     if as_json:
-        click.echo(json.dumps({"values": rows, "is_all": is_all}))
+        print_json({"values": rows, "is_all": is_all})
         return
     for row in rows:
         left = row["expires_in_s"]
@@ -230,16 +244,21 @@ def du(
 ) -> None:
     """Values and bytes for each model and tenant (fingerprint), and for tickets."""
     is_meant = living(expires_within, without_expiry=without_expiry)
-    groups = with_store(
-        url, prefix, lambda store: maintenance.usage_by_group(store, checked(prefix), is_meant)
-    )
+    groups = _usage(url, prefix, is_meant)
     if as_json:
         rows = {name: {"values": u.num_values, "bytes": u.num_bytes} for name, u in groups.items()}
-        click.echo(json.dumps({"groups": rows}))
+        print_json({"groups": rows})
         return
     for name, used in sorted(groups.items(), key=lambda entry: -entry[1].num_bytes):
         click.echo(f"{readable(used.num_bytes):>10}  {used.num_values:>8}  {name}")
     say_if_none(len(groups), prefix)
+
+
+def _usage(url: str, prefix: str, is_meant: IsMeant) -> dict[str, Usage]:
+    def work(store: Store, told: Progressing) -> Awaitable[dict[str, Usage]]:
+        return maintenance.usage_by_group(store, checked(prefix), counted(is_meant, told))
+
+    return with_store(url, prefix, work)
 
 
 @storage.command(short_help="Does it answer, what can it do, what is in it.")
@@ -249,7 +268,7 @@ def du(
 def stat(url: str, prefix: str, *, as_json: bool) -> None:
     """Whether the store answers, how fast, what it can do, and how much it holds."""
 
-    async def ask(store: Store) -> dict[str, str | int | float | bool]:
+    async def ask(store: Store, _: Progressing) -> dict[str, str | int | float | bool]:
         started = time.perf_counter()
         await store.ping()
         ping_ms = (time.perf_counter() - started) * 1000
@@ -268,7 +287,7 @@ def stat(url: str, prefix: str, *, as_json: bool) -> None:
 
     facts = with_store(url, prefix, ask)
     if as_json:
-        click.echo(json.dumps(facts))
+        print_json(facts)
         return
     for name, fact in facts.items():
         click.echo(f"{name:12} {fact}")
@@ -295,9 +314,9 @@ def verify(
     """
     key = None if key_file is None else parse_key(Path(key_file).read_text("ascii", "replace"))
 
-    async def check(store: Store) -> tuple[str, maintenance.Verified]:
+    async def check(store: Store, told: Progressing) -> tuple[str, maintenance.Verified]:
         found = await maintenance.verify(
-            store, checked(prefix), key, removes_damaged=remove_damaged
+            store, checked(prefix), key, removes_damaged=remove_damaged, on_value=told.one_more
         )
         return f" ({store.url})" if len(urls_in(url)) > 1 else "", found
 
@@ -314,7 +333,7 @@ def verify(
     unread = [(name, why + whose) for whose, found in parts for name, why in found.unread]
     if as_json:
         names = {"names": _by_name(damaged), "unread_names": _by_name(unread)}
-        click.echo(json.dumps(counts | names))
+        print_json(counts | names)
     else:
         for name, why in damaged + unread:
             click.echo(f"{name}: {why}")
@@ -342,40 +361,55 @@ def _by_name(told: Sequence[tuple[str, str]]) -> dict[str, str]:
 @within_option
 @forever_option
 @click.option("--yes", is_flag=True, help="Do it; otherwise it is only said what would go.")
+@json_option
 def rm(
-    url: str, prefix: str, expires_within: float | None, *, without_expiry: bool, yes: bool
+    url: str,
+    prefix: str,
+    expires_within: float | None,
+    *,
+    without_expiry: bool,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     """Remove values: of one model and tenant, of one prompt's block, or what will expire soon."""
     prefix = checked(prefix)
     is_meant = living(expires_within, without_expiry=without_expiry)
     if not yes:
-        groups = with_store(
-            url, prefix, lambda store: maintenance.usage_by_group(store, prefix, is_meant)
-        ).values()
+        groups = _usage(url, prefix, is_meant).values()
         count, num_bytes = sum(u.num_values for u in groups), sum(u.num_bytes for u in groups)
-        click.echo(f"would remove {count} values, {readable(num_bytes)}; add --yes")
+        if as_json:
+            print_json({"removed": 0, "would_remove": count, "would_remove_bytes": num_bytes})
+        else:
+            click.echo(f"would remove {count} values, {readable(num_bytes)}; add --yes")
         return
     removed = 0
 
-    def so_far(count: int) -> None:
-        nonlocal removed
-        removed = count
+    async def work(store: Store, told: Progressing) -> None:
+        def so_far(count: int) -> None:
+            nonlocal removed
+            removed = told.done = count
+
+        await maintenance.remove(store, prefix, so_far, is_meant)
 
     try:
-        with_store(url, prefix, lambda store: maintenance.remove(store, prefix, so_far, is_meant))
+        with_store(url, prefix, work)
     except (KeyboardInterrupt, TierKVError):
         click.echo(
             f"stopped after {removed} values were removed, and perhaps some of the next", err=True
         )
         raise
-    click.echo(f"removed {removed} values")
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        click.echo(f"removed {removed} values")
 
 
 @storage.command()
 @url_argument
 @prefix_option
 @click.option("--ttl", required=True, type=float, metavar="SECONDS", help="To live, from now on.")
-def sweep(url: str, prefix: str, ttl: float) -> None:
+@json_option
+def sweep(url: str, prefix: str, ttl: float, *, as_json: bool) -> None:
     """Give values that live for ever a time to live, so that what nobody uses goes.
 
     Of a layered store each part's copies. Exits with 1 if one of several did
@@ -385,9 +419,14 @@ def sweep(url: str, prefix: str, ttl: float) -> None:
         check_ttl(ttl)
     except TierKVError as error:
         raise click.BadParameter(str(error), param_hint="--ttl") from error
-    given, num_failed = with_each_store(
-        url, prefix, lambda store: maintenance.give_ttl(store, checked(prefix), ttl)
-    )
-    click.echo(f"{sum(given)} values now expire within {ttl:g} s")
+
+    def work(store: Store, told: Progressing) -> Awaitable[int]:
+        return maintenance.give_ttl(store, checked(prefix), ttl, told.so_far)
+
+    given, num_failed = with_each_store(url, prefix, work)
+    if as_json:
+        print_json({"given_a_time_to_live": sum(given)})
+    else:
+        click.echo(f"{sum(given)} values now expire within {ttl:g} s")
     if num_failed:
         raise SystemExit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
+from tierkv.cli.output import json_option, print_json
 from tierkv.errors import ConfigError
 from tierkv.http.callers import (
     AuthFile,
@@ -34,7 +34,6 @@ _file = click.option(
     show_envvar=True,
     help="The auth file that nodes are given as auth.file.",
 )
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 
 
 @click.group()
@@ -67,7 +66,7 @@ def _lifetime(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 )
 @click.option("--tenant", default="", help="Whose blocks it works with.  [default: the node's own]")
 @click.option("--expires", callback=_lifetime, metavar="TIME", help="After 30m, 12h or 90d.")
-@_as_json
+@json_option
 def new(
     path: Path,
     name: str,
@@ -95,17 +94,20 @@ def new(
     with changing(path):
         content = read(path) if path.exists() else AuthFile()
         write(path, replace(content, tokens=(*content.tokens, row)))
-    click.echo(json.dumps({"token": text, **_readable(row)}, indent=2) if as_json else text)
+    if as_json:
+        print_json({"token": text, **_readable(row)})
+    else:
+        click.echo(text)
 
 
 @token.command(name="list")
 @_file
-@_as_json
+@json_option
 def list_tokens(path: Path, *, as_json: bool) -> None:
     """Print which tokens there are, without what makes them work."""
     rows = [_readable(row) for row in read(path).tokens]
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     for row in rows:
         until = f"until {row['expires']}" if row["expires"] else "for ever"
@@ -116,7 +118,8 @@ def list_tokens(path: Path, *, as_json: bool) -> None:
 @token.command()
 @_file
 @click.argument("which")
-def revoke(path: Path, which: str) -> None:
+@json_option
+def revoke(path: Path, which: str, *, as_json: bool) -> None:
     """Take back the token of id WHICH, or all of the name WHICH."""
     with changing(path):
         content = read(path)
@@ -124,7 +127,11 @@ def revoke(path: Path, which: str) -> None:
         if len(kept) == len(content.tokens):
             raise ConfigError(f"{path} has no token of the id or name {which!r}")
         write(path, replace(content, tokens=kept))
-    click.echo(f"revoked {len(content.tokens) - len(kept)}")
+    count = len(content.tokens) - len(kept)
+    if as_json:
+        print_json({"revoked": count})
+    else:
+        click.echo(f"revoked {count}")
 
 
 def _readable(row: TokenRow) -> dict[str, str | None]:

@@ -20,7 +20,7 @@ import uvloop
 from aiohttp import web
 
 import tierkv
-from tierkv.api.types import PartHealth, ReadyAnswer
+from tierkv.api.types import PartHealth, ReadyAnswer, VersionAnswer
 from tierkv.gateway.failures import (
     GatewayShuttingDownError,
     NoNodesError,
@@ -290,8 +290,9 @@ class ProbeRoutes:
         return ReadyAnswer(status, parts if is_verbose else None)
 
     @Route("GET", "/version", Access.PUBLIC)
-    async def version(self, _: web.BaseRequest) -> dict[str, str]:
-        return {"version": tierkv.__version__, "role": "gateway"}
+    async def version(self, _: web.BaseRequest) -> VersionAnswer:
+        """As a node's; a gateway has no blocks, hence no fingerprint."""
+        return VersionAnswer(tierkv.__version__, "gateway", "gateway", {}, "")
 
     @Route("GET", "/metrics", Access.READ)
     async def metrics(self, request: web.BaseRequest) -> web.Response:

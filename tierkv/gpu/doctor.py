@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from enum import Enum
@@ -199,14 +200,22 @@ def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
 
 
 @click.command()
-def doctor() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def doctor(*, as_json: bool) -> None:
     """Look at this machine's GPUs and memory, measure them, and say what to fix.
 
     Ends with status 1 if something is bad: there is no GPU that can be used, or one of them cannot.
     """
     findings = [*machine_findings(), *gpu_findings()]
+    if as_json:
+        told = [
+            {"what": one.what, "value": one.value, "verdict": one.verdict.value}
+            | ({"remedy": one.remedy} if one.remedy else {})
+            for one in findings
+        ]
+        click.echo(json.dumps({"findings": told}, indent=2))
     width = max(len(finding.what) for finding in findings)
-    for finding in findings:
+    for finding in () if as_json else findings:
         mark = "" if finding.verdict is Verdict.OK else f"  [{finding.verdict.value}]"
         click.echo(f"{finding.what:{width}}  {finding.value}{mark}")
         if finding.remedy:

@@ -94,13 +94,18 @@ class Verified:
 
 
 async def verify(
-    store: Store, prefix: str, key: bytes | None = None, *, removes_damaged: bool = False
+    store: Store,
+    prefix: str,
+    key: bytes | None = None,
+    *,
+    removes_damaged: bool = False,
+    on_value: Callable[[], object] = lambda: None,
 ) -> Verified:
     """Read every value and check its header against its name and its bytes.
 
     store: one that is not made of others, of which each has its own copy to be read. key: the
-    deployment's, for signed and sealed values. Raises StoreUnavailableError, and ConfigError if the
-    key is none or a package is missing for it.
+    deployment's, for signed and sealed values. on_value: called when one is done. Raises
+    StoreUnavailableError, and ConfigError if the key is none or a package is missing for it.
     """
     found = Verified()
     codecs = _codecs(key)
@@ -111,6 +116,7 @@ async def verify(
             await _verify_one(store, name, codecs, found)
         finally:
             places.release()
+            on_value()
 
     async with task_group() as group:
         async for value in values_under(store, prefix):
@@ -238,14 +244,18 @@ async def remove(
     return removed
 
 
-async def give_ttl(store: Store, prefix: str, ttl_s: float) -> int:
+async def give_ttl(
+    store: Store, prefix: str, ttl_s: float, so_far: Callable[[int], object] = lambda _: None
+) -> int:
     """Let values that live for ever, which no node may remember, live for `ttl_s` from now on.
 
-    Returns how many there were. A node that uses one of them touches it. StoreUnavailableError.
+    Returns how many there were, which `so_far` is told in between. A node that uses one of them
+    touches it. Raises StoreUnavailableError.
     """
     given = 0
     async for page in _pages_under(store, prefix, lambda value: value.expires_at is None):
         given += await store.touch([value.name for value in page], ttl_s=ttl_s)
+        so_far(given)
     return given
 
 

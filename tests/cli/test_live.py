@@ -1,0 +1,167 @@
+"""`tierkv status`, `top` and `explain` beside real nodes; completion; progress."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.nodes import clean_environ, process, run_to_end, tierkv
+from tests.redis_server import redis_server
+from tierkv.cli.live import Seen, lines
+
+TEXT = "Sixteen tokens here, and sixteen more of them, and a few."
+NOBODY = "http://127.0.0.1:1"
+
+
+async def test_status_tells_of_nodes_and_gateways_and_what_does_not_answer(tmp_path: Path) -> None:
+    async with (
+        process(tmp_path) as node,
+        process(tmp_path, "--both", node.url, command="gateway") as gateway,
+    ):
+        await run_to_end(tmp_path, "generate", TEXT, "--url", node.url)
+        status, out, err = await run_to_end(tmp_path, "status", node.url, gateway.url)
+        assert (status, err) == (0, "")
+        assert re.search(r"device .* \d+ of 2048 blocks", out)
+        assert re.search(r"prompts +1 admitted, 57 tokens", out)
+        assert f"gateway  {gateway.url}  ok" in out
+        assert re.search(rf"{node.url} +ready", out)
+
+        status, out, err = await run_to_end(tmp_path, "status", node.url, NOBODY, "--json")
+        assert status == 1
+        assert err == f"error: not ready: {NOBODY}\n"
+        told, silent = json.loads(out)
+        assert (told["health"], told["role"]) == ("ok", "both")
+        assert told["totals"]["prompt tokens"] == len(TEXT)
+        assert told["levels"]["host"] == {"used": 0, "capacity": 4096}
+        assert (silent["health"], "Connection refused" in silent["detail"]) == ("no answer", True)
+
+
+async def test_status_names_what_is_not_well(tmp_path: Path) -> None:
+    with redis_server() as server:
+        async with process(tmp_path, "--storage", server.url) as node:
+            server.kill()
+            out = ""
+            async with asyncio.timeout(60):
+                while "degraded" not in out:
+                    await run_to_end(tmp_path, "generate", TEXT, "--url", node.url)
+                    status, out, _ = await run_to_end(tmp_path, "status", node.url)
+                    assert status == 0  # a node computes without its store
+            assert f"{node.url}  degraded" in out
+            assert re.search(r"storage +degraded: ", out)
+
+
+async def test_top_prints_rates_until_it_is_stopped(tmp_path: Path) -> None:
+    async with process(tmp_path) as node:
+        watch = await asyncio.create_subprocess_exec(
+            *tierkv("top", node.url, "--json", "--interval", "0.1"),
+            stdout=asyncio.subprocess.PIPE,
+            env=clean_environ(tmp_path),
+        )
+        assert watch.stdout is not None
+        async with asyncio.timeout(60):
+            assert json.loads(await watch.stdout.readline())[0]["per_second"]["requests"] == 0
+            await run_to_end(tmp_path, "generate", TEXT, "--url", node.url)
+            rates: list[float] = []
+            while not any(rates):
+                [told] = json.loads(await watch.stdout.readline())
+                rates.append(told["per_second"]["computed tokens"])
+            watch.send_signal(signal.SIGINT)
+            assert await watch.wait() == 0
+
+        status, out, _ = await run_to_end(
+            tmp_path, "top", node.url, NOBODY, "--count", "2", "--interval", "0.1"
+        )
+        assert status == 0
+        assert out.count("tokens from") == 2
+        assert out.count("no answer") == 2
+
+
+def test_rates_of_a_node_that_was_started_again_are_not_negative() -> None:
+    old = Seen("a", at=1.0, totals={"requests": 9.0})
+    assert Seen("a", at=2.0, totals={"requests": 2.0}).rates(old) == {"requests": 0.0}
+    assert Seen("a", at=3.0, totals={"requests": 13.0}).rates(old) == {"requests": 2.0}
+    assert Seen("a", at=3.0).rates(old) is None
+
+
+def test_large_counts_are_readable() -> None:
+    totals = {"requests": 12_345.0, "prompt tokens": 9.9e13, "loaded bytes": 1.5e9}
+    rows = dict(lines(Seen("a", role="both", totals=totals)))
+    assert rows["prompts"] == "12.3k admitted, 99T tokens"
+    assert rows["moved"] == "1.5 GB loaded"
+
+
+async def test_explain_says_what_of_a_file_is_missing_and_why(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(TEXT + " And what nobody has asked before.")
+    async with process(tmp_path) as node:
+        await run_to_end(tmp_path, "generate", TEXT, "--max-tokens", "1", "--url", node.url)
+        status, out, _ = await run_to_end(tmp_path, "explain", prompt, "--url", node.url)
+        assert status == 0
+        assert re.search(r"device +blocks 0-2\n", out)
+        assert re.search(r"partial +the first \d+ tokens of the next block\n", out)
+        assert re.search(r"missing +from block 3 on: never stored", out)
+        _, out, _ = await run_to_end(tmp_path, "explain", prompt, "--json", "--url", node.url)
+        assert json.loads(out)["reason"] == "never stored"
+    status, _, err = await run_to_end(tmp_path, "explain", tmp_path / "none")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "cannot be read" in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+async def test_completion_is_a_script_for_the_shell(shell: str, tmp_path: Path) -> None:
+    status, out, err = await run_to_end(tmp_path, "completion", shell)
+    assert (status, err) == (0, "")
+    assert "_TIERKV_COMPLETE" in out
+
+
+async def test_commands_and_options_are_completed(tmp_path: Path) -> None:
+    def asked(words: str) -> dict[str, str]:
+        return {
+            "_TIERKV_COMPLETE": "bash_complete",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+        }
+
+    program = Path(sys.executable).parent / "tierkv"
+    for words, found in (("tierkv sta", {"stats", "status"}), ("tierkv top --int", {"--interval"})):
+        done = await asyncio.create_subprocess_exec(
+            str(program), stdout=asyncio.subprocess.PIPE, env=clean_environ(tmp_path) | asked(words)
+        )
+        out, _ = await done.communicate()
+        assert {line.split(",")[1] for line in out.decode().split()} == found
+
+
+def test_what_takes_longer_than_a_second_says_how_far_it_is_to_a_person_only() -> None:
+    script = (
+        "import sys\nfrom tierkv.cli.output import progress\n"
+        "with progress('looking', 'values') as told:\n"
+        "    told.so_far(7); sys.stdin.readline()\n"
+        "print('done')"
+    )
+    parent, child = pty.openpty()
+    started = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=child,
+    )
+    os.close(child)
+    shown = b""
+    while b"looking (7 values)" not in shown:
+        shown += os.read(parent, 4096)
+    out, _ = started.communicate(b"\n", timeout=60)
+    os.close(parent)
+    assert out == b"done\n"
+    piped = subprocess.run(
+        [sys.executable, "-c", script], input=b"\n", capture_output=True, check=True, timeout=60
+    )
+    assert (piped.stdout, piped.stderr) == (b"done\n", b"")

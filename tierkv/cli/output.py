@@ -1,0 +1,77 @@
+"""What all commands share in what they print: JSON on stdout, and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+_SHOWN_AFTER_S = 1.0  # what is done by then needs no progress
+_EVERY_S = 0.2
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+
+
+def print_json(answer: object) -> None:
+    """One JSON value on stdout."""
+    click.echo(json.dumps(answer, indent=2))
+
+
+class Progressing:
+    """How far a command is. done: of `unit`, so far."""
+
+    def __init__(self, doing: str, unit: str) -> None:
+        self.done = 0
+        self._doing = doing
+        self._unit = unit
+
+    def so_far(self, done: int) -> None:
+        self.done = done
+
+    def one_more(self) -> None:
+        self.done += 1
+
+    def __str__(self) -> str:
+        return f"{self._doing} ({self.done} {self._unit})" if self._unit else self._doing
+
+
+@contextmanager
+def progress(doing: str, unit: str = "") -> Iterator[Progressing]:
+    """Say on stderr what is done, and how far it is, if that takes longer than a second and a
+    person looks on. Print nothing to stdout in between."""
+    told = Progressing(doing, unit)
+    if not sys.stderr.isatty():
+        yield told
+        return
+    over = threading.Event()
+    shower = threading.Thread(target=_show, args=(told, over), daemon=True)
+    shower.start()
+    try:
+        yield told
+    finally:
+        over.set()
+        shower.join()
+
+
+def _show(told: Progressing, over: threading.Event) -> None:
+    if over.wait(_SHOWN_AFTER_S):
+        return
+    from rich.console import Console  # noqa: PLC0415 - only what takes long shows it
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    shown = Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,  # stdout may be a pipe
+        redirect_stderr=False,
+    )
+    with shown:
+        task = shown.add_task(str(told), total=None)
+        while not over.wait(_EVERY_S):
+            shown.update(task, description=str(told))
