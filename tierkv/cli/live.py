@@ -16,8 +16,8 @@ import click
 from prometheus_client.parser import text_string_to_metric_families
 
 from tierkv.api.settings import masked_url
-from tierkv.cli.node import ask_node, default_url, tls_options
 from tierkv.cli.output import json_option, print_json
+from tierkv.cli.target import ask_node, default_url, tls_options
 from tierkv.client import AsyncClient, CallError, Retries
 from tierkv.errors import TierKVError
 from tierkv.http.problems import NotReadyError

@@ -2,117 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import click
 import msgspec
 
 from tierkv.api.types import GenerateBody, LookupBody
 from tierkv.cli.output import json_option, print_json
-from tierkv.client import AsyncClient, Retries, client_tls
+from tierkv.cli.target import Target, node_options
+from tierkv.client import AsyncClient
 from tierkv.errors import ConfigError, InvariantError
-from tierkv.http.callers import UnauthenticatedError
 from tierkv.sched.explain import Explanation
-from tierkv.tasks import run_until_stopped
 
-A = TypeVar("A")
-_Command = Callable[..., None]
-
-_TOKEN = "TIERKV_TOKEN"
 _MOST_PROMPT_BYTES = 16 << 20  # what nodes take of a body (node.max_body_bytes)
-_TIMEOUT_S = 300.0  # a person watches, and may end it
-
-
-_URL = "http://127.0.0.1:8100"
-
-
-def default_url() -> str:
-    """The node to ask where none is named."""
-    return os.environ.get("TIERKV_URL") or _URL
-
-
-async def ask_node(
-    url: str,
-    call: Callable[[AsyncClient], Coroutine[None, None, A]],
-    *,
-    ca: Path | None,
-    cert: Path | None,
-    timeout_s: float = _TIMEOUT_S,
-    retries: Retries | None = None,
-) -> A:
-    """What `call` returns. Raises a TierKVError, with the node's own words if it gave any.
-
-    ca, cert: PEM files, for https.
-    """
-    tls = client_tls(ca=ca, cert=cert) if ca or cert else None
-    token = os.environ.get(_TOKEN) or None  # no option: `ps` shows those to everybody
-    client = AsyncClient(url, token=token, tls=tls, timeout_s=timeout_s, retries=retries)
-    async with client:
-        try:
-            return await call(client)
-        except UnauthenticatedError as error:
-            raise ConfigError(f"{error}: the variable {_TOKEN} holds the token") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Which node to ask, as `ask_node` does."""
-
-    url: str
-    ca: Path | None
-    cert: Path | None
-
-    def ask(self, call: Callable[[AsyncClient], Coroutine[None, None, A]]) -> A:
-        return run_until_stopped(ask_node(self.url, call, ca=self.ca, cert=self.cert))
-
-
-def tls_options(command: _Command) -> _Command:
-    """--ca and --cert."""
-    ca = click.option(
-        "--ca",
-        type=click.Path(path_type=Path),
-        envvar="TIERKV_CA",
-        show_envvar=True,
-        metavar="FILE",
-        help="For https: who signed the node's certificate (PEM).  [default: the system's]",
-    )
-    cert = click.option(
-        "--cert",
-        type=click.Path(path_type=Path),
-        envvar="TIERKV_CERT",
-        show_envvar=True,
-        metavar="FILE",
-        help="For a node that asks for one: your certificate and its key (PEM).",
-    )
-    return ca(cert(command))
-
-
-def _node(command: _Command) -> _Command:
-    """Options that say which node to ask, and as whom; the command gets them as `node`."""
-
-    @click.option(
-        "--url",
-        default=_URL,
-        envvar="TIERKV_URL",
-        show_default=True,
-        show_envvar=True,
-        help="The node to ask: http://, https:// or unix:/PATH. The variable TIERKV_TOKEN holds "
-        "the token, if the node wants one.",
-    )
-    @tls_options
-    @functools.wraps(command)
-    def with_node(
-        *args: object, url: str, ca: Path | None, cert: Path | None, **options: object
-    ) -> None:
-        command(*args, node=Target(url, ca, cert), **options)
-
-    return with_node
 
 
 _prompt = click.argument("prompt")
@@ -120,7 +25,7 @@ _prompt = click.argument("prompt")
 
 @click.command()
 @_prompt
-@_node
+@node_options
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
@@ -159,7 +64,7 @@ def generate(  # noqa: PLR0913 - its options
 
 @click.command()
 @_prompt
-@_node
+@node_options
 @json_option
 def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
     """Tell in which tiers the tokens of PROMPT are.
@@ -180,7 +85,7 @@ def lookup(prompt: str, *, node: Target, as_json: bool) -> None:
 
 @click.command()
 @click.argument("prompt_file", type=click.Path(path_type=Path, allow_dash=True))
-@_node
+@node_options
 @json_option
 def explain(prompt_file: Path, *, node: Target, as_json: bool) -> None:
     """Tell why the prompt in PROMPT_FILE is cached as far as it is.
@@ -213,7 +118,7 @@ def _explained(found: Explanation) -> list[str]:
 
 
 @click.command()
-@_node
+@node_options
 @json_option
 def stats(*, node: Target, as_json: bool) -> None:
     """Print what a node has counted."""
@@ -222,7 +127,7 @@ def stats(*, node: Target, as_json: bool) -> None:
 
 
 @click.command()
-@_node
+@node_options
 @json_option
 def verify(*, node: Target, as_json: bool) -> None:
     """Let a node recount its blocks and leases.
