@@ -8,7 +8,7 @@ import numpy as np
 
 from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt, pack
-from tierkv.cache.node import BlockPool, Change, CopyState, Tier, TierCopies
+from tierkv.cache.node import BOUNDS_S, TICKS_PER_S, BlockPool, Change, CopyState, Tier, TierCopies
 
 
 def put(index: Index, pool: BlockPool, tokens: list[int], tier: Tier = Tier.DEVICE) -> None:
@@ -117,3 +117,36 @@ def test_a_limit_beyond_the_prompt_is_none() -> None:
     prompt = Prompt.of([1, 2, 3], 2)
     assert index.match(prompt, 10) == index.match(prompt)
     assert index.match(prompt).num_blocks == 1
+
+
+def test_a_match_counts_how_long_its_end_was_not_used_and_nothing_while_others_use_it() -> None:
+    index, pool = Index(1), BlockPool("device", 4)
+    index.at(1000.0)
+    put(index, pool, [1, 2])
+    index.at(1020.0)
+    match = index.match(Prompt.of([1, 2], 1))
+    first = index.hold(match.node, 2)
+    index.count_hit(first)
+    assert index.reuse_gaps.counts[BOUNDS_S.index(30)] == 1
+    assert abs(index.reuse_gaps.total_ticks / TICKS_PER_S - 20) < 0.1
+    index.at(1050.0)
+    second = index.hold(match.node, 2)
+    index.count_hit(second)
+    assert index.reuse_gaps.counts[0] == sum(index.reuse_gaps.counts) - 1 == 1
+    index.release(first)
+    index.release(second)
+
+
+def test_a_block_is_as_old_as_its_first_use_also_after_its_run_was_cut_in_two() -> None:
+    index, pool = Index(1), BlockPool("device", 9)
+    index.at(1000.0)
+    put(index, pool, [1, 2, 3])
+    index.at(1020.0)
+    put(index, pool, [1, 2, 4])
+    born = {
+        block: round(index.match(Prompt.of([1, 2, block], 1)).node.born / TICKS_PER_S)
+        for block in (3, 4)
+    }
+    above = index.match(Prompt.of([1, 2], 1)).node
+    assert born == {3: 1000, 4: 1020}
+    assert round(above.born / TICKS_PER_S) == 1000

@@ -28,7 +28,9 @@ from tierkv.cache.keys import (
 from tierkv.cache.node import (
     DEFAULT,
     HOST,
+    TICKS_PER_S,
     TIERS,
+    AgeCounts,
     Change,
     CopyState,
     Ids,
@@ -542,10 +544,12 @@ _STATES: Final = tuple(CopyState)  # by value
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Forbids eviction of blocks [0, num_blocks) on the path to `node`, on every tier."""
+    """Forbids eviction of blocks [0, num_blocks) on the path to `node`, on every tier.
+    used_before: the tick at which `node` was used last before this."""
 
     node: TreeNode
     num_blocks: int
+    used_before: int = 0
     is_released: bool = False
 
 
@@ -564,6 +568,7 @@ class Index:
         self.spaces = Spaces(root_digest, policies)
         self.block_size = block_size
         self.num_held_leases = 0
+        self.reuse_gaps = AgeCounts()
         self._tree = Tree(self.spaces, block_size)
         self._tick = 0
 
@@ -631,9 +636,10 @@ class Index:
         if node.end != num_blocks:
             node = self._ending_at(node, num_blocks)
         self._tree.hold(node)
+        used_before = node.last_used
         self._use(node)
         self.num_held_leases += 1
-        return Lease(node, num_blocks)
+        return Lease(node, num_blocks, used_before)
 
     def hold_as_is(self, node: TreeNode) -> Lease:
         """Forbid eviction of the path to `node`'s end for a movement: no split, not a use."""
@@ -667,12 +673,25 @@ class Index:
 
     def _use(self, node: TreeNode) -> None:
         """The path to `node` is used now: what is above is told when its holder ends."""
-        self._tick += 1
-        node.last_used = self._tick
+        tick = self._tick = self._tick + 1
+        node.last_used = tick
+        if not node.born:
+            node.born = tick
+
+    def at(self, seconds: float) -> None:
+        """It is so late on the caller's clock: uses from now on have ticks of it, at the least."""
+        tick = int(seconds * TICKS_PER_S)
+        if tick > self._tick:  # noqa: PLR1730 - max() takes 0.1 us
+            self._tick = tick
 
     def count_hit(self, lease: Lease) -> None:
-        for part in lease.node.path():
+        """A request matched what `lease`, taken for it, holds; of that the end was used longest
+        ago, or right now, if others hold it, too."""
+        node = lease.node
+        for part in node.path():
             part.hits += 1
+        is_ours_only = node.holders == 1
+        self.reuse_gaps.add(self._tick - lease.used_before if is_ours_only else 0)
 
     def _ending_at(self, node: TreeNode, num_blocks: int) -> TreeNode:
         """The node of the path to `node` that ends at `num_blocks`, after a split if need be."""

@@ -497,6 +497,29 @@ TIERS: Final = tuple(Tier)  # going over these takes a tenth of what going over 
 HOST: Final = Tier.HOST
 
 
+# Seconds, each some three times the one before: from a request to a day.
+BOUNDS_S: Final = (0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1_800, 3_600, 10_800, 36_000, 86_400)
+TICKS_PER_S: Final = 1_000_000  # of `TreeNode.born` and `last_used`, at the least
+_BOUNDS: Final = tuple(int(bound * TICKS_PER_S) for bound in BOUNDS_S)
+
+
+@dataclass(slots=True)
+class AgeCounts:
+    """How long ago something was, when something else happened.
+
+    counts: how many were no older than each of BOUNDS_S, but than the one before; then the rest.
+    total_ticks: the sum of their ages."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    total_ticks: int = 0
+
+    def add(self, ticks: int, count: int = 1) -> None:
+        """So many are so old; not yet anything, if the clock says so."""
+        self.counts[bisect.bisect_left(_BOUNDS, ticks)] += count
+        if ticks > 0:
+            self.total_ticks += ticks * count
+
+
 @dataclass(slots=True, eq=False)
 class Space:
     """name: the fingerprint's short form, "" for the service's own.
@@ -534,6 +557,7 @@ class TreeNode:
     holders: leases that end here, and children that have holders. While there is one, no copy in
         this node is evicted. A lease therefore protects its whole path.
     last_used: the newest tick at which a lease that has ended, or ends here, was taken.
+    born: the tick of the first use, of its first blocks if more were added since.
     digests: block keys of the first blocks of the run, 32 bytes each, as far as anybody asked.
     children_on_device, children_on_host: those of them, tails included, with a copy there.
     device: its copies there. host: those there, None where there is none, as mostly.
@@ -543,6 +567,7 @@ class TreeNode:
 
     __slots__ = (
         "_stored",
+        "born",
         "children",
         "children_on_device",
         "children_on_host",
@@ -596,6 +621,7 @@ class TreeNode:
         self.holders = 0
         self.hits = 0
         self.last_used = 0
+        self.born = 0
         self.soft_pins = 0
         self.digests: bytes = b""
         self.packed = b""
@@ -791,6 +817,7 @@ class TreeNode:
             upper.host = self.host.behead(at)
         upper.packed, upper.packed_at, upper.token_bytes = self.packed, self.packed_at, cut
         upper.hits, upper.last_used, upper.soft_pins = self.hits, self.last_used, self.soft_pins
+        upper.born = self.born
         if self.digests:
             known = at * DIGEST_BYTES
             upper.digests, self.digests = self.digests[:known], self.digests[known:]

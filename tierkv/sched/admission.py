@@ -12,6 +12,7 @@ import asyncio
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from tierkv.cache.index import Lease, Match
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import Change, CopyState, Ids, Tier
+from tierkv.cache.node import AgeCounts, Change, CopyState, Ids, Tier
 from tierkv.errors import (
     BadRequestError,
     OutOfBlocksError,
@@ -185,8 +186,11 @@ class HostLoads:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start. shared_waits: requests that waited for another one's blocks instead
-    of computing them; lost_waits: those of them for whom they did not come in time.
+    """Counts since the start. recompute_avoided_s: what computing the tokens that were found would
+    have taken beside the others, as estimated; nothing while the engine's speed is not known.
+    reuse_gaps: of matches, since the end of what was matched had been used before.
+    shared_waits: requests that waited for another one's blocks instead of computing them;
+    lost_waits: those of them for whom they did not come in time.
     missed_tokens: prompt tokens found nowhere, by why (see `explain.MISS_REASONS`)."""
 
     admitted_requests: int = 0
@@ -195,6 +199,8 @@ class SchedulerStats:
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
     direct_hit_tokens: int = 0
+    recompute_avoided_s: float = 0.0
+    reuse_gaps: AgeCounts = field(default_factory=AgeCounts)
     shared_waits: int = 0
     lost_waits: int = 0
     missed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
@@ -222,7 +228,18 @@ class Starts:
         self._running = running
         self._loads = loads
         self._computing = computing
-        self.stats = SchedulerStats()
+        self.stats = SchedulerStats(reuse_gaps=tiers.index.reuse_gaps)
+        self._valued_tokens = 0
+
+    def counted(self) -> SchedulerStats:
+        """`stats`, with what was found since the last time valued by the engine's speed of now."""
+        counts, speed = self.stats, self._computing.prefill
+        found = counts.device_hit_tokens + counts.host_hit_tokens
+        found += counts.storage_hit_tokens + counts.direct_hit_tokens
+        if speed.is_known:
+            counts.recompute_avoided_s += (found - self._valued_tokens) * speed.seconds_of_one_more
+            self._valued_tokens = found
+        return counts
 
     def try_start(self, waiting: Waiting, plan: AdmissionPlan) -> Request:
         """Raises OutOfBlocksError, with nothing held, if it has to wait."""
@@ -230,6 +247,7 @@ class Starts:
         if not waiting.uses_partial:
             plan = msgspec.structs.replace(plan, match=replace(plan.match, partial=None))
         match = plan.match
+        self._index.at(monotonic())
         lease = self._index.hold(match.node, match.num_blocks)
         partial = match.partial
         source = self._index.hold(partial.node, partial.block + 1) if partial else None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from time import monotonic
 
 import numpy as np
 
 from tierkv.cache.eviction import WriteRule
 from tierkv.cache.history import History
 from tierkv.cache.index import Index, runs_of
-from tierkv.cache.node import CopyState, Ids, Space, Tier, TreeNode
+from tierkv.cache.node import HOST, TICKS_PER_S, AgeCounts, CopyState, Ids, Space, Tier, TreeNode
 from tierkv.errors import ConfigError, OutOfBlocksError, OverQuotaError
 from tierkv.sched.events import CacheEvents, Happening
 from tierkv.sched.planner import Step, missing_slots, plan_eviction
@@ -44,7 +45,8 @@ class CopyDown(Enum):
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the start."""
+    """Counts since the start. lifetimes: of forgotten blocks, from when they were first
+    cached."""
 
     evicted_device_blocks: int = 0
     evicted_host_blocks: int = 0
@@ -52,6 +54,7 @@ class TierStats:
     offloaded_blocks: int = 0
     skipped_offloads: int = 0  # no room on the host
     failed_transfers: int = 0
+    lifetimes: AgeCounts = field(default_factory=AgeCounts)
 
 
 class Eviction:
@@ -94,6 +97,8 @@ class Eviction:
         space: whose quota they count in, together with `reserved` slots that are not in the index
         yet. Who is over its quota evicts from its own.
         """
+        if tier is HOST:  # whoever takes device slots has told the time just before
+            self.index.at(monotonic())
         leaving, pool = self._slots.leaving.get(tier), self._pools[tier]
         is_free = count <= pool.num_free and space is None and leaving is None
         if is_free and not self._watermarks[tier].low:
@@ -241,10 +246,13 @@ class Eviction:
 
     def _drop(self, tier: Tier, node: TreeNode, start: int, stop: int) -> Ids:
         """Evict these blocks; the slots that are nobody's now, see `free_of`."""
-        self.history.evicted(node, start, stop, tier, asyncio.get_running_loop().time())
+        now = monotonic()  # the loop's clock, in a quarter of the time
+        self.history.evicted(node, start, stop, tier, now)
         other = node.copies[1 - tier]
         kept = other.present_in(start, stop) if other.num_present else 0
-        self.stats.forgotten_blocks += stop - start - kept
+        if forgotten := stop - start - kept:
+            self.stats.forgotten_blocks += forgotten
+            self.stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, forgotten)
         if tier is Tier.DEVICE:
             self.stats.evicted_device_blocks += stop - start
         else:
@@ -261,16 +269,18 @@ class Eviction:
             self._evict(Tier.DEVICE, node, 0, node.num_blocks)  # as nearly all
             return
         tier = Tier.DEVICE if node.copies[Tier.DEVICE].num_present else Tier.HOST
-        now, pending = asyncio.get_running_loop().time(), [node]
+        now, pending = monotonic(), [node]
         while pending:
             part = pending.pop()
             first = start if part is node else 0
             self.history.evicted(part, first, part.num_blocks, tier, now)
+            forgotten = part.num_blocks - first
+            self.stats.forgotten_blocks += forgotten
+            self.stats.lifetimes.add(int(now * TICKS_PER_S) - part.born, forgotten)
             pending += part.children.values()
         if self._events.has_listeners:
             self._tell_forgotten(node, start)
         device, host = self.index.forget_below(node, start)
-        self.stats.forgotten_blocks += max(len(device), len(host))
         self.stats.evicted_device_blocks += len(device)
         self.stats.evicted_host_blocks += len(host)
         self._pools[Tier.DEVICE].release(device)

@@ -106,7 +106,7 @@ class Computing:
         on_progress: Callable[[], None],
         decisions: Decisions | None = None,
     ) -> None:
-        self._prefill = prefill
+        self.prefill = prefill
         self._decisions = decisions or Decisions()
         self._on_progress = on_progress
         self._promises: dict[_Key, list[Promise]] = {}
@@ -125,7 +125,7 @@ class Computing:
             return None
         key = _key(node, first, prompt)
         promise = Promise(prompt, first, prompt.num_blocks, now, key, first)
-        self._regret.allow(self._prefill.seconds((prompt.num_blocks - first) * prompt.block_size))
+        self._regret.allow(self.prefill.seconds((prompt.num_blocks - first) * prompt.block_size))
         self._promises.setdefault(key, []).append(promise)
         self.num_promises += 1
         return promise
@@ -161,7 +161,7 @@ class Computing:
         num_blocks = promise.stop - promise.begun_at
         if 2 * num_blocks >= promise.stop:
             took_s = asyncio.get_running_loop().time() - promise.begun
-            self._prefill.observe(num_blocks * promise.prompt.block_size, took_s)
+            self.prefill.observe(num_blocks * promise.prompt.block_size, took_s)
 
     def _remove(self, promise: Promise) -> None:
         promises = self._promises[promise.key]
@@ -186,15 +186,15 @@ class Computing:
         self, match: Match, prompt: Prompt, stop: int, now: float
     ) -> PromiseWait | None:
         """What could be waited for instead of computing it again. Changes nothing."""
-        if not self._promises or not self._prefill.is_told:
+        if not self._promises or not self.prefill.is_told:
             return None
         found = self.find(match, prompt, stop)
         if found is None:
             return None
         promise, shared = found
         size = prompt.block_size
-        compute_s = self._prefill.seconds((shared - match.num_blocks) * size)
-        expected_s = self._prefill.seconds((shared - promise.begun_at) * size)
+        compute_s = self.prefill.seconds((shared - match.num_blocks) * size)
+        expected_s = self.prefill.seconds((shared - promise.begun_at) * size)
         left_s = max(expected_s - (now - promise.begun), 0.0)
         patience_s = left_s + HEDGE * compute_s
         return PromiseWait(promise, shared, patience_s, left_s <= compute_s, compute_s)

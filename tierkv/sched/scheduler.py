@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from time import monotonic
 
 import msgspec
 
@@ -247,7 +248,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        return self._starts.stats
+        return self._starts.counted()
 
     @property
     def num_waiting(self) -> int:
@@ -398,6 +399,7 @@ class Scheduler:
     def take_device(self, prompt: Prompt, count: int) -> Ids:
         """Device slots for blocks of `prompt` that somebody else brings, within its tenant's quota.
         Raises OutOfBlocksError with none taken."""
+        self.index.at(monotonic())
         return self._starts.take(prompt, count)
 
     def abort(self, request_id: str) -> bool:

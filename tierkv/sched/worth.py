@@ -31,6 +31,7 @@ FIRST_TRY_S = 1.0
 # engine to others, and so long it is waited for at the least.
 _OBSERVED_SLACK_S = 0.02
 _OBSERVED_LEAST_S = 0.1
+_MANY_TOKENS = 1024
 _SURPRISE = 2.0  # times faster or slower than expected
 _TICK_S = 0.001  # of uvloop's clock: what takes less has taken nothing, or twice that
 
@@ -191,6 +192,11 @@ class Prefill:
     def seconds(self, tokens: int) -> float:
         """What so many tokens are expected to take; 0 as long as nothing is known."""
         return self._line.seconds(tokens)
+
+    @property
+    def seconds_of_one_more(self) -> float:
+        """What a prompt takes longer that has one token more, in the mean of many."""
+        return max(self.seconds(2 * _MANY_TOKENS) - self.seconds(_MANY_TOKENS), 0.0) / _MANY_TOKENS
 
     def tell(self, tokens: int, seconds: float) -> None:
         """The engine says so; what was observed counts no longer."""
