@@ -24,16 +24,15 @@ from tierkv.clock import SystemClock
 from tierkv.embed.engine_cache import (
     EngineCache,
     EngineCacheSettings,
-    Finished,
     Found,
     Polled,
-    WorkerPlanes,
 )
 from tierkv.errors import BadRequestError, ConfigError, HandoffError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Published
 from tierkv.ranks.memory import EnginePlanes
+from tierkv.ranks.worker_planes import Finished, WorkerPlanes
 from tierkv.sched.events import Happening
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy

@@ -6,12 +6,27 @@ import numpy as np
 import pytest
 
 from tierkv.errors import StoreCorruptError
-from tierkv.ranks.link import MAGIC, VERSION, Alive, Hello, Plan, Report, SharedMemory, read
+from tierkv.ranks.link import (
+    MAGIC,
+    VERSION,
+    Alive,
+    Goodbye,
+    Hello,
+    HostRegion,
+    NotTaken,
+    Plan,
+    Record,
+    Report,
+    SharedMemory,
+    read,
+)
 from tierkv.wire import seal
 
 RECORDS = [
     Hello(1, 8, b"digest", 77),
-    SharedMemory(4, 64, 0, 32),
+    SharedMemory((HostRegion(4, 64, 0, 32),)),
+    NotTaken("no place"),
+    Goodbye(),
     Report(3),
     Report(3, "it broke"),
     Alive(),
@@ -21,9 +36,7 @@ BODY = {"type": "plan", "number": 1, "kind": "copy", "source": b"\0" * 4, "targe
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_record_comes_back_as_it_was(
-    record: Hello | SharedMemory | Report | Alive | Plan,
-) -> None:
+def test_a_record_comes_back_as_it_was(record: Record) -> None:
     assert read(seal(MAGIC, VERSION, record)) == record
 
 

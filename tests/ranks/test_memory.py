@@ -76,5 +76,5 @@ def test_shared_slots_are_seen_by_all_that_map_them_each_its_piece() -> None:
     with pytest.raises(LayoutError):
         part.close()
     small = shared_memory(39)
-    with pytest.raises(ConfigError, match="smaller"):
+    with pytest.raises(ConfigError, match="cannot be mapped"):
         SharedSlots(small, 4, 10, slice(0, 10))

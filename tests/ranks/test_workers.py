@@ -341,7 +341,7 @@ def test_a_scheduler_that_cannot_be_understood_leaves_nothing_open(
         end, _ = listener.accept()
         with end:
             end.settimeout(PATIENCE_S)
-            Link(end).send(answer, descriptor=memory.fileno())
+            Link(end).send(answer, descriptors=[memory.fileno()])
             with pytest.raises(StoreCorruptError):
                 serving.result(PATIENCE_S)
             assert end.recv(1 << 16), "its hello"

@@ -2,7 +2,7 @@
 
 from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind
 from tierkv.embed.embedded import Embedded
-from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings, WorkerPlanes
+from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings
 from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
 from tierkv.embed.requests import Admitted, Until
 from tierkv.embed.thread import (
@@ -11,6 +11,7 @@ from tierkv.embed.thread import (
     ForkedError,
     ServiceFailedError,
 )
+from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
 
 __all__ = [
     "NO_BLOCK",
@@ -24,9 +25,11 @@ __all__ = [
     "Embedded",
     "EngineCache",
     "EngineCacheSettings",
+    "Finished",
     "ForkedError",
     "GroupKind",
     "QueueFullError",
+    "RankSocket",
     "ServiceFailedError",
     "Until",
     "WorkerPlanes",

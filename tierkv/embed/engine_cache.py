@@ -38,13 +38,14 @@ from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import Call
 from tierkv.embed.host_side import HostPromise, HostSide, Kept
 from tierkv.embed.thread import EmbedSettings
-from tierkv.errors import BadRequestError, ConfigError, TierKVError, TransferError
+from tierkv.errors import BadRequestError, ConfigError, DeviceFailedError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.gpu.protocol import BlockCopy, Device, Direction, Event, HostSlots, Lane, Planes
 from tierkv.observe import Stats
 from tierkv.pd.handoff import Published
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan
+from tierkv.ranks.memory import SharedCpuDevice, SharedSlots
+from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
 from tierkv.sched.events import CacheEvent
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
@@ -89,14 +90,6 @@ class Found:
     blocks: tuple[range, ...] = field(default=(), compare=False)
 
 
-class Finished(msgspec.Struct, frozen=True):
-    """A plan that a rank has carried out. problem: why it failed, None if it did not."""
-
-    number: int
-    rank: int = 0
-    problem: str | None = None
-
-
 @dataclass(slots=True)
 class Polled:
     """What has ended since the last poll.
@@ -111,80 +104,6 @@ class Polled:
     saved: list[str] = field(default_factory=list)
     stored: list[tuple[str, int]] = field(default_factory=list)
     published: list[tuple[str, Published | TierKVError]] = field(default_factory=list)
-
-
-class WorkerPlanes:
-    """One rank's tensors and the host slots beside them. Its methods are the engine's thread's.
-
-    planes: the engine's own, `EnginePlanes` or what a CUDA device has adopted.
-    """
-
-    def __init__(self, device: Device, planes: Planes, *, rank: int = 0) -> None:
-        self._device = device
-        self._planes = planes
-        self._rank = rank
-        self._lanes: dict[Direction, Lane] = {}
-        self._open: dict[int, tuple[Event, ...]] = {}
-        self._refused: list[Finished] = []
-
-    @property
-    def layout(self) -> Layout:
-        return self._planes.layout
-
-    def attach(self, host: HostSlots) -> None:
-        """Use these host slots from now on."""
-        for direction in Direction:
-            self._lanes[direction] = self._device.open_lane(direction, self._planes, host)
-
-    def start_loads(self, plan: Plan, after: Sequence[Event] = ()) -> None:
-        """Host slots to the engine's blocks. after: events of the kernels that still use the blocks
-        for what they held before; none is all that the compute stream has been given so far."""
-        slots, blocks = plan.slots()
-        self._start(plan.number, Direction.LOAD, slots, blocks, after)
-
-    def start_saves(self, plan: Plan, after: Sequence[Event] = ()) -> None:
-        """The engine's blocks to host slots, after the kernels that write them: call it when they
-        have been launched. after: their events; none is all that the compute stream has been given
-        so far."""
-        blocks, slots = plan.slots()
-        self._start(plan.number, Direction.OFFLOAD, slots, blocks, after)
-
-    def _start(
-        self, number: int, direction: Direction, slots: Ids, blocks: Ids, after: Sequence[Event]
-    ) -> None:
-        before = tuple(after) or (self._device.compute_stream.record(),)
-        try:
-            copy = BlockCopy(direction, slots, blocks, before)
-            self._open[number] = self._lanes[direction].submit(copy)
-        except TierKVError as error:  # told like a copy that fails later
-            self._refused.append(Finished(number, self._rank, str(error)))
-
-    def wait_layer(self, number: int, layer: int, timeout_s: float) -> None:
-        """Let the compute stream wait until a load has brought `layer`. Raises TransferError if it
-        failed, GateTimeoutError after `timeout_s`."""
-        events = self._open.get(number)
-        if events is not None:
-            self._device.compute_stream.wait(events[layer], timeout_s)
-
-    def finished(self) -> list[Finished]:
-        """The plans that are over now, each once. Never blocks."""
-        done, self._refused = self._refused, []
-        for number, events in list(self._open.items()):
-            try:
-                if not events[-1].is_done:
-                    continue
-                problem = None
-            except TransferError as error:
-                problem = str(error)
-            del self._open[number]
-            done.append(Finished(number, self._rank, problem))
-        return done
-
-    def close(self) -> None:
-        """Wait for the copies under way, and let go of the host slots."""
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -246,7 +165,8 @@ class EngineCache:
     groups: of the engine's blocks, in the engine's order. The fingerprint's layout, and the block
         size of every prompt, are those of the first group of full attention.
     store: makes the store, on the service's thread; None for a host tier alone.
-    planes: of a rank in this process, which `poll` asks itself. num_ranks: that report each plan.
+    planes: of a rank in this process, which `poll` asks itself. ranks: where those in other
+    processes get their host slots. num_ranks: that report each plan, where there is no `ranks`.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -258,6 +178,7 @@ class EngineCache:
         cache: CacheSettings,
         store: Callable[[], Store | None] = lambda: None,
         planes: WorkerPlanes | None = None,
+        ranks: RankSocket | None = None,
         num_ranks: int = 1,
         settings: EngineCacheSettings | None = None,
         handoff: HandoffSettings | None = None,
@@ -266,14 +187,19 @@ class EngineCache:
         name: str = "tierkv",
     ) -> None:
         """cache: the rules of the tiers; its sizes are `host_bytes` and no device. Raises
-        ConfigError if the groups are not the fingerprint's, or there is no room for two blocks of
-        each."""
+        ConfigError if the groups are not the fingerprint's, there is no room for two blocks of
+        each, or the ranks' shards do not make them up."""
         self.groups = as_groups(groups)
         if [one.kind for one in self.groups] != [GroupKind.FULL]:
             raise ConfigError("only one group of full attention can be cached yet")
         main = self.groups[main_group(self.groups)]
         if main.layout.digest != fingerprint.layout.digest:
             raise ConfigError("the fingerprint's layout is not that of the groups' full attention")
+        if ranks is not None:
+            ranks.check([one.layout for one in self.groups])
+            if planes is not None:
+                raise ConfigError("a rank in this process connects to the socket of the others")
+            num_ranks = ranks.num_ranks
         num_slots = host_bytes // fingerprint.layout.block_bytes
         if num_slots < _FEWEST_SLOTS:
             raise ConfigError(f"{host_bytes} bytes of host memory have no room for two blocks")
@@ -284,7 +210,7 @@ class EngineCache:
 
         def build() -> Service:
             return Service(
-                CpuDevice(),
+                CpuDevice() if ranks is None else SharedCpuDevice(),
                 fingerprint,
                 sizes,
                 handoff or HandoffSettings(),
@@ -296,7 +222,9 @@ class EngineCache:
         self._block_size = sizes.block_size
         self._num_slots = num_slots
         self._embedded = Embedded(build, embed or EmbedSettings(max_calls=_MOST_CALLS))
+        self._layout = fingerprint.layout
         self._planes = planes
+        self._socket = ranks
         self._ranks = frozenset(range(num_ranks))
         self._numbers = itertools.count(1)
         self._known: dict[str, _Known] = {}
@@ -339,6 +267,12 @@ class EngineCache:
         if self._wanted is not None:
             self._wanted.wait(_CLOSE_S)
             self._take_reserve()
+        if self._socket is not None and isinstance(self._host.slots, SharedSlots):
+            try:
+                self._socket.open([self._layout], [self._host.slots])
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Wait for the copies under way, give everything back, close. Any number of times."""
@@ -347,6 +281,8 @@ class EngineCache:
         if self._planes is not None:
             self._planes.close()
             self.poll()
+        if self._socket is not None:
+            self._socket.close()
         for key in list(self._known):
             self.release(key)
         try:
@@ -372,6 +308,9 @@ class EngineCache:
         sum of promises is bounded: who finds no room is told to ask again until there is.
         ticket: wait for this one, and for all that it promises.
         """
+        failure = self._failure
+        if failure is not None:
+            return Found(0, problem=failure)
         known = self._known.get(key)
         if known is None or not known.is_of(prompt) or known.ticket != ticket:
             if known is not None:
@@ -444,8 +383,10 @@ class EngineCache:
 
         block_ids: for each group, the engine's blocks for the positions from `first_blocks` on (()
         for 0 in all groups), NO_BLOCK where it wants none; `Found.blocks` says which are promised.
-        The tail's block is a whole block of which the first tokens are right.
+        The tail's block is a whole block of which the first tokens are right. Raises
+        DeviceFailedError once a rank is lost.
         """
+        self._check_ranks()
         known = self._known.get(key)
         promise = None if known is None else known.promise
         given = self._given(block_ids, first_blocks)
@@ -483,8 +424,10 @@ class EngineCache:
         left out, so that it may give all it has in each step; those for which there is no host slot
         now are not saved, nor any of the group after them.
         ticket: once all of the prompt was saved, store it and a ticket that names `first_tokens`;
-        `poll` tells when. The last save is the one that reaches the prompt's end.
+        `poll` tells when. The last save is the one that reaches the prompt's end. Raises
+        DeviceFailedError once a rank is lost.
         """
+        self._check_ranks()
         given = self._given(block_ids, first_blocks)
         known = self._known.get(key)
         if known is None:
@@ -591,6 +534,8 @@ class EngineCache:
             reports += self._planes.finished()
         for report in reports:
             self._report(report)
+        if self._failure is not None:
+            self._fail_lost()
         self._take_reserve()
         for call in self._embedded.poll():
             if call in self._jobs:
@@ -644,6 +589,23 @@ class EngineCache:
             self._touched[part.group].update(part.blocks.tolist())
         self._steps[number] = _Step(key, known, prompt, plan, parts, set(self._ranks), promise)
         return plan
+
+    @property
+    def _failure(self) -> str | None:
+        return None if self._socket is None else self._socket.failure
+
+    def _check_ranks(self) -> None:
+        failure = self._failure
+        if failure is not None:
+            raise DeviceFailedError(failure)
+
+    def _fail_lost(self) -> None:
+        """What lost ranks owe has failed; the others' reports are waited for."""
+        assert self._socket is not None, "a rank is lost"
+        lost = self._socket.lost
+        for step in list(self._steps.values()):
+            for rank in step.missing & lost.keys():
+                self._report(Finished(step.plan.number, rank, lost[rank]))
 
     def _report(self, report: Finished) -> None:
         step = self._steps.get(report.number)

@@ -1,15 +1,20 @@
 """Records between a scheduler's process and its workers', over a Unix socket.
 
-Each is `length u32 | record`, the record sealed by `tierkv.wire` (magic, version, checksum). The
-scheduler sends `SharedMemory` once (with the descriptor of the host slots), and then plans; a
-worker sends `Hello` first, then a `Report` for each plan, and `Alive` in between.
+Each is `length u32 | record`, the record sealed by `tierkv.wire` (magic, version, checksum). A
+worker sends `Hello` first; the answer is `SharedMemory`, with the descriptor of the host slots, or
+`NotTaken`. Where the scheduler's process moves the blocks (`WorkerDevice`) it then sends plans, and
+a worker a `Report` for each, and `Alive` in between. Where the engine brings the plans
+(`RankSocket`) nothing more is sent but a worker's `Goodbye`.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 import struct
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -17,7 +22,7 @@ import msgspec
 import numpy as np
 
 from tierkv.cache.node import Ids
-from tierkv.errors import StoreCorruptError, TransferError
+from tierkv.errors import ConfigError, StoreCorruptError, TransferError
 from tierkv.pd.direct.address import credentials
 from tierkv.wire import seal, unseal
 
@@ -28,6 +33,7 @@ VERSION = 2
 _SLOT = np.dtype("<i4")
 _LENGTH = struct.Struct("<I")
 _MAX_RECORD = 64 << 20
+_MAX_GROUPS = 64
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -39,13 +45,32 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     pid: int
 
 
-class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
-    """uint8 [num_slots, block_bytes]; bytes [start, stop) of each slot are the worker's."""
+class HostRegion(msgspec.Struct, frozen=True):
+    """A memory file, uint8 [num_slots, block_bytes]; bytes [start, stop) of each slot are the
+    worker's."""
 
     num_slots: int
     block_bytes: int
     start: int
     stop: int
+
+
+class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
+    """Of each group of layers the host slots, with a descriptor for each. saves: whether the worker
+    writes them; another rank with the same bytes does if not."""
+
+    regions: tuple[HostRegion, ...]
+    saves: bool = True
+
+
+class NotTaken(msgspec.Struct, frozen=True, tag="not_taken"):
+    """There is no place for this worker, and will be none. It comes with no descriptor."""
+
+    reason: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """A worker has finished all its copies, and begins no more."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -105,7 +130,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
         return found
 
 
-Record = Hello | SharedMemory | Report | Alive | Plan
+Record = Hello | SharedMemory | NotTaken | Goodbye | Report | Alive | Plan
 
 
 class LinkClosedError(TransferError):
@@ -127,14 +152,14 @@ class Link:
         """The process at the other end, as the kernel knows it."""
         return credentials(self._socket)[0]
 
-    def send(self, record: bytes | Record, *, descriptor: int | None = None) -> None:
+    def send(self, record: bytes | Record, *, descriptors: Sequence[int] = ()) -> None:
         """Blocks while the other end does not read; raises LinkClosedError if it is gone."""
         value = record if isinstance(record, bytes) else seal(MAGIC, VERSION, record)
         data = memoryview(_LENGTH.pack(len(value)) + value)
         try:
             with self._sending:
-                if descriptor is not None:
-                    data = data[socket.send_fds(self._socket, [data], [descriptor]) :]
+                if descriptors:
+                    data = data[socket.send_fds(self._socket, [data], descriptors) :]
                 if data:  # to send nothing fails too if the other end has read all and gone
                     self._socket.sendall(data)
         except OSError as error:
@@ -154,17 +179,32 @@ class Link:
         self._received += chunk
         return self._whole_records()
 
-    def receive_with_descriptor(self) -> tuple[bytes, int]:
-        """The first record of a worker's life, and the descriptor that came with it."""
+    def receive_memory(self) -> tuple[SharedMemory, list[int]]:
+        """The answer to a worker's hello, and the descriptors that came with it, which are the
+        caller's. Raises ConfigError if the worker is not taken, StoreCorruptError if the answer
+        cannot be read."""
         try:
-            chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
+            chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_GROUPS)
         except OSError as error:
             raise LinkClosedError(f"the scheduler is gone: {error}") from error
-        self._received += chunk
+        try:
+            self._received += chunk
+            return self._memory(len(descriptors)), descriptors
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    def _memory(self, num_descriptors: int) -> SharedMemory:
         records = self._whole_records(most=1)
-        if not records or not descriptors:
+        if not records:
             raise LinkClosedError("the scheduler has closed its end before it was ready")
-        return records[0], descriptors[0]
+        found = read(records[0])
+        if isinstance(found, NotTaken):
+            raise ConfigError(found.reason)
+        if not isinstance(found, SharedMemory) or len(found.regions) != num_descriptors:
+            raise StoreCorruptError("a scheduler's first record is about its memory")
+        return found
 
     def pending(self) -> list[bytes]:
         """Whole records that have been received already."""
@@ -183,6 +223,11 @@ class Link:
             del self._received[:end]
         return records
 
+    def stop_receiving(self) -> None:
+        """Wakes the thread that receives, with LinkClosedError; sending goes on."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
     def shutdown(self) -> None:
         """No more is sent or received: wakes the threads that do. `close` it after them."""
         with suppress(OSError):  # the other end was faster
@@ -196,6 +241,71 @@ class Link:
 def read(value: bytes) -> Record:
     """Raises StoreCorruptError if it is no such record."""
     return unseal(MAGIC, VERSION, value, Record)  # type: ignore[arg-type]
+
+
+def listen(path: str) -> socket.socket:
+    """For this user's processes alone. Raises ConfigError if somebody listens there already, or
+    nobody can."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        if _is_left_over(path):
+            os.unlink(path)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen for workers at {path}: {error}") from error
+    return listener
+
+
+def _is_left_over(path: str) -> bool:
+    """Whether it is the socket of a scheduler that was killed: there, and nobody listens."""
+    if not os.path.exists(path):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return stat.S_ISSOCK(os.stat(path).st_mode)
+    return False
+
+
+def greeted(end: socket.socket, timeout_s: float) -> tuple[Link, Hello]:
+    """Who has connected, and its hello. Raises LinkClosedError or StoreCorruptError, with the
+    connection closed, if it is no worker of this user's."""
+    link = Link(end)
+    try:
+        end.settimeout(timeout_s)
+        hello = _hello(link, credentials(end)[1])
+        end.settimeout(None)
+    except BaseException:
+        link.close()
+        raise
+    return link, hello
+
+
+def _hello(link: Link, uid: int) -> Hello:
+    if uid != os.geteuid():
+        raise LinkClosedError(f"it is a process of user {uid}")
+    records = link.receive()
+    hello = read(records[0]) if records else None
+    if not isinstance(hello, Hello):
+        raise StoreCorruptError("a worker says hello first, at once")
+    return hello
+
+
+def connect(path: str, timeout_s: float | None = None) -> Link:
+    """timeout_s: of each step of the link, None for none. Raises ConfigError if nobody listens
+    there."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    end.settimeout(timeout_s)
+    try:
+        end.connect(path)
+    except OSError as error:
+        end.close()
+        raise ConfigError(f"no scheduler listens at {path}: {error}") from error
+    return Link(end)
 
 
 def _packed(slots: Ids) -> bytes:

@@ -10,8 +10,10 @@ one contiguous piece of each slot. To the service the layers of rank 1 follow th
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,7 +23,8 @@ import numpy.typing as npt
 from tierkv.cache.layout import Layout
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
-from tierkv.gpu.protocol import Planes
+from tierkv.gpu.protocol import HostSlots, Planes
+from tierkv.ranks.link import Hello, Link
 
 Bytes2D = npt.NDArray[np.uint8]
 
@@ -31,20 +34,25 @@ class SharedSlots(CpuHostSlots):
     last process that has is gone, killed or not, so is the memory.
 
     array: uint8 [num_slots, piece of a block's bytes that is this process's].
+    descriptor: of the file, until these slots are closed.
     """
 
     def __init__(self, descriptor: int, num_slots: int, block_bytes: int, piece: slice) -> None:
         """Takes the descriptor over. Raises ConfigError if the file is too small."""
         self.num_slots = num_slots
+        self.descriptor = descriptor
         try:
-            if os.fstat(descriptor).st_size < num_slots * block_bytes:
-                raise ConfigError("the shared host slots are smaller than was said")
             # Lives as long as an array on it does.
             mapped = mmap.mmap(descriptor, num_slots * block_bytes)
-        finally:
+        except (OSError, ValueError) as error:
             os.close(descriptor)
+            raise ConfigError(f"the shared host slots cannot be mapped: {error}") from error
         whole = np.frombuffer(mapped, np.uint8).reshape(num_slots, block_bytes)
         self._array = whole[:, piece]
+
+    def close(self) -> None:
+        super().close()
+        os.close(self.descriptor)
 
 
 def shared_memory(num_bytes: int) -> int:
@@ -56,6 +64,12 @@ def shared_memory(num_bytes: int) -> int:
         os.close(descriptor)
         raise ConfigError(f"no {num_bytes} bytes of memory to share: set fewer blocks") from error
     return descriptor
+
+
+def shared_slots(num_slots: int, block_bytes: int) -> SharedSlots:
+    """New ones, whole. Raises ConfigError if there is no room."""
+    descriptor = shared_memory(num_slots * block_bytes)
+    return SharedSlots(descriptor, num_slots, block_bytes, slice(0, block_bytes))
 
 
 class EnginePlanes:
@@ -94,6 +108,13 @@ class EngineCpuDevice(CpuDevice):
         return planes
 
 
+class SharedCpuDevice(CpuDevice):
+    """The CPU, with host slots that other processes can map."""
+
+    def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
+        return shared_slots(num_slots, layout.block_bytes)
+
+
 def side_by_side(shards: Sequence[Layout]) -> Layout:
     """The layout of blocks whose shard r has layout `shards[r]`; of one shard, that one.
 
@@ -115,3 +136,34 @@ def pieces(shards: Sequence[Layout]) -> list[slice]:
         found.append(slice(at, at + shard.block_bytes))
         at += shard.block_bytes
     return found
+
+
+def digest_of(layouts: Sequence[Layout]) -> bytes:
+    """Of one layout its own; of several groups' one that tells them from any others."""
+    digests = [layout.digest for layout in layouts]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
+
+
+def join(link: Link, rank: int, planes: Sequence[Planes]) -> tuple[list[SharedSlots], bool]:
+    """Say hello, and map the host slots that are the answer, of each group; whether this rank
+    writes them. planes: of each group.
+
+    Raises ConfigError if this worker is not taken, LinkClosedError if there is no answer, and
+    StoreCorruptError if it cannot be read.
+    """
+    digest = digest_of([one.layout for one in planes])
+    link.send(Hello(rank, planes[0].num_blocks, digest, os.getpid()))
+    memory, descriptors = link.receive_memory()
+    hosts: list[SharedSlots] = []
+    left = deque(descriptors)
+    try:
+        for one in memory.regions:
+            piece = slice(one.start, one.stop)
+            hosts.append(SharedSlots(left.popleft(), one.num_slots, one.block_bytes, piece))
+    except BaseException:
+        for host in hosts:
+            host.close()
+        for descriptor in left:
+            os.close(descriptor)
+        raise
+    return hosts, memory.saves

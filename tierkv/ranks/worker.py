@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,15 +10,14 @@ from tierkv.errors import ConfigError, StoreCorruptError, TierKVError
 from tierkv.gpu.protocol import BlockCopy, Device, Direction, Event, Lane, Planes
 from tierkv.ranks.link import (
     Alive,
-    Hello,
     Link,
     LinkClosedError,
     Plan,
     Report,
-    SharedMemory,
+    connect,
     read,
 )
-from tierkv.ranks.memory import SharedSlots
+from tierkv.ranks.memory import SharedSlots, join
 
 log = logging.getLogger("tierkv.worker")
 
@@ -51,7 +48,7 @@ class Worker:
         Raises ConfigError if nobody listens at the path, or does not take this worker, and
         StoreCorruptError if what comes from there cannot be read.
         """
-        link = self._link = Link(_connect(self._path))
+        link = self._link = connect(self._path)
         try:
             host = self._join(link)
             try:
@@ -65,20 +62,12 @@ class Worker:
             link.close()
 
     def _join(self, link: Link) -> SharedSlots:
-        """Say hello, and map the host slots that are the answer."""
-        hello = Hello(self._rank, self._planes.num_blocks, self._planes.layout.digest, os.getpid())
         try:
-            link.send(hello)
-            record, descriptor = link.receive_with_descriptor()
+            hosts, _ = join(link, self._rank, [self._planes])
         except LinkClosedError as error:
-            raise ConfigError(f"the scheduler did not take worker {self._rank}: {error}") from error
-        try:
-            memory = _memory(record)
-        except StoreCorruptError:
-            os.close(descriptor)
-            raise
-        piece = slice(memory.start, memory.stop)
-        return SharedSlots(descriptor, memory.num_slots, memory.block_bytes, piece)
+            text = f"the scheduler did not take worker {self._rank}: {error}"
+            raise ConfigError(text) from error
+        return hosts[0]
 
     def stop(self) -> None:
         """Let `serve` return; to the scheduler this worker is dead then."""
@@ -147,13 +136,6 @@ class Worker:
                 return
 
 
-def _memory(record: bytes) -> SharedMemory:
-    found = read(record)
-    if not isinstance(found, SharedMemory):
-        raise StoreCorruptError("a scheduler's first record is about its memory")
-    return found
-
-
 def _report(link: Link, number: int, event: Event) -> None:
     problem = None
     try:
@@ -164,16 +146,6 @@ def _report(link: Link, number: int, event: Event) -> None:
         link.send(Report(number, problem))
     except LinkClosedError as error:
         log.warning("nobody heard that plan %d was carried out: %s", number, error)
-
-
-def _connect(path: str) -> socket.socket:
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        end.connect(path)
-    except OSError as error:
-        end.close()
-        raise ConfigError(f"no scheduler listens at {path}: {error}") from error
-    return end
 
 
 def serve_in_thread(worker: Worker) -> threading.Thread:

@@ -12,7 +12,6 @@ import logging
 import os
 import selectors
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,14 +46,18 @@ from tierkv.ranks.ledger import Outcome, Ranks
 from tierkv.ranks.link import (
     Alive,
     Hello,
+    HostRegion,
     Link,
     LinkClosedError,
+    NotTaken,
     Plan,
     Report,
     SharedMemory,
+    greeted,
+    listen,
     read,
 )
-from tierkv.ranks.memory import SharedSlots, pieces, shared_memory, side_by_side
+from tierkv.ranks.memory import pieces, shared_slots, side_by_side
 
 log = logging.getLogger("tierkv.workers")
 
@@ -82,7 +85,7 @@ class WorkerDevice:
         self._pids: dict[int, int] = {}
         self._num_blocks: dict[int, int] = {}
         self._movements = Movements(len(shards), dead_s=dead_s)
-        self._listener = _listen(path)
+        self._listener = listen(path)
         self._reader: threading.Thread | None = None
         self._is_closing = False
 
@@ -122,19 +125,18 @@ class WorkerDevice:
         self._reader.start()
 
     def _greet(self, end: socket.socket, deadline: float) -> None:
-        end.settimeout(max(deadline - time.monotonic(), 0.001))
-        link = Link(end)
         try:
-            hello = _hello(link)
-            self._check(hello)
+            link, hello = greeted(end, max(deadline - time.monotonic(), 0.001))
         except (LinkClosedError, StoreCorruptError) as error:
-            link.close()
             log.warning("what connected at %s is no worker: %s", self._path, error)
             return
-        except ConfigError:
+        try:
+            self._check(hello)
+        except ConfigError as error:
+            with suppress(LinkClosedError):
+                link.send(NotTaken(str(error)))
             link.close()
             raise
-        end.settimeout(None)
         self._links[hello.rank] = link
         self._pids[hello.rank] = link.peer_pid()
         self._num_blocks[hello.rank] = hello.num_blocks
@@ -162,16 +164,15 @@ class WorkerDevice:
 
     def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
         """Memory that all workers have mapped by the time they get their first plan."""
-        size = layout.block_bytes
-        descriptor = shared_memory(num_slots * size)
+        host = shared_slots(num_slots, layout.block_bytes)
         try:
             for rank, piece in enumerate(pieces(self._shards)):
-                memory = SharedMemory(num_slots, size, piece.start, piece.stop)
-                self._links[rank].send(memory, descriptor=descriptor)
+                region = HostRegion(num_slots, layout.block_bytes, piece.start, piece.stop)
+                self._links[rank].send(SharedMemory((region,)), descriptors=[host.descriptor])
         except LinkClosedError as error:
-            os.close(descriptor)
+            host.close()
             raise ConfigError(f"a worker went before the service was open: {error}") from error
-        return SharedSlots(descriptor, num_slots, size, slice(0, size))
+        return host
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         sizes = (planes.num_blocks, host.num_slots)
@@ -238,40 +239,6 @@ class WorkerDevice:
 
     def _lose(self, rank: int, why: str) -> None:
         self._movements.leave(rank, f"worker {rank} (process {self._pids[rank]}) is lost: {why}")
-
-
-def _hello(link: Link) -> Hello:
-    records = link.receive()
-    hello = read(records[0]) if records else None
-    if not isinstance(hello, Hello):
-        raise StoreCorruptError("a worker says hello first, at once")
-    return hello
-
-
-def _listen(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        if _is_left_over(path):
-            os.unlink(path)
-        listener.bind(path)
-        os.chmod(path, 0o600)
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen for workers at {path}: {error}") from error
-    return listener
-
-
-def _is_left_over(path: str) -> bool:
-    """Whether it is the socket of a scheduler that was killed: there, and nobody listens."""
-    if not os.path.exists(path):
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return stat.S_ISSOCK(os.stat(path).st_mode)
-    return False
 
 
 _AFTER_TIMEOUT_S = 600.0

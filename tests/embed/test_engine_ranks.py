@@ -1,0 +1,496 @@
+"""An engine whose ranks are other processes: plans and reports are its own messages, the socket
+brings memory, and whoever dies is named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.embed.engine_rank import StepMessage
+from tests.embed.planes import shard_planes
+from tests.latch import PATIENCE_S
+from tests.world import BLOCK, GQA, kv_of
+from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.layout import Layout
+from tierkv.embed import EngineCache, EngineCacheSettings, Finished, RankSocket, WorkerPlanes
+from tierkv.embed.engine_cache import Found, Polled
+from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.ranks.link import Plan
+from tierkv.ranks.memory import EnginePlanes, side_by_side
+from tierkv.sched.settings import CacheSettings
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = 16
+TOKENS = list(range(3 * BLOCK + 1))
+HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
+
+
+class Rank:
+    """A rank's process, and its planes, which this one sees too."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.rank = rank
+        self.arrays = shard_planes(path.parent, rank, BLOCKS)
+        program = [sys.executable, "-m", "tests.embed.engine_rank", str(path), str(rank)]
+        self.process = subprocess.Popen(
+            [*program, str(path.parent), str(BLOCKS)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def step(self, message: StepMessage) -> list[Finished]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(message) + b"\n")
+        self.process.stdin.flush()
+        return msgspec.json.decode(self.process.stdout.readline(), type=list[Finished])
+
+    def end(self) -> str:
+        """Let it end without a close; what it wrote to its log."""
+        _, errors = self.process.communicate(timeout=PATIENCE_S)
+        return errors.decode()
+
+
+def kv(rank: int, tokens: Sequence[int]) -> list[np.ndarray]:
+    """Another KV on every rank."""
+    return [rows ^ np.uint8(rank * 37) for rows in kv_of(tokens, GQA)]
+
+
+@dataclass
+class TpEngine:
+    """Steps that go to every rank that lives, and what has come of them."""
+
+    cache: EngineCache
+    ranks: list[Rank]
+    seen: Polled = field(default_factory=Polled)
+
+    def prompt(self, tokens: Sequence[int]) -> Prompt:
+        return Prompt(pack(tokens), BLOCK)
+
+    def tokens_in(
+        self, tokens: Sequence[int], blocks: Sequence[int], like: int | None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each rank, plane and token where its KV lies, and what it is. like: the rank whose KV
+        all have; None if each has its own."""
+        for rank in self.ranks:
+            of_rank = kv(rank.rank if like is None else like, tokens)
+            for rows, array in zip(of_rank, rank.arrays, strict=True):
+                for at, row in enumerate(rows):
+                    yield array[blocks[at // BLOCK]].reshape(BLOCK, -1)[at % BLOCK], row
+
+    def compute(
+        self, tokens: Sequence[int], blocks: Sequence[int], *, like: int | None = None
+    ) -> None:
+        for place, row in self.tokens_in(tokens, blocks, like):
+            place[:] = row
+
+    def hold(
+        self, tokens: Sequence[int], blocks: Sequence[int], *, like: int | None = None
+    ) -> bool:
+        """Whether these blocks of every rank have the KV of all of the tokens, every byte."""
+        return all(
+            np.array_equal(place, row) for place, row in self.tokens_in(tokens, blocks, like)
+        )
+
+    def step(self, **message: object) -> None:
+        """One step of all ranks, and a poll of the scheduler."""
+        reports: list[Finished] = []
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                reports += rank.step(StepMessage(**message))  # type: ignore[arg-type]
+        self.poll(reports)
+
+    def poll(self, reports: Sequence[Finished] = ()) -> None:
+        polled = self.cache.poll(reports)
+        self.seen.loaded += polled.loaded
+        self.seen.saved += polled.saved
+        self.seen.stored += polled.stored
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < deadline, "it did not come to that"
+            self.step()
+
+    def lookup(self, key: str, tokens: Sequence[int]) -> Found:
+        prompt, deadline = self.prompt(tokens), time.monotonic() + PATIENCE_S
+        while (found := self.cache.lookup(key, prompt)) is None:
+            assert time.monotonic() < deadline, "no answer"
+            os.sched_yield()
+        return found
+
+    def plan_to_save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> Plan:
+        plan = self.cache.save(key, self.prompt(tokens), [blocks])
+        assert plan is not None
+        return plan
+
+    def save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        self.step(saves=[self.plan_to_save(key, tokens, blocks)])
+        self.until(lambda: any(name == key for name, _ in self.seen.stored))
+
+    def plan_to_load(self, key: str, blocks: Sequence[int]) -> Plan:
+        plan = self.cache.load(key, [blocks])
+        assert plan is not None
+        return plan
+
+    def load(self, key: str, blocks: Sequence[int]) -> None:
+        self.step(loads=[self.plan_to_load(key, blocks)])
+        self.until(lambda: (key, ()) in self.seen.loaded)
+
+    def is_at_rest(self) -> bool:
+        return not self.cache.verify().wait(PATIENCE_S)
+
+
+def a_cache(socket_: RankSocket, layout: Layout = GQA) -> EngineCache:
+    return EngineCache(
+        Fingerprint("model", layout),
+        [layout],
+        host_bytes=64 * layout.block_bytes,
+        cache=CacheSettings(block_size=BLOCK),
+        ranks=socket_,
+        settings=EngineCacheSettings(save_blocks=16),
+    )
+
+
+@contextmanager
+def engine(
+    folder: Path, num_ranks: int, *, workers_first: bool = False, are_same: bool = False
+) -> Iterator[TpEngine]:
+    path = folder / "ranks.sock"
+    with ExitStack() as stack:
+        ranks: list[Rank] = []
+
+        def start() -> None:
+            for number in range(num_ranks):
+                rank = Rank(path, number)
+                ranks.append(rank)
+                stack.callback(rank.process.communicate)
+                stack.callback(rank.process.kill)
+
+        if workers_first:
+            start()
+            for rank in ranks:  # it answers once it has begun to ask for the socket
+                assert rank.step(StepMessage()) == []
+        socket_ = RankSocket(str(path), [GQA] * num_ranks, connect_deadline_s=PATIENCE_S)
+        layout = GQA if are_same else side_by_side([GQA] * num_ranks)
+        with a_cache(socket_, layout) as cache:
+            if not workers_first:
+                start()
+            on = TpEngine(cache, ranks)
+            yield on
+            on.until(on.is_at_rest)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "workers_first"), [(1, False), (2, True), (2, False), (4, True)]
+)
+def test_what_all_ranks_saved_each_of_them_loads_byte_for_byte(
+    tmp_path: Path, num_ranks: int, workers_first: bool
+) -> None:
+    with engine(tmp_path, num_ranks, workers_first=workers_first) as on:
+        on.compute(TOKENS, HERE)
+        on.save("a", TOKENS, HERE)
+        assert on.lookup("b", TOKENS) == Found(len(TOKENS))
+        on.load("b", THERE)
+        assert on.hold(TOKENS, THERE)
+        assert num_ranks == 1 or not on.hold(TOKENS, THERE, like=0)
+
+
+def test_ranks_with_the_same_bytes_save_them_once_and_all_load_them(tmp_path: Path) -> None:
+    with engine(tmp_path, 2, are_same=True) as on:
+        on.compute(TOKENS, HERE, like=0)
+        for array in on.ranks[1].arrays:
+            array[:] = 1  # were they saved, they would be loaded
+        on.save("a", TOKENS, HERE)
+        assert on.lookup("b", TOKENS) == Found(len(TOKENS))
+        on.load("b", THERE)
+        assert on.hold(TOKENS, THERE, like=0)
+
+
+def test_blocks_are_found_only_once_the_last_rank_has_saved_them(tmp_path: Path) -> None:
+    with engine(tmp_path, 2) as on:
+        on.compute(TOKENS, HERE)
+        plan = on.plan_to_save("a", TOKENS, HERE)
+        slow, quick = on.ranks
+        assert slow.step(StepMessage(saves=[plan], holds=True)) == []
+        reports = quick.step(StepMessage(saves=[plan]))
+        while not reports:
+            reports = quick.step(StepMessage())
+        on.poll(reports)
+        assert on.lookup("b", TOKENS) == Found(0)
+        assert on.cache.fence(HERE) == tuple(HERE)
+        on.step(holds=False)
+        on.until(lambda: on.seen.stored == [("a", len(HERE))])
+        assert on.cache.fence(HERE) == ()
+        assert on.lookup("c", TOKENS) == Found(len(TOKENS))
+        on.cache.release("c")
+
+
+def test_a_step_scheduled_while_another_runs_saves_what_its_own_kernels_wrote(
+    tmp_path: Path,
+) -> None:
+    """Plans come before the kernels have run: what is saved is what was there at their events, not
+    what was there when the plan came."""
+    first, second = TOKENS[: 2 * BLOCK], list(range(900, 900 + 2 * BLOCK))
+    with engine(tmp_path, 2) as on:
+        on.compute(second, [0, 1])  # what the blocks hold of somebody before
+        on.step(saves=[on.plan_to_save("a", first, [0, 1])], after="step 1")
+        on.step(saves=[on.plan_to_save("b", second, [2, 3])], after="step 2")
+        assert on.cache.fence([0, 1, 2, 3]) == (0, 1, 2, 3), "no later step may write to them"
+        on.compute(first, [0, 1])
+        on.step(ended=["step 1"])
+        on.until(lambda: on.seen.stored == [("a", 2)])
+        assert on.lookup("x", second) == Found(0), "its step has not run"
+        on.compute(second, [2, 3])
+        on.step(ended=["step 2"])
+        on.until(lambda: on.seen.stored == [("a", 2), ("b", 2)])
+        for key, tokens in (("c", first), ("d", second)):
+            assert on.lookup(key, tokens) == Found(2 * BLOCK)
+            on.load(key, [12, 13])
+            assert on.hold(tokens, [12, 13])
+
+
+def test_a_rank_that_is_killed_fails_what_it_owes_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(tmp_path, 2) as on:
+        on.compute(TOKENS, HERE)
+        on.save("a", TOKENS, HERE)
+        assert on.lookup("b", TOKENS) == Found(len(TOKENS))
+        other = list(range(500, 500 + BLOCK))
+        load, save = on.plan_to_load("b", THERE), on.plan_to_save("c", other, [4])
+        on.step(loads=[load], saves=[save], holds=True)
+        assert on.lookup("d", TOKENS) == Found(len(TOKENS))
+        victim = on.ranks[1].process
+        victim.kill()
+        victim.wait()
+        on.step(holds=False)
+        on.until(lambda: bool(on.seen.loaded) and "c" in on.seen.saved)
+        assert on.seen.loaded == [("b", ((0, 1, 2, 3),))]
+        assert on.cache.fence([*THERE, 4]) == ()
+        assert ("c", 1) not in on.seen.stored
+        found = on.lookup("e", TOKENS)
+        assert found.num_tokens == 0
+        assert f"rank 1 (process {victim.pid}) is lost" in str(found.problem)
+        with pytest.raises(DeviceFailedError, match=f"process {victim.pid}"):
+            on.plan_to_load("d", HERE)
+        with pytest.raises(DeviceFailedError, match=f"process {victim.pid}"):
+            on.plan_to_save("e", other, [5])
+        for key in ("a", "b", "c", "d", "e"):
+            on.cache.release(key)
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+def test_a_rank_that_never_comes_is_lost_at_the_deadline(tmp_path: Path) -> None:
+    socket_ = RankSocket(str(tmp_path / "s"), [GQA], connect_deadline_s=0.3)
+    with a_cache(socket_) as cache:
+        on = TpEngine(cache, [])
+        on.plan_to_save("a", TOKENS, HERE)
+        on.until(lambda: on.seen.saved == ["a"])
+        assert "rank 0 is lost: it did not connect within 0.3 s" in str(
+            on.lookup("b", TOKENS).problem
+        )
+        late = _planes()
+        late.connect(str(tmp_path / "s"))
+        late.start_saves(Plan.of(1, "offload", np.array([0]), np.array([0])))
+        [report] = _reports(late)
+        assert "start the engine anew" in str(report.problem), "its slots are others' now"
+        late.close()
+
+
+def test_a_plan_that_comes_before_the_host_slots_waits_for_them(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    planes = _planes()
+    with a_cache(RankSocket(path, [GQA])) as cache:
+        on = TpEngine(cache, [])
+        plan = on.plan_to_save("a", TOKENS[:BLOCK], [0])
+        planes.start_saves(plan)
+        assert planes.finished() == []
+        assert not planes.is_attached
+        with pytest.raises(GateTimeoutError):
+            planes.wait_layer(plan.number, 0, timeout_s=0.01)
+        planes.connect(path)
+        planes.wait_layer(plan.number, 0, PATIENCE_S)
+        reports = _reports(planes)
+        assert reports == [Finished(plan.number)]
+        on.poll(reports)
+        on.until(lambda: on.seen.stored == [("a", 1)])
+        planes.close()
+    planes.close()
+
+
+def test_plans_of_a_rank_that_reaches_nobody_are_refused_and_told(tmp_path: Path) -> None:
+    planes = _planes()
+    planes.start_loads(Plan.of(1, "load", np.array([0]), np.array([0])))
+    planes.connect(str(tmp_path / "nobody"), connect_deadline_s=0.1)
+    with pytest.raises(ConfigError, match="already"):
+        planes.connect(str(tmp_path / "nobody"))
+    with pytest.raises(TransferError, match="no scheduler listens"):
+        planes.wait_layer(1, 0, PATIENCE_S)
+    planes.start_saves(Plan.of(2, "offload", np.array([0]), np.array([0])))
+    reports = planes.finished()
+    assert [one.number for one in reports] == [1, 2]
+    assert all("no scheduler listens" in str(one.problem) for one in reports)
+    planes.close()
+
+
+def test_a_rank_closes_at_any_moment_of_its_connecting(tmp_path: Path) -> None:
+    """Before, while and after it is attached; what it was told before is told to be over."""
+    path = str(tmp_path / "s")
+    for delay_s in (0.0, 0.02, 0.05, 0.06):
+        planes = _planes()
+        planes.start_saves(Plan.of(1, "offload", np.array([0]), np.array([0])))
+        planes.connect(path)
+        with a_cache(RankSocket(path, [GQA])):
+            until = time.monotonic() + delay_s
+            while time.monotonic() < until:
+                os.sched_yield()
+            planes.close()
+        [report] = planes.finished()
+        assert report.problem in (None, "these planes are closed")
+        planes.start_saves(Plan.of(2, "offload", np.array([0]), np.array([0])))
+        assert planes.finished() == [Finished(2, 0, "these planes are closed")]
+
+
+def test_a_rank_outlives_a_scheduler_that_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+    code = (
+        "import sys; from tests.embed.test_engine_ranks import *\n"
+        "with a_cache(RankSocket(sys.argv[1], [GQA])): sys.stdin.read()"
+    )
+    scheduler = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], cwd=ROOT, stdin=subprocess.PIPE
+    )
+    planes = _planes()
+    planes.connect(str(path), PATIENCE_S)
+    plan = Plan.of(1, "load", np.array([3]), np.array([2]))
+    planes.start_loads(plan)
+    assert _reports(planes) == [Finished(1)]
+    scheduler.kill()
+    scheduler.communicate()
+    number = 2
+    while True:  # until it has heard of it
+        planes.start_loads(Plan.of(number, "load", np.array([3]), np.array([2])))
+        [report] = _reports(planes)
+        if report.problem is not None:
+            break
+        number += 1
+    assert "has gone" in report.problem
+    planes.close()
+    assert path.exists(), "it was killed"
+    with a_cache(RankSocket(str(path), [GQA])):  # the next one takes its place
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+def test_a_rank_that_ends_without_closing_after_its_engine_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+    with a_cache(RankSocket(str(path), [GQA])) as cache:
+        rank = Rank(path, 0)
+        on = TpEngine(cache, [rank])
+        on.compute(TOKENS, HERE)
+        on.save("a", TOKENS, HERE)
+    log = rank.end()
+    assert rank.process.returncode == 0
+    assert "ERROR" not in log
+    assert "Traceback" not in log
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+def test_a_rank_that_closes_while_it_owes_a_plan_finishes_it_first(tmp_path: Path) -> None:
+    with engine(tmp_path, 1) as on:
+        on.compute(TOKENS, HERE)
+        on.save("first", list(range(700, 700 + BLOCK)), [7])  # it is attached
+        [rank] = on.ranks
+        plan = on.plan_to_save("a", TOKENS, HERE)
+        reports = rank.step(StepMessage(saves=[plan], closes=True))
+        assert reports == [Finished(plan.number)]
+        on.poll(reports)
+        on.until(lambda: ("a", len(HERE)) in on.seen.stored)
+        on.until(lambda: "has closed its planes" in str(on.lookup("b", TOKENS).problem))
+
+
+def test_who_is_no_rank_of_this_cache_is_told_so_and_holds_nothing_up(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with a_cache(RankSocket(str(path), [GQA])) as cache:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(path))
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+            assert stranger.recv(1) == b""
+        both = side_by_side([GQA, GQA])
+        wrong = WorkerPlanes(CpuDevice(), EnginePlanes(both, _arrays(both)))
+        second = _planes(rank=1)
+        for planes, why in ((wrong, "another layout"), (second, "no place for a rank 1")):
+            planes.connect(str(path))
+            planes.start_loads(Plan.of(1, "load", np.array([0]), np.array([0])))
+            [report] = _reports(planes)
+            assert why in str(report.problem)
+            planes.close()
+        right = _planes()
+        right.connect(str(path))
+        right.start_loads(Plan.of(1, "load", np.array([0]), np.array([0])))
+        assert _reports(right) == [Finished(1)]
+        with pytest.raises(ConfigError, match="in use"):
+            a_cache(RankSocket(str(path), [GQA])).open()
+        right.close()
+        assert cache.verify().wait(PATIENCE_S) == []
+    with pytest.raises(ConfigError, match="side_by_side"):
+        a_cache(RankSocket(str(path), [GQA]), side_by_side([GQA, GQA]))
+
+
+def test_nothing_is_left_when_ranks_and_scheduler_have_gone(tmp_path: Path) -> None:
+    def once(number: int) -> None:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with engine(folder, 1) as on:
+            on.compute(TOKENS, HERE)
+            on.save("a", TOKENS, HERE)
+            if number == 1:
+                on.ranks[0].process.send_signal(signal.SIGKILL)
+                on.ranks[0].process.wait()
+
+    once(0)
+    before = len(os.listdir("/proc/self/fd"))
+    once(1)
+    once(2)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert "tierkv-host-slots" not in Path("/proc/self/maps").read_text()
+
+
+def _arrays(layout: Layout) -> list[np.ndarray]:
+    return [np.zeros((BLOCKS, one.block_bytes), np.uint8) for one in layout.planes]
+
+
+def _planes(rank: int = 0) -> WorkerPlanes:
+    return WorkerPlanes(CpuDevice(), EnginePlanes(GQA, _arrays(GQA)), rank=rank)
+
+
+def _reports(planes: WorkerPlanes) -> list[Finished]:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (reports := planes.finished()):
+        assert time.monotonic() < deadline, "no report"
+        os.sched_yield()
+    return reports

@@ -1,0 +1,466 @@
+"""Ranks of an engine that owns its device blocks and brings the plans itself.
+
+The engine's step messages carry plans to the ranks, its outputs carry reports back. A Unix socket
+hands each rank in another process the memory of the host slots once, and tells when it ends.
+
+    scheduler's process: RankSocket                     worker's process: WorkerPlanes
+    listens when there is memory  <---- Hello --------  connect(): asks until it is there
+    the file of all host slots    ----- SharedMemory -> maps its own bytes of each slot
+    fails what the rank owes      <---- its end ------- close(), or death
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from tierkv.cache.layout import Layout
+from tierkv.errors import (
+    ConfigError,
+    GateTimeoutError,
+    StoreCorruptError,
+    TierKVError,
+    TransferError,
+)
+from tierkv.gpu.protocol import BlockCopy, Device, Direction, Event, HostSlots, Lane, Planes
+from tierkv.ranks.link import (
+    Goodbye,
+    Hello,
+    HostRegion,
+    Link,
+    LinkClosedError,
+    NotTaken,
+    Plan,
+    SharedMemory,
+    connect,
+    greeted,
+    listen,
+    read,
+)
+from tierkv.ranks.memory import SharedSlots, digest_of, join, pieces, side_by_side
+
+log = logging.getLogger("tierkv.ranks")
+
+_ASK_AGAIN_S = 0.05  # a worker that waits for the scheduler's side
+_ANSWER_S = 5.0  # between a connection and the hello, and between that and the memory
+_ENDED = "its process has ended"
+_END_S = 5.0  # between the end of a process's connection and its own
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A plan that a rank has carried out. problem: why it failed, None if it did not."""
+
+    number: int
+    rank: int = 0
+    problem: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Copies:
+    """A plan's copies, by group. problem: why one of them could not begin."""
+
+    events: dict[int, tuple[Event, ...]] = field(default_factory=dict)
+    problem: str | None = None
+
+    def are_done(self) -> bool:
+        """Whether nothing of them moves any more; `problem` is known then."""
+        for group, events in list(self.events.items()):
+            try:
+                if not events[-1].is_done:
+                    return False
+            except TransferError as error:
+                self.problem = self.problem or str(error)
+            del self.events[group]
+        return True
+
+
+class WorkerPlanes:
+    """One rank's tensors and the host slots beside them. Its methods are the engine's thread's.
+
+    planes: the engine's own, of each group: `EnginePlanes` or what a CUDA device has adopted.
+    Plans that come before the host slots do wait for them.
+    """
+
+    def __init__(self, device: Device, planes: Planes | Sequence[Planes], *, rank: int = 0) -> None:
+        self._device = device
+        self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
+        self._rank = rank
+        self._changed = threading.Condition()  # of what follows; held for submissions at most
+        self._lanes: dict[tuple[int, Direction], Lane] = {}
+        self._saves = True
+        self._waiting: dict[int, dict[int, BlockCopy]] = {}
+        self._open: dict[int, _Copies] = {}
+        self._problem: str | None = None  # for which every plan is refused
+        self._held = ExitStack()  # lanes, and what they need
+        self._link: Link | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of each group."""
+        return tuple(one.layout for one in self._planes)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the host slots are there: copies need not wait for them."""
+        return bool(self._lanes)
+
+    def attach(self, hosts: HostSlots | Sequence[HostSlots], *, saves: bool = True) -> None:
+        """Use these host slots, of each group, from now on. saves: False where another rank saves
+        the same bytes; plans to save are done at once then."""
+        hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
+        lanes = {}
+        for group, (planes, host) in enumerate(zip(self._planes, hosts, strict=True)):
+            for direction in Direction:
+                lane = self._device.open_lane(direction, planes, host)
+                self._held.callback(lane.close)
+                lanes[group, direction] = lane
+        with self._changed:
+            self._lanes, self._saves = lanes, saves
+            while self._waiting:
+                number = next(iter(self._waiting))
+                self._submit(number, self._waiting.pop(number))
+            self._changed.notify_all()
+
+    def connect(self, path: str, connect_deadline_s: float = 60.0) -> None:
+        """Attach to the `RankSocket` at `path`, in the background; it may come later than this.
+        After `connect_deadline_s` plans are refused."""
+        if self._thread is not None or self._lanes:
+            raise ConfigError(f"rank {self._rank} is attached already")
+        deadline = time.monotonic() + connect_deadline_s
+        self._thread = threading.Thread(
+            target=self._live, args=(path, deadline), name="tierkv-rank", daemon=True
+        )
+        self._thread.start()
+
+    # The engine's thread
+
+    def start_loads(self, plan: Plan, after: Sequence[Event] = ()) -> None:
+        """Host slots to the engine's blocks. after: events of the kernels that still use the blocks
+        for what they held before; none is all that the compute stream has been given so far."""
+        self._start(plan, Direction.LOAD, after)
+
+    def start_saves(self, plan: Plan, after: Sequence[Event] = ()) -> None:
+        """The engine's blocks to host slots, after the kernels that write them: call it when they
+        have been launched. after: their events; none is all that the compute stream has been given
+        so far."""
+        self._start(plan, Direction.OFFLOAD, after)
+
+    def _start(self, plan: Plan, direction: Direction, after: Sequence[Event]) -> None:
+        copies, problem = {}, None
+        try:
+            before = tuple(after) or (self._device.compute_stream.record(),)
+            for group, source, target in plan.parts():
+                is_load = direction is Direction.LOAD
+                slots, blocks = (source, target) if is_load else (target, source)
+                copies[group] = BlockCopy(direction, slots, blocks, before)
+        except TierKVError as error:  # told like a copy that fails later
+            problem = str(error)
+        with self._changed:
+            problem = problem or self._problem
+            if problem is not None:
+                self._open[plan.number] = _Copies(problem=problem)
+            elif self._lanes:
+                self._submit(plan.number, copies)
+            else:
+                self._waiting[plan.number] = copies
+
+    def _submit(self, number: int, copies: dict[int, BlockCopy]) -> None:
+        begun = self._open[number] = _Copies()
+        for group, copy in copies.items():
+            if copy.direction is Direction.OFFLOAD and not self._saves:
+                continue
+            try:
+                begun.events[group] = self._lanes[group, copy.direction].submit(copy)
+            except TierKVError as error:
+                begun.problem = str(error)
+                return
+
+    def wait_layer(self, number: int, layer: int, timeout_s: float, *, group: int = 0) -> None:
+        """Let the compute stream wait until a load has brought `layer` of its group. Raises
+        TransferError if it failed, GateTimeoutError after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: number not in self._waiting, timeout_s):
+                raise GateTimeoutError(f"no host slots came within {timeout_s:g} s")
+            begun = self._open.get(number)
+            problem = begun.problem if begun is not None else None
+            events = begun.events.get(group) if begun is not None else None
+        if problem is not None:
+            raise TransferError(problem)
+        if events is not None:
+            self._device.compute_stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
+
+    def finished(self) -> list[Finished]:
+        """The plans that are over now, each once. Never blocks."""
+        done = []
+        with self._changed:
+            for number, begun in list(self._open.items()):
+                if begun.are_done():
+                    del self._open[number]
+                    done.append(Finished(number, self._rank, begun.problem))
+        return done
+
+    def close(self) -> None:
+        """Wait for the copies under way, and let go of the host slots. Any number of times; what
+        they came to is among the `finished`."""
+        self._closing.set()
+        self._refuse("these planes are closed")
+        if self._thread is None:
+            self._held.close()
+            return
+        if self._link is not None:
+            self._link.stop_receiving()
+        self._thread.join()
+
+    # The connection's thread
+
+    def _live(self, path: str, deadline: float) -> None:
+        try:
+            link = self._reach(path, deadline)
+        except TierKVError as error:
+            if not self._closing.is_set():
+                log.error("rank %d has no host slots: %s", self._rank, error)
+            self._refuse(f"rank {self._rank} has no host slots: {error}")
+            return
+        try:
+            while not self._closing.is_set():
+                link.receive()  # nothing is sent: it is the end that is waited for
+        except LinkClosedError:
+            self._refuse(f"the cache at {path} has gone")
+        self._held.close()
+        with suppress(LinkClosedError):  # it may have gone before
+            link.send(Goodbye())
+        link.close()
+
+    def _reach(self, path: str, deadline: float) -> Link:
+        """Attach. Raises what keeps this rank from it, at the latest at the deadline."""
+        while True:
+            try:
+                link = self._link = connect(path, _ANSWER_S)
+            except ConfigError:
+                if self._closing.wait(_ASK_AGAIN_S) or time.monotonic() > deadline:
+                    raise
+                continue
+            try:
+                self._join(link)
+            except BaseException as error:
+                self._held.close()
+                link.close()
+                is_unsaid = isinstance(error, LinkClosedError) and time.monotonic() < deadline
+                if not is_unsaid or self._closing.wait(_ASK_AGAIN_S):
+                    raise
+            else:
+                return link
+
+    def _join(self, link: Link) -> None:
+        hosts, saves = join(link, self._rank, self._planes)
+        for host in hosts:
+            self._held.callback(host.close)
+        self.attach(hosts, saves=saves)
+
+    def _refuse(self, problem: str) -> None:
+        with self._changed:
+            self._problem = self._problem or problem
+            for number in self._waiting:
+                self._open[number] = _Copies(problem=self._problem)
+            self._waiting.clear()
+            self._changed.notify_all()
+
+
+class RankSocket:
+    """Where ranks in other processes get their part of the host slots: for `EngineCache(ranks=)`.
+
+    path: of a Unix socket, for this user's processes alone; its directory should be private.
+    shards[r]: the layout of rank r, of each group if there are several. The engine's blocks are
+    `side_by_side` of them, each rank with bytes of its own, or every shard is all of a block: each
+    rank has the same bytes then, all load them and rank 0 saves.
+    connect_deadline_s: a rank that has not come by then is lost.
+
+    A rank that is lost stays so: what it may still copy must not meet another's plans.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        shards: Sequence[Layout | Sequence[Layout]],
+        *,
+        connect_deadline_s: float = 60.0,
+    ) -> None:
+        self.lost: dict[int, str] = {}  # by rank, why; read by any thread
+        self.num_ranks = len(shards)
+        self._path = path
+        self._shards = [(one,) if isinstance(one, Layout) else tuple(one) for one in shards]
+        self._deadline_s = connect_deadline_s
+        self._links: dict[int, Link] = {}
+        self._ends: dict[int, int] = {}  # descriptors of the ranks' processes
+        self._selector = selectors.DefaultSelector()
+        self._thread: threading.Thread | None = None
+
+    def check(self, layouts: Sequence[Layout]) -> None:
+        """Raises ConfigError if the shards do not make up these layouts, of each group."""
+        self._pieces(layouts)
+
+    def _pieces(self, layouts: Sequence[Layout]) -> list[list[slice]]:
+        """For each group and rank, the bytes of a host slot."""
+        if not self._shards or {len(shards) for shards in self._shards} != {len(layouts)}:
+            raise ConfigError(f"each rank has {len(layouts)} groups of layers, and there is one")
+        of_groups = list(zip(*self._shards, strict=True))
+        if all(self._is_same(*group) for group in zip(layouts, of_groups, strict=True)):
+            return [[slice(0, one.block_bytes)] * self.num_ranks for one in layouts]
+        for layout, shards in zip(layouts, of_groups, strict=True):
+            if side_by_side(shards).digest != layout.digest:
+                raise ConfigError(
+                    "the ranks' shards are not the cache's layout: give it side_by_side(shards), "
+                    "or shards that each are all of it"
+                )
+        return [pieces(shards) for shards in of_groups]
+
+    @staticmethod
+    def _is_same(layout: Layout, shards: Sequence[Layout]) -> bool:
+        return all(shard.digest == layout.digest for shard in shards)
+
+    @property
+    def failure(self) -> str | None:
+        """Why not all ranks can be reached any more; None while they can."""
+        return next(iter(self.lost.values()), None)
+
+    def open(self, layouts: Sequence[Layout], hosts: Sequence[SharedSlots]) -> None:
+        """Listen, and give these slots, of each group, to each rank that comes. Raises ConfigError
+        if it cannot listen there."""
+        regions = [
+            [HostRegion(host.num_slots, layout.block_bytes, one.start, one.stop) for one in parts]
+            for layout, host, parts in zip(layouts, hosts, self._pieces(layouts), strict=True)
+        ]
+        is_same = self.num_ranks > 1 and regions[0][0] == regions[0][1]
+        self._answers = [
+            SharedMemory(of_rank, saves=not (rank and is_same))
+            for rank, of_rank in enumerate(zip(*regions, strict=True))
+        ]
+        self._hosts = tuple(hosts)
+        self._listener = listen(self._path)
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="tierkv-ranks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let the ranks go. Any number of times."""
+        if self._thread is None:
+            return
+        self._stop.close()
+        self._thread.join()
+        self._thread = None
+
+    # The thread
+
+    def _serve(self) -> None:
+        deadline = time.monotonic() + self._deadline_s
+        try:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._stopped, selectors.EVENT_READ)
+            while True:
+                missing = set(range(self.num_ranks)) - self._links.keys() - self.lost.keys()
+                wait_s = max(deadline - time.monotonic(), 0.0) if missing else None
+                for key, _ in self._selector.select(wait_s):
+                    if key.data is None:
+                        return
+                    key.data()
+                if missing and time.monotonic() > deadline:
+                    for rank in missing - self._links.keys():
+                        self._lose(rank, f"it did not connect within {self._deadline_s:g} s")
+        finally:
+            self._let_go()
+
+    def _accept(self) -> None:
+        end, _ = self._listener.accept()
+        try:
+            link, hello = greeted(end, _ANSWER_S)
+        except (LinkClosedError, StoreCorruptError) as error:
+            log.warning("what connected at %s is no rank: %s", self._path, error)
+            return
+        rank = hello.rank
+        reason = self._why_not(hello)
+        try:
+            if reason is not None:
+                log.error("%s", reason)
+                link.send(NotTaken(reason))
+                link.close()
+                return
+            descriptors = [host.descriptor for host in self._hosts]
+            link.send(self._answers[rank], descriptors=descriptors)
+        except LinkClosedError as error:  # it may come again
+            log.warning("rank %d went before it had its host slots: %s", rank, error)
+            link.close()
+            return
+        self._links[rank] = link
+        self._selector.register(link, selectors.EVENT_READ, partial(self._hear, rank))
+        with suppress(OSError, AttributeError):  # a kernel or system that has none
+            self._ends[rank] = os.pidfd_open(link.peer_pid())
+            self._selector.register(
+                self._ends[rank], selectors.EVENT_READ, partial(self._lose, rank, _ENDED)
+            )
+
+    def _why_not(self, hello: Hello) -> str | None:
+        rank = hello.rank
+        if not 0 <= rank < self.num_ranks or rank in self._links:
+            return f"there is no place for a rank {rank}: of {self.num_ranks}, it is there, or none"
+        if rank in self.lost:
+            return f"{self.lost[rank]}; start the engine anew"
+        if hello.layout_digest != digest_of(self._shards[rank]):
+            return f"rank {rank} has another layout than its shard"
+        return None
+
+    def _hear(self, rank: int) -> None:
+        """A rank says goodbye, or is at its end."""
+        link = self._links.get(rank)
+        if link is None:
+            return  # the end of its process was seen before
+        try:
+            records = [read(one) for one in link.receive()]
+        except (LinkClosedError, StoreCorruptError) as error:
+            if rank in self._ends:  # its copies end with it, not before
+                select.select([self._ends[rank]], [], [], _END_S)
+            self._lose(rank, str(error))
+            return
+        if any(isinstance(one, Goodbye) for one in records):
+            self._lose(rank, "it has closed its planes", level=logging.INFO)
+
+    def _lose(self, rank: int, why: str, *, level: int = logging.WARNING) -> None:
+        if rank in self.lost:
+            return
+        process = ""
+        link = self._links.pop(rank, None)
+        if link is not None:
+            process = f" (process {link.peer_pid()})"
+            self._selector.unregister(link)
+            link.close()
+        end = self._ends.pop(rank, None)
+        if end is not None:
+            self._selector.unregister(end)
+            os.close(end)
+        text = f"rank {rank}{process} is lost: {why}"
+        log.log(level, "%s", text)
+        self.lost = self.lost | {rank: text}
+
+    def _let_go(self) -> None:
+        self._selector.close()
+        self._listener.close()
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+        for link in self._links.values():
+            link.close()
+        for end in self._ends.values():
+            os.close(end)
+        self._stopped.close()
