@@ -1,0 +1,851 @@
+"""vLLM's KV connector on tierkv's engine cache: prefixes that last, and prefill handed to decode.
+
+Made for the interfaces of vLLM 0.32 and 0.33 (`KVConnectorBase_V1`). vLLM keeps its block pool and
+its block tables; host memory and storage are tierkv's.
+
+    vLLM's scheduler                                   vLLM's workers, one for each rank
+    get_num_new_matched_tokens  how much is there?
+    update_state_after_alloc    a load into blocks     handle_preemptions  blocks change hands
+    build_connector_meta        saves; plans travel -> start_load_kv, wait_for_save
+    update_connector_output  <- reports travel         get_finished
+    request_finished            the rest is saved, the blocks are vLLM's again when that is done
+
+Plans and reports ride in vLLM's own messages, so they have the order of its steps.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import logging
+import os
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.platforms import current_platform
+
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
+from tierkv.cache.layout import Layout, Plane
+from tierkv.cache.tokens import pack
+from tierkv.clock import SystemClock
+from tierkv.embed.engine_cache import (
+    EngineCache,
+    EngineCacheSettings,
+    Finished,
+    Polled,
+    WorkerPlanes,
+)
+from tierkv.errors import ConfigError, TierKVError, TransferError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.settings import HandoffSettings
+from tierkv.ranks.link import Plan
+from tierkv.ranks.memory import EnginePlanes
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
+from tierkv.storage.factory import StoreSettings, open_guarded_store
+from tierkv.storage.protocol import Store
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("tierkv.adapters.vllm")
+
+# Requests that decode and have blocks to save, looked at in one step: each costs some 30 us.
+_DECODING_PER_STEP = 2
+_MOST_WAIT_S = 60.0  # for a copy whose blocks are about to be written
+TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `kv_connector_extra_config` may say.
+
+    store: the store's URL (docs/storage.md), "" for host memory alone.
+    host_bytes: host memory for blocks, of this engine's ranks together.
+    ttl_s: how long a block lives in the store, None for as long as the store keeps it.
+    revision: of the model's weights, if instances with other weights share the store under the same
+        model name.
+    saves_generated: also save blocks of generated tokens, for prompts that continue them.
+    fetch_deadline_s: so long a request waits for the store before it computes.
+    claim_deadline_s: so long a decode instance waits for a prefill instance's ticket.
+    publish_deadline_s: so long storing a prompt with its ticket may take.
+    ticket_ttl_s: so long a ticket can be claimed.
+    expires_s: so long blocks are held on the host for a request that vLLM does not schedule.
+    prefix: of all names in the store.
+    """
+
+    store: str = ""
+    host_bytes: int = 4 << 30
+    ttl_s: float | None = 86_400.0
+    revision: str = ""
+    saves_generated: bool = True
+    fetch_deadline_s: float = 2.0
+    claim_deadline_s: float = 10.0
+    publish_deadline_s: float = 30.0
+    ticket_ttl_s: float = 600.0
+    expires_s: float = 30.0
+    prefix: str = "tierkv"
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> ConnectorSettings:
+        """Raises ConfigError, which names the setting that was probably meant."""
+        known = cls.__struct_fields__
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1, 0.5)
+                meant = f"did you mean {near[0]!r}" if near else f"there are {', '.join(known)}"
+                raise ConfigError(f"kv_connector_extra_config has no setting {name!r}: {meant}")
+        try:
+            return msgspec.convert(given, cls, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"kv_connector_extra_config: {error}") from error
+
+    def handoff(self) -> HandoffSettings:
+        longest = None if self.ttl_s is None else max(self.ttl_s, self.ticket_ttl_s)
+        return HandoffSettings(
+            prefix=self.prefix,
+            block_ttl_s=longest,
+            ticket_ttl_s=self.ticket_ttl_s,
+            publish_deadline_s=self.publish_deadline_s,
+            claim_deadline_s=self.claim_deadline_s,
+        )
+
+    def open(self) -> Store | None:
+        return open_guarded_store(self.store, StoreSettings(), SystemClock()) if self.store else None
+
+
+@dataclass
+class StepPlans(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers do in one step, in this order.
+
+    must_wait: blocks that saves under way read have been given away: nothing may write before.
+    loads, saves: with the request they are for. lost: requests whose load was promised and cannot
+    be, with the blocks that are therefore wrong. over: requests that have ended, whose blocks are
+    to be given back when their saves are done.
+    """
+
+    must_wait: bool = False
+    loads: list[tuple[str, Plan]] = field(default_factory=list)
+    saves: list[tuple[str, Plan]] = field(default_factory=list)
+    lost: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)
+
+
+@dataclass
+class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Plans that ranks have carried out."""
+
+    reports: list[Finished] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        return StepReports(self.reports + other.reports)
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker knows of its blocks. backends: of attention, and what they do on this
+    processor, since the inside of a block is theirs."""
+
+    layout: Layout
+    backends: str
+
+
+class TierKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """See the module. `kv_role`: kv_both finds and saves, kv_consumer only finds, kv_producer only
+    saves."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = ConnectorSettings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: _SchedulerSide | None = None
+        self._worker: _WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = _SchedulerSide(vllm_config, settings)
+        else:
+            self._worker = _WorkerSide(vllm_config, kv_cache_config)
+
+    @property
+    def scheduler(self) -> _SchedulerSide:
+        assert self._scheduler is not None, "this connector is a worker's"
+        return self._scheduler
+
+    @property
+    def worker(self) -> _WorkerSide:
+        assert self._worker is not None, "this connector is the scheduler's"
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A prefill instance computes again what was preempted before it was handed over; a cache
+        does not."""
+        return str(self._kv_transfer_config.kv_role) == "kv_producer"
+
+    # The worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.handshake()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self.worker.before_step(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
+        self.worker.start_loads(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are over before vLLM runs the request."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """All layers are saved at the step's end."""
+
+    def wait_for_save(self) -> None:
+        self.worker.start_saves(self._get_connector_metadata())
+
+    def get_finished(
+        self,
+        finished_req_ids: set[str],  # noqa: ARG002 - plans say so themselves
+    ) -> tuple[set[str] | None, set[str] | None]:
+        return self.worker.finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.take_reports()
+
+    # The scheduler's side
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.scheduler.open([metadata[rank] for rank in sorted(metadata)])
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found = self.scheduler.find(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self.scheduler.load(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.hear(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finish(request, (block_ids,))
+
+    def reset_cache(self) -> bool | None:
+        self.scheduler.reset()
+        return True
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+
+# In the scheduler's process
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """A request of vLLM's from its first lookup to its end.
+
+    prompt: of the tokens that were there when it was made. claims, publishes: tickets.
+    num_local: tokens that vLLM had itself at the lookup.
+    num_saved: so many first blocks are on the host or on their way. has_saves: some are under way. is_of_old: what it has
+    computed, the cache has been reset since.
+    """
+
+    request: Request
+    extra: bytes | None = None
+    prompt: Prompt | None = None
+    claims: str | None = None
+    publishes: str | None = None
+    num_local: int = 0
+    num_saved: int = 0
+    has_saves: bool = False
+    is_loading: bool = False
+    is_of_old: bool = False
+
+
+class _SchedulerSide:
+    """Decides what is loaded and saved. All methods are vLLM's scheduler thread's."""
+
+    def __init__(self, config: VllmConfig, settings: ConnectorSettings) -> None:
+        transfer = config.kv_transfer_config
+        if config.parallel_config.pipeline_parallel_size > 1:
+            raise ConfigError("TierKVConnector knows tensor parallelism, not pipeline parallelism")
+        if transfer.kv_load_failure_policy != "recompute":
+            log.warning(
+                "a load that fails will fail its request: set "
+                '"kv_load_failure_policy": "recompute" in the --kv-transfer-config'
+            )
+        self.settings = settings
+        self._config = config
+        self._finds: bool = transfer.is_kv_consumer
+        self._saves: bool = transfer.is_kv_producer
+        self._cache: EngineCache | None = None
+        self._block_size: int = config.cache_config.block_size
+        self._adapters = _AdapterDigests()
+        self._epoch = b""
+        self._tracked: dict[str, _Tracked] = {}
+        self._filling: dict[str, _Tracked] = {}  # that have prompt blocks to be saved
+        self._decoding: OrderedDict[str, _Tracked] = OrderedDict()
+        self._published: set[str] = set()  # requests that have ended and whose ticket is written
+        self._plans = StepPlans()
+
+    @property
+    def cache(self) -> EngineCache:
+        assert self._cache is not None, "vLLM's workers have said what their blocks are"
+        return self._cache
+
+    def open(self, ranks: Sequence[RankHandshake]) -> None:
+        """With what the workers know."""
+        settings, config = self.settings, self._config
+        layout = ranks[0].layout
+        self._block_size = layout.block_size
+        rules = CacheSettings(
+            block_size=layout.block_size,
+            storage_write=WritePolicy.WRITE_THROUGH if settings.store else WritePolicy.NONE,
+            fetch_deadline_s=settings.fetch_deadline_s,
+            fetch_policy=FetchPolicy.WAIT_COMPLETE,
+        )
+        self._cache = EngineCache(
+            _fingerprint(config, settings, layout, ranks[0].backends),
+            [layout],
+            host_bytes=settings.host_bytes,
+            cache=rules,
+            store=settings.open,
+            settings=EngineCacheSettings(expires_s=settings.expires_s),
+            handoff=settings.handoff(),
+            num_ranks=len(ranks),
+            name=f"vllm-{config.kv_transfer_config.engine_id}",
+        )
+        planes = _PLANES[config.kv_transfer_config.engine_id]
+        self._cache.open()
+        planes.attach(self._cache._host.slots)
+        log.info("KV blocks are kept in host memory and %s", settings.store or "nowhere else")
+
+    # A request comes
+
+    def find(self, request: Request, num_computed: int) -> int | None:
+        """How many tokens beyond `num_computed` can be loaded; None: ask again."""
+        tracked = self._track(request)
+        if tracked is None or tracked.is_of_old or not self._finds:
+            return 0
+        if request.skip_reading_prefix_cache:
+            return 0
+        prompt = self._prompt(tracked, request.num_tokens)
+        if prompt is None:
+            return None
+        name = request.request_id
+        found = self.cache.lookup(name, prompt, num_computed, ticket=tracked.claims)
+        if found is None:
+            return None
+        if found.problem is not None and tracked.claims is not None:
+            log.warning("request %r will do without its ticket: %s", name, found.problem)
+            tracked.claims = None
+            return None
+        tracked.num_local = num_computed
+        if found.num_tokens:
+            tracked.num_saved = (num_computed + found.num_tokens) // self._block_size
+        return found.num_tokens
+
+    def _track(self, request: Request) -> _Tracked | None:
+        """None where nothing is to be cached: prompts that are not, or not only, tokens."""
+        tracked = self._tracked.get(request.request_id)
+        is_plain = request.prompt_embeds is None and not request.resumable
+        if tracked is None and is_plain and request.prompt_token_ids:
+            tracked = self._tracked[request.request_id] = _Tracked(request)
+            params = request.kv_transfer_params or {}
+            if params.get("do_remote_prefill") and self._finds:
+                tracked.claims = params.get(TICKET)
+            if params.get("do_remote_decode") and self._saves and self.settings.store:
+                tracked.publishes = uuid.uuid4().hex
+        return tracked
+
+    def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
+        """The first `num_tokens` tokens, which are the whole prompt or more; None: not yet."""
+        request, prompt, size = tracked.request, tracked.prompt, self._block_size
+        if prompt is None:
+            extra = self._extra(request)
+            if extra is None:
+                return None
+            media = [
+                MediaItem(
+                    one.mm_position.offset,
+                    one.mm_position.length,
+                    hashlib.sha256(one.identifier.encode()).digest(),
+                )
+                for one in request.mm_features
+            ]
+            made = Prompt.of(request.all_token_ids[:num_tokens], size, media)
+            extras = {**made.extras, 0: extra + made.extra(0)} if extra else made.extras
+            prompt = tracked.prompt = Prompt(made.tokens, size, extras)
+        elif prompt.num_tokens < num_tokens:
+            more = pack(request.all_token_ids[prompt.num_tokens : num_tokens])
+            prompt = tracked.prompt = Prompt(prompt.tokens + more, size, prompt.extras)
+        if prompt.num_tokens > num_tokens:
+            return Prompt(prompt.tokens[: 4 * num_tokens], size, prompt.extras)
+        return prompt
+
+    def _extra(self, request: Request) -> bytes | None:
+        """What else the KV depends on; None while an adapter's files are read."""
+        parts = [self._epoch, (request.cache_salt or "").encode()]
+        if request.lora_request is not None:
+            digest = self._adapters.of(request.lora_request)
+            if digest is None:
+                return None
+            parts.append(digest)
+        if not any(parts):
+            return b""
+        return hashlib.sha256(b"".join(len(p).to_bytes(8, "little") + p for p in parts)).digest()
+
+    def load(self, request: Request, block_ids: tuple[list[int], ...], num_tokens: int) -> None:
+        """vLLM has allocated blocks for what was found."""
+        name, tracked = request.request_id, self._tracked[request.request_id]
+        [blocks] = block_ids
+        first = tracked.num_local // self._block_size
+        stop = -(-(tracked.num_local + num_tokens) // self._block_size)
+        plan = self.cache.load(name, [blocks[first:stop]], first)
+        tracked.claims = None
+        tracked.is_loading = True
+        if plan is None:  # it has expired
+            self._plans.lost.append((name, tuple(blocks[first:stop])))
+        else:
+            self._plans.loads.append((name, plan))
+
+    # A step
+
+    def plan(self, step: SchedulerOutput) -> StepPlans:
+        """What this step's workers do beside computing."""
+        self._take(self.cache.poll())
+        plans, self._plans = self._plans, StepPlans()
+        for name in step.preempted_req_ids or ():
+            tracked = self._forget_progress(name)
+            plans.must_wait |= tracked is not None and tracked.has_saves
+        if self._saves:
+            for new in step.scheduled_new_reqs:
+                self._begin(new.req_id)
+            for name in step.scheduled_cached_reqs.resumed_req_ids:
+                self._begin(name)
+            self._save_progress(step, plans)
+        return plans
+
+    def _forget_progress(self, name: str) -> _Tracked | None:
+        self._filling.pop(name, None)
+        self._decoding.pop(name, None)
+        return self._tracked.get(name)
+
+    def _begin(self, name: str) -> None:
+        tracked = self._tracked.get(name)
+        if tracked is not None and not tracked.is_of_old:
+            self._filling[name] = tracked
+
+    def _save_progress(self, step: SchedulerOutput, plans: StepPlans) -> None:
+        """Blocks that this step fills: of all prompts, and of some requests that generate."""
+        for name, tracked in list(self._filling.items()):
+            scheduled = step.num_scheduled_tokens.get(name)
+            if scheduled is None:
+                continue
+            request = tracked.request
+            stop = request.num_computed_tokens + scheduled
+            self._save(name, tracked, min(stop, request.num_tokens), step, plans)
+            if stop >= request.num_tokens:
+                del self._filling[name]
+                if self.settings.saves_generated and tracked.publishes is None:
+                    self._decoding[name] = tracked
+        for _ in range(min(_DECODING_PER_STEP, len(self._decoding))):
+            name, tracked = next(iter(self._decoding.items()))
+            self._decoding.move_to_end(name)
+            request, scheduled = tracked.request, step.num_scheduled_tokens.get(name)
+            if scheduled is not None:
+                stop = min(request.num_computed_tokens + scheduled, request.num_tokens)
+                self._save(name, tracked, stop, step, plans)
+
+    def _save(
+        self, name: str, tracked: _Tracked, num_tokens: int, step: SchedulerOutput, plans: StepPlans
+    ) -> None:
+        first, stop = tracked.num_saved, num_tokens // self._block_size
+        table = step.kv_connector_block_state
+        if stop <= first or table is None:
+            return
+        prompt = self._prompt(tracked, max(num_tokens, tracked.request.num_prompt_tokens))
+        block_ids = table.get_block_ids(name)
+        if prompt is None or block_ids is None:
+            return
+        plan = self.cache.save(name, prompt, first, stop, [block_ids[0][first:stop]])
+        if plan is not None:
+            self._note(name, tracked, plan, plans)
+
+    def _note(self, name: str, tracked: _Tracked, plan: Plan, plans: StepPlans) -> None:
+        tracked.num_saved += len(plan.source) // 4
+        tracked.has_saves = True
+        plans.saves.append((name, plan))
+
+    def hear(self, output: KVConnectorOutput) -> None:
+        """What the workers report after a step."""
+        told = output.kv_connector_worker_meta
+        self._take(self.cache.poll(told.reports if told is not None else ()))
+        for name in output.finished_recving or ():
+            tracked = self._tracked.get(name)
+            if tracked is not None:
+                tracked.is_loading = False
+
+    def _take(self, polled: Polled) -> None:
+        for name in polled.saved:
+            tracked = self._tracked.get(name)
+            if tracked is not None:
+                tracked.has_saves = False
+        for name, outcome in polled.published:
+            if isinstance(outcome, TierKVError):
+                log.warning("request %r is not handed over: %s", name, outcome)
+            self.cache.release(name)
+
+    # A request goes
+
+    def finish(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM is to keep the blocks until they are saved, and what the client is told."""
+        name = request.request_id
+        tracked = self._tracked.pop(name, None)
+        if tracked is None:
+            return False, None
+        self._filling.pop(name, None)
+        self._decoding.pop(name, None)
+        if tracked.is_loading:  # the blocks are given back when that is over
+            self.cache.release(name)
+            return False, None
+        params = None
+        if self._saves and block_ids[0] and not tracked.is_of_old:
+            params = self._save_rest(name, tracked, block_ids[0])
+        if params is None:
+            self.cache.release(name)
+        if tracked.has_saves:
+            self._plans.over.append(name)
+        return tracked.has_saves, params
+
+    def _save_rest(
+        self, name: str, tracked: _Tracked, blocks: Sequence[int]
+    ) -> dict[str, Any] | None:
+        """What no step has saved, the last, partial block included."""
+        request, ticket = tracked.request, tracked.publishes
+        # The last token was sampled and not computed. What a step under way still writes lies
+        # behind it, and this plan goes out after that step.
+        num_tokens = min(
+            request.num_computed_tokens,
+            request.num_tokens - bool(request.num_output_tokens),
+            len(blocks) * self._block_size,
+        )
+        if num_tokens < request.num_prompt_tokens:
+            return None  # aborted on the way: its steps have saved what is whole
+        if ticket is not None or not self.settings.saves_generated:
+            num_tokens = request.num_prompt_tokens
+        prompt = self._prompt(tracked, num_tokens)
+        if prompt is None:
+            return None
+        first, stop = tracked.num_saved, -(-num_tokens // self._block_size)
+        first = min(first, stop)
+        before = self.cache.num_unsaved_blocks
+        plan = self.cache.save(
+            name,
+            prompt,
+            first,
+            stop,
+            [blocks[first:stop]],
+            ticket=ticket,
+            first_tokens=request.output_token_ids[:] if ticket is not None else (),
+        )
+        if plan is not None:
+            self._note(name, tracked, plan, self._plans)
+        if ticket is None or self.cache.num_unsaved_blocks != before:
+            return None
+        return {"do_remote_prefill": True, "do_remote_decode": False, TICKET: ticket}
+
+    # All of it
+
+    def reset(self) -> None:
+        """Nothing that was cached before is found from now on, in storage neither: the weights may
+        have changed."""
+        self._epoch = os.urandom(16)
+        self.cache.reset()
+        self._filling.clear()
+        self._decoding.clear()
+        for name, tracked in self._tracked.items():
+            self.cache.release(name)
+            tracked.is_of_old |= tracked.request.num_computed_tokens > 0
+            tracked.prompt, tracked.claims, tracked.publishes = None, None, None
+            tracked.num_saved = 0
+
+    def close(self) -> None:
+        if self._cache is not None:
+            self._cache.close()
+        self._adapters.close()
+
+
+class _AdapterDigests:
+    """Of LoRA adapters' files, read by a thread. An adapter is what its files hold, whatever name
+    an instance has for it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], Future[bytes]] = {}
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tierkv-lora")
+
+    def of(self, adapter: LoRARequest) -> bytes | None:
+        """None: not yet known."""
+        key = (adapter.lora_name, adapter.lora_path)
+        if key not in self._known:
+            self._known[key] = self._reader.submit(_digest_of_adapter, adapter.lora_path)
+        found = self._known[key]
+        if not found.done():
+            return None
+        error = found.exception()
+        if error is None:
+            return found.result()
+        # Nobody else's, then, and no other adapter's.
+        log.warning("the files of adapter %r cannot be read: %s", adapter.lora_name, error)
+        unique: Future[bytes] = Future()
+        unique.set_result(os.urandom(32))
+        self._known[key] = unique
+        return unique.result()
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+
+def _digest_of_adapter(path: str) -> bytes:
+    from vllm.lora.utils import get_adapter_absolute_path  # noqa: PLC0415 - only where there are any
+
+    digest = hashlib.sha256()
+    files = sorted(Path(get_adapter_absolute_path(path)).glob("adapter_*"))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no adapter")
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
+    return digest.digest()
+
+
+def _fingerprint(
+    config: VllmConfig, settings: ConnectorSettings, layout: Layout, backends: str
+) -> Fingerprint:
+    """What makes blocks of one instance usable in another: all that shapes their bytes."""
+    model, cache = config.model_config, config.cache_config
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    made = {
+        "engine": f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
+        "backends": backends,
+        "layout": str(cache.kv_cache_layout),
+        "cache_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "rope": repr(rope),
+        "speculative": str(getattr(config.speculative_config, "method", None)),
+        "ranks": str(config.parallel_config.tensor_parallel_size),
+    }
+    return Fingerprint(
+        model.model,
+        layout,
+        revision=f"{model.revision or ''}+{settings.revision}",
+        weight_dtype=f"{model.dtype} {sorted(made.items())}",
+    )
+
+
+# In each worker's process
+
+_PLANES: dict[str, WorkerPlanes] = {}
+
+
+class _WorkerSide:
+    """One rank's blocks. All methods are its worker's thread's."""
+
+    def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._kv = kv_cache_config
+        self._planes: WorkerPlanes | None = None
+        self._handshake: RankHandshake | None = None
+        self._loads: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._saves: dict[int, str] = {}
+        self._num_saves: Counter[str] = Counter()  # under way, by request
+        self._over: set[str] = set()
+        self._lost: list[tuple[str, tuple[int, ...]]] = []
+        self._bad_blocks: set[int] = set()
+        self._reports: list[Finished] = []
+
+    def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """vLLM has allocated its blocks."""
+        layout, arrays = _planes_of(self._kv, tensors)
+        self._planes = WorkerPlanes(CpuDevice(), EnginePlanes(layout, arrays))
+        self._handshake = RankHandshake(layout, self._backends())
+        _PLANES[self._config.kv_transfer_config.engine_id] = self._planes
+
+    def handshake(self) -> RankHandshake | None:
+        return self._handshake
+
+    def _backends(self) -> str:
+        """Which attention backends have written the blocks, and for which kind of processor."""
+        layers = self._config.compilation_config.static_forward_context
+        found = set()
+        for group in self._kv.kv_cache_groups:
+            for name in group.layer_names:
+                layer = layers[name]
+                isa = getattr(getattr(layer, "impl", None), "isa", "")
+                found.add(f"{layer.get_attn_backend().get_name()}{isa}")
+        if current_platform.is_cpu():  # what a block holds inside depends on the processor
+            found.add(_cpu_instructions())
+        return f"{current_platform.device_type} {' '.join(sorted(found))}"
+
+    @property
+    def planes(self) -> WorkerPlanes:
+        assert self._planes is not None, "vLLM has registered its blocks"
+        return self._planes
+
+    def before_step(self, plans: StepPlans) -> None:
+        """Blocks that saves still read are about to be written."""
+        if plans.must_wait:
+            last = self.planes.layout.num_layers - 1
+            for number in list(self._saves):
+                with suppress(TransferError):  # it will be reported
+                    self.planes.wait_layer(number, last, _MOST_WAIT_S)
+
+    def start_loads(self, plans: StepPlans) -> None:
+        for name, plan in plans.loads:
+            self._loads[plan.number] = (name, tuple(plan.slots()[1].tolist()))
+            self.planes.start_loads(plan)
+        self._lost += plans.lost
+        # Before `start_saves`, since vLLM may ask what is finished in between.
+        self._num_saves.update(name for name, _ in plans.saves)
+        self._over.update(plans.over)
+
+    def start_saves(self, plans: StepPlans) -> None:
+        for name, plan in plans.saves:
+            self._saves[plan.number] = name
+            self.planes.start_saves(plan)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests that have ended and whose blocks nobody reads any more, and those whose loads
+        are over."""
+        loaded: set[str] = set()
+        for name, blocks in self._lost:
+            loaded.add(name)
+            self._bad_blocks.update(blocks)
+        self._lost.clear()
+        for report in self.planes.finished():
+            self._reports.append(report)
+            if report.number in self._loads:
+                name, blocks = self._loads.pop(report.number)
+                loaded.add(name)
+                if report.problem is not None:
+                    self._bad_blocks.update(blocks)
+            elif report.number in self._saves:
+                self._num_saves[self._saves.pop(report.number)] -= 1
+        self._num_saves = +self._num_saves
+        saved = {name for name in self._over if not self._num_saves[name]}
+        self._over -= saved
+        return saved, loaded
+
+    def take_bad_blocks(self) -> set[int]:
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_reports(self) -> StepReports | None:
+        if not self._reports:
+            return None
+        reports, self._reports = self._reports, []
+        return StepReports(reports)
+
+    def close(self) -> None:
+        if self._planes is not None:
+            self._planes.close()
+
+
+def _planes_of(
+    config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
+) -> tuple[Layout, list[npt.NDArray[np.uint8]]]:
+    """vLLM's blocks as planes: one for each layer, the inside of which is its backend's."""
+    [group] = config.kv_cache_groups
+    spec = group.kv_cache_spec
+    planes: list[Plane] = []
+    arrays: list[npt.NDArray[np.uint8]] = []
+    seen: set[int] = set()
+    for name in group.layer_names:
+        tensor = tensors[name]
+        if tensor.data_ptr() in seen:  # a layer that uses another's
+            continue
+        seen.add(tensor.data_ptr())
+        rows = _rows(tensor, config.num_blocks, name)
+        planes.append(Plane(len(planes), "kv", str(tensor.dtype), rows.shape[1]))
+        arrays.append(rows)
+    return Layout(spec.block_size, tuple(planes)), arrays
+
+
+def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> npt.NDArray[np.uint8]:
+    """uint8 [num_blocks, bytes of a block]. Raises ConfigError if a block's bytes are scattered."""
+    size, parts = tensor.element_size(), tensor.shape[0] // num_blocks
+    stride = tensor.stride(0) * parts * size
+    inside = 1 + sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    if tensor.shape[0] % num_blocks or inside > tensor.stride(0) or stride * num_blocks > (
+        tensor.untyped_storage().nbytes()
+    ):
+        raise ConfigError(
+            f"a block of {name} does not lie in one piece: set VLLM_KV_CACHE_LAYOUT to NHD or HND"
+        )
+    start = tensor.storage_offset() * size
+    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), start, (num_blocks, stride), (stride, 1)
+    )
+    return rows.numpy()
+
+
+def _cpu_instructions() -> str:
+    """Of this processor, what decides how vLLM's CPU backend packs keys."""
+    able = torch.cpu.get_capabilities()
+    return f"{able.get('architecture')} {'amx' if able.get('amx_tile') else 'no amx'}"
