@@ -98,7 +98,7 @@ class Driver:
                           block_hasher=self.core.request_block_hasher)  # fmt: skip
         pool = self.scheduler.kv_cache_manager.block_pool
         layers = self.core.vllm_config.compilation_config.static_forward_context
-        found = []
+        found: list[str | None] = []
         for key in request.block_hashes:
             block = pool.get_cached_block(key, [0])
             if not block:

@@ -21,7 +21,7 @@ import logging
 import os
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,9 +43,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
+from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, main_group
+from tierkv.cache.keys import Fingerprint, MediaItem, Prompt, pack, prompt_extra
 from tierkv.cache.layout import Layout, Plane
-from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.embed.engine_cache import (
     EngineCache,
@@ -137,7 +137,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         )
 
     def open(self) -> Store | None:
-        return open_guarded_store(self.store, StoreSettings(), SystemClock()) if self.store else None
+        return (
+            open_guarded_store(self.store, StoreSettings(), SystemClock()) if self.store else None
+        )
 
 
 @dataclass
@@ -219,7 +221,7 @@ class TierKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self.worker.before_step(kv_connector_metadata)
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         self.worker.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -230,7 +232,7 @@ class TierKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layer_name: str,
         kv_layer: torch.Tensor,
         attn_metadata: AttentionMetadata,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """All layers are saved at the step's end."""
 
@@ -239,7 +241,7 @@ class TierKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_finished(
         self,
-        finished_req_ids: set[str],  # noqa: ARG002 - plans say so themselves
+        finished_req_ids: set[str],
     ) -> tuple[set[str] | None, set[str] | None]:
         return self.worker.finished()
 
@@ -298,9 +300,9 @@ class _Tracked:
     """A request of vLLM's from its first lookup to its end.
 
     prompt: of the tokens that were there when it was made. claims, publishes: tickets.
-    num_local: tokens that vLLM had itself at the lookup.
-    num_saved: so many first blocks are on the host or on their way. has_saves: some are under way. is_of_old: what it has
-    computed, the cache has been reset since.
+    num_local: tokens that vLLM had itself at the lookup. found: what of each group is to be loaded.
+    saved: of each group, so many first blocks are on the host or on their way. has_saves: some are
+    under way. is_of_old: the cache has been reset since it was computed.
     """
 
     request: Request
@@ -309,7 +311,8 @@ class _Tracked:
     claims: str | None = None
     publishes: str | None = None
     num_local: int = 0
-    num_saved: int = 0
+    found: tuple[range, ...] = ()
+    saved: list[int] = field(default_factory=list)
     has_saves: bool = False
     is_loading: bool = False
     is_of_old: bool = False
@@ -332,7 +335,8 @@ class _SchedulerSide:
         self._finds: bool = transfer.is_kv_consumer
         self._saves: bool = transfer.is_kv_producer
         self._cache: EngineCache | None = None
-        self._block_size: int = config.cache_config.block_size
+        self._groups: tuple[CacheGroup, ...] = ()
+        self._main = 0
         self._adapters = _AdapterDigests()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
@@ -350,7 +354,6 @@ class _SchedulerSide:
         """With what the workers know."""
         settings, config = self.settings, self._config
         layout = ranks[0].layout
-        self._block_size = layout.block_size
         rules = CacheSettings(
             block_size=layout.block_size,
             storage_write=WritePolicy.WRITE_THROUGH if settings.store else WritePolicy.NONE,
@@ -369,6 +372,8 @@ class _SchedulerSide:
             name=f"vllm-{config.kv_transfer_config.engine_id}",
         )
         planes = _PLANES[config.kv_transfer_config.engine_id]
+        self._groups = self._cache.groups
+        self._main = main_group(self._groups)
         self._cache.open()
         planes.attach(self._cache._host.slots)
         log.info("KV blocks are kept in host memory and %s", settings.store or "nowhere else")
@@ -394,8 +399,10 @@ class _SchedulerSide:
             tracked.claims = None
             return None
         tracked.num_local = num_computed
+        tracked.found = found.blocks
         if found.num_tokens:
-            tracked.num_saved = (num_computed + found.num_tokens) // self._block_size
+            stop = num_computed + found.num_tokens
+            tracked.saved = [stop // group.block_size for group in self._groups]
         return found.num_tokens
 
     def _track(self, request: Request) -> _Tracked | None:
@@ -413,7 +420,8 @@ class _SchedulerSide:
 
     def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
         """The first `num_tokens` tokens, which are the whole prompt or more; None: not yet."""
-        request, prompt, size = tracked.request, tracked.prompt, self._block_size
+        request, prompt = tracked.request, tracked.prompt
+        size = self._groups[self._main].block_size
         if prompt is None:
             extra = self._extra(request)
             if extra is None:
@@ -426,9 +434,8 @@ class _SchedulerSide:
                 )
                 for one in request.mm_features
             ]
-            made = Prompt.of(request.all_token_ids[:num_tokens], size, media)
-            extras = {**made.extras, 0: extra + made.extra(0)} if extra else made.extras
-            prompt = tracked.prompt = Prompt(made.tokens, size, extras)
+            tokens = request.all_token_ids[:num_tokens]
+            prompt = tracked.prompt = Prompt.of(tokens, size, media, extra=extra)
         elif prompt.num_tokens < num_tokens:
             more = pack(request.all_token_ids[prompt.num_tokens : num_tokens])
             prompt = tracked.prompt = Prompt(prompt.tokens + more, size, prompt.extras)
@@ -438,27 +445,29 @@ class _SchedulerSide:
 
     def _extra(self, request: Request) -> bytes | None:
         """What else the KV depends on; None while an adapter's files are read."""
-        parts = [self._epoch, (request.cache_salt or "").encode()]
+        adapter = b""
         if request.lora_request is not None:
             digest = self._adapters.of(request.lora_request)
             if digest is None:
                 return None
-            parts.append(digest)
-        if not any(parts):
-            return b""
-        return hashlib.sha256(b"".join(len(p).to_bytes(8, "little") + p for p in parts)).digest()
+            adapter = digest
+        salt = (request.cache_salt or "").encode()
+        return prompt_extra(salt=salt, adapter=adapter, epoch=self._epoch)
 
     def load(self, request: Request, block_ids: tuple[list[int], ...], num_tokens: int) -> None:
         """vLLM has allocated blocks for what was found."""
         name, tracked = request.request_id, self._tracked[request.request_id]
-        [blocks] = block_ids
-        first = tracked.num_local // self._block_size
-        stop = -(-(tracked.num_local + num_tokens) // self._block_size)
-        plan = self.cache.load(name, [blocks[first:stop]], first)
+        stop_tokens = tracked.num_local + num_tokens
+        ids, firsts = [], []
+        for group, table, wanted in zip(self._groups, block_ids, tracked.found, strict=True):
+            stop = min(wanted.stop, -(-stop_tokens // group.block_size))
+            ids.append(_named(table[wanted.start : stop], group))
+            firsts.append(wanted.start)
+        plan = self.cache.load(name, ids, firsts)
         tracked.claims = None
         tracked.is_loading = True
         if plan is None:  # it has expired
-            self._plans.lost.append((name, tuple(blocks[first:stop])))
+            self._plans.lost.append((name, tuple(block for part in ids for block in part)))
         else:
             self._plans.loads.append((name, plan))
 
@@ -467,68 +476,81 @@ class _SchedulerSide:
     def plan(self, step: SchedulerOutput) -> StepPlans:
         """What this step's workers do beside computing."""
         self._take(self.cache.poll())
-        plans, self._plans = self._plans, StepPlans()
         for name in step.preempted_req_ids or ():
-            tracked = self._forget_progress(name)
-            plans.must_wait |= tracked is not None and tracked.has_saves
+            self._filling.pop(name, None)
+            self._decoding.pop(name, None)
+            tracked = self._tracked.get(name)
+            self._plans.must_wait |= tracked is not None and tracked.has_saves
         if self._saves:
             for new in step.scheduled_new_reqs:
                 self._begin(new.req_id)
             for name in step.scheduled_cached_reqs.resumed_req_ids:
                 self._begin(name)
-            self._save_progress(step, plans)
+            self._save_progress(step)
+        plans, self._plans = self._plans, StepPlans()
         return plans
-
-    def _forget_progress(self, name: str) -> _Tracked | None:
-        self._filling.pop(name, None)
-        self._decoding.pop(name, None)
-        return self._tracked.get(name)
 
     def _begin(self, name: str) -> None:
         tracked = self._tracked.get(name)
         if tracked is not None and not tracked.is_of_old:
             self._filling[name] = tracked
 
-    def _save_progress(self, step: SchedulerOutput, plans: StepPlans) -> None:
+    def _save_progress(self, step: SchedulerOutput) -> None:
         """Blocks that this step fills: of all prompts, and of some requests that generate."""
         for name, tracked in list(self._filling.items()):
-            scheduled = step.num_scheduled_tokens.get(name)
-            if scheduled is None:
-                continue
-            request = tracked.request
-            stop = request.num_computed_tokens + scheduled
-            self._save(name, tracked, min(stop, request.num_tokens), step, plans)
-            if stop >= request.num_tokens:
+            stop = self._save_filled(tracked, step)
+            if stop is not None and stop >= tracked.request.num_tokens:
                 del self._filling[name]
                 if self.settings.saves_generated and tracked.publishes is None:
                     self._decoding[name] = tracked
         for _ in range(min(_DECODING_PER_STEP, len(self._decoding))):
             name, tracked = next(iter(self._decoding.items()))
             self._decoding.move_to_end(name)
-            request, scheduled = tracked.request, step.num_scheduled_tokens.get(name)
-            if scheduled is not None:
-                stop = min(request.num_computed_tokens + scheduled, request.num_tokens)
-                self._save(name, tracked, stop, step, plans)
+            self._save_filled(tracked, step)
+
+    def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
+        """How many tokens are computed when this step is over, None if the request has no part in
+        it. What vLLM has only drafted, or not yet heard of, is not counted."""
+        request, main = tracked.request, self._groups[self._main]
+        name = request.request_id
+        scheduled = step.num_scheduled_tokens.get(name)
+        if scheduled is None:
+            return None
+        stop: int = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if stop // main.block_size > (tracked.saved[self._main] if tracked.saved else 0):
+            prompt = self._prompt(tracked, max(stop, request.num_prompt_tokens))
+            table = step.kv_connector_block_state.get_block_ids(name)
+            if prompt is not None and table is not None:
+                self._save(tracked, prompt, table, [stop // g.block_size for g in self._groups])
+        return stop
 
     def _save(
-        self, name: str, tracked: _Tracked, num_tokens: int, step: SchedulerOutput, plans: StepPlans
-    ) -> None:
-        first, stop = tracked.num_saved, num_tokens // self._block_size
-        table = step.kv_connector_block_state
-        if stop <= first or table is None:
-            return
-        prompt = self._prompt(tracked, max(num_tokens, tracked.request.num_prompt_tokens))
-        block_ids = table.get_block_ids(name)
-        if prompt is None or block_ids is None:
-            return
-        plan = self.cache.save(name, prompt, first, stop, [block_ids[0][first:stop]])
+        self,
+        tracked: _Tracked,
+        prompt: Prompt,
+        table: Sequence[Sequence[int]],
+        stops: Sequence[int],
+        *,
+        ticket: str | None = None,
+        first_tokens: Sequence[int] = (),
+    ) -> bool:
+        """Save what is not saved yet of the first `stops` blocks of each group; whether there was
+        a host slot for all of it."""
+        name = tracked.request.request_id
+        firsts = tracked.saved or [0] * len(self._groups)
+        ids = [
+            _named(blocks[first:stop], group)
+            for group, blocks, first, stop in zip(self._groups, table, firsts, stops, strict=True)
+        ]
+        before = self.cache.num_unsaved_blocks
+        plan = self.cache.save(name, prompt, ids, firsts, ticket=ticket, first_tokens=first_tokens)
         if plan is not None:
-            self._note(name, tracked, plan, plans)
-
-    def _note(self, name: str, tracked: _Tracked, plan: Plan, plans: StepPlans) -> None:
-        tracked.num_saved += len(plan.source) // 4
-        tracked.has_saves = True
-        plans.saves.append((name, plan))
+            tracked.has_saves = True
+            self._plans.saves.append((name, plan))
+        is_whole = self.cache.num_unsaved_blocks == before
+        if is_whole:
+            tracked.saved = [max(pair) for pair in zip(firsts, stops, strict=True)]
+        return is_whole
 
     def hear(self, output: KVConnectorOutput) -> None:
         """What the workers report after a step."""
@@ -565,8 +587,8 @@ class _SchedulerSide:
             self.cache.release(name)
             return False, None
         params = None
-        if self._saves and block_ids[0] and not tracked.is_of_old:
-            params = self._save_rest(name, tracked, block_ids[0])
+        if self._saves and not tracked.is_of_old:
+            params = self._save_rest(tracked, block_ids)
         if params is None:
             self.cache.release(name)
         if tracked.has_saves:
@@ -574,7 +596,7 @@ class _SchedulerSide:
         return tracked.has_saves, params
 
     def _save_rest(
-        self, name: str, tracked: _Tracked, blocks: Sequence[int]
+        self, tracked: _Tracked, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
         """What no step has saved, the last, partial block included."""
         request, ticket = tracked.request, tracked.publishes
@@ -583,7 +605,7 @@ class _SchedulerSide:
         num_tokens = min(
             request.num_computed_tokens,
             request.num_tokens - bool(request.num_output_tokens),
-            len(blocks) * self._block_size,
+            len(block_ids[self._main]) * self._groups[self._main].block_size,
         )
         if num_tokens < request.num_prompt_tokens:
             return None  # aborted on the way: its steps have saved what is whole
@@ -592,21 +614,16 @@ class _SchedulerSide:
         prompt = self._prompt(tracked, num_tokens)
         if prompt is None:
             return None
-        first, stop = tracked.num_saved, -(-num_tokens // self._block_size)
-        first = min(first, stop)
-        before = self.cache.num_unsaved_blocks
-        plan = self.cache.save(
-            name,
+        stops = [-(-num_tokens // group.block_size) for group in self._groups]
+        is_whole = self._save(
+            tracked,
             prompt,
-            first,
-            stop,
-            [blocks[first:stop]],
+            block_ids,
+            stops,
             ticket=ticket,
             first_tokens=request.output_token_ids[:] if ticket is not None else (),
         )
-        if plan is not None:
-            self._note(name, tracked, plan, self._plans)
-        if ticket is None or self.cache.num_unsaved_blocks != before:
+        if ticket is None or not is_whole:
             return None
         return {"do_remote_prefill": True, "do_remote_decode": False, TICKET: ticket}
 
@@ -623,12 +640,19 @@ class _SchedulerSide:
             self.cache.release(name)
             tracked.is_of_old |= tracked.request.num_computed_tokens > 0
             tracked.prompt, tracked.claims, tracked.publishes = None, None, None
-            tracked.num_saved = 0
+            tracked.saved = []
 
     def close(self) -> None:
         if self._cache is not None:
             self._cache.close()
         self._adapters.close()
+
+
+def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
+    """vLLM has its null block where a group needs none."""
+    if group.kind is GroupKind.FULL:
+        return table
+    return [block or NO_BLOCK for block in table]
 
 
 class _AdapterDigests:
@@ -678,24 +702,19 @@ def _fingerprint(
     config: VllmConfig, settings: ConnectorSettings, layout: Layout, backends: str
 ) -> Fingerprint:
     """What makes blocks of one instance usable in another: all that shapes their bytes."""
-    model, cache = config.model_config, config.cache_config
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     text = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    made = {
-        "engine": f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
-        "backends": backends,
-        "layout": str(cache.kv_cache_layout),
-        "cache_dtype": str(cache.cache_dtype),
-        "quantization": str(model.quantization),
-        "rope": repr(rope),
-        "speculative": str(getattr(config.speculative_config, "method", None)),
-        "ranks": str(config.parallel_config.tensor_parallel_size),
-    }
     return Fingerprint(
         model.model,
         layout,
         revision=f"{model.revision or ''}+{settings.revision}",
-        weight_dtype=f"{model.dtype} {sorted(made.items())}",
+        weight_dtype=f"{model.dtype} {model.quantization or ''} {rope or ''}",
+        engine=f"vllm {'.'.join(vllm.__version__.split('.')[:2])}, {parallel.tensor_parallel_size} "
+        f"ranks, drafts {getattr(config.speculative_config, 'method', None)}",
+        attention_backend=backends,
+        cache_dtype=str(cache.cache_dtype),
+        kv_layout=str(cache.kv_cache_layout),
     )
 
 
@@ -831,18 +850,20 @@ def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> npt.NDArray[np.ui
     """uint8 [num_blocks, bytes of a block]. Raises ConfigError if a block's bytes are scattered."""
     size, parts = tensor.element_size(), tensor.shape[0] // num_blocks
     stride = tensor.stride(0) * parts * size
-    inside = 1 + sum((n - 1) * s for n, s in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-    if tensor.shape[0] % num_blocks or inside > tensor.stride(0) or stride * num_blocks > (
-        tensor.untyped_storage().nbytes()
-    ):
+    sides = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    inside = 1 + sum((length - 1) * step for length, step in sides)
+    start, room = tensor.storage_offset() * size, tensor.untyped_storage().nbytes()
+    is_in_one_piece = inside <= tensor.stride(0) and start + stride * num_blocks <= room
+    if tensor.shape[0] != parts * num_blocks or not is_in_one_piece:
         raise ConfigError(
             f"a block of {name} does not lie in one piece: set VLLM_KV_CACHE_LAYOUT to NHD or HND"
         )
-    start = tensor.storage_offset() * size
-    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-        tensor.untyped_storage(), start, (num_blocks, stride), (stride, 1)
+    rows: npt.NDArray[np.uint8] = (
+        torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        .set_(tensor.untyped_storage(), start, (num_blocks, stride), (stride, 1))
+        .numpy()
     )
-    return rows.numpy()
+    return rows
 
 
 def _cpu_instructions() -> str:
