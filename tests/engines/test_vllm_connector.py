@@ -10,17 +10,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
+from tests.redis_server import RedisServer, empty_redis, module_redis
 
 __all__ = ["empty_redis", "model", "module_redis"]
 
@@ -28,7 +27,6 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed (./scripts/test --engines)", allow_module_level=True)
 
 from tests.engines.test_vllm import model, prompt
-from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity
 
 pytestmark = [pytest.mark.timeout(600)]
 

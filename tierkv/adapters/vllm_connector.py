@@ -19,6 +19,7 @@ import difflib
 import hashlib
 import logging
 import os
+import tempfile
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
 from tierkv.cache.eviction import WritePolicy
@@ -47,18 +49,13 @@ from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, main_group
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt, pack, prompt_extra
 from tierkv.cache.layout import Layout, Plane
 from tierkv.clock import SystemClock
-from tierkv.embed.engine_cache import (
-    EngineCache,
-    EngineCacheSettings,
-    Finished,
-    Polled,
-    WorkerPlanes,
-)
-from tierkv.errors import ConfigError, TierKVError, TransferError
+from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings, Polled
+from tierkv.errors import ConfigError, DeviceFailedError, TierKVError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan
-from tierkv.ranks.memory import EnginePlanes
+from tierkv.ranks.memory import EnginePlanes, side_by_side
+from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_guarded_store
@@ -190,7 +187,7 @@ class TierKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler: _SchedulerSide | None = None
         self._worker: _WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = _SchedulerSide(vllm_config, settings)
+            self._scheduler = _SchedulerSide(vllm_config, settings, kv_cache_config)
         else:
             self._worker = _WorkerSide(vllm_config, kv_cache_config)
 
@@ -321,7 +318,9 @@ class _Tracked:
 class _SchedulerSide:
     """Decides what is loaded and saved. All methods are vLLM's scheduler thread's."""
 
-    def __init__(self, config: VllmConfig, settings: ConnectorSettings) -> None:
+    def __init__(
+        self, config: VllmConfig, settings: ConnectorSettings, kv_cache_config: KVCacheConfig
+    ) -> None:
         transfer = config.kv_transfer_config
         if config.parallel_config.pipeline_parallel_size > 1:
             raise ConfigError("TierKVConnector knows tensor parallelism, not pipeline parallelism")
@@ -332,6 +331,7 @@ class _SchedulerSide:
             )
         self.settings = settings
         self._config = config
+        self._kv = kv_cache_config
         self._finds: bool = transfer.is_kv_consumer
         self._saves: bool = transfer.is_kv_producer
         self._cache: EngineCache | None = None
@@ -353,7 +353,10 @@ class _SchedulerSide:
     def open(self, ranks: Sequence[RankHandshake]) -> None:
         """With what the workers know."""
         settings, config = self.settings, self._config
-        layout = ranks[0].layout
+        shards = [rank.layout for rank in ranks]
+        # Of latent attention, and of fewer heads than ranks, each rank has all of it.
+        is_same = len(ranks) > 1 and self._kv.kv_tp_replicas == len(ranks)
+        layout = shards[0] if is_same else side_by_side(shards)
         rules = CacheSettings(
             block_size=layout.block_size,
             storage_write=WritePolicy.WRITE_THROUGH if settings.store else WritePolicy.NONE,
@@ -368,14 +371,12 @@ class _SchedulerSide:
             store=settings.open,
             settings=EngineCacheSettings(expires_s=settings.expires_s),
             handoff=settings.handoff(),
-            num_ranks=len(ranks),
+            ranks=RankSocket(_socket_path(config), shards=shards),
             name=f"vllm-{config.kv_transfer_config.engine_id}",
         )
-        planes = _PLANES[config.kv_transfer_config.engine_id]
         self._groups = self._cache.groups
         self._main = main_group(self._groups)
         self._cache.open()
-        planes.attach(self._cache._host.slots)
         log.info("KV blocks are kept in host memory and %s", settings.store or "nowhere else")
 
     # A request comes
@@ -463,7 +464,9 @@ class _SchedulerSide:
             stop = min(wanted.stop, -(-stop_tokens // group.block_size))
             ids.append(_named(table[wanted.start : stop], group))
             firsts.append(wanted.start)
-        plan = self.cache.load(name, ids, firsts)
+        plan = None
+        with suppress(DeviceFailedError):  # a rank is lost, and told so
+            plan = self.cache.load(name, ids, firsts)
         tracked.claims = None
         tracked.is_loading = True
         if plan is None:  # it has expired
@@ -543,7 +546,12 @@ class _SchedulerSide:
             for group, blocks, first, stop in zip(self._groups, table, firsts, stops, strict=True)
         ]
         before = self.cache.num_unsaved_blocks
-        plan = self.cache.save(name, prompt, ids, firsts, ticket=ticket, first_tokens=first_tokens)
+        try:
+            plan = self.cache.save(
+                name, prompt, ids, firsts, ticket=ticket, first_tokens=first_tokens
+            )
+        except DeviceFailedError:  # a rank is lost, and told so
+            return False
         if plan is not None:
             tracked.has_saves = True
             self._plans.saves.append((name, plan))
@@ -718,9 +726,13 @@ def _fingerprint(
     )
 
 
-# In each worker's process
+def _socket_path(config: VllmConfig) -> str:
+    """Where this engine's workers get the host memory from."""
+    engine = hashlib.sha256(str(config.kv_transfer_config.engine_id).encode()).hexdigest()
+    return str(Path(tempfile.gettempdir(), f"tierkv-{os.getuid()}-{engine[:16]}.sock"))
 
-_PLANES: dict[str, WorkerPlanes] = {}
+
+# In each worker's process
 
 
 class _WorkerSide:
@@ -742,9 +754,10 @@ class _WorkerSide:
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated its blocks."""
         layout, arrays = _planes_of(self._kv, tensors)
-        self._planes = WorkerPlanes(CpuDevice(), EnginePlanes(layout, arrays))
+        rank = get_tensor_model_parallel_rank()
+        self._planes = WorkerPlanes(CpuDevice(), EnginePlanes(layout, arrays), rank=rank)
+        self._planes.connect(_socket_path(self._config))
         self._handshake = RankHandshake(layout, self._backends())
-        _PLANES[self._config.kv_transfer_config.engine_id] = self._planes
 
     def handshake(self) -> RankHandshake | None:
         return self._handshake
@@ -770,7 +783,7 @@ class _WorkerSide:
     def before_step(self, plans: StepPlans) -> None:
         """Blocks that saves still read are about to be written."""
         if plans.must_wait:
-            last = self.planes.layout.num_layers - 1
+            last = self.planes.layouts[0].num_layers - 1
             for number in list(self._saves):
                 with suppress(TransferError):  # it will be reported
                     self.planes.wait_layer(number, last, _MOST_WAIT_S)
@@ -867,6 +880,14 @@ def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> npt.NDArray[np.ui
 
 
 def _cpu_instructions() -> str:
-    """Of this processor, what decides how vLLM's CPU backend packs keys."""
+    """Of this processor, what decides how vLLM's CPU backend packs keys.
+
+    The kernel lets a process use AMX once it has asked, which PyTorch does at its first large
+    product. vLLM 0.32 relies on a prefill for that, and dies of SIGILL where the very first prompt
+    has been found whole.
+    """
     able = torch.cpu.get_capabilities()
-    return f"{able.get('architecture')} {'amx' if able.get('amx_tile') else 'no amx'}"
+    if not able.get("amx_tile"):
+        return f"{able.get('architecture')} no amx"
+    torch.mm(*(torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2)))
+    return f"{able.get('architecture')} amx"
