@@ -1,4 +1,6 @@
-"""A secondary tier of vLLM's own KV offloading, kept in a tierkv store.
+"""What vLLM loads by this module's path: `TierKVConnector`, and a tier for its own offloading.
+
+`TierKVTier` is a secondary tier of vLLM's own KV offloading, kept in a tierkv store.
 
 vLLM copies blocks between GPU and its own host memory, with its groups, hybrid models and tensor
 parallelism; this tier keeps the host memory's chunks in Redis, files or Mooncake, so that they
@@ -35,11 +37,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from tierkv.adapters.vllm_connector import TierKVConnector
 from tierkv.embed.page_storage import PageStorage
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+__all__ = ["TierKVConnector", "TierKVTier"]
 
 log = logging.getLogger("tierkv.adapters.vllm")
 

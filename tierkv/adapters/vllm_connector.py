@@ -140,7 +140,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 @dataclass
-class StepPlans(KVConnectorMetadata):  # type: ignore[misc]
+class StepPlans(KVConnectorMetadata):
     """What the workers do in one step, in this order.
 
     must_wait: blocks that saves under way read have been given away: nothing may write before.
@@ -157,7 +157,7 @@ class StepPlans(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class StepReports(KVConnectorWorkerMetadata):
     """Plans that ranks have carried out."""
 
     reports: list[Finished] = field(default_factory=list)
@@ -167,7 +167,7 @@ class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class RankHandshake(KVConnectorHandshakeMetadata):
     """What a worker knows of its blocks. backends: of attention, and what they do on this
     processor, since the inside of a block is theirs."""
 
@@ -175,7 +175,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     backends: str
 
 
-class TierKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class TierKVConnector(KVConnectorBase_V1):
     """See the module. `kv_role`: kv_both finds and saves, kv_consumer only finds, kv_producer only
     saves."""
 
