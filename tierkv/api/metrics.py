@@ -79,10 +79,27 @@ class NodeCollector(Collector):
         yield from _requests(stats)
         yield from _engine(node)
         yield from _callers(node)
+        yield from _kv_events(node)
         yield from _handoffs(stats)
         yield from _estimates(node)
         yield from storage(stats)
         yield from stores(node.service.storage_state())
+
+
+def _kv_events(node: Node) -> Iterator[Metric]:
+    publisher = node.publisher
+    yield counter(
+        "tierkv_kv_event_batches",
+        "Batches of cache events published for routers",
+        (),
+        {(): publisher.num_batches},
+    )
+    yield counter(
+        "tierkv_kv_events_lost",
+        "Cache events that were dropped, since they came faster than they were published",
+        (),
+        {(): publisher.num_lost},
+    )
 
 
 def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from tierkv.api.events import EventFeed
+from tierkv.api.events import EventFeed, KvEventPublisher
 from tierkv.api.sessions import Once, PinBook, PromptMovements, Sessions, backing_up, prefetching
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
@@ -88,6 +88,7 @@ class Node:
         self.backups = PromptMovements(self.service, "backup", backing_up(self.service))
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.feed = EventFeed(self.service)
+        self.publisher = KvEventPublisher(self.service, settings.events, self.name)
         self.answers: Once[GenerateAnswer] = Once(
             most=_MOST_ANSWERS,
             ttl_s=_ANSWERS_TTL_S,
@@ -112,6 +113,7 @@ class Node:
                 self.prefetches.running(),
                 self.backups.running(),
                 self.feed.running(),
+                self.publisher.running(),
                 self.heartbeat.running(),
             ):
                 self.has_started = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import Enum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tierkv.sched.settings import CacheSettings
 from tierkv.storage.factory import StorageSettings
 
 NO_STORAGE = "none"
+_ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}|ipc://.+")
 
 
 class Role(Enum):
@@ -67,6 +69,57 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("node.name must be printable, on one line")
 
 
+class EventForm(Enum):
+    """How an event is encoded: a map of its fields, as vLLM and SGLang do now, or the fields in
+    order, as vLLM did before."""
+
+    MAP = "map"
+    ARRAY = "array"
+
+
+class HashForm(Enum):
+    """How a block's key is told: its 32 bytes, or the last 8 of them as a number."""
+
+    BYTES = "bytes"
+    INT = "int"
+
+
+class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cache events for routers, over ZeroMQ (extra `events`).
+
+    endpoint: where they are published, such as tcp://127.0.0.1:5557 or ipc:///run/tierkv; "" for
+        nowhere. replay: where missed ones are asked for; "" for nowhere. Anybody who reaches either
+        may read, so other than loopback addresses need node.allow_insecure_bind.
+    topic: "" for kv@NAME@MODEL, with the names of the node and its model.
+    token_ids: tell each block's tokens, too. They are the content of prompts.
+    """
+
+    endpoint: str = ""
+    replay: str = ""
+    topic: str = ""
+    form: EventForm = EventForm.MAP
+    hashes: HashForm = HashForm.BYTES
+    token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay"):
+            given = getattr(self, name)
+            if given and not _ENDPOINT.fullmatch(given):
+                raise ConfigError(
+                    f"events.{name} {given!r} is no address to listen on: tcp://HOST:PORT, with * "
+                    "for every address of this machine, or ipc://PATH"
+                )
+        if self.replay and not self.endpoint:
+            raise ConfigError("events.replay is of no use without events.endpoint")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        found = [_ENDPOINT.fullmatch(one) for one in (self.endpoint, self.replay)]
+        hosts = [one["host"].strip("[]") for one in found if one and one["host"]]
+        return all(host == "localhost" or _is_loopback(host) for host in hosts)
+
+
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The config file of `tierkv serve`: each field is a table in it."""
 
@@ -78,6 +131,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     storage: StorageSettings = StorageSettings()
     model: ModelConfig = ModelConfig()
     engine: EngineSettings = EngineSettings()
+    events: EventsSection = EventsSection()
 
     def __post_init__(self) -> None:
         if self.tls.client_ca and not self.auth.file:
@@ -85,6 +139,18 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "tls.client_ca says whose certificates are asked for, and auth.file must say which "
                 "of them may do what"
             )
+        if not (self.events.is_local or self.node.allow_insecure_bind):
+            raise ConfigError(
+                f"events.endpoint {self.events.endpoint} can be reached from other machines, and "
+                "nobody is asked who they are there: --insecure allows it, on a private network"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name, or every address
+        return False
 
 
 def default_storage_url(environ: Mapping[str, str]) -> str:

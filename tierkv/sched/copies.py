@@ -5,9 +5,10 @@ how many bytes of them may be on their way at once; and what a store has beyond 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from tierkv.cache.index import Index, Lease, Match, runs_of, segments
 from tierkv.cache.keys import TOKEN_BYTES, KeyRun, Prompt, StoredKey, Tail
 from tierkv.cache.node import Change, CopyState, Ids, Mask, Tier, TreeNode
 from tierkv.errors import OutOfBlocksError, ShuttingDownError, TransferError
-from tierkv.sched.events import CacheEvents, Happening
+from tierkv.sched.events import BlockRun, CacheEvents, Happening
 from tierkv.sched.eviction import CopyDown, Eviction
 from tierkv.sched.log_throttle import LogThrottle
 from tierkv.sched.planner import Step
@@ -209,13 +210,13 @@ class ByteBudget:
 
 @dataclass(slots=True, eq=False)
 class Flush:
-    """Path blocks from `first` on that a store is given, out of host slots; see `begin_reading`."""
+    """Path blocks that a store is given, out of host slots; see `begin_reading`. runs: the same, as
+    events tell of them, none if nobody listens."""
 
-    space: str
-    first: int
     keys: list[StoredKey]
     slots: Ids
     worth: list[float]
+    runs: list[BlockRun]
 
 
 class Copies:
@@ -580,9 +581,8 @@ class Copies:
         worth = [node.hits + 1 / (1 + at) for at in range(first, stop)]
         slots = self._index.slots(Tier.HOST, node, first, stop)
         self._slots.begin_reading(slots)
-        return Flush(
-            node.space.name, first, path_keys(self._index, node, first, stop), slots, worth
-        )
+        keys = path_keys(self._index, node, first, stop)
+        return Flush(keys, slots, worth, self._events.runs(node, first, stop))
 
     async def _end_flush(self, flush: Flush) -> list[bool]:
         """Store them; which of them are stored. The index may have other blocks there by now."""
@@ -593,9 +593,20 @@ class Copies:
             outcomes = await storage.flush(flush.keys, flush.slots, flush.worth)
         finally:
             self._slots.end_reading(flush.slots)
-        for at, (key, outcome) in enumerate(zip(flush.keys, outcomes, strict=True), flush.first):
-            if outcome.status is PutStatus.STORED:
-                self._events.tell_stored(flush.space, at, key.digest)
-            elif outcome.status is not PutStatus.EXISTED:
+        self._tell_stored(flush.runs, [one.status is PutStatus.STORED for one in outcomes])
+        for outcome in outcomes:
+            if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
                 self._not_stored.warn(outcome.reason)
         return [outcome.status in (PutStatus.STORED, PutStatus.EXISTED) for outcome in outcomes]
+
+    def _tell_stored(self, runs: Sequence[BlockRun], is_new: Sequence[bool]) -> None:
+        """Those of the blocks in `runs` that storage had not had."""
+        at = 0
+        for run in runs:
+            first = 0
+            for new, group in itertools.groupby(is_new[at : at + len(run.digests)]):
+                stop = first + len(list(group))
+                if new:
+                    self._events.tell_run(Happening.STORED, "storage", run.part(first, stop))
+                first = stop
+            at += len(run.digests)

@@ -32,7 +32,9 @@ class CacheEvent(msgspec.Struct, frozen=True):
 
     number: counts all events up; a gap means that some were dropped. tier: "device", "host" or
     "storage". space: the fingerprint's short name, "" for the service's own. digests: the key of
-    each of the blocks, which fixes its whole prefix.
+    each of the blocks, which fixes its whole prefix. parent: the key of the block before them, b""
+    if they begin the prompt. tokens: theirs, packed int32, where a subscriber wants them. is_tail:
+    the one block is a prompt's partial last one.
     """
 
     number: int
@@ -42,13 +44,58 @@ class CacheEvent(msgspec.Struct, frozen=True):
     start: int
     stop: int
     digests: tuple[bytes, ...]
+    parent: bytes = b""
+    tokens: bytes = b""
+    is_tail: bool = False
+
+    @classmethod
+    def of(cls, number: int, kind: Happening, tier: str, run: BlockRun) -> CacheEvent:
+        stop = run.start + len(run.digests)
+        digests = tuple(run.digests)
+        return cls(
+            number,
+            kind,
+            tier,
+            run.space,
+            run.start,
+            stop,
+            digests,
+            run.parent,
+            run.tokens,
+            run.is_tail,
+        )
+
+
+class BlockRun(msgspec.Struct, frozen=True):
+    """Blocks [start, start + len(digests)) of a prompt, as an event tells them."""
+
+    space: str
+    start: int
+    digests: Sequence[bytes]
+    parent: bytes
+    tokens: bytes
+    is_tail: bool
+
+    def part(self, first: int, stop: int) -> BlockRun:
+        """Its blocks [first, stop), counted from its own first."""
+        size = len(self.tokens) // len(self.digests)
+        return BlockRun(
+            self.space,
+            self.start + first,
+            self.digests[first:stop],
+            self.digests[first - 1] if first else self.parent,
+            self.tokens[first * size : stop * size],
+            self.is_tail,
+        )
 
 
 class Subscription:
-    """Events as they come: `async for event in subscription`. num_dropped: lost by being slow."""
+    """Events as they come: `async for event in subscription`. num_dropped: lost by being slow.
+    wants_tokens: the blocks' tokens too, which are prompts' content."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, wants_tokens: bool = False) -> None:
         self.num_dropped = 0
+        self.wants_tokens = wants_tokens
         self._capacity = capacity
         self._events: deque[CacheEvent] = deque()
         self._arrived = asyncio.Event()
@@ -92,11 +139,13 @@ class CacheEvents:
         return bool(self._subscriptions)
 
     @contextmanager
-    def subscribe(self, capacity: int = DEFAULT_CAPACITY) -> Iterator[Subscription]:
+    def subscribe(
+        self, capacity: int = DEFAULT_CAPACITY, *, wants_tokens: bool = False
+    ) -> Iterator[Subscription]:
         """Events from now on, until the body ends. capacity: how many may wait, at least 1."""
         if capacity < 1:
             raise BadRequestError(f"a subscription holds 1 event or more, not {capacity}")
-        subscription = Subscription(capacity)
+        subscription = Subscription(capacity, wants_tokens=wants_tokens)
         self._subscriptions.append(subscription)
         try:
             yield subscription
@@ -105,23 +154,37 @@ class CacheEvents:
 
     def tell(self, kind: Happening, tier: str, node: TreeNode, start: int, stop: int) -> None:
         """Path blocks [start, stop) of `node`; one event for each run."""
+        for run in self.runs(node, start, stop):
+            self.tell_run(kind, tier, run)
+
+    def runs(self, node: TreeNode, start: int, stop: int) -> list[BlockRun]:
+        """Path blocks [start, stop) of `node` as they would be told now; [] if nobody listens."""
         if not self._subscriptions or start >= stop:
-            return
+            return []
+        wants_tokens = any(one.wants_tokens for one in self._subscriptions)
+        runs = []
         for part, i, j in segments(node, start, stop):
-            digests = self._digests_of(part, part.start + i, part.start + j)
-            self._tell(kind, tier, part.space.name, part.start + i, digests)
+            first = part.start + i
+            above = part if i else part.parent
+            parent = b""
+            if first and above is not None:
+                [parent] = self._digests_of(above, first - 1, first)
+            digests = self._digests_of(part, first, part.start + j)
+            runs.append(
+                BlockRun(
+                    part.space.name,
+                    first,
+                    digests,
+                    parent,
+                    part.tokens_of(i, j) if wants_tokens else b"",
+                    part.is_tail,
+                )
+            )
+        return runs
 
-    def tell_stored(self, space: str, block: int, digest: bytes) -> None:
-        """Storage has this block now; the index may have forgotten it."""
-        if self._subscriptions:
-            self._tell(Happening.STORED, "storage", space, block, [digest])
-
-    def _tell(
-        self, kind: Happening, tier: str, space: str, start: int, digests: Sequence[bytes]
-    ) -> None:
+    def tell_run(self, kind: Happening, tier: str, run: BlockRun) -> None:
+        """Of `runs`, by now or earlier: the index may have forgotten its blocks."""
         self._number += 1
-        event = CacheEvent(
-            self._number, kind, tier, space, start, start + len(digests), tuple(digests)
-        )
+        event = CacheEvent.of(self._number, kind, tier, run)
         for subscription in self._subscriptions:
             subscription.put(event)

@@ -1,0 +1,304 @@
+"""Cache events over ZeroMQ, read by a router that knows the published format, not tierkv."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.api.nodes import process, run_to_end
+from tests.latch import finish, until
+from tests.redis_server import free_port
+from tests.world import World, world
+from tierkv.api import events
+from tierkv.api.events import KvEventPublisher
+from tierkv.api.settings import EventForm, EventsSection, HashForm, NodeSettings
+from tierkv.cache.eviction import WritePolicy
+from tierkv.config import load
+from tierkv.errors import ConfigError
+from tierkv.sched.events import Happening
+
+zmq = pytest.importorskip("zmq")
+zmq_asyncio = pytest.importorskip("zmq.asyncio")
+
+END = (-1).to_bytes(8, "big", signed=True)
+THROUGH = WritePolicy.WRITE_THROUGH
+
+
+class Event(msgspec.Struct, tag=True, omit_defaults=True):
+    """As the format says: a map with its type, or the fields in order."""
+
+
+class BlockStored(Event):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class AllBlocksCleared(Event):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    rank: int | None = None
+
+
+@dataclass
+class Router:
+    """Keeps which blocks are on which medium. number: of the last batch."""
+
+    socket: Any
+    topic: bytes = b""
+    number: int = -1
+    gaps: int = 0
+    blocks: dict[str, set[bytes | int]] = field(default_factory=dict)
+    stored: list[BlockStored] = field(default_factory=list)
+    num_cleared: int = 0
+
+    async def read(self) -> None:
+        self.topic, number, batch = await finish(self.socket.recv_multipart())
+        self.take(int.from_bytes(number, "big"), batch)
+
+    def take(self, number: int, batch: bytes) -> None:
+        self.gaps += self.number >= 0 and number != self.number + 1
+        self.number = number
+        for event in msgspec.msgpack.decode(batch, type=Batch).events:
+            if isinstance(event, BlockStored):
+                self.blocks.setdefault(str(event.medium), set()).update(event.block_hashes)
+                self.stored.append(event)
+            elif isinstance(event, BlockRemoved):
+                self.blocks.setdefault(str(event.medium), set()).difference_update(
+                    event.block_hashes
+                )
+            else:
+                self.blocks.clear()
+                self.num_cleared += 1
+
+    async def until(self, medium: str, count: int) -> None:
+        while len(self.blocks.get(medium, ())) != count:
+            await self.read()
+
+
+@asynccontextmanager
+async def router(endpoint: str) -> AsyncIterator[Router]:
+    with zmq_asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.subscribe(b"")
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(endpoint)
+        yield Router(socket)
+
+
+@asynccontextmanager
+async def publishing(
+    folder: Path, here: World, **settings: Any
+) -> AsyncIterator[tuple[Router, KvEventPublisher]]:
+    """A publisher of that world's events, and a router that hears all from now on."""
+    endpoint = f"ipc://{folder}/events"
+    publisher = KvEventPublisher(
+        here.service, EventsSection(endpoint=endpoint, **settings), "node-a"
+    )
+    async with router(endpoint) as reader, publisher.running():
+        first = asyncio.create_task(reader.read())
+        base = 10_000
+        while not first.done():  # a subscription takes a moment to arrive
+            await here.run(tokens(5, base))
+            base += 5
+            await asyncio.sleep(0.01)
+        while here.service.stats().device.used:
+            await here.service.forget()
+        await reader.until("GPU", 0)
+        while here.service.stats().host.used:
+            await here.service.forget()
+        await reader.until("CPU", 0)
+        yield Router(reader.socket, number=reader.number), publisher
+
+
+def tokens(count: int, base: int = 0) -> list[int]:
+    return list(range(base, base + count))
+
+
+async def test_a_router_knows_what_is_cached_where(tmp_path: Path) -> None:
+    async with (
+        world(device_blocks=8, with_store=True, host_write=THROUGH, storage_write=THROUGH) as here,
+        publishing(tmp_path, here) as (reader, _),
+    ):
+        await here.run(tokens(18))  # 4 blocks of 4 and a tail, of which routers know nothing
+        for medium in ("GPU", "CPU", "STORAGE"):
+            await reader.until(medium, 4)
+        assert reader.blocks["GPU"] == reader.blocks["CPU"] == reader.blocks["STORAGE"]
+        first = set(reader.blocks["GPU"])
+        await here.run(tokens(32, 500))
+        await reader.until("GPU", 8)
+        assert not reader.blocks["GPU"] & first  # evicted, and told so
+        await reader.until("CPU", 4 + 8)
+        assert first < reader.blocks["CPU"]
+        assert reader.gaps == 0
+        assert reader.topic == f"kv@node-a@{here.service.fingerprint.model}".encode()
+
+
+async def test_each_block_hangs_at_the_one_before_it_with_its_tokens(tmp_path: Path) -> None:
+    async with (
+        world(device_blocks=32) as here,
+        publishing(tmp_path, here, token_ids=True) as (reader, _),
+    ):
+        await here.run(tokens(18))
+        await here.run([*tokens(8), *tokens(12, 900)])
+        await reader.until("GPU", 4 + 3)
+        prefix: dict[bytes | int | None, list[int]] = {None: []}
+        for event in reader.stored:
+            parent, size = event.parent_block_hash, event.block_size
+            for at, digest in enumerate(event.block_hashes):
+                prefix[digest] = prefix[parent] + event.token_ids[at * size : (at + 1) * size]
+                parent = digest
+        told = sorted(prefix.values())
+        assert tokens(16) in told
+        assert [*tokens(8), *tokens(12, 900)] in told
+
+
+async def test_tokens_are_told_to_nobody_unless_asked_for(tmp_path: Path) -> None:
+    async with world(device_blocks=8) as here, publishing(tmp_path, here) as (reader, _):
+        await here.run(tokens(16))
+        await reader.until("GPU", 4)
+        assert {tuple(event.token_ids) for event in reader.stored} == {()}
+
+
+async def test_the_older_form_has_fields_in_order_and_numbers_for_keys(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    form = {"form": EventForm.ARRAY, "hashes": HashForm.INT, "token_ids": True}
+    told: list[list[Any]] = []
+    async with world(device_blocks=64) as here, router(endpoint) as reader:
+        settings = EventsSection(endpoint=endpoint, **form)  # type: ignore[arg-type]
+        async with KvEventPublisher(here.service, settings, "node-a").running():
+            hearing = asyncio.ensure_future(reader.socket.recv_multipart())
+            while not hearing.done():  # a subscription takes a moment to arrive
+                await here.run(tokens(8))
+                await here.service.forget()
+                await asyncio.sleep(0.01)
+            told += msgspec.msgpack.decode((await hearing)[2])[1]
+            await here.run(tokens(8))
+            while not any(event[0] == "BlockStored" for event in told):
+                told += msgspec.msgpack.decode((await finish(reader.socket.recv_multipart()))[2])[1]
+        while ["AllBlocksCleared"] not in told:
+            told += msgspec.msgpack.decode((await finish(reader.socket.recv_multipart()))[2])[1]
+    kind, hashes, parent, ids, size, *rest = next(one for one in told if one[0] == "BlockStored")
+    assert (kind, parent, ids, size) == ("BlockStored", None, tokens(8), 4)
+    assert [type(one) for one in hashes] == [int, int]
+    assert rest == [None, "GPU", None]
+
+
+async def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
+    replay = f"ipc://{tmp_path}/replay"
+    async with (
+        world(device_blocks=64) as here,
+        publishing(tmp_path, here, replay=replay) as (reader, _),
+    ):
+        await here.run(tokens(16))
+        await reader.until("GPU", 4)
+        missed_from = reader.number + 1
+        await here.run(tokens(16, 100))
+        await here.run(tokens(16, 200))
+        await reader.until("GPU", 12)
+        late = Router(None)
+        with zmq_asyncio.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.connect(replay)
+            await asking.send_multipart([b"", b"no number"])  # refused, and nobody is hurt
+            await asking.send_multipart([b"", missed_from.to_bytes(8, "big")])
+            while True:
+                _, topic, number, batch = await finish(asking.recv_multipart())
+                if number == END:
+                    break
+                assert topic == reader.topic
+                late.take(int.from_bytes(number, "big"), batch)
+        assert (late.number, late.gaps) == (reader.number, 0)
+        assert len(late.blocks["GPU"]) == 8
+
+
+async def test_events_that_are_lost_leave_a_gap_and_all_is_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_QUEUED_EVENTS", 2)
+    async with (
+        world(device_blocks=64) as here,
+        publishing(tmp_path, here) as (reader, publisher),
+    ):
+        await here.run(tokens(16))
+        await reader.until("GPU", 4)
+        lost = publisher.num_lost
+        node = here.service.index.match(here.prompt(tokens(16))).node
+        for _ in range(10):  # in one turn of the loop, so that nothing is sent in between
+            here.service.events.tell(Happening.EVICTED, "device", node, 0, 4)
+        await until(lambda: publisher.num_lost > lost, "events are lost")
+        while not reader.num_cleared:
+            await reader.read()
+        await reader.until("GPU", 4)  # what is there, whatever was told
+        assert reader.gaps == 1
+
+
+async def test_a_node_publishes_and_its_end_clears_all(tmp_path: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    settings = tmp_path / "node.toml"
+    settings.write_text(f'[events]\nendpoint = "{endpoint}"\ntopic = "kv@pod@model"\n')
+    async with router(endpoint) as reader, process(tmp_path, "--config", settings) as node:
+        hearing = asyncio.create_task(reader.read())
+        while not hearing.done():
+            await node.client.post("/v1/generate", {"prompt": f"{len(reader.stored)}" * 40})
+            await node.client.ask("DELETE", "/v1/blocks")
+        assert reader.topic == b"kv@pod@model"
+        node.terminate()
+        while not reader.num_cleared or reader.blocks:
+            await reader.read()
+        assert await node.ended() == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('endpoint = "tcp://*:5557"', "can be reached from other machines"),
+        ('endpoint = "tcp://10.1.2.3:5557"', "can be reached from other machines"),
+        ('endpoint = "ipc:///tmp/a"\nreplay = "tcp://[::]:1"', "can be reached from other"),
+        ('endpoint = "http://127.0.0.1:1"', "is no address to listen on"),
+        ('replay = "tcp://127.0.0.1:1"', "is of no use without events.endpoint"),
+        ('endpoint = "tcp://127.0.0.1:1"\nform = "list"', "events.form"),
+    ],
+)
+def test_wrong_settings_are_one_sentence(table: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(f"[events]\n{table}\n")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(NodeSettings, file, {})
+
+
+def test_other_machines_may_read_where_that_is_allowed() -> None:
+    given = {"TIERKV_EVENTS__ENDPOINT": "tcp://*:5557", "TIERKV_NODE__ALLOW_INSECURE_BIND": "true"}
+    assert load(NodeSettings, None, given).events.endpoint == "tcp://*:5557"
+
+
+async def test_an_address_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with zmq_asyncio.Context() as context, context.socket(zmq.PUB) as taken:
+        taken.bind(endpoint)
+        status, _, err = await run_to_end(
+            tmp_path, "serve", "--port", "0", TIERKV_EVENTS__ENDPOINT=endpoint
+        )
+    assert status == 1
+    assert f"error: events.endpoint {endpoint} cannot be listened on" in err
+    assert "Traceback" not in err
