@@ -19,7 +19,7 @@ from tests.redis_server import free_port
 from tests.world import World, world
 from tierkv.api import events
 from tierkv.api.events import KvEventPublisher
-from tierkv.api.settings import EventForm, EventsSection, HashForm, NodeSettings
+from tierkv.api.settings import EventForm, EventsSection, NodeSettings
 from tierkv.cache.eviction import WritePolicy
 from tierkv.config import load
 from tierkv.errors import ConfigError
@@ -182,7 +182,7 @@ async def test_tokens_are_told_to_nobody_unless_asked_for(tmp_path: Path) -> Non
 
 async def test_the_older_form_has_fields_in_order_and_numbers_for_keys(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
-    form = {"form": EventForm.ARRAY, "hashes": HashForm.INT, "token_ids": True}
+    form = {"form": EventForm.ARRAY, "token_ids": True}
     told: list[list[Any]] = []
     async with world(device_blocks=64) as here, router(endpoint) as reader:
         settings = EventsSection(endpoint=endpoint, **form)  # type: ignore[arg-type]
@@ -256,13 +256,13 @@ async def test_events_that_are_lost_leave_a_gap_and_all_is_told_again(
 async def test_a_node_publishes_and_its_end_clears_all(tmp_path: Path) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     settings = tmp_path / "node.toml"
-    settings.write_text(f'[events]\nendpoint = "{endpoint}"\ntopic = "kv@pod@model"\n')
+    settings.write_text(f'[events]\nendpoint = "{endpoint}"\n[node]\nname = "pod"\n')
     async with router(endpoint) as reader, process(tmp_path, "--config", settings) as node:
         hearing = asyncio.create_task(reader.read())
         while not hearing.done():
             await node.client.post("/v1/generate", {"prompt": f"{len(reader.stored)}" * 40})
             await node.client.ask("DELETE", "/v1/blocks")
-        assert reader.topic == b"kv@pod@model"
+        assert reader.topic == b"kv@pod@tierkv-ref-tiny"
         node.terminate()
         while not reader.num_cleared or reader.blocks:
             await reader.read()

@@ -56,7 +56,6 @@ def test_every_kind_of_store_has_its_table(tmp_path: Path) -> None:
         """
         [storage]
         url = "layered:file:///near|redis://far:6379/0"
-        touches_per_ttl = 4
         peer_tensor_parallel = [1, 2]
         tenants = { 0123456789abcdef = "redis://other:6379/0" }
         [storage.mooncake]
@@ -64,7 +63,7 @@ def test_every_kind_of_store_has_its_table(tmp_path: Path) -> None:
         [storage.layered]
         near_ttl_s = 60
         [storage.resilience]
-        failures_to_open = 3
+        timeout_s = 0.7
         [storage.redis.tls]
         ca = "/etc/ca.pem"
         """,
@@ -73,7 +72,7 @@ def test_every_kind_of_store_has_its_table(tmp_path: Path) -> None:
     kinds = found.of_kinds()
     assert kinds.mooncake.replicas == 2
     assert kinds.layered.near_ttl_s == 60
-    assert kinds.resilience.failures_to_open == 3
+    assert kinds.resilience.timeout_s == 0.7
     assert kinds.resilience.probe_interval_s == 0.5
     assert found.peer_tensor_parallel == (1, 2)
     assert found.tenants == {"0123456789abcdef": "redis://other:6379/0"}
@@ -97,7 +96,6 @@ def test_the_key_comes_from_a_file_or_from_the_environment(tmp_path: Path) -> No
         (f'key = "{KEY}"', "set storage.trust"),
         (f'trust = "sealed"\nkey = "{KEY}"\nkey_file = "x"', "both"),
         ('trust = "maybe"', "trust"),
-        ("touches_per_ttl = -1", "touches_per_ttl"),
         ("peer_tensor_parallel = [0]", "peer_tensor_parallel"),
         ("[storage.mooncake]\nreplica = 1", "storage.mooncake.replica"),
     ],

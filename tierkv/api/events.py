@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tierkv.api.settings import EventForm, EventsSection, HashForm
+from tierkv.api.settings import EventForm, EventsSection
 from tierkv.cache.node import CopyState, Tier, TreeNode
 from tierkv.errors import ConfigError, how_to_install
 from tierkv.sched.events import CacheEvent, Happening
@@ -171,7 +171,7 @@ class KvEventPublisher:
     Whole blocks only: routers know no others. The first batch says that nothing is cached, and so
     does the last. Where events came faster than they were sent, the numbers have a gap, everything
     is declared gone, and what is cached is told again. num_batches: sent. num_lost: events that
-    were dropped. name: of the node, for the default topic.
+    were dropped. name: of the node, for the topic.
     """
 
     def __init__(self, service: Service, settings: EventsSection, name: str) -> None:
@@ -180,7 +180,7 @@ class KvEventPublisher:
         self._service = service
         self._settings = settings
         fingerprint = service.fingerprint
-        self._topic = (settings.topic or f"kv@{name}@{fingerprint.model}").encode()
+        self._topic = f"kv@{name}@{fingerprint.model}".encode()
         self._block_size = fingerprint.layout.block_size
         self._number = 0
         self._kept: deque[tuple[int, bytes]] = deque()
@@ -267,7 +267,7 @@ class KvEventPublisher:
         }
 
     def _hash(self, digest: bytes) -> bytes | int:
-        if self._settings.hashes is HashForm.BYTES:
+        if self._settings.form is EventForm.MAP:
             return digest
         return int.from_bytes(digest[-_NUMBER_BYTES:], "big")
 

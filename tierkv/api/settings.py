@@ -70,18 +70,12 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EventForm(Enum):
-    """How an event is encoded: a map of its fields, as vLLM and SGLang do now, or the fields in
-    order, as vLLM did before."""
+    """How an event is encoded: as a map of its fields, with hashes of 32 bytes (vLLM) or their last
+    8 as a number (SGLang); or its fields in order, with numbers, as both did before."""
 
     MAP = "map"
+    MAP_INT = "map_int"
     ARRAY = "array"
-
-
-class HashForm(Enum):
-    """How a block's key is told: its 32 bytes, or the last 8 of them as a number."""
-
-    BYTES = "bytes"
-    INT = "int"
 
 
 class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,15 +84,12 @@ class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     endpoint: where they are published, such as tcp://127.0.0.1:5557 or ipc:///run/tierkv; "" for
         nowhere. replay: where missed ones are asked for; "" for nowhere. Anybody who reaches either
         may read, so other than loopback addresses need node.allow_insecure_bind.
-    topic: "" for kv@NAME@MODEL, with the names of the node and its model.
     token_ids: tell each block's tokens, too. They are the content of prompts.
     """
 
     endpoint: str = ""
     replay: str = ""
-    topic: str = ""
     form: EventForm = EventForm.MAP
-    hashes: HashForm = HashForm.BYTES
     token_ids: bool = False
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.cache.keys import TOKEN_BYTES, Prompt, count, pack, unpack
-from tierkv.config import all_above_zero
+from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import (
     BadRequestError,
     ConfigError,
@@ -185,7 +185,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     load_timeout_s: how long a call may wait for a layer that is being loaded."""
 
     chunk_tokens: int = 256
-    load_timeout_s: float = 30.0
+    load_timeout_s: Fixed[float] = 30.0
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 1:

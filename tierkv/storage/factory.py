@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from tierkv.clock import Clock
+from tierkv.config import Fixed
 from tierkv.errors import ConfigError
 from tierkv.storage.codec import SmallCodec, TenantCodecs, Trust, parse_key
 from tierkv.storage.file import FileSettings, FileStore
@@ -175,7 +176,7 @@ class StorageSettings:
     trust: Trust = Trust.TRUSTED
     key_file: str = ""
     key: str = field(default="", repr=False)
-    touches_per_ttl: int = 10
+    touches_per_ttl: Fixed[int] = 10
     tenants: dict[str, str] = field(default_factory=dict)
     peer_tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
     file: FileSettings = field(default_factory=FileSettings)

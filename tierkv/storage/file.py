@@ -658,7 +658,7 @@ class FileSettings:
     min_free_bytes: of the file system, kept free the same way; 0: whatever the system allows.
     """
 
-    num_threads: int = 4
+    num_threads: Fixed[int] = 4
     syncs_values: bool = False
     writes_directly: bool = False
     sweep_interval_s: Fixed[float] = 600.0

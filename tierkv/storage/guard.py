@@ -88,7 +88,7 @@ class ResilienceSettings:
     timeout_s: float = 0.3
     write_timeout_s: float = 2.0
     slowest_bytes_per_s: Fixed[float] = 100e6
-    failures_to_open: int = 5
+    failures_to_open: Fixed[int] = 5
     probe_interval_s: float = 1.0
     retries_per_operation: Fixed[float] = 0.1
     max_reads: Fixed[int] = 64
