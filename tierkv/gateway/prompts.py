@@ -4,7 +4,7 @@ tokens is packed; then packed once, and sent to any number of nodes as they are.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,12 +13,12 @@ from tierkv.cache.keys import TOKEN_BYTES, count, pack, unpack
 from tierkv.client.http import Body
 from tierkv.errors import BadRequestError
 from tierkv.gateway.failures import InvalidRequestError
-from tierkv.http.bodies import FieldError
+from tierkv.http.bodies import ESCAPE_BYTES, FieldError, count_numbers, pack_numbers
 from tierkv.refmodel.config import VOCAB_SIZE
 from tierkv.refmodel.model import encode_bytes
 
-_ESCAPE_BYTES = 6  # of JSON text, at most, for one byte of what it says
-_PIECE_BYTES = 64 << 10  # 0.6 ms of parsing, between which the loop's thread has a turn
+_START_BYTES = 1024  # tell what a prompt is
+_MSGPACK_BYTES = 5  # of a token, at most
 _WRONG_TYPE = "prompt must be a text, its tokens, or a list of either"
 _MIXED = "prompt mixes tokens with prompts, or texts with tokens"
 
@@ -63,10 +63,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class CountedPrompt:
-    """One prompt that is not packed yet. raw: a text's UTF-8, or the inside of a JSON array."""
+    """One prompt that is not packed yet. raw: a text's UTF-8, or a JSON array."""
 
-    raw: bytes
-    is_text: bool
+    raw: bytes | memoryview
     num_tokens: int
 
     @property
@@ -76,16 +75,18 @@ class CountedPrompt:
     def packed(self) -> bytes:
         """Raises InvalidRequestError if there are none, or some that the model does not have."""
         if not self.num_tokens:
-            raise InvalidRequestError("a prompt is empty", param="prompt")
-        if self.is_text:
+            raise _empty()
+        if isinstance(self.raw, bytes):
             return encode_bytes(self.raw).tobytes()
         try:
-            packed = b"".join(pack(tokens) for tokens in _in_pieces(self.raw))
+            packed = pack_numbers(self.raw)
             highest = int(unpack(packed).max(initial=-1))
         except (BadRequestError, msgspec.DecodeError) as error:
             raise InvalidRequestError(
                 f"the prompt cannot be read: {error}", param="prompt"
             ) from error
+        if not packed:  # a long array, but of nothing
+            raise _empty()
         if highest >= VOCAB_SIZE:
             raise InvalidRequestError(
                 f"a token of this model is in 0..{VOCAB_SIZE - 1}", param="prompt"
@@ -103,51 +104,49 @@ def text_prompt(text: str, most_tokens: int) -> CountedPrompt:
         raise InvalidRequestError(f"the prompt cannot be read: {error}", param="prompt") from error
     if len(raw) > most_tokens:
         raise _too_long(most_tokens)
-    return CountedPrompt(raw, is_text=True, num_tokens=len(raw))
+    return CountedPrompt(raw, num_tokens=len(raw))
 
 
 def read_prompts(given: msgspec.Raw, *, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
     """What `given`, a field of a body, has for prompts, counted. It costs no more memory than the
     prompts that are not refused. Raises FieldError or InvalidRequestError."""
-    _refuse_the_longest(memoryview(given), most_tokens)
-    raw = bytes(given)
-    if raw[:1] not in (b'"', b"["):  # not JSON's: these are numbers in msgpack
-        try:
-            raw = msgspec.json.encode(msgspec.msgpack.decode(raw))
-        except msgspec.DecodeError as error:
-            raise FieldError(_WRONG_TYPE) from error
-    if raw[:1] == b'"':
-        return [_text(raw, most_tokens)]
-    if raw[:1] != b"[":
+    view = _as_json(given, most_tokens)
+    start = bytes(view[:_START_BYTES])
+    if start[:1] == b'"':
+        if len(view) - 2 > most_tokens * ESCAPE_BYTES:
+            raise _too_long(most_tokens)
+        return [_text(bytes(view), most_tokens)]
+    if start[:1] != b"[":
         raise FieldError(_WRONG_TYPE)
-    inside = raw[1:-1].strip()
-    if not inside:
-        raise _too_many(most_prompts)
-    if inside[:1] == b'"':
-        prompts = [text_prompt(text, most_tokens) for text in _texts(raw, most_prompts)]
-    elif inside[:1] == b"[":
-        prompts = _lists(inside, most_prompts, most_tokens)
-    else:
-        prompts = [_list(inside, most_tokens)]
+    match start[1:].lstrip()[:1]:
+        case b"]":
+            raise _too_many(most_prompts)
+        case b'"':
+            prompts = [text_prompt(one, most_tokens) for one in _texts(bytes(view), most_prompts)]
+        case b"[":
+            prompts = _lists(view, most_prompts, most_tokens)
+        case _:
+            prompts = [_list(view, most_tokens)]
     if len(prompts) > most_prompts:
         raise _too_many(most_prompts)
     return prompts
 
 
-def _refuse_the_longest(view: memoryview, most_tokens: int) -> None:
-    """Where one look at a long prompt tells: nothing of it is copied."""
-    start = bytes(view[:2])
-    if start[:1] == b'"' and len(view) - 2 > most_tokens * _ESCAPE_BYTES:
+def _as_json(given: msgspec.Raw, most_tokens: int) -> memoryview:
+    view = memoryview(given)
+    if bytes(view[:1]) in (b'"', b"["):  # these are numbers in msgpack
+        return view
+    if len(view) > most_tokens * _MSGPACK_BYTES:
         raise _too_long(most_tokens)
-    if start[:1] == b"[" and start[1:].isdigit():
-        pieces = range(0, len(view), _PIECE_BYTES)
-        if sum(bytes(view[at : at + _PIECE_BYTES]).count(b",") for at in pieces) >= most_tokens:
-            raise _too_long(most_tokens)
+    try:
+        return memoryview(msgspec.json.encode(msgspec.msgpack.decode(view)))
+    except msgspec.DecodeError as error:
+        raise FieldError(_WRONG_TYPE) from error
 
 
 def _text(raw: bytes, most_tokens: int) -> CountedPrompt:
     """raw: a JSON text, of which some may stand for less than they have bytes."""
-    longest = most_tokens * (_ESCAPE_BYTES if b"\\" in raw else 1)
+    longest = most_tokens * (ESCAPE_BYTES if b"\\" in raw else 1)
     if len(raw) - 2 > longest:
         raise _too_long(most_tokens)
     try:
@@ -166,39 +165,34 @@ def _texts(raw: bytes, most_prompts: int) -> list[str]:
         raise InvalidRequestError(_MIXED, param="prompt") from error
 
 
-def _lists(inside: bytes, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
-    """inside: arrays with commas between, without what is around them."""
-    if inside.count(b"[") > most_prompts:
-        raise _too_many(most_prompts)
-    if b'"' in inside or inside.count(b"[") != inside.count(b"]"):
-        raise InvalidRequestError(_MIXED, param="prompt")
-    prompts = []
-    for number, piece in enumerate(inside.split(b"]")[:-1]):
-        before, _, array = piece.partition(b"[")
-        if before.strip() != (b"," if number else b""):
+def _lists(view: memoryview, most_prompts: int, most_tokens: int) -> list[CountedPrompt]:
+    """view: an array of arrays."""
+    raw, prompts, at = bytes(view), list[CountedPrompt](), 1
+    while (start := raw.find(b"[", at)) >= 0:
+        if len(prompts) == most_prompts:
+            raise _too_many(most_prompts)
+        stop = raw.find(b"]", start) + 1
+        if raw[at:start].strip() != (b"," if prompts else b"") or not stop:
             raise InvalidRequestError(_MIXED, param="prompt")
-        prompts.append(_list(array.strip(), most_tokens))
-    if inside.rpartition(b"]")[2].strip():
+        prompts.append(_list(memoryview(raw)[start:stop], most_tokens))
+        at = stop
+    if raw[at:].strip() != b"]":
         raise InvalidRequestError(_MIXED, param="prompt")
     return prompts
 
 
-def _list(inside: bytes, most_tokens: int) -> CountedPrompt:
-    num_tokens = inside.count(b",") + 1 if inside else 0
+def _list(array: memoryview, most_tokens: int) -> CountedPrompt:
+    num_tokens = count_numbers(array)
     if num_tokens > most_tokens:
         raise _too_long(most_tokens)
-    if b'"' in inside or b"[" in inside:
+    if num_tokens < 0:
         raise InvalidRequestError(_MIXED, param="prompt")
-    return CountedPrompt(inside, is_text=False, num_tokens=num_tokens)
+    is_empty = len(array) <= _START_BYTES and not bytes(array[1:-1]).strip()
+    return CountedPrompt(array, num_tokens=0 if is_empty else num_tokens)
 
 
-def _in_pieces(inside: bytes) -> Iterator[list[int]]:
-    at = 0
-    while at < len(inside):
-        comma = inside.find(b",", at + _PIECE_BYTES)
-        stop = len(inside) if comma < 0 else comma
-        yield msgspec.json.decode(b"[%b]" % inside[at:stop], type=list[int])
-        at = stop + 1
+def _empty() -> InvalidRequestError:
+    return InvalidRequestError("a prompt is empty", param="prompt")
 
 
 def _too_long(most_tokens: int) -> InvalidRequestError:
