@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Gener
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import Context, ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tierkv.errors import ShuttingDownError, TierKVError
 
@@ -133,8 +133,16 @@ async def expected(work: Awaitable[T]) -> T | TierKVError:
         return error
 
 
+class _Start(Protocol):
+    """As TaskGroup.create_task."""
+
+    def __call__(
+        self, work: Coroutine[None, None, None], /, *, name: str
+    ) -> asyncio.Task[None]: ...
+
+
 async def abandonable(
-    start: Callable[[Coroutine[None, None, None], str], asyncio.Task[None]],
+    start: _Start,
     work: Callable[[], Awaitable[T]],
     name: str,
     *,
@@ -162,7 +170,7 @@ async def abandonable(
         if not outcome.done():
             outcome.set_exception(ended())
 
-    task = start(carry_out(), name)
+    task = start(carry_out(), name=name)
     task.add_done_callback(tell)
     try:
         return await outcome

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
 
 import msgspec
 from aiohttp import web
@@ -26,11 +26,9 @@ from tierkv.http.bodies import open_stream, write
 from tierkv.http.callers import Access
 from tierkv.http.problems import WrongRoleError, log_if_unexpected, problem_of
 from tierkv.http.route import Route
-from tierkv.refmodel.engine import GenerateRequest, OnTokens
+from tierkv.refmodel.engine import GenerateRequest
 from tierkv.refmodel.model import decode
 from tierkv.tasks import task_group
-
-Work = Callable[[OnTokens], Awaitable[msgspec.Struct]]
 
 
 class TokensEvent(msgspec.Struct, frozen=True):
@@ -40,78 +38,105 @@ class TokensEvent(msgspec.Struct, frozen=True):
     text: str
 
 
-class _Feed:
-    """What a generation has told so far, and what of it has been sent. It holds no more than
-    the request's max_tokens, and a slow reader does not slow the model."""
+class _Stream:
+    """Tokens of a generation on their way to a client, as they come. It holds no more than the
+    request's max_tokens, and a slow reader does not slow the model.
 
-    def __init__(self) -> None:
+    response: once there was something to send. scope: around the work, which ends where the client
+    has gone; gone is how that was seen.
+    """
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+        self.response: web.StreamResponse | None = None
+        self.scope = asyncio.timeout(None)
+        self.gone: ConnectionError | None = None
         self._tokens: list[int] = []
         self._changed = asyncio.Event()
+        self._is_over = False
 
     def tell(self, tokens: Sequence[int]) -> None:
         # A run that begins again tells the same tokens again: the same, so only new ones count.
         self._tokens += tokens[len(self._tokens) :]
         self._changed.set()
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._tokens)
-
-    def wake(self, _: object) -> None:
+    def end(self) -> None:
+        """No more will be told."""
+        self._is_over = True
         self._changed.set()
 
-    async def news(self, sent: int) -> list[int]:
-        """Tokens from number `sent` on; none if something else has happened."""
-        if len(self._tokens) == sent:
-            self._changed.clear()
-            await self._changed.wait()
-        return self._tokens[sent:]
+    async def send(self) -> None:
+        """Send what is told, until the end."""
+        sent = 0
+        try:
+            while not self._is_over or sent < len(self._tokens):
+                if new := self._tokens[sent:]:
+                    news = msgspec.json.encode(TokensEvent(new, decode(new)))
+                    await self.event("tokens", news)
+                    sent += len(new)
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except ConnectionError as error:
+            self.gone = error
+            if not self._is_over:
+                self.scope.reschedule(asyncio.get_running_loop().time())
+
+    async def event(self, event: str, data: bytes) -> web.StreamResponse:
+        """Raises ConnectionError if the client has gone or takes nothing."""
+        self.response = self.response or await open_stream(self._request)
+        await write(self.response, b"event: %b\ndata: %b\n\n" % (event.encode(), data))
+        return self.response
 
 
-async def stream(request: web.BaseRequest, work: Work) -> web.StreamResponse:
-    """Run `work` and answer with its tokens. Raises its TierKVError if it fails before the first.
+@dataclass(slots=True)
+class Answering:
+    """An answer on its way to being made. made: what this call, or an earlier one of its id, has
+    made. response: what the client gets, if that is not `made` itself."""
 
-    A cancel, which is what a client that goes away causes, cancels `work`.
-    """
-    feed = _Feed()
+    job: GenerateRequest
+    made: GenerateAnswer | None = None
     response: web.StreamResponse | None = None
-    sent = 0
+
+    @property
+    def result(self) -> web.StreamResponse | GenerateAnswer:
+        found = self.response or self.made
+        assert found is not None, "the body of `with` makes it"
+        return found
+
+
+@asynccontextmanager
+async def streaming(request: web.BaseRequest, answer: Answering) -> AsyncIterator[None]:
+    """Send the tokens of `answer.job` while the body runs, which makes the answer. Raises what the
+    body does if that is before the first token; later it is told to the client.
+
+    A cancel, which is what a client that goes away causes, cancels the body.
+    """
+    stream = _Stream(request)
+    answer.job = replace(answer.job, on_tokens=stream.tell)
+    failure: Exception | None = None
     async with task_group() as tasks:
-        task = tasks.create_task(_outcome(work, feed.tell), name="tierkv-stream")
-        task.add_done_callback(feed.wake)
-        while not task.done() or sent < feed.num_tokens:
-            new = await feed.news(sent)
-            if new:
-                response = response or await open_stream(request)
-                news = msgspec.json.encode(TokensEvent(new, decode(new)))
-                await _tell(response, "tokens", news)
-                sent += len(new)
-    outcome = task.result()
-    if isinstance(outcome, Exception):
-        if response is None:
-            raise outcome
-        log_if_unexpected(request, outcome)
-        await _tell(response, "error", msgspec.json.encode(problem_of(request, outcome)))
+        tasks.create_task(stream.send(), name="tierkv-stream")
+        try:
+            async with stream.scope:
+                yield
+            if answer.made is not None:  # of a call that repeats, all tokens at once
+                stream.tell(answer.made.tokens)
+        except Exception as error:  # noqa: BLE001 - what nobody expected is logged
+            failure = error
+        finally:
+            stream.end()
+    if stream.gone is not None:
+        raise stream.gone
+    if failure is None:
+        answer.response = await stream.event("done", msgspec.json.encode(answer.made))
+    elif stream.response is None:
+        raise failure
     else:
-        response = response or await open_stream(request)
-        await _tell(response, "done", msgspec.json.encode(outcome))
-    await response.write_eof()
-    return response
-
-
-async def _outcome(work: Work, on_tokens: OnTokens) -> msgspec.Struct | Exception:
-    """Failures are returned: they are for the client, whose stream has its own way to end."""
-    try:
-        return await work(on_tokens)
-    except Exception as error:  # noqa: BLE001 - what nobody expected is logged
-        return error
-
-
-async def _tell(response: web.StreamResponse, event: str, data: bytes) -> None:
-    await write(response, b"event: %b\ndata: %b\n\n" % (event.encode(), data))
-
-
-A = TypeVar("A", bound=GenerateAnswer)
+        log_if_unexpected(request, failure)
+        problem = msgspec.json.encode(problem_of(request, failure))
+        answer.response = await stream.event("error", problem)
+    await answer.response.write_eof()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +165,12 @@ class WorkRoutes(Routes):
         async with self._node.work():
             body = await self._read_prompt(request, GenerateBody)
             work = self._work(request, "generate", body, body.max_tokens, uses_cache=body.use_cache)
-
-        async def compute(job: GenerateRequest) -> GenerateAnswer:
-            generation = await self._node.engine.generate(job)
-            self._metrics.observe("generate", generation)
-            return GenerateAnswer.of(work.request_id, generation)
-
-        return await self._answer(request, work, compute, streams=body.stream)
+        async with self._answering(request, work, streams=body.stream) as answer:
+            if answer.made is None:
+                generation = await self._node.engine.generate(answer.job)
+                self._metrics.observe("generate", generation)
+                answer.made = GenerateAnswer.of(work.request_id, generation)
+        return answer.result
 
     @Route(
         "POST", "/v1/prefill", Access.WRITE, body=PrefillBody, answer=PrefillAnswer, is_stream=True
@@ -159,15 +183,18 @@ class WorkRoutes(Routes):
             work = self._work(request, "prefill", body)
             ticket_id = work.request_id if body.ticket_id is None else body.ticket_id
             name = self._ticket(request, ticket_id)
-
-        async def compute(job: GenerateRequest) -> PrefillAnswer:
-            with self._metrics.handing("publish"):
-                prefilled = await self._node.engine.prefill(job, name, waits_for=body.wait)
-            self._metrics.observe("prefill", prefilled.generation)
-            block_size = self._node.settings.cache.block_size
-            return PrefillAnswer.of_prefill(work.request_id, prefilled, ticket_id, block_size)
-
-        return await self._answer(request, work, compute, streams=body.stream)
+        async with self._answering(request, work, streams=body.stream) as answer:
+            if answer.made is None:
+                with self._metrics.handing("publish"):
+                    prefilled = await self._node.engine.prefill(
+                        answer.job, name, waits_for=body.wait
+                    )
+                self._metrics.observe("prefill", prefilled.generation)
+                block_size = self._node.settings.cache.block_size
+                answer.made = PrefillAnswer.of_prefill(
+                    work.request_id, prefilled, ticket_id, block_size
+                )
+        return answer.result
 
     @Route("POST", "/v1/decode", Access.WRITE, body=DecodeBody, answer=DecodeAnswer, is_stream=True)
     async def decode(self, request: web.BaseRequest) -> web.StreamResponse | GenerateAnswer:
@@ -177,16 +204,17 @@ class WorkRoutes(Routes):
             body = await self._read_prompt(request, DecodeBody)
             work = self._work(request, "decode", body, body.max_tokens)
             name = self._ticket(request, body.ticket_id)
-
-        async def compute(job: GenerateRequest) -> DecodeAnswer:
-            with self._metrics.handing("claim"):
-                generation, ticket = await self._node.engine.decode(
-                    job, name, policy=body.policy, deadline_s=body.deadline_s
+        async with self._answering(request, work, streams=body.stream) as answer:
+            if answer.made is None:
+                with self._metrics.handing("claim"):
+                    generation, ticket = await self._node.engine.decode(
+                        answer.job, name, policy=body.policy, deadline_s=body.deadline_s
+                    )
+                self._metrics.observe("decode", generation)
+                answer.made = DecodeAnswer.of_ticket(
+                    work.request_id, generation, body.ticket_id, ticket
                 )
-            self._metrics.observe("decode", generation)
-            return DecodeAnswer.of_ticket(work.request_id, generation, body.ticket_id, ticket)
-
-        return await self._answer(request, work, compute, streams=body.stream)
+        return answer.result
 
     def _work(
         self,
@@ -204,32 +232,21 @@ class WorkRoutes(Routes):
         content = content_of(msgspec.structs.replace(body, stream=False), prompt.tokens)
         return _Work(operation, request_id, principal_of(request).tenant, content, job)
 
-    def _answer(
-        self,
-        request: web.BaseRequest,
-        work: _Work,
-        compute: Callable[[GenerateRequest], Awaitable[A]],
-        *,
-        streams: bool,
-    ) -> Awaitable[web.StreamResponse | A]:
-        """Answer with what `compute` makes of the job, or made of it when this was asked before.
-        A stream that repeats has its tokens all at once."""
-
-        async def tell(on_tokens: OnTokens) -> A:
-            job = replace(work.job, on_tokens=on_tokens)
-            made = await self._once(replace(work, job=job), compute)
-            on_tokens(made.tokens)
-            return made
-
-        return stream(request, tell) if streams else self._once(work, compute)
-
-    async def _once(self, work: _Work, compute: Callable[[GenerateRequest], Awaitable[A]]) -> A:
+    @asynccontextmanager
+    async def _answering(
+        self, request: web.BaseRequest, work: _Work, *, streams: bool
+    ) -> AsyncIterator[Answering]:
+        """For the body to make the answer, unless it is known from when this was asked before."""
+        answer = Answering(work.job)
         key = (work.operation, work.tenant, work.request_id)
-        async with self._node.work():
-            made = await self._node.answers.do(
-                key, work.content, lambda: compute(work.job), stays_open=False
-            )
-        return cast("A", made)  # of the same operation
+        async with (
+            streaming(request, answer) if streams else nullcontext(),
+            self._node.work(),
+            self._node.answers.call(key, work.content, stays_open=False) as call,
+        ):
+            answer.made = call.made
+            yield answer
+            call.made = answer.made
 
     def _check_role(self, needed: Role, *, has_it: bool) -> None:
         if not has_it:

@@ -63,6 +63,13 @@ class _Entry(Generic[T]):
     forgotten_at: float = 0.0
 
 
+@dataclass(slots=True)
+class OnceCall(Generic[T]):
+    """made: the result, once there is one."""
+
+    made: T | None = None
+
+
 class Once(Generic[T]):
     """Results by key. One is kept while it is open, and for `ttl_s` seconds after `let_go`, unless
     `most` newer ones have been let go since.
@@ -81,20 +88,17 @@ class Once(Generic[T]):
     def __len__(self) -> int:
         return len(self._open) + len(self._past)
 
-    async def do(
-        self,
-        key: Hashable,
-        content: bytes,
-        work: Callable[[], Awaitable[T]],
-        *,
-        stays_open: bool = True,
-    ) -> T:
-        """The result of `work`, which runs if there is none yet for `key`.
+    @asynccontextmanager
+    async def call(
+        self, key: Hashable, content: bytes, *, stays_open: bool = True
+    ) -> AsyncIterator[OnceCall[T]]:
+        """One call for the work of `key`. What is yielded has the result of an earlier call, or
+        None: then the body does the work, and sets it.
 
         content: a digest of what is asked for. stays_open: the result stands for something that
         ends with `let_go`. Raises DuplicateRequestError if the same key was
-        used for something else, and what `work` raises. If who runs it is cancelled, one of those
-        that wait runs it instead.
+        used for something else, and what the work that it waits for raises. If who does it is
+        cancelled, one of those that wait does it instead.
         """
         while (known := self._find(key)) is not None:
             if known.content != content:
@@ -104,11 +108,14 @@ class Once(Generic[T]):
             if not known.outcome.cancelled():
                 result = known.outcome.result()
                 self.num_repeats += 1
-                return result
+                yield OnceCall(result)
+                return
         entry: _Entry[T] = _Entry(content, asyncio.get_running_loop().create_future())
         self._open[key] = entry
+        call: OnceCall[T] = OnceCall()
         try:
-            made = await work()
+            yield call
+            assert call.made is not None, "the body sets it"
         except TierKVError as error:
             self._drop(key)
             entry.outcome.set_exception(error)
@@ -118,10 +125,9 @@ class Once(Generic[T]):
             self._drop(key)
             entry.outcome.cancel()
             raise
-        entry.outcome.set_result(made)
+        entry.outcome.set_result(call.made)
         if not stays_open:
             self.let_go(key)
-        return made
 
     def let_go(self, key: Hashable) -> None:
         """The result of `key` need not be kept for long any more."""
@@ -333,22 +339,22 @@ class Sessions:
         leaves nothing behind.
         """
 
-        async def first() -> HeldSession:
-            session = Session(self._service, spec, on_end=lambda: self._ended(held))
-            await begin(session)
-            held = HeldSession.of(key, session, ttl_s)
-            self._held[key] = held
-            self._leases.renew(held)
-            if wait is Wait.LOADED:
-                try:
-                    with self._leases.called(held), suppress(GateTimeoutError):
-                        await session.request.gate.all_layers(LOADS_S)
-                except BaseException:  # a cancel too: nobody has been told its name yet
-                    session.end()
-                    raise
-            return held
-
-        return await self._once.do(key, content, first)
+        async with self._once.call(key, content) as call:
+            if call.made is None:
+                session = Session(self._service, spec, on_end=lambda: self._ended(held))
+                await begin(session)
+                held = HeldSession.of(key, session, ttl_s)
+                self._held[key] = held
+                self._leases.renew(held)
+                if wait is Wait.LOADED:
+                    try:
+                        with self._leases.called(held), suppress(GateTimeoutError):
+                            await session.request.gate.all_layers(LOADS_S)
+                    except BaseException:  # a cancel too: nobody has been told its name yet
+                        session.end()
+                        raise
+                call.made = held
+        return call.made
 
     def has(self, key: Key) -> bool:
         """Whether `find` finds it."""
@@ -583,20 +589,20 @@ class PromptMovements:
         """The movement of this key, begun now or before. Raises StoreUnavailableError without a
         storage tier, TooManyError, and DuplicateRequestError."""
 
-        async def first() -> PromptMovement:
-            if self._service.tiers.copies.storage is None:
-                raise StoreUnavailableError("this node has no storage tier")
-            if len(self._running) >= MOST_RUNNING:
-                raise TooManyError(f"{MOST_RUNNING} such are under way")
-            movement = PromptMovement(key, prompt.num_tokens)
-            self._running.add(movement)
-            assert self._tasks is not None, "movements are running"
-            movement.task = self._tasks.create_task(
-                self._run(movement, prompt, deadline_s), name=f"tierkv-{self._kind}"
-            )
-            return movement
-
-        return await self._once.do(key, content, first)
+        async with self._once.call(key, content) as call:
+            if call.made is None:
+                if self._service.tiers.copies.storage is None:
+                    raise StoreUnavailableError("this node has no storage tier")
+                if len(self._running) >= MOST_RUNNING:
+                    raise TooManyError(f"{MOST_RUNNING} such are under way")
+                movement = PromptMovement(key, prompt.num_tokens)
+                self._running.add(movement)
+                assert self._tasks is not None, "movements are running"
+                movement.task = self._tasks.create_task(
+                    self._run(movement, prompt, deadline_s), name=f"tierkv-{self._kind}"
+                )
+                call.made = movement
+        return call.made
 
     def find(self, key: Key) -> PromptMovement:
         """Raises UnknownIdError."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum
 
 import msgspec
@@ -398,71 +398,58 @@ class Claims:
         """Wait for a published prompt and get its blocks; see Service.claim."""
         self._scheduler.check(spec)
         check_id(ticket_id)
-        try:
-            request, ticket = await self._claim(spec, ticket_id, policy, deadline_s, sampling)
-        except HandoffError:
-            self._stats.refused_claims += 1
-            raise
-        if ticket is None:
-            self._stats.claims_without_ticket += 1
-        else:
-            self._stats.claimed_prompts += 1
-            self._scheduler.tiers.work.start(
-                self._acknowledge(request, ticket), "tierkv-acknowledge"
-            )
-        return request, ticket
-
-    async def _claim(
-        self,
-        spec: RequestSpec,
-        ticket_id: str,
-        policy: ClaimPolicy,
-        deadline_s: float,
-        sampling: Mapping[str, str],
-    ) -> tuple[Request, Ticket | None]:
         give_up_at = asyncio.get_running_loop().time() + deadline_s
         if policy is ClaimPolicy.RECOMPUTE_ALL:
             alone = msgspec.structs.replace(spec, needs_logits=True, uses_cache=False)
-            return await self._scheduler.admit(alone), None
-        with self._source.supply(lambda: self._has_room(spec.num_blocks)) as near:
+            return self._without(await self._scheduler.admit(alone))
+        with self._refusals(), self._source.supply(lambda: self._has_room(spec.num_blocks)) as near:
             try:
-                silent_s = deadline_s if policy is ClaimPolicy.WHOLE else _SILENT_S
-                ticket, keys = await self._wait(spec, ticket_id, near, deadline_s, silent_s)
+                async with self._watching(spec, ticket_id, near) as watch:
+                    silent_s = deadline_s if policy is ClaimPolicy.WHOLE else _SILENT_S
+                    ticket = await watch.ticket(deadline_s=deadline_s, silent_s=silent_s)
                 _check_sampling(ticket, sampling)
             except HandoffError as error:
                 if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
                     raise
                 log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
-                return await self._without_ticket(spec, error, near), None
+                return self._without(await self._without_ticket(spec, error, near))
             near.learn(ticket)
-            return await self._get(spec, keys, policy, give_up_at, near), ticket
+            request = await self._get(spec, watch.keys, policy, give_up_at, near)
+        self._stats.claimed_prompts += 1
+        self._scheduler.tiers.work.start(self._acknowledge(request, ticket), "tierkv-acknowledge")
+        return request, ticket
+
+    def _without(self, request: Request) -> tuple[Request, None]:
+        self._stats.claims_without_ticket += 1
+        return request, None
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except HandoffError:
+            self._stats.refused_claims += 1
+            raise
 
     def _has_room(self, num_blocks: int) -> bool:
         """Whether the device could take so many blocks now, and nobody is before them."""
         has_room = self._scheduler.tiers.eviction.available(Tier.DEVICE) >= num_blocks
         return has_room and not self._scheduler.num_waiting
 
-    async def _wait(
-        self, spec: RequestSpec, ticket_id: str, near: Supply, deadline_s: float, silent_s: float
-    ) -> tuple[Ticket, Sequence[StoredKey]]:
-        """The ticket, and the prompt's keys, which are its; blocks that are whole before it is are
-        on their way meanwhile."""
+    @asynccontextmanager
+    async def _watching(
+        self, spec: RequestSpec, ticket_id: str, near: Supply
+    ) -> AsyncIterator[Watch]:
+        """For the wait for the ticket: blocks that are whole before it is are on their way
+        meanwhile."""
         ahead = Ahead(
-            spec,
-            self._scheduler,
-            self._fetcher,
-            near=near,
-            deadline_s=self._fetch_deadline_s,
+            spec, self._scheduler, self._fetcher, near=near, deadline_s=self._fetch_deadline_s
         )
         watch = Watch(
-            self._tickets,
-            ticket_id,
-            spec.prompt,
-            on_progress=ahead.ready,
-            on_open=near.learn,
+            self._tickets, ticket_id, spec.prompt, on_progress=ahead.ready, on_open=near.learn
         )
         async with background({"tierkv-claim-ahead": ahead.run()}):
-            return await watch.ticket(deadline_s=deadline_s, silent_s=silent_s), watch.keys
+            yield watch
 
     async def _get(
         self,

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -502,15 +502,15 @@ class Tickets:
 
     # The decode node's side
 
-    async def read(self, ticket_id: str) -> Ticket | None:
+    def read(self, ticket_id: str) -> Awaitable[Ticket | None]:
         """Raises HandoffError if it is damaged or another's, BadRequestError, and
         StoreUnavailableError."""
-        return await self._read(ticket_id, self.names.ticket, Ticket)
+        return self._read(ticket_id, self.names.ticket, Ticket)
 
-    async def read_open(self, ticket_id: str) -> OpenTicket | None:
+    def read_open(self, ticket_id: str) -> Awaitable[OpenTicket | None]:
         """Raises HandoffError if it is damaged or another's, BadRequestError, and
         StoreUnavailableError."""
-        return await self._read(ticket_id, self.names.open_ticket, OpenTicket)
+        return self._read(ticket_id, self.names.open_ticket, OpenTicket)
 
     async def read_acknowledgement(self, ticket_id: str) -> Acknowledgement | None:
         """Who claimed the ticket, None if nobody did. Raises StoreUnavailableError."""

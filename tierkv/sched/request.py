@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from types import TracebackType
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -266,20 +267,51 @@ def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
     return shared
 
 
-T = TypeVar("T")
+class Arrival:
+    """A wait for storage or another node, for `async with`. If the request is aborted, or the node
+    drains, the body is cancelled where it waits, and RequestAbortedError or ShuttingDownError
+    raised; also if that is in the moment in which it has ended, and then what it brought is let go.
 
+    let_go: set by the body when it has brought something.
+    """
 
-@dataclass(slots=True)
-class _Arrival:
-    space: str
-    scope: asyncio.Timeout
-    refused: TierKVError | None = None
+    def __init__(self, by_id: dict[str, Arrival], request_id: str, space: str) -> None:
+        self.space = space
+        self.let_go: Callable[[], None] = lambda: None
+        self._by_id = by_id
+        self._request_id = request_id
+        self._scope = asyncio.timeout(None)
+        self._refused: TierKVError | None = None
 
     def refuse(self, error: TierKVError) -> None:
         """Nothing more comes of it; the first reason counts."""
-        if self.refused is None:
-            self.refused = error
-            self.scope.reschedule(asyncio.get_running_loop().time())
+        if self._refused is None:
+            self._refused = error
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def __aenter__(self) -> Self:
+        if self._request_id in self._by_id:
+            raise DuplicateRequestError(f"request {self._request_id!r} is already on its way")
+        await self._scope.__aenter__()
+        self._by_id[self._request_id] = self
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        del self._by_id[self._request_id]
+        try:
+            await self._scope.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            if self._refused is None:
+                raise
+            raise self._refused from None
+        if self._refused is not None and error is None:
+            self.let_go()
+            raise self._refused
 
 
 @dataclass(slots=True)
@@ -287,41 +319,14 @@ class Arrivals:
     """Requests that wait for storage or for another node, by id. Each can be aborted; a second one
     with the same id is refused."""
 
-    _by_id: dict[str, _Arrival] = field(default_factory=dict)
+    _by_id: dict[str, Arrival] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    async def brought(
-        self,
-        request_id: str,
-        space: str,
-        work: Coroutine[None, None, T],
-        let_go: Callable[[T], None],
-    ) -> T:
-        """What `work` brings. If the request is aborted, or the node drains, `work` is cancelled
-        where it waits, and RequestAbortedError or ShuttingDownError raised; also if that is in the
-        moment in which `work` has ended, and what it brought is let go."""
-        if request_id in self._by_id:
-            work.close()
-            raise DuplicateRequestError(f"request {request_id!r} is already on its way")
-        arrival = _Arrival(space, asyncio.timeout(None))
-        found: list[T] = []
-        try:
-            async with arrival.scope:
-                self._by_id[request_id] = arrival
-                try:
-                    found.append(await work)
-                finally:
-                    del self._by_id[request_id]
-        except TimeoutError:
-            if arrival.refused is None:
-                raise
-        if arrival.refused is None:
-            return found[0]
-        for one in found:
-            let_go(one)
-        raise arrival.refused
+    def wait(self, spec: RequestSpec) -> Arrival:
+        """One request's, for `async with`. Raises DuplicateRequestError on entry."""
+        return Arrival(self._by_id, spec.request_id, spec.prompt.space)
 
     def abort(self, request_id: str) -> bool:
         """Whether there was one."""

@@ -406,14 +406,14 @@ class Service:
 
     async def _fetched(self, spec: RequestSpec) -> Fetched:
         """What storage has of a prompt that the tiers lack, on the host."""
-        fetch = self.fetcher.fetch(
-            spec.prompt,
-            deadline_s=self.settings.fetch_deadline_s,
-            policy=self.settings.fetch_policy,
-        )
-        return await self._arriving.brought(
-            spec.request_id, spec.prompt.space, fetch, lambda brought: brought.release()
-        )
+        async with self._arriving.wait(spec) as arrival:
+            fetched = await self.fetcher.fetch(
+                spec.prompt,
+                deadline_s=self.settings.fetch_deadline_s,
+                policy=self.settings.fetch_policy,
+            )
+            arrival.let_go = fetched.release
+        return fetched
 
     async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
         """KV of `tokens` is in the block table once `after` is done; see Scheduler.commit."""
@@ -488,15 +488,12 @@ class Service:
         self._the_handoff()
         if deadline_s is None:
             deadline_s = self._made_of.handoff.claim_deadline_s
-        claim = self._parts.claims.claim(
-            spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
-        )
-        return await self._arriving.brought(
-            spec.request_id,
-            spec.prompt.space,
-            claim,
-            lambda claimed: self.scheduler.end(claimed[0]),
-        )
+        async with self._arriving.wait(spec) as arrival:
+            request, ticket = await self._parts.claims.claim(
+                spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
+            )
+            arrival.let_go = lambda: self.scheduler.end(request)
+        return request, ticket
 
     @property
     def handoff(self) -> Handoff | None:

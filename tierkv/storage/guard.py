@@ -17,7 +17,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
     Iterator,
     MutableSequence,
     Sequence,
@@ -202,7 +201,7 @@ class GuardedStore(StoreWrapper):
             return 0
         asked = checked if known == len(checked) else check_names(checked[:known])
         with self._missing.asking() as note_missing:
-            found = await self._ask_twice(lambda store: store.exists(asked))
+            found = await self._ask(lambda store: store.exists(asked))
             if found < len(asked):
                 note_missing(asked[found])
         return found
@@ -213,7 +212,7 @@ class GuardedStore(StoreWrapper):
         if not asked:
             return [False] * len(names)
         with self._missing.asking() as note_missing:
-            answers = await self._ask_twice(lambda store: store.present(asked))
+            answers = await self._ask(lambda store: store.present(asked))
             found = dict(zip(asked, answers, strict=True))
             for name, is_there in found.items():
                 if not is_there:
@@ -223,49 +222,49 @@ class GuardedStore(StoreWrapper):
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
         check_name(name)
         if not lists_tails(name):  # of others nobody asks again, or it is to be found at once
-            content = await self._ask_twice(lambda store: store.get(name, max_bytes=max_bytes))
+            content = await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
             if content is not None and tells_of_blocks(name):
                 self._missing.clear()
             return content
         if not self._missing.first([name]):
             return None
         with self._missing.asking() as note_missing:
-            content = await self._ask_twice(lambda store: store.get(name, max_bytes=max_bytes))
+            content = await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
             if content is None:
                 note_missing(name)
         return content
 
     async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        await self._take_slot()
-        try:
-            async with self._within(self._deadline_s(0)):
-                answer = await self._apart(ask)
-        finally:
-            self._reads.give_back()
-        self._breaker.succeed()
-        return answer
-
-    async def _ask_twice(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        """What `ask` returns; what failed at once is tried again, within the budget. A cancel is
+        raised at once, even if `ask` does not end then."""
         started = self._clock.monotonic()
-        try:
-            return await self._ask(ask)
-        except StoreUnavailableError:
-            if not self._takes_retry(started):
-                raise
-        await self._pause()
-        return await self._ask(ask)
+        may_try_again = True
+        while True:
+            try:
+                await self._take_slot()
+                try:
+                    async with self._within(self._deadline_s(0)):
+                        answer = await self._apart(ask)
+                finally:
+                    self._reads.give_back()
+            except StoreUnavailableError:
+                if not (may_try_again and self._takes_retry(started)):
+                    raise
+            else:
+                self._breaker.succeed()
+                return answer
+            may_try_again = False
+            await self._pause()
 
-    async def _apart(self, ask: Callable[[Store], Awaitable[T]]) -> T:
-        """What `ask` returns. A cancel is raised at once, even if `ask` does not end then."""
-        return await abandonable(
-            self._start, lambda: ask(self.inner), "tierkv-store-question", ended=self._closed
-        )
-
-    def _start(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+    def _apart(self, ask: Callable[[Store], Awaitable[T]]) -> Awaitable[T]:
         if self._tasks is None:
-            work.close()
             raise self._closed()
-        return self._tasks.create_task(work, name=name)
+        return abandonable(
+            self._tasks.create_task,
+            lambda: ask(self.inner),
+            "tierkv-store-question",
+            ended=self._closed,
+        )
 
     def _closed(self) -> StoreUnavailableError:
         return StoreUnavailableError(f"{self.url} is closed")
