@@ -88,13 +88,12 @@ class EvictionOrder:
         self._spares = self.policy.spares if self.policy.has_second_chances else None
 
     def is_candidate(self, node: TreeNode) -> bool:
-        if node.holders:
-            return False
         if self.tier is HOST:
-            copies = node.host
-            return copies is not None and copies.num_present > 0 and not node.children_on_host
+            copies, children = node.host, node.children_on_host
+        else:
+            copies, children = node.device, node.children_on_device
         # Never a root, which has no copies.
-        return node.device.num_present > 0 and not node.children_on_device
+        return not (node.holders or children or copies is None or not copies.num_present)
 
     def rank(self, node: TreeNode) -> int:
         rank = self._rank(node)

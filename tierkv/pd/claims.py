@@ -26,7 +26,7 @@ from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.source import PeerSource, Supply
 from tierkv.pd.tickets import PROGRESS, ClaimProblem, OpenTicket, Ticket, Tickets, check_id
 from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher, Source
-from tierkv.sched.request import Request, RequestSpec
+from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import background, deadline
@@ -372,6 +372,7 @@ class Claims:
         tickets: Tickets,
         scheduler: Scheduler,
         fetcher: Fetcher,
+        arriving: Arrivals,
         *,
         source: PeerSource,
         portions: Portions,
@@ -381,6 +382,7 @@ class Claims:
         self._tickets = tickets
         self._scheduler = scheduler
         self._fetcher = fetcher
+        self._arriving = arriving
         self._source = source
         self._portions = portions
         self._fetch_deadline_s = fetch_deadline_s
@@ -399,29 +401,38 @@ class Claims:
         self._scheduler.check(spec)
         check_id(ticket_id)
         give_up_at = asyncio.get_running_loop().time() + deadline_s
-        if policy is ClaimPolicy.RECOMPUTE_ALL:
-            alone = msgspec.structs.replace(spec, needs_logits=True, uses_cache=False)
-            return self._without(await self._scheduler.admit(alone))
-        with self._refusals(), self._source.supply(lambda: self._has_room(spec.num_blocks)) as near:
-            try:
-                async with self._watching(spec, ticket_id, near) as watch:
-                    silent_s = deadline_s if policy is ClaimPolicy.WHOLE else _SILENT_S
-                    ticket = await watch.ticket(deadline_s=deadline_s, silent_s=silent_s)
-                _check_sampling(ticket, sampling)
-            except HandoffError as error:
-                if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
-                    raise
-                log.warning("request %s goes on without a ticket: %s", spec.request_id, error)
-                return self._without(await self._without_ticket(spec, error, near))
-            near.learn(ticket)
-            request = await self._get(spec, watch.keys, policy, give_up_at, near)
-        self._stats.claimed_prompts += 1
-        self._scheduler.tiers.work.start(self._acknowledge(request, ticket), "tierkv-acknowledge")
+        ticket: Ticket | None = None
+        async with self._arriving.wait(spec) as arrival:
+            if policy is ClaimPolicy.RECOMPUTE_ALL:
+                alone = msgspec.structs.replace(spec, needs_logits=True, uses_cache=False)
+                request = await self._scheduler.admit(alone)
+            else:
+                with (
+                    self._refusals(),
+                    self._source.supply(lambda: self._has_room(spec.num_blocks)) as near,
+                ):
+                    try:
+                        async with self._watching(spec, ticket_id, near) as watch:
+                            silent_s = deadline_s if policy is ClaimPolicy.WHOLE else _SILENT_S
+                            ticket = await watch.ticket(deadline_s=deadline_s, silent_s=silent_s)
+                        _check_sampling(ticket, sampling)
+                    except HandoffError as error:
+                        if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
+                            raise
+                        ticket = None
+                        log.warning("%s goes on without a ticket: %s", spec.request_id, error)
+                        request = await self._without_ticket(spec, error, near)
+                    else:
+                        near.learn(ticket)
+                        request = await self._get(spec, watch.keys, policy, give_up_at, near)
+            arrival.let_go = lambda: self._scheduler.end(request)
+        if ticket is None:
+            self._stats.claims_without_ticket += 1
+        else:
+            self._stats.claimed_prompts += 1
+            acknowledging = self._acknowledge(request, ticket)
+            self._scheduler.tiers.work.start(acknowledging, "tierkv-acknowledge")
         return request, ticket
-
-    def _without(self, request: Request) -> tuple[Request, None]:
-        self._stats.claims_without_ticket += 1
-        return request, None
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -105,6 +105,7 @@ class HostLoads:
         host, device = index.slots(Tier.HOST, path.node, first, stop), slots
         if beside is not None:
             host, device = np.concatenate([host, beside[0]]), np.concatenate([slots, beside[1]])
+        self._tiers.decisions.load_host += 1
         above = tuple(self.of(index.slots(Tier.DEVICE, path.node, 0, first)))
         lease = index.hold_as_is(path.node)
         index.change(Tier.DEVICE, path.node, first, stop, Change.RESERVE, slots=slots)
@@ -269,24 +270,11 @@ class Starts:
             return None
         lease = self._index.hold(match.node, stop)
         try:
-            load = self._load(lease, stop - count, stop, self.take(prompt, count))
+            load = self._loads.start(lease, stop - count, stop, self.take(prompt, count))
         finally:
             self._index.release(lease)
         self._loads.let_go(load)
         return load.movement
-
-    def _load(
-        self, lease: Lease, first: int, stop: int, slots: Ids, partial: _Partial | None = None
-    ) -> Load:
-        """partial: every layer's gate waits for it too, so it goes with the others."""
-        self._tiers.decisions.load_host += 1
-        if partial is None:
-            return self._loads.start(lease, first, stop, slots)
-        source = partial.source
-        beside = (self._host_slot(partial), partial.target)
-        load = self._loads.start(lease, first, stop, slots, beside=beside)
-        load.movement.when_ended(lambda: self._index.release(source))
-        return load
 
     def take(self, prompt: Prompt, count: int) -> Ids:
         """Device slots within the tenant's quota, of which private blocks are a part too."""
@@ -310,13 +298,14 @@ class Starts:
         loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
         first_load = match.num_blocks - plan.num_loads
         movements = []
-        partial = None
+        beside = None
         if source is not None:
             assert match.partial is not None, "a source is of a partial match"
-            partial = _Partial(source, match.partial.block, private[:1])
-            if self._is_on_device(partial) or not len(loading):
-                movements.append(self._copy_partial(partial))
-                partial = None  # else it goes with the load
+            shared = _Partial(source, match.partial.block, private[:1])
+            if self._is_on_device(shared) or not len(loading):
+                movements.append(self._copy_partial(shared))
+            else:  # every layer's gate waits for it too, so it goes with the others
+                beside = (self._host_slot(shared), shared.target)
         loads = []
         if match.device_blocks < first_load:
             arriving = index.slots(Tier.DEVICE, lease.node, match.device_blocks, first_load)
@@ -324,7 +313,10 @@ class Starts:
         for joined in loads:
             joined.num_users += 1
         if len(loading):
-            loads.append(self._load(lease, first_load, match.num_blocks, loading, partial))
+            load = self._loads.start(lease, first_load, match.num_blocks, loading, beside=beside)
+            if beside is not None:
+                load.movement.when_ended(lambda: index.release(shared.source))
+            loads.append(load)
         movements += [load.movement for load in loads]
 
         index.count_hit(lease)
@@ -716,7 +708,8 @@ class Admissions:
                 plan = plan_admission(self._index, self._device_pool, waiting.spec)
                 wait = self._shared_waits.worth_a_wait(waiting, plan)
                 if wait is None:
-                    request = self._start(waiting, plan)
+                    request = self._starts.try_start(waiting, plan)
+                    self._shared_waits.started(waiting)
                     self._line.given(waiting.tenant, waiting.spec.num_blocks)
                     return request
             except OutOfBlocksError:
@@ -731,11 +724,6 @@ class Admissions:
         if not self._is_stuck_still():
             self.pump()
         return None
-
-    def _start(self, waiting: Waiting, plan: AdmissionPlan) -> Request:
-        request = self._starts.try_start(waiting, plan)
-        self._shared_waits.started(waiting)
-        return request
 
     def _is_first(self, waiting: Waiting) -> bool:
         """Whether it would have the next turn, with nobody else in line."""
@@ -789,7 +777,8 @@ class Admissions:
                 if wait is not None:
                     self._shared_waits.park(waiting, wait)
                     continue
-                request = self._start(waiting, plan)
+                request = self._starts.try_start(waiting, plan)
+                self._shared_waits.started(waiting)
             except OverQuotaError:
                 if self._is_busy(waiting.tenant) or not self._unblock(waiting, waiting.tenant):
                     self._over_quota.add(waiting.tenant)

@@ -123,16 +123,22 @@ class Line:
     def add(self, units: float, seconds: float) -> None:
         """One more sample. One that is far off begins anew: a tier that broke, or came back, is
         another tier, and an average over both would be wrong for a long time."""
-        if not self.x or self._is_surprise(units, seconds):
+        least = most = self.seconds(units)
+        if self.x and self._is_of_one_size:
+            # Until the fixed part can be told from the rest, nothing is a surprise that lies
+            # between all and nothing of it: else small and big ones in turn would begin anew for
+            # ever.
+            mean = self.y / self.weight
+            least, most = min(least, mean), max(most, mean)
+        is_expected = least / _SURPRISE - _TICK_S < seconds < most * _SURPRISE + _TICK_S
+        if not (self.x and is_expected):
             self.weight = self.x = self.y = self.xx = self.xy = 0.0
-        for name, value in (
-            ("weight", 1.0),
-            ("x", units),
-            ("y", seconds),
-            ("xx", units * units),
-            ("xy", units * seconds),
-        ):
-            setattr(self, name, getattr(self, name) * self.decay + value)
+        decay = self.decay
+        self.weight = self.weight * decay + 1.0
+        self.x = self.x * decay + units
+        self.y = self.y * decay + seconds
+        self.xx = self.xx * decay + units * units
+        self.xy = self.xy * decay + units * seconds
 
     @property
     def is_known(self) -> bool:
@@ -147,7 +153,7 @@ class Line:
             return mean_y  # nothing ever came: all that is known is how long that took
         if self._is_of_one_size:
             return units * mean_y / mean_x  # no fixed part can be told apart
-        slope = (self.xy / self.weight - mean_x * mean_y) / self._spread
+        slope = (self.xy - self.x * mean_y) / (self.xx - self.x * mean_x)
         if slope <= 0:
             return mean_y
         fixed = mean_y - slope * mean_x
@@ -160,21 +166,10 @@ class Line:
         is_open = self.is_known and self._is_of_one_size
         return min(expected, self.y / self.weight) if is_open else expected
 
-    def _is_surprise(self, units: float, seconds: float) -> bool:
-        """Until the fixed part can be told from the rest, nothing is that lies between all and
-        nothing of it: else small and big ones in turn would begin anew for ever."""
-        least, most = self.at_least(units), self.seconds(units)
-        if self._is_of_one_size:
-            most = max(most, self.y / self.weight)
-        return not least / _SURPRISE - _TICK_S < seconds < most * _SURPRISE + _TICK_S
-
-    @property
-    def _spread(self) -> float:
-        return self.xx / self.weight - (self.x / self.weight) ** 2
-
     @property
     def _is_of_one_size(self) -> bool:
-        return self._spread <= 1e-9 * (self.x / self.weight) ** 2  # that much is rounding
+        mean_x = self.x / self.weight
+        return self.xx / self.weight - mean_x**2 <= 1e-9 * mean_x**2  # that much is rounding
 
 
 class Prefill:

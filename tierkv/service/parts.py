@@ -253,6 +253,7 @@ class Parts:
             tickets,
             self.scheduler,
             self.fetcher,
+            self.arriving,
             source=direct,
             portions=Portions(self.scheduler, storage, staging),
             fetch_deadline_s=made_of.settings.fetch_deadline_s,

@@ -392,13 +392,16 @@ class Service:
         )
         return await self.admit_as(spec)
 
-    async def admit_as(
+    def admit_as(
         self, spec: RequestSpec, *, on_fetched: Callable[[], None] = lambda: None
-    ) -> Request:
+    ) -> Coroutine[None, None, Request]:
         """`admit`, for who has the whole of it in one. on_fetched: called when the wait for storage
         is over, if there is one, and that for room begins."""
         if not spec.uses_cache or self.tiers.copies.storage is None:
-            return await self.scheduler.admit(spec)
+            return self.scheduler.admit(spec)
+        return self._fetch_and_admit(spec, on_fetched)
+
+    async def _fetch_and_admit(self, spec: RequestSpec, on_fetched: Callable[[], None]) -> Request:
         self.scheduler.check(spec)
         fetched = await self._fetched(spec)
         on_fetched()
@@ -476,24 +479,21 @@ class Service:
         spec = RequestSpec(request_id, prompt, max_new_tokens, needs_logits=False)
         return await self.claim_as(spec, ticket_id, policy, deadline_s, sampling)
 
-    async def claim_as(
+    def claim_as(
         self,
         spec: RequestSpec,
         ticket_id: str,
         policy: ClaimPolicy,
         deadline_s: float | None,
         sampling: Mapping[str, str] | None,
-    ) -> tuple[Request, Ticket | None]:
+    ) -> Coroutine[None, None, tuple[Request, Ticket | None]]:
         """`claim`, for who has the whole of it in one."""
         self._the_handoff()
         if deadline_s is None:
             deadline_s = self._made_of.handoff.claim_deadline_s
-        async with self._arriving.wait(spec) as arrival:
-            request, ticket = await self._parts.claims.claim(
-                spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
-            )
-            arrival.let_go = lambda: self.scheduler.end(request)
-        return request, ticket
+        return self._parts.claims.claim(
+            spec, ticket_id, policy=policy, deadline_s=deadline_s, sampling=sampling or {}
+        )
 
     @property
     def handoff(self) -> Handoff | None:
