@@ -17,7 +17,7 @@ from tierkv.cache.keys import Prompt
 from tierkv.cache.node import PoolStats, Tier
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.handoff import Handoff
-from tierkv.pd.ledger import HandoffStats
+from tierkv.pd.tickets import HandoffStats
 from tierkv.sched.eviction import TierStats
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.request import Decisions, Matched, Request, RequestSpec

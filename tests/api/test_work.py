@@ -16,7 +16,7 @@ from tests.latch import until
 from tierkv.api.settings import Role
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
-from tierkv.pd.ledger import Standing
+from tierkv.pd.tickets import Standing
 from tierkv.refmodel.model import Sampling
 from tierkv.refmodel.model import decode as decode_text
 from tierkv.storage.memory import MemorySettings, MemoryStore

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from tierkv.cache.layout import Layout, Plane, attention_layout, layered
-from tierkv.gpu.cuda_memory import PlaneMemory, Rectangle, rectangles_of
+from tierkv.gpu.plane_memory import PlaneMemory, Rectangle, rectangles_of
 
 
 def keys(*sizes: int) -> Layout:

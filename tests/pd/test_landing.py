@@ -37,8 +37,8 @@ from tierkv.pd.direct.address import (
 )
 from tierkv.pd.direct.landing import Landing, OpenPlanes, ShownPlanes
 from tierkv.pd.direct.offers import Speeds
-from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.settings import DirectPath
+from tierkv.pd.tickets import HandoffStats
 
 COUNT, BLOCKS = len(TOKENS), 10
 

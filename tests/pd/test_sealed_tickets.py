@@ -13,9 +13,8 @@ from tests.world import BLOCK, World, fingerprint
 from tierkv.clock import SystemClock
 from tierkv.errors import HandoffError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import Acknowledgement, Ticket
+from tierkv.pd.tickets import Acknowledgement, Standing, Ticket
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
 from tierkv.storage.codec import SmallCodec, TenantCodecs, Trust

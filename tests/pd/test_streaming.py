@@ -19,8 +19,8 @@ from tierkv.errors import HandoffError
 from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Published, PublishStream
-from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import HandoffSettings
+from tierkv.pd.tickets import Standing
 from tierkv.sched.request import Matched, Request
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.

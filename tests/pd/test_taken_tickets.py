@@ -15,9 +15,8 @@ from tests.world import World, world
 from tierkv.clock import SystemClock
 from tierkv.errors import DuplicateRequestError
 from tierkv.pd.handoff import Published
-from tierkv.pd.ledger import Standing
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.tickets import OpenTicket, Ticket
+from tierkv.pd.tickets import OpenTicket, Standing, Ticket
 from tierkv.storage.factory import open_store
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import Store

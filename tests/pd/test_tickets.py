@@ -20,7 +20,7 @@ from tests.world import World, fingerprint
 from tierkv.cache.keys import Names, Prompt, pack
 from tierkv.errors import BadRequestError, HandoffError
 from tierkv.pd.claims import ClaimPolicy
-from tierkv.pd.ledger import Standing
+from tierkv.pd.tickets import Standing
 from tierkv.storage.memory import MemoryStore
 from tierkv.storage.protocol import PutItem
 

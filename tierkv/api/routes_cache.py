@@ -33,7 +33,7 @@ from tierkv.http.problems import UnknownIdError
 from tierkv.http.process import in_turns
 from tierkv.http.route import Disconnect, Route, in_path
 from tierkv.pd.handoff import Handoff
-from tierkv.pd.ledger import Standing
+from tierkv.pd.tickets import Standing
 from tierkv.sched.explain import Explanation, Miss
 
 

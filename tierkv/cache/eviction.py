@@ -83,7 +83,8 @@ class EvictionOrder:
         self._newest: dict[int, Entry] = {}  # by uid: the only entry of a run that counts
         self._most_queued = _FEW_ENTRIES  # entries before the stale ones among them are dropped
         self._num_pushed = 0
-        self._rank = self.policy.rank
+        # Asked of all but the usual one, whose answer is known.
+        self._rank = None if type(self.policy) is Lru else self.policy.rank
         self.memory = self.policy if self.policy.has_memory else None
         self._spares = self.policy.spares if self.policy.has_second_chances else None
 
@@ -96,7 +97,7 @@ class EvictionOrder:
         return not (node.holders or children or copies is None or not copies.num_present)
 
     def rank(self, node: TreeNode) -> int:
-        rank = self._rank(node)
+        rank = self.policy.rank(node)
         return rank + SOFT_PIN if node.soft_pins else rank
 
     def offer(self, node: TreeNode) -> None:
@@ -112,7 +113,7 @@ class EvictionOrder:
             self._push_again(other)
 
     def _push(self, node: TreeNode) -> None:
-        rank, uid = self._rank(node), node.uid
+        rank, uid = self._rank(node) if self._rank else node.last_used, node.uid
         if node.soft_pins:
             rank += SOFT_PIN
         known = self._newest.get(uid)

@@ -183,6 +183,7 @@ class Tree:
 
     def unhold(self, node: TreeNode) -> None:
         device = host = 0
+        on_device, has_quotas = self._order[0], bool(self._own_orders)
         while True:
             left, parent = node.holders - 1, node.parent
             node.holders = left
@@ -195,7 +196,10 @@ class Tree:
                 host += node.host.num_present
                 self.offer(node)
             elif not node.children_on_device:
-                self.offer(node)
+                if has_quotas:
+                    self.offer(node)
+                else:
+                    on_device.offer(node)
             node = parent
         if device or host:
             self.count_unheld(node.space, device, host)
@@ -262,7 +266,9 @@ class Tree:
                 node.extras = _extras_of(prompt, node.start, stop)
             assert node.parent is not None, "the root has no run"
             node.parent.keep_less(packed)
-            self._recount(tier, node, before)
+            changed = self._recount(tier, node, before)
+            if changed is not None:
+                self.offer(changed)
             return node
         ready = TierCopies(stop - pos, _READY, slots)
         child = self.new_node(node, prompt, TierCopies(stop - pos) if tier is HOST else ready)
@@ -336,14 +342,17 @@ class Tree:
         had = copies.change(i, j, change, slots)
         if tier is HOST and not copies.num_present:
             node.host = None
-        self._recount(tier, node, before)
+        changed = self._recount(tier, node, before)
+        if changed is not None:
+            self.offer(changed)
         return had
 
-    def _recount(self, tier: Tier, node: TreeNode, before: int) -> None:
-        """Bring the books in line after `node`'s copies on `tier` were `before` in number."""
+    def _recount(self, tier: Tier, node: TreeNode, before: int) -> TreeNode | None:
+        """Bring the books in line after `node`'s copies on `tier` were `before` in number. Returns
+        what is to be offered then."""
         after = node.num_present(tier)
         if after == before:
-            return
+            return None
         node.space.used[tier] += after - before
         own = self._own_orders.get(node.space.name) if self._own_orders else None
         if node.holders == 0:
@@ -353,10 +362,9 @@ class Tree:
         parent = node.parent
         if parent is not None and (before > 0) != (after > 0):
             parent.count_present(tier, 1 if after else -1)
-            if not after:
-                self.offer(parent)
         if after > before:
-            self.offer(node)
+            return node
+        return None if after else parent
 
     # Shrinking
 

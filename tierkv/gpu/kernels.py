@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
 from tierkv.gpu.cuda import Argument, CudaStream, Gpu, Kernel
-from tierkv.gpu.cuda_memory import CudaPlanes, DeviceMemory, PlaneMemory
+from tierkv.gpu.cuda_memory import CudaPlanes, DeviceMemory
+from tierkv.gpu.plane_memory import PlaneMemory
 from tierkv.gpu.protocol import Ids
 from tierkv.gpu.units import MAX_BLOCKS, Unit
 

@@ -22,9 +22,16 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.pd.handoff import GROUP_BLOCKS, Group, Staging
-from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.source import PeerSource, Supply
-from tierkv.pd.tickets import PROGRESS, ClaimProblem, OpenTicket, Ticket, Tickets, check_id
+from tierkv.pd.tickets import (
+    PROGRESS,
+    ClaimProblem,
+    HandoffStats,
+    OpenTicket,
+    Ticket,
+    Tickets,
+    check_id,
+)
 from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher, Source
 from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
@@ -420,7 +427,9 @@ class Claims:
                         if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:
                             raise
                         ticket = None
-                        log.warning("%s goes on without a ticket: %s", spec.request_id, error)
+                        log.warning(
+                            "request %s goes on without a ticket: %s", spec.request_id, error
+                        )
                         request = await self._without_ticket(spec, error, near)
                     else:
                         near.learn(ticket)

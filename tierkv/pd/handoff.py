@@ -30,13 +30,14 @@ from tierkv.errors import (
 )
 from tierkv.gpu.protocol import Event
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.ledger import HandoffStats, TicketLedger
 from tierkv.pd.source import PeerSource
 from tierkv.pd.tickets import (
     PROGRESS,
     ClaimProblem,
+    HandoffStats,
     OpenTicket,
     Ticket,
+    TicketLedger,
     Tickets,
     check_id,
     check_written,

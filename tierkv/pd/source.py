@@ -8,8 +8,7 @@ from typing import Protocol
 
 from tierkv.cache.keys import Prompt
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.ledger import TicketLedger
-from tierkv.pd.tickets import OpenTicket, Ticket
+from tierkv.pd.tickets import OpenTicket, Ticket, TicketLedger
 
 
 class Supply(Protocol):

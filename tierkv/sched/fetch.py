@@ -439,7 +439,7 @@ class _Shared:
     ) -> Fetched:
         """What `lease` holds, for the caller of a fetch."""
         self.num_held += 1
-        return Fetched(tokens, problem, lambda: self._release(lease), direct=direct)
+        return Fetched(tokens, problem, partial(self._release, lease), direct=direct)
 
     def _release(self, lease: Lease) -> None:
         self.tiers.index.release(lease)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 
@@ -241,7 +241,7 @@ class Scheduler:
             limits=self._limits,
             shared_waits=SharedWaits(self._waiting, self.computing, self.stats, self._pump),
         )
-        tiers.work.on_capacity(self._pump)
+        tiers.work.on_capacity(self._admissions.pump)
 
     def _pump(self) -> None:
         self._admissions.pump()
@@ -430,7 +430,9 @@ class Scheduler:
 
     # Growing and ending
 
-    async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
+    def commit(
+        self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()
+    ) -> Coroutine[None, None, None]:
         """Tell that KV of the first tokens is in the block table: `tokens`, packed, from the
         prompt's start on, at least those of the last commit. Full blocks can be matched by others
         as soon as `after`, the events of the kernels that write them, are done; that is not
@@ -439,11 +441,11 @@ class Scheduler:
         Raises TransferError if a load the request depends on failed, RequestAbortedError, and
         BadRequestError, with nothing changed, if the tokens are not the request's.
         """
-        await self._commits.commit(request, tokens, after=after)
+        return self._commits.commit(request, tokens, after=after)
 
-    async def extend(self, request: Request, num_tokens: int) -> None:
+    def extend(self, request: Request, num_tokens: int) -> Coroutine[None, None, None]:
         """More room in the block table; see Growth.extend."""
-        await self._growth.extend(request, num_tokens)
+        return self._growth.extend(request, num_tokens)
 
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Give all blocks back for a while. What was committed goes to the host, if it has room,

@@ -22,9 +22,8 @@ from tierkv.gpu.protocol import Device, HostSlots, Planes
 from tierkv.pd.claims import Claims, Portions
 from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import STAGING_BLOCKS, Handoff, Staging
-from tierkv.pd.ledger import HandoffStats, TicketLedger
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import ProducerLease, SmallValues, Tickets
+from tierkv.pd.tickets import HandoffStats, ProducerLease, SmallValues, TicketLedger, Tickets
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.lifecycle import Lifecycle

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -15,12 +15,10 @@ from tierkv.clock import Clock, SystemClock
 from tierkv.errors import HandoffError, ShuttingDownError, StoreUnavailableError, TierKVError
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats, Timelines
-from tierkv.pd import ledger
 from tierkv.pd.claims import ClaimPolicy, Claims
 from tierkv.pd.handoff import Handoff, Published, PublishStream
-from tierkv.pd.ledger import TicketStatus, TicketView
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import ClaimProblem, Ticket
+from tierkv.pd.tickets import ClaimProblem, Ticket, TicketStatus, TicketView, look_at
 from tierkv.sched.copies import stored_beyond, tokens_beyond
 from tierkv.sched.events import CacheEvents
 from tierkv.sched.explain import Explanation, Surroundings, explain
@@ -377,7 +375,7 @@ class Service:
 
     # Requests: what a Session is made of
 
-    async def admit(
+    def admit(
         self,
         request_id: str,
         prompt: Prompt,
@@ -385,30 +383,25 @@ class Service:
         max_new_tokens: int,
         uses_cache: bool = True,
         priority: int = 0,
-    ) -> Request:
+    ) -> Coroutine[None, None, Request]:
         """Find what is cached of `prompt` on any tier and get its blocks; see Scheduler.admit."""
         spec = RequestSpec(
             request_id, prompt, max_new_tokens, uses_cache=uses_cache, priority=priority
         )
-        return await self.admit_as(spec)
+        return self.admit_as(spec)
 
-    def admit_as(
-        self, spec: RequestSpec, *, on_fetched: Callable[[], None] = lambda: None
-    ) -> Coroutine[None, None, Request]:
-        """`admit`, for who has the whole of it in one. on_fetched: called when the wait for storage
-        is over, if there is one, and that for room begins."""
-        if not spec.uses_cache or self.tiers.copies.storage is None:
-            return self.scheduler.admit(spec)
-        return self._fetch_and_admit(spec, on_fetched)
-
-    async def _fetch_and_admit(self, spec: RequestSpec, on_fetched: Callable[[], None]) -> Request:
-        self.scheduler.check(spec)
-        fetched = await self._fetched(spec)
-        on_fetched()
+    async def admit_as(self, spec: RequestSpec) -> Request:
+        """`admit`, for who has the whole of it in one."""
+        fetched = await self.fetched(spec) if self.fetches(spec) else None
         return await self.scheduler.admit(spec, fetched)
 
-    async def _fetched(self, spec: RequestSpec) -> Fetched:
-        """What storage has of a prompt that the tiers lack, on the host."""
+    def fetches(self, spec: RequestSpec) -> bool:
+        """Whether storage is asked for what the tiers lack of a prompt."""
+        return spec.uses_cache and self.tiers.copies.storage is not None
+
+    async def fetched(self, spec: RequestSpec) -> Fetched:
+        """What storage has of a prompt that the tiers lack, on the host; `admit` releases it."""
+        self.scheduler.check(spec)
         async with self._arriving.wait(spec) as arrival:
             fetched = await self.fetcher.fetch(
                 spec.prompt,
@@ -418,13 +411,15 @@ class Service:
             arrival.let_go = fetched.release
         return fetched
 
-    async def commit(self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()) -> None:
+    def commit(
+        self, request: Request, tokens: bytes, *, after: Sequence[Event] = ()
+    ) -> Coroutine[None, None, None]:
         """KV of `tokens` is in the block table once `after` is done; see Scheduler.commit."""
-        await self.scheduler.commit(request, tokens, after=after)
+        return self.scheduler.commit(request, tokens, after=after)
 
-    async def extend(self, request: Request, num_tokens: int) -> None:
+    def extend(self, request: Request, num_tokens: int) -> Coroutine[None, None, None]:
         """More room in the block table; see Scheduler.extend."""
-        await self.scheduler.extend(request, num_tokens)
+        return self.scheduler.extend(request, num_tokens)
 
     def preempt(self, request: Request, *, after: Sequence[Event] = ()) -> None:
         """Give all blocks back for a while; see Scheduler.preempt."""
@@ -441,8 +436,7 @@ class Service:
     async def resume(self, request: Request, *, max_new_tokens: int) -> Request:
         """Get a preempted request's blocks again, with what is cached of it on any tier; see
         Scheduler.resume."""
-        fetches = self.tiers.copies.storage is not None and request.spec.uses_cache
-        fetch = self._fetched if fetches else None
+        fetch = self.fetched if self.fetches(request.spec) else None
         return await self.scheduler.resume(request, max_new_tokens=max_new_tokens, fetch=fetch)
 
     def abort(self, request_id: str) -> bool:
@@ -551,7 +545,7 @@ class Service:
 
     async def ticket_state(self, ticket_id: str) -> TicketStatus:
         """How a ticket stands, of whatever node it is; without waiting for it."""
-        return await ledger.look(self._the_handoff().tickets, ticket_id)
+        return await look_at(self._the_handoff().tickets, ticket_id)
 
     async def forget_ticket(self, ticket_id: str) -> bool:
         """Delete a ticket, whole or open; whether there was one. Raises StoreUnavailableError."""

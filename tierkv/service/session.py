@@ -122,11 +122,11 @@ class Session:
         """Wait for blocks, with what is cached of the prompt on any tier on its way into them.
         Raises what `Service.admit` does; cancelling it leaves nothing behind."""
         with self._timed():
-            return self._took(
-                await self._service.admit_as(
-                    self.spec, on_fetched=lambda: self._mark(Moment.FETCHED)
-                )
-            )
+            fetched = None
+            if self._service.fetches(self.spec):
+                fetched = await self._service.fetched(self.spec)
+                self._mark(Moment.FETCHED)
+            return self._took(await self._service.scheduler.admit(self.spec, fetched))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

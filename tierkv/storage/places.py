@@ -9,6 +9,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Coroutine,
     Mapping,
     MutableSequence,
     Sequence,
@@ -382,8 +383,8 @@ class _NotifierOfCommon:
     async def running(self) -> AsyncIterator[None]:
         yield
 
-    async def tell(self, topic: str, message: str = LOOK) -> None:
-        await self._current().tell(topic, message)
+    def tell(self, topic: str, message: str = LOOK) -> Coroutine[None, None, None]:
+        return self._current().tell(topic, message)
 
     def listen(self, topic: str) -> AbstractContextManager[Listener]:
         return self._current().listen(topic)

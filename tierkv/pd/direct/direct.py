@@ -44,9 +44,8 @@ from tierkv.pd.direct.offers import (
     Speeds,
     TransferEngine,
 )
-from tierkv.pd.ledger import HandoffStats, TicketLedger
 from tierkv.pd.settings import DirectPath, HandoffSettings
-from tierkv.pd.tickets import OpenTicket, Ticket
+from tierkv.pd.tickets import HandoffStats, OpenTicket, Ticket, TicketLedger
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads
 from tierkv.storage.codec import Codec, PlainCodec

@@ -20,8 +20,8 @@ from tierkv.cache.node import Tier
 from tierkv.errors import ConfigError, OutOfBlocksError, TransferError
 from tierkv.gpu.protocol import Ids, PeerPlanes, Planes, SharedPlanes, Sharing
 from tierkv.pd.direct.offers import Speeds
-from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.settings import DirectPath
+from tierkv.pd.tickets import HandoffStats
 from tierkv.sched.events import Happening
 from tierkv.sched.tiers import Tiers
 from tierkv.storage.base import WorkerThreads

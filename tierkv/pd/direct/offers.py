@@ -29,8 +29,8 @@ from tierkv.gpu import process_memory
 from tierkv.gpu.process_memory import NotPermittedError, RemotePiece
 from tierkv.gpu.protocol import Ids
 from tierkv.pd.direct.address import DirectAddress
-from tierkv.pd.ledger import HandoffStats
 from tierkv.pd.settings import DirectPath
+from tierkv.pd.tickets import HandoffStats
 from tierkv.storage.base import WorkerThreads
 from tierkv.storage.codec import PlainCodec
 from tierkv.storage.protocol import GetOutcome, GetStatus

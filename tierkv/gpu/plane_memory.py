@@ -1,0 +1,102 @@
+"""Where planes lie on a GPU, and which of them are one rectangle to its copy engine. Pure.
+
+in a slot   | key 0 | value 0 | key 1 | value 1 | ...     rows of a rectangle: all the keys,
+planes      key 0 ...   value 0 ...   key 1 ...           equally far apart on either side
+
+A copy engine refuses to cross allocations (cudaErrorInvalidValue), however near they lie: an
+engine's tensors are often one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from tierkv.cache.layout import Layout, Plane
+
+_MOST_PITCH = 1 << 31  # of a copy engine's rectangles
+_MOST_RECTANGLES = 4  # of a block: each is a call
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneMemory:
+    """Where a plane lies on its GPU: block b at address + b * stride, in bytes.
+
+    allocation: the addresses of the allocation that holds it; empty where the driver knows none.
+    """
+
+    address: int
+    stride: int
+    allocation: range
+
+    def of_block(self, block: int) -> int:
+        """The address of the block's part."""
+        return self.address + block * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """`rows` rows of `row_bytes`: a block's part of so many planes.
+
+    memory: of the first plane; the next ones are `pitch` bytes apart.
+    block_byte: where its part begins in a slot; the next ones are `slot_pitch` bytes apart.
+    """
+
+    memory: PlaneMemory
+    pitch: int
+    block_byte: int
+    slot_pitch: int
+    row_bytes: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    plane: Plane
+    memory: PlaneMemory
+    block_byte: int
+
+
+def rectangles_of(
+    layout: Layout, memory: Sequence[PlaneMemory], num_blocks: int
+) -> tuple[Rectangle, ...]:
+    """The few rectangles that hold all of a block, each within one allocation, whichever of the
+    `num_blocks` it is; () where planes lie otherwise."""
+    places = [
+        _Place(plane, where, start)
+        for plane, where, start in zip(layout.planes, memory, layout.offsets, strict=True)
+    ]
+    kinds: tuple[Callable[[_Place], tuple[Hashable, ...]], ...] = (
+        lambda place: (place.plane.block_bytes, place.memory.stride),
+        lambda place: (place.plane.block_bytes, place.memory.stride, place.plane.role),
+        lambda place: (place.plane.block_bytes, place.memory.stride, place.memory.allocation),
+    )
+    for kind in kinds:
+        groups: dict[Hashable, list[_Place]] = {}
+        for place in places:
+            groups.setdefault(kind(place), []).append(place)
+        found = [_rectangle(group, num_blocks) for group in groups.values()]
+        whole = tuple(one for one in found if one is not None)
+        if len(whole) == len(found) <= _MOST_RECTANGLES:
+            return whole
+    return ()
+
+
+def _rectangle(places: Sequence[_Place], num_blocks: int) -> Rectangle | None:
+    first, width = places[0], places[0].plane.block_bytes
+    pitch = slot_pitch = width
+    if len(places) > 1:
+        pitch = places[1].memory.address - first.memory.address
+        slot_pitch = places[1].block_byte - first.block_byte
+    if not (width <= pitch < _MOST_PITCH and slot_pitch < _MOST_PITCH):
+        return None
+    for row, place in enumerate(places):
+        if place.memory.address != first.memory.address + row * pitch:
+            return None
+        if place.block_byte != first.block_byte + row * slot_pitch:
+            return None
+    num_bytes = (len(places) - 1) * pitch + (num_blocks - 1) * first.memory.stride + width
+    start, allocation = first.memory.address, first.memory.allocation
+    if start not in allocation or start + num_bytes > allocation.stop:
+        return None
+    return Rectangle(first.memory, pitch, first.block_byte, slot_pitch, width, len(places))
