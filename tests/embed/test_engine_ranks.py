@@ -11,192 +11,25 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from tests.embed.engine_rank import StepMessage
-from tests.embed.planes import shard_planes
+from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine, a_cache, engine
 from tests.latch import PATIENCE_S
-from tests.world import BLOCK, GQA, kv_of
-from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tests.world import BLOCK, GQA
 from tierkv.cache.layout import Layout
-from tierkv.embed import EngineCache, EngineCacheSettings, Finished, RankSocket, WorkerPlanes
-from tierkv.embed.engine_cache import Found, Polled
+from tierkv.embed import Finished, RankSocket, WorkerPlanes
+from tierkv.embed.engine_cache import Found
 from tierkv.errors import ConfigError, DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import EnginePlanes, side_by_side
-from tierkv.sched.settings import CacheSettings
 
-ROOT = Path(__file__).parents[2]
-BLOCKS = 16
 TOKENS = list(range(3 * BLOCK + 1))
 HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
-
-
-class Rank:
-    """A rank's process, and its planes, which this one sees too."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        self.rank = rank
-        self.arrays = shard_planes(path.parent, rank, BLOCKS)
-        program = [sys.executable, "-m", "tests.embed.engine_rank", str(path), str(rank)]
-        self.process = subprocess.Popen(
-            [*program, str(path.parent), str(BLOCKS)],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-
-    def step(self, message: StepMessage) -> list[Finished]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(msgspec.json.encode(message) + b"\n")
-        self.process.stdin.flush()
-        return msgspec.json.decode(self.process.stdout.readline(), type=list[Finished])
-
-    def end(self) -> str:
-        """Let it end without a close; what it wrote to its log."""
-        _, errors = self.process.communicate(timeout=PATIENCE_S)
-        return errors.decode()
-
-
-def kv(rank: int, tokens: Sequence[int]) -> list[np.ndarray]:
-    """Another KV on every rank."""
-    return [rows ^ np.uint8(rank * 37) for rows in kv_of(tokens, GQA)]
-
-
-@dataclass
-class TpEngine:
-    """Steps that go to every rank that lives, and what has come of them."""
-
-    cache: EngineCache
-    ranks: list[Rank]
-    seen: Polled = field(default_factory=Polled)
-
-    def prompt(self, tokens: Sequence[int]) -> Prompt:
-        return Prompt(pack(tokens), BLOCK)
-
-    def tokens_in(
-        self, tokens: Sequence[int], blocks: Sequence[int], like: int | None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of each rank, plane and token where its KV lies, and what it is. like: the rank whose KV
-        all have; None if each has its own."""
-        for rank in self.ranks:
-            of_rank = kv(rank.rank if like is None else like, tokens)
-            for rows, array in zip(of_rank, rank.arrays, strict=True):
-                for at, row in enumerate(rows):
-                    yield array[blocks[at // BLOCK]].reshape(BLOCK, -1)[at % BLOCK], row
-
-    def compute(
-        self, tokens: Sequence[int], blocks: Sequence[int], *, like: int | None = None
-    ) -> None:
-        for place, row in self.tokens_in(tokens, blocks, like):
-            place[:] = row
-
-    def hold(
-        self, tokens: Sequence[int], blocks: Sequence[int], *, like: int | None = None
-    ) -> bool:
-        """Whether these blocks of every rank have the KV of all of the tokens, every byte."""
-        return all(
-            np.array_equal(place, row) for place, row in self.tokens_in(tokens, blocks, like)
-        )
-
-    def step(self, **message: object) -> None:
-        """One step of all ranks, and a poll of the scheduler."""
-        reports: list[Finished] = []
-        for rank in self.ranks:
-            if rank.process.poll() is None:
-                reports += rank.step(StepMessage(**message))  # type: ignore[arg-type]
-        self.poll(reports)
-
-    def poll(self, reports: Sequence[Finished] = ()) -> None:
-        polled = self.cache.poll(reports)
-        self.seen.loaded += polled.loaded
-        self.seen.saved += polled.saved
-        self.seen.stored += polled.stored
-
-    def until(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not is_so():
-            assert time.monotonic() < deadline, "it did not come to that"
-            self.step()
-
-    def lookup(self, key: str, tokens: Sequence[int]) -> Found:
-        prompt, deadline = self.prompt(tokens), time.monotonic() + PATIENCE_S
-        while (found := self.cache.lookup(key, prompt)) is None:
-            assert time.monotonic() < deadline, "no answer"
-            os.sched_yield()
-        return found
-
-    def plan_to_save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> Plan:
-        plan = self.cache.save(key, self.prompt(tokens), [blocks])
-        assert plan is not None
-        return plan
-
-    def save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        self.step(saves=[self.plan_to_save(key, tokens, blocks)])
-        self.until(lambda: any(name == key for name, _ in self.seen.stored))
-
-    def plan_to_load(self, key: str, blocks: Sequence[int]) -> Plan:
-        plan = self.cache.load(key, [blocks])
-        assert plan is not None
-        return plan
-
-    def load(self, key: str, blocks: Sequence[int]) -> None:
-        self.step(loads=[self.plan_to_load(key, blocks)])
-        self.until(lambda: (key, ()) in self.seen.loaded)
-
-    def is_at_rest(self) -> bool:
-        return not self.cache.verify().wait(PATIENCE_S)
-
-
-def a_cache(socket_: RankSocket, layout: Layout = GQA) -> EngineCache:
-    return EngineCache(
-        Fingerprint("model", layout),
-        [layout],
-        host_bytes=64 * layout.block_bytes,
-        cache=CacheSettings(block_size=BLOCK),
-        ranks=socket_,
-        settings=EngineCacheSettings(save_blocks=16),
-    )
-
-
-@contextmanager
-def engine(
-    folder: Path, num_ranks: int, *, workers_first: bool = False, are_same: bool = False
-) -> Iterator[TpEngine]:
-    path = folder / "ranks.sock"
-    with ExitStack() as stack:
-        ranks: list[Rank] = []
-
-        def start() -> None:
-            for number in range(num_ranks):
-                rank = Rank(path, number)
-                ranks.append(rank)
-                stack.callback(rank.process.communicate)
-                stack.callback(rank.process.kill)
-
-        if workers_first:
-            start()
-            for rank in ranks:  # it answers once it has begun to ask for the socket
-                assert rank.step(StepMessage()) == []
-        socket_ = RankSocket(str(path), [GQA] * num_ranks, connect_deadline_s=PATIENCE_S)
-        layout = GQA if are_same else side_by_side([GQA] * num_ranks)
-        with a_cache(socket_, layout) as cache:
-            if not workers_first:
-                start()
-            on = TpEngine(cache, ranks)
-            yield on
-            on.until(on.is_at_rest)
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +38,7 @@ def engine(
 def test_what_all_ranks_saved_each_of_them_loads_byte_for_byte(
     tmp_path: Path, num_ranks: int, workers_first: bool
 ) -> None:
-    with engine(tmp_path, num_ranks, workers_first=workers_first) as on:
+    with engine(tmp_path, ["cpu"] * num_ranks, workers_first=workers_first) as on:
         on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
@@ -215,7 +48,7 @@ def test_what_all_ranks_saved_each_of_them_loads_byte_for_byte(
 
 
 def test_ranks_with_the_same_bytes_save_them_once_and_all_load_them(tmp_path: Path) -> None:
-    with engine(tmp_path, 2, are_same=True) as on:
+    with engine(tmp_path, ["cpu"] * 2, are_same=True) as on:
         on.compute(TOKENS, HERE, like=0)
         for array in on.ranks[1].arrays:
             array[:] = 1  # were they saved, they would be loaded
@@ -226,7 +59,7 @@ def test_ranks_with_the_same_bytes_save_them_once_and_all_load_them(tmp_path: Pa
 
 
 def test_blocks_are_found_only_once_the_last_rank_has_saved_them(tmp_path: Path) -> None:
-    with engine(tmp_path, 2) as on:
+    with engine(tmp_path, ["cpu"] * 2) as on:
         on.compute(TOKENS, HERE)
         plan = on.plan_to_save("a", TOKENS, HERE)
         slow, quick = on.ranks
@@ -250,7 +83,7 @@ def test_a_step_scheduled_while_another_runs_saves_what_its_own_kernels_wrote(
     """Plans come before the kernels have run: what is saved is what was there at their events, not
     what was there when the plan came."""
     first, second = TOKENS[: 2 * BLOCK], list(range(900, 900 + 2 * BLOCK))
-    with engine(tmp_path, 2) as on:
+    with engine(tmp_path, ["cpu"] * 2) as on:
         on.compute(second, [0, 1])  # what the blocks hold of somebody before
         on.step(saves=[on.plan_to_save("a", first, [0, 1])], after="step 1")
         on.step(saves=[on.plan_to_save("b", second, [2, 3])], after="step 2")
@@ -271,7 +104,7 @@ def test_a_step_scheduled_while_another_runs_saves_what_its_own_kernels_wrote(
 def test_a_rank_that_is_killed_fails_what_it_owes_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with engine(tmp_path, 2) as on:
+    with engine(tmp_path, ["cpu"] * 2) as on:
         on.compute(TOKENS, HERE)
         on.save("a", TOKENS, HERE)
         assert on.lookup("b", TOKENS) == Found(len(TOKENS))
@@ -375,7 +208,7 @@ def test_a_rank_outlives_a_scheduler_that_is_killed(
 ) -> None:
     path = tmp_path / "s"
     code = (
-        "import sys; from tests.embed.test_engine_ranks import *\n"
+        "import sys; from tests.embed.tp_engine import *\n"
         "with a_cache(RankSocket(sys.argv[1], [GQA])): sys.stdin.read()"
     )
     scheduler = subprocess.Popen(
@@ -420,7 +253,7 @@ def test_a_rank_that_ends_without_closing_after_its_engine_is_no_error(
 
 
 def test_a_rank_that_closes_while_it_owes_a_plan_finishes_it_first(tmp_path: Path) -> None:
-    with engine(tmp_path, 1) as on:
+    with engine(tmp_path, ["cpu"]) as on:
         on.compute(TOKENS, HERE)
         on.save("first", list(range(700, 700 + BLOCK)), [7])  # it is attached
         [rank] = on.ranks
@@ -465,7 +298,7 @@ def test_nothing_is_left_when_ranks_and_scheduler_have_gone(tmp_path: Path) -> N
     def once(number: int) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
-        with engine(folder, 1) as on:
+        with engine(folder, ["cpu"]) as on:
             on.compute(TOKENS, HERE)
             on.save("a", TOKENS, HERE)
             if number == 1:

@@ -10,6 +10,7 @@ what CUDA itself does, and how fast; for that there are the tests marked `gpu`.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -140,9 +141,12 @@ class Gpu:
             self.memory.pop(address)[:] = 0xDD
 
     def register(self, address: int, size: int) -> int:
+        """It is whole pages that are pinned: two registrations may not share one."""
+        first, last = address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE
         with self._changed:
-            if any(address < at + n and at < address + size for at, n in self.registered.items()):
-                return ALREADY_REGISTERED
+            for at, length in self.registered.items():
+                if first <= (at + length - 1) // mmap.PAGESIZE and at // mmap.PAGESIZE <= last:
+                    return ALREADY_REGISTERED
             self.registered[address] = size
             return 0
 

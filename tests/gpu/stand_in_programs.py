@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import product
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tests.embed.engine import until
 from tests.gpu.stand_in import ILLEGAL_ADDRESS, NOT_REGISTERED, CUDAError, Gpu
 from tests.gpu.stand_in_cupy import Tensor, install
 from tests.gpu.stand_in_world import LAYOUTS, ODD, SMALL, WAIT_S, World
+from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, layered
+from tierkv.embed import EngineCache, RankSocket, WorkerPlanes
+from tierkv.embed.engine_cache import Polled
 from tierkv.errors import (
     ConfigError,
     DeviceFailedError,
@@ -26,8 +32,10 @@ from tierkv.errors import (
     TransferError,
 )
 from tierkv.gpu.doctor import doctor
-from tierkv.gpu.protocol import BlockCopy, Direction, Event
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, Planes
 from tierkv.gpu.units import Order, UnitSizes
+from tierkv.ranks.memory import SharedSlots, shared_memory, side_by_side
+from tierkv.sched.settings import CacheSettings
 
 OUT_OF_MEMORY = 2
 
@@ -209,6 +217,113 @@ def memory_that_is_refused(gpu: Gpu, seed: int) -> None:
     _everything_is_given_back(gpu)
 
 
+def slots_that_others_have_mapped(gpu: Gpu, seed: int) -> None:
+    """A lane pins them, once for all lanes, while it uses them; what lies beside a rank's piece
+    stays as it is, and the memory is its owner's to close."""
+    for before in (0, 3, 4096, 5000):
+        _copy_pieces(gpu, before)
+        _everything_is_given_back(gpu)
+
+
+def _copy_pieces(gpu: Gpu, before: int) -> None:
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+
+    count, size = 40, before + ODD.block_bytes + 77
+    memory = shared_memory(count * size)
+    whole = SharedSlots(os.dup(memory), count, size, slice(0, size))
+    piece = SharedSlots(memory, count, size, slice(before, before + ODD.block_bytes))
+    whole.array[:] = np.random.default_rng(before).integers(1, 256, whole.array.shape, np.uint8)
+    expected = whole.array.copy()
+    device = CudaDevice()
+    planes = device.allocate_planes(ODD, count)
+    lanes = {way: device.open_lane(way, planes, piece) for way in Direction}
+    assert len(gpu.registered) == 1
+    ids = np.arange(count, dtype=np.int32)
+    loaded = lanes[Direction.LOAD].submit(BlockCopy(Direction.LOAD, ids, ids[::-1]))[-1]
+    copy = BlockCopy(Direction.OFFLOAD, ids[:30], ids[5:35], (loaded,))
+    lanes[Direction.OFFLOAD].submit(copy)[-1].block_until_done(WAIT_S)
+    mine = slice(before, before + ODD.block_bytes)
+    expected[:30, mine] = expected[ids[::-1][5:35], mine]
+    assert np.array_equal(whole.array, expected)
+    lanes[Direction.LOAD].close()
+    assert gpu.registered, "the other lane uses them"
+    lanes[Direction.OFFLOAD].close()
+    lanes[Direction.OFFLOAD].close()
+    assert not gpu.registered
+    for made in (piece, whole, planes, device):
+        made.close()
+
+
+def an_engine_that_owns_its_blocks(gpu: Gpu, seed: int) -> None:
+    """Its tensors on the GPU, its ranks at a socket: what they save they load, every byte."""
+    for num_ranks in (0, 1, 2):
+        _save_and_load(gpu, num_ranks)
+        _everything_is_given_back(gpu)
+
+
+def _save_and_load(gpu: Gpu, num_ranks: int) -> None:
+    """num_ranks: at a socket; 0 is one in the same process without."""
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - once the stand-in is there
+
+    layout, count, tokens = LAYOUTS[2], 16, list(range(14))
+    devices = [CudaDevice() for _ in range(max(num_ranks, 1))]
+    made = [device.allocate_planes(layout, count) for device in devices]
+    ranks = [
+        WorkerPlanes(device, planes, rank=rank)
+        for rank, (device, planes) in enumerate(zip(devices, made, strict=True))
+    ]
+    whole = side_by_side([layout] * len(ranks))
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/s"
+        for rank in ranks[:num_ranks]:
+            rank.connect(path)
+        with EngineCache(
+            Fingerprint("model", whole),
+            [whole],
+            host_bytes=64 * whole.block_bytes,
+            cache=CacheSettings(block_size=layout.block_size),
+            planes=None if num_ranks else ranks[0],
+            ranks=RankSocket(path, [layout] * num_ranks) if num_ranks else None,
+        ) as cache:
+            prompt = Prompt(pack(tokens), layout.block_size)
+            expected = _filled(made, num_ranks)
+            plan = cache.save("a", prompt, [[0, 1, 2, 3]])
+            assert plan is not None
+            for rank in ranks:
+                rank.start_saves(plan)
+            until(lambda: bool(_polled(cache, ranks[:num_ranks]).stored))
+            until(lambda: cache.lookup("b", prompt) is not None)
+            plan = cache.load("b", [[9, 8, 7, 6]])
+            assert plan is not None
+            for rank in ranks:
+                rank.start_loads(plan)
+                for layer in range(layout.num_layers):
+                    rank.wait_layer(plan.number, layer, WAIT_S)
+            until(lambda: _polled(cache, ranks[:num_ranks]).loaded == [("b", ())])
+            for planes, blocks in zip(made, expected, strict=True):
+                found = np.concatenate(planes.arrays, axis=1)
+                assert np.array_equal(found[[9, 8, 7, 6]], blocks[:4])
+            for rank in ranks:
+                rank.close()
+    for planes in made:
+        planes.close()
+    for device in devices:
+        device.close()
+
+
+def _filled(made: Sequence[Planes], seed: int) -> list[np.ndarray]:
+    """Of each its blocks, in the order of a host slot."""
+    numbers = np.random.default_rng(seed)
+    for planes in made:
+        for array in planes.arrays:
+            array[:] = numbers.integers(0, 256, array.shape, np.uint8)
+    return [np.concatenate(planes.arrays, axis=1) for planes in made]
+
+
+def _polled(cache: EngineCache, ranks: Sequence[WorkerPlanes]) -> Polled:
+    return cache.poll([report for rank in ranks for report in rank.finished()])
+
+
 def memory_that_is_closed(gpu: Gpu, seed: int) -> None:
     """A copy that comes when its slots or planes are closed fails, and touches nothing: also on a
     lane that has moved blocks before, and so would begin at once."""
@@ -311,6 +426,8 @@ PROGRAMS = (
     tensors_in_allocations_of_their_own,
     calls_that_fail,
     memory_that_is_refused,
+    slots_that_others_have_mapped,
+    an_engine_that_owns_its_blocks,
     memory_that_is_closed,
     errors,
     tensors_that_do_not_fit,

@@ -10,8 +10,10 @@ import numpy as np
 
 from tests.gpu.stand_in import Gpu, Steps
 from tierkv.cache.layout import Layout, Plane, layered
-from tierkv.gpu.protocol import BlockCopy, Direction, Event, Ids
+from tierkv.gpu.cpu import CpuHostSlots
+from tierkv.gpu.protocol import BlockCopy, Direction, Event, HostSlots, Ids
 from tierkv.gpu.units import Order, UnitSizes
+from tierkv.ranks.memory import SharedSlots, shared_memory
 
 WAIT_S = 30.0
 ODD = Layout(1, tuple(Plane(at, "key", "uint8", size) for at, size in enumerate((4097, 1, 15, 17))))
@@ -42,7 +44,11 @@ class World:
         self._device = device = CudaDevice(lanes=settings)
         self._planes = planes = device.allocate_planes(layout, count)
         chunk_bytes = rng.choice((1, 1 << 14, 1 << 20))
-        self._host = host = PinnedSlots(device.gpu, layout, count, chunk_bytes=chunk_bytes)
+        self._others = self._slots_of_others(rng, layout)
+        memory = None if self._others is None else self._others.array
+        self._host = host = PinnedSlots(
+            device.gpu, layout, count, chunk_bytes=chunk_bytes, array=memory
+        )
         for array in (host.array, *planes.arrays):
             array[:] = self._numbers.integers(0, 256, array.shape, np.uint8)
         self._slots, self._blocks = host.array.copy(), np.concatenate(planes.arrays, axis=1)
@@ -51,6 +57,19 @@ class World:
             for one in Direction
         }
         self._ends: dict[Direction, Event] = {}
+
+    def _slots_of_others(self, rng: random.Random, layout: Layout) -> HostSlots | None:
+        """Memory that was mapped before: a piece of each slot, as a rank has it, or all of it."""
+        size = layout.block_bytes
+        kind = rng.choice(("own", "cpu", "piece", "piece"))
+        if kind == "own":
+            return None
+        if kind == "cpu":
+            return CpuHostSlots(layout, self._count)
+        before, after = rng.choice(((0, size), (size, 0), (5000, 1), (0, 0)))
+        num_bytes = before + size + after
+        memory = shared_memory(self._count * num_bytes)
+        return SharedSlots(memory, self._count, num_bytes, slice(before, before + size))
 
     def _ids(self) -> tuple[Ids, Ids]:
         size = self._rng.choice((1, 2, 3, 4, 4, self._count // 2, self._count))
@@ -115,5 +134,7 @@ class World:
         assert np.array_equal(self._host.array, self._slots)
         assert np.array_equal(np.concatenate(self._planes.arrays, axis=1), self._blocks)
         self._host.close()
+        if self._others is not None:
+            self._others.close()
         self._planes.close()
         self._device.close()

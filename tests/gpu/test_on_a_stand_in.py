@@ -28,6 +28,15 @@ def test_memory_that_cannot_be_had_is_refused_with_the_remedy_and_given_back() -
     run_program("memory_that_is_refused", 1)
 
 
+def test_host_slots_that_others_have_mapped_are_pinned_while_lanes_use_them() -> None:
+    run_program("slots_that_others_have_mapped", 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_engine_s_own_tensors_are_saved_and_loaded_by_ranks(seed: int) -> None:
+    run_program("an_engine_that_owns_its_blocks", seed)
+
+
 def test_a_copy_of_closed_memory_fails_and_touches_nothing() -> None:
     run_program("memory_that_is_closed", 1)
 

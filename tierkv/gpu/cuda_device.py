@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 
 from tierkv.cache.layout import Layout
@@ -173,6 +175,8 @@ class CudaDevice:
         self._lane_settings = lanes or LaneSettings()
         self._before_copy = before_copy
         self._host: PinnedSlots | None = None  # the last one made
+        self._pins: dict[int, tuple[PinnedSlots, int]] = {}  # by address, and how many lanes use it
+        self._pinning = threading.Lock()
         self._within = new_stream(self.gpu, is_urgent=True)
         self._kernels: tuple[CudaPlanes, PlaneKernels] | None = None
         self._queues: tuple[CudaStream, ...] = ()  # see used_queues; from the first lane on
@@ -222,17 +226,45 @@ class CudaDevice:
         return self._host
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
-        """Loads run layer by layer, offloads block by block."""
+        """Loads run layer by layer, offloads block by block. Host slots that are not pinned, such
+        as those that processes share, are pinned in the background, for as long as a lane uses
+        them; a copy waits for what it needs of that."""
         order = Order.LAYERS if direction is Direction.LOAD else Order.BLOCKS
         return self.open_ordered_lane(direction, planes, host, order)
 
     def open_ordered_lane(
         self, direction: Direction, planes: Planes, host: HostSlots, order: Order
     ) -> CudaLane:
-        planes, host = self._ours(planes), _pinned(host)
+        ours = self._ours(planes)
         self._queues = self._queues or used_queues(self.gpu)
+        pinned, unpin = self._pinned(ours.layout, host)
         settings, before = self._lane_settings, self._before_copy
-        return CudaLane(self.gpu, direction, planes, host, settings, order, before)
+        try:
+            return CudaLane(self.gpu, direction, ours, pinned, settings, order, before, unpin)
+        except BaseException:
+            unpin()
+            raise
+
+    def _pinned(self, layout: Layout, host: HostSlots) -> tuple[PinnedSlots, Callable[[], None]]:
+        """These slots, pinned, and what to call when a lane needs them no more."""
+        if isinstance(host, PinnedSlots):
+            return host, lambda: None
+        address = host.array.ctypes.data
+        with self._pinning:
+            pinned, count = self._pins.get(address, (None, 0))
+            if pinned is None:
+                pinned = PinnedSlots(self.gpu, layout, host.num_slots, array=host.array)
+                self._host = pinned
+            self._pins[address] = (pinned, count + 1)
+        return pinned, partial(self._unpin, address)
+
+    def _unpin(self, address: int) -> None:
+        with self._pinning:
+            pinned, count = self._pins.pop(address)
+            if count > 1:
+                self._pins[address] = (pinned, count - 1)
+            else:
+                pinned.close()
 
     def copy_blocks(self, planes: Planes, source_ids: Ids, target_ids: Ids) -> Event:
         ours = self._ours(planes)
@@ -263,12 +295,6 @@ class CudaDevice:
             self._within.raw.synchronize()
         self._kernels = None
         self._queues = ()
-
-
-def _pinned(host: HostSlots) -> PinnedSlots:
-    if not isinstance(host, PinnedSlots):
-        raise LayoutError("these host slots are not pinned for a GPU")
-    return host
 
 
 def num_queues() -> int:

@@ -81,7 +81,7 @@ class Pipeline:
         self._host = host
         # Addresses of all, looked up: each step of working them out would take 10 to 30 us.
         self._slots = np.arange(host.num_slots, dtype=np.uint64)
-        self._slots *= np.uint64(self._block_bytes)
+        self._slots *= np.uint64(host.stride)
         self._slots += np.uint64(host.address)
         row = row_of(self._block_bytes)
         largest = 2 * row * min(planes.num_blocks, host.num_slots)
@@ -141,7 +141,7 @@ class Pipeline:
                 by_slot = np.argsort(slots[rest])
                 slots[rest] = slots[rest][by_slot]
                 block_ids = np.concatenate((block_ids[: unit.start], block_ids[rest][by_slot]))
-            joins = number >= _UNSORTED_UNITS and unit.num_bytes == self._block_bytes
+            joins = number >= _UNSORTED_UNITS and unit.num_bytes == self._host.stride
             offset, free = self._ring.take(unit.staging_bytes)
             staging = self._staging.address + offset
             blocks = block_ids[unit.start : unit.stop]
@@ -193,7 +193,7 @@ class Pipeline:
         slots, blocks = copy.slot_ids[:count].tolist(), copy.block_ids[:count].tolist()
         is_load = self._direction is Direction.LOAD
         for slot, block in zip(slots, blocks, strict=True):
-            slot_address = self._host.address + slot * self._block_bytes
+            slot_address = self._host.address + slot * self._host.stride
             for one in self._rectangles:
                 host = (slot_address + one.block_byte, one.slot_pitch)
                 device = (one.memory.of_block(block), one.pitch)
@@ -319,6 +319,7 @@ class CudaLane:
         settings: LaneSettings,
         order: Order,
         before_copy: Callable[[BlockCopy], None] | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._gpu = gpu
         self._direction = direction
@@ -332,6 +333,7 @@ class CudaLane:
         self._num_queued = 0
         self._at_once: deque[CudaEvent] = deque()  # ends of what callers' threads submitted
         self._is_closed = False
+        self._on_close = on_close
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tierkv-{direction.value}")
 
     def submit(self, copy: BlockCopy) -> tuple[Event, ...]:
@@ -426,7 +428,9 @@ class CudaLane:
             self._is_closed = True
         self._thread.shutdown(wait=True)
         self._let_end()
-        self._pipeline = None
+        if self._pipeline is not None:
+            self._pipeline = None
+            self._on_close()
 
     def _run(self, job: _Job) -> None:
         """Bring the copy to the streams, unit by unit."""

@@ -38,6 +38,8 @@ class PinnedSlots:
     The memory is usable by this process at once. The first chunk is pinned when the constructor
     returns, the others follow in the background; a copy waits for the chunks of its slots.
 
+    array: memory that is mapped already, uint8 [num_slots, block_bytes], slots `stride` bytes
+        apart; it is only pinned here, and must stay mapped until these slots are closed.
     chunk_bytes: about how much is pinned at a time; the attribute says how much it is.
     Raises ConfigError, with what to do, if there is too little memory or it cannot be pinned.
     """
@@ -48,19 +50,29 @@ class PinnedSlots:
         layout: Layout,
         num_slots: int,
         *,
+        array: npt.NDArray[np.uint8] | None = None,
         num_threads: int = 8,
         chunk_bytes: int = 256 << 20,
     ) -> None:
         self.num_slots = num_slots
         self._gpu = gpu
-        self._block_bytes = layout.block_bytes
-        self.num_bytes = num_slots * layout.block_bytes
-        self._array: npt.NDArray[np.uint8] | None = _mapped(gpu, num_slots, layout.block_bytes)
-        self.address = self._array.ctypes.data
-        _pinned_pages[self.address] = self._array
-        self._chunks = _chunks(num_slots, layout.block_bytes, chunk_bytes)
+        if array is None:
+            array = _mapped(gpu, num_slots, layout.block_bytes)
+        elif array.shape != (num_slots, layout.block_bytes):
+            raise LayoutError(f"host slots of {array.shape} bytes are not the layout's")
+        self._array: npt.NDArray[np.uint8] | None = array
+        self.address = array.ctypes.data
+        self.stride = array.strides[0]
+        _pinned_pages[self.address] = array
+        # Of a piece of each slot, what lies between the pieces is pinned, too.
+        self._first_byte = self.address // _PAGE * _PAGE
+        self._end = self.address + max(num_slots - 1, 0) * self.stride + layout.block_bytes
+        self.num_bytes = self._end - self._first_byte if num_slots else 0
+        if self.address - self._first_byte + layout.block_bytes > self.stride:
+            chunk_bytes = 1 << 60  # one chunk: its slots would reach into the next
+        self._chunks = _chunks(num_slots, self.stride, chunk_bytes)
         self._slots_per_chunk = len(self._chunks[0])
-        self.chunk_bytes = max(self._slots_per_chunk, 1) * layout.block_bytes
+        self.chunk_bytes = max(self._slots_per_chunk, 1) * self.stride
         self._registered: list[int] = []  # addresses
         self.pinned_bytes = 0  # how far pinning has come, of `num_bytes`
         self.refusal: str | None = None  # why some chunk cannot be pinned
@@ -120,8 +132,8 @@ class PinnedSlots:
         """Pre-fault and register the slots of `chunk`; runs on one of the pinning threads."""
         if self._is_closing:
             return
-        address = self.address + chunk.start * self._block_bytes
-        num_bytes = len(chunk) * self._block_bytes
+        address = self._first_byte + chunk.start * self.stride
+        num_bytes = min(self._first_byte + chunk.stop * self.stride, self._end) - address
         _populate(address, num_bytes)
         try:
             with self._gpu.bound():
@@ -146,11 +158,11 @@ def _is_good(pin: Future[None]) -> bool:
     return pin.done() and pin.exception() is None
 
 
-def _chunks(num_slots: int, block_bytes: int, chunk_bytes: int) -> list[range]:
+def _chunks(num_slots: int, stride: int, chunk_bytes: int) -> list[range]:
     """Runs of slots whose bytes start and end at pages: two registrations may not share a page,
     and one copy may not span two registrations."""
-    least = _PAGE // gcd(block_bytes, _PAGE)
-    step = max(chunk_bytes // (block_bytes * least), 1) * least
+    least = _PAGE // gcd(stride, _PAGE)
+    step = max(chunk_bytes // (stride * least), 1) * least
     return [
         range(start, min(start + step, num_slots)) for start in range(0, max(num_slots, 1), step)
     ]
@@ -227,7 +239,7 @@ def _check_room(num_bytes: int) -> None:
 
 
 def _cannot_pin(error: DriverError, num_bytes: int) -> ConfigError:
-    remedy = "lower cache.host_blocks, or free memory on this machine"
+    remedy = "lower cache.host_blocks (or host_bytes), or free memory on this machine"
     limit = numa.memlock_limit()
     if limit is not None and limit < num_bytes:  # by itself it does not stop every driver
         remedy += (

@@ -1,0 +1,196 @@
+"""An engine whose ranks are processes, on the CPU or on GPUs: steps, and what the ranks hold."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tests.embed.engine_rank import StepMessage
+from tests.embed.planes import shard_planes
+from tests.latch import PATIENCE_S
+from tests.world import BLOCK, GQA, kv_of
+from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.layout import Layout
+from tierkv.embed import EngineCache, EngineCacheSettings, Finished, RankSocket
+from tierkv.embed.engine_cache import Found, Polled
+from tierkv.ranks.link import Plan
+from tierkv.ranks.memory import side_by_side
+from tierkv.sched.settings import CacheSettings
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = 16
+
+
+class Rank:
+    """A rank's process, and its planes, which this one sees too."""
+
+    def __init__(self, path: Path, rank: int, device: str = "cpu") -> None:
+        self.rank = rank
+        self.arrays = shard_planes(path.parent, rank, BLOCKS)
+        program = [sys.executable, "-m", "tests.embed.engine_rank", str(path), str(rank)]
+        self.process = subprocess.Popen(
+            [*program, str(path.parent), str(BLOCKS), device],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def step(self, message: StepMessage) -> list[Finished]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(message) + b"\n")
+        self.process.stdin.flush()
+        return msgspec.json.decode(self.process.stdout.readline(), type=list[Finished])
+
+    def end(self) -> str:
+        """Let it end without a close; what it wrote to its log."""
+        _, errors = self.process.communicate(timeout=PATIENCE_S)
+        return errors.decode()
+
+
+def kv(rank: int, tokens: Sequence[int]) -> list[np.ndarray]:
+    """Another KV on every rank."""
+    return [rows ^ np.uint8(rank * 37) for rows in kv_of(tokens, GQA)]
+
+
+@dataclass
+class TpEngine:
+    """Steps that go to every rank that lives, and what has come of them."""
+
+    cache: EngineCache
+    ranks: list[Rank]
+    seen: Polled = field(default_factory=Polled)
+
+    def prompt(self, tokens: Sequence[int]) -> Prompt:
+        return Prompt(pack(tokens), BLOCK)
+
+    def tokens_in(
+        self, tokens: Sequence[int], blocks: Sequence[int], like: int | None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each rank, plane and token where its KV lies, and what it is. like: the rank whose KV
+        all have; None if each has its own."""
+        for rank in self.ranks:
+            of_rank = kv(rank.rank if like is None else like, tokens)
+            for rows, array in zip(of_rank, rank.arrays, strict=True):
+                for at, row in enumerate(rows):
+                    yield array[blocks[at // BLOCK]].reshape(BLOCK, -1)[at % BLOCK], row
+
+    def compute(
+        self, tokens: Sequence[int], blocks: Sequence[int], *, like: int | None = None
+    ) -> None:
+        for place, row in self.tokens_in(tokens, blocks, like):
+            place[:] = row
+        self.step(writes=True)
+
+    def hold(
+        self, tokens: Sequence[int], blocks: Sequence[int], *, like: int | None = None
+    ) -> bool:
+        """Whether these blocks of every rank have the KV of all of the tokens, every byte."""
+        self.step(reads=True)
+        return all(
+            np.array_equal(place, row) for place, row in self.tokens_in(tokens, blocks, like)
+        )
+
+    def step(self, **message: object) -> None:
+        """One step of all ranks, and a poll of the scheduler."""
+        reports: list[Finished] = []
+        for rank in self.ranks:
+            if rank.process.poll() is None:
+                reports += rank.step(StepMessage(**message))  # type: ignore[arg-type]
+        self.poll(reports)
+
+    def poll(self, reports: Sequence[Finished] = ()) -> None:
+        polled = self.cache.poll(reports)
+        self.seen.loaded += polled.loaded
+        self.seen.saved += polled.saved
+        self.seen.stored += polled.stored
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < deadline, "it did not come to that"
+            self.step()
+
+    def lookup(self, key: str, tokens: Sequence[int]) -> Found:
+        prompt, deadline = self.prompt(tokens), time.monotonic() + PATIENCE_S
+        while (found := self.cache.lookup(key, prompt)) is None:
+            assert time.monotonic() < deadline, "no answer"
+            os.sched_yield()
+        return found
+
+    def plan_to_save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> Plan:
+        plan = self.cache.save(key, self.prompt(tokens), [blocks])
+        assert plan is not None
+        return plan
+
+    def save(self, key: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        self.step(saves=[self.plan_to_save(key, tokens, blocks)])
+        self.until(lambda: any(name == key for name, _ in self.seen.stored))
+
+    def plan_to_load(self, key: str, blocks: Sequence[int]) -> Plan:
+        plan = self.cache.load(key, [blocks])
+        assert plan is not None
+        return plan
+
+    def load(self, key: str, blocks: Sequence[int]) -> None:
+        self.step(loads=[self.plan_to_load(key, blocks)])
+        self.until(lambda: (key, ()) in self.seen.loaded)
+
+    def is_at_rest(self) -> bool:
+        return not self.cache.verify().wait(PATIENCE_S)
+
+
+def a_cache(socket_: RankSocket, layout: Layout = GQA) -> EngineCache:
+    return EngineCache(
+        Fingerprint("model", layout),
+        [layout],
+        host_bytes=64 * layout.block_bytes,
+        cache=CacheSettings(block_size=BLOCK),
+        ranks=socket_,
+        settings=EngineCacheSettings(save_blocks=16),
+    )
+
+
+@contextmanager
+def engine(
+    folder: Path,
+    devices: Sequence[str],
+    *,
+    workers_first: bool = False,
+    are_same: bool = False,
+) -> Iterator[TpEngine]:
+    """devices: of each rank, "cpu" or the number of a GPU."""
+    path, num_ranks = folder / "ranks.sock", len(devices)
+    with ExitStack() as stack:
+        ranks: list[Rank] = []
+
+        def start() -> None:
+            for number, device in enumerate(devices):
+                rank = Rank(path, number, device)
+                ranks.append(rank)
+                stack.callback(rank.process.communicate)
+                stack.callback(rank.process.kill)
+
+        if workers_first:
+            start()
+            for rank in ranks:  # it answers once it has begun to ask for the socket
+                assert rank.step(StepMessage()) == []
+        socket_ = RankSocket(str(path), [GQA] * num_ranks, connect_deadline_s=PATIENCE_S)
+        layout = GQA if are_same else side_by_side([GQA] * num_ranks)
+        with a_cache(socket_, layout) as cache:
+            if not workers_first:
+                start()
+            on = TpEngine(cache, ranks)
+            yield on
+            on.until(on.is_at_rest)
+    assert not path.exists()
