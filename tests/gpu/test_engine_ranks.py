@@ -83,7 +83,7 @@ def test_an_engine_s_steps_are_ordered_by_its_stream_and_never_wait_for_a_copy(
     with EngineCache(
         Fingerprint("model", LAYOUT),
         [LAYOUT],
-        host_bytes=2 * SAVED * LAYOUT.block_bytes,
+        host_bytes=4 * SAVED * LAYOUT.block_bytes,
         cache=CacheSettings(block_size=LAYOUT.block_size),
         planes=ranks if through == "process" else None,
         ranks=RankSocket(path, [LAYOUT]) if through == "socket" else None,
