@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextvars import Context
 from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
 import numpy as np
 
+from tierkv import tracing
 from tierkv.cache import invariants
 from tierkv.cache.history import HistoryEvent
 from tierkv.cache.keys import Prompt
@@ -130,12 +132,27 @@ class Timelines:
         one.matched = request.matched
         one.missed, one.missed_since = request.missed, request.missed_since
         self.mark(one, Moment.ADMITTED)
+        told, moments = one.matched, one.moments
+        tracing.tell(
+            "queue",
+            moments.get(Moment.FETCHED, moments[Moment.BEGAN]),
+            moments[Moment.ADMITTED],
+            device_tokens=told.device_tokens,
+            host_tokens=told.host_tokens,
+            storage_tokens=told.storage_tokens,
+            direct_tokens=told.direct_tokens,
+            missed=one.missed,
+        )
+        span = tracing.context()
         for movement in request.loads:
-            movement.when_ended(lambda: self._loaded(one, request))
+            movement.when_ended(lambda: self._loaded(one, request, span))
 
-    def _loaded(self, one: Timeline, request: Request) -> None:
+    def _loaded(self, one: Timeline, request: Request, span: Context | None) -> None:
         if all(movement.has_ended for movement in request.loads):
             self.mark(one, Moment.LOADED)
+            if span is not None:
+                num_bytes = sum(movement.num_bytes for movement in request.loads)
+                span.run(tracing.tell, "load", one.moments[Moment.ADMITTED], bytes=num_bytes)
 
     def since(self, version: int) -> list[Timeline]:
         """Those that have changed after `version`, the oldest first."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvloop
 from msgspec.structs import replace
 
+from tierkv import tracing
 from tierkv.api.metrics import Metrics
 from tierkv.api.node import Node
 from tierkv.api.routes_cache import (
@@ -86,10 +87,11 @@ def run(
         node = Node(settings, is_engine_attached=is_engine_attached)
         last_resort = threading.Timer(settings.node.close_limit_s, _leave, [node])
         last_resort.daemon = True
-        try:
-            uvloop.run(serve(node, listeners, announce, last_resort.start))
-        finally:
-            last_resort.cancel()
+        with tracing.exporting(node.name):
+            try:
+                uvloop.run(serve(node, listeners, announce, last_resort.start))
+            finally:
+                last_resort.cancel()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
+from tierkv import tracing
 from tierkv.client.errors import (
     BrokenOffError,
     CallError,
@@ -147,8 +148,9 @@ class Http:
         is none; reading the answer raises what aiohttp does, see `translated`."""
         if self._session is None:
             raise CallError("this client is closed, or was not entered with `async with`")
+        headers = {**headers, **tracing.headers()}
         if body is not None:
-            headers = {**headers, "Content-Length": str(sum(map(len, body)))}
+            headers["Content-Length"] = str(sum(map(len, body)))
         with translated(self.where):
             response = await self._session.request(
                 method,

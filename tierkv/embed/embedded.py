@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
+from tierkv import tracing
 from tierkv.cache.keys import Prompt, Tokens, pack
 from tierkv.embed.exchange import Call
 from tierkv.embed.requests import Admitted, Requests, Until
@@ -62,6 +63,7 @@ class Embedded:
     def open(self) -> None:
         """Start the thread and the service; return when it takes calls. Raises what keeps it from
         that: ConfigError, StoreUnavailableError, CloseTimeoutError."""
+        tracing.join()
         self._thread.open()
 
     def close(self, deadline_s: float | None = None) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
+from tierkv import tracing
 from tierkv.errors import GateTimeoutError, TierKVError
 
 T = TypeVar("T")
@@ -38,16 +39,18 @@ class Answer(Enum):
 class Call(Generic[T]):
     """One question to the service. Any thread may look at it.
 
-    kind: the name of the method that made it. request_id: "" if it is about none.
+    kind: the name of the method that made it. request_id: "" if it is about none. span: what makes
+    the work for it part of the caller's span; None if nothing is traced.
     """
 
     __slots__ = ("_bell", "_callbacks", "_exchange", "_result", "answer", "error", "kind", "number",
-                 "request_id")  # fmt: skip
+                 "request_id", "span")  # fmt: skip
 
     def __init__(self, exchange: Exchange, number: int, kind: str, request_id: str) -> None:
         self.number = number
         self.kind = kind
         self.request_id = request_id
+        self.span = tracing.context()
         self.answer = Answer.ASK_AGAIN
         self.error: TierKVError | None = None
         self._result: T | None = None

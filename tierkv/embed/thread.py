@@ -233,7 +233,7 @@ class ServiceThread:
         assert self._group is not None, "calls are taken from when the service runs"
         job = self._run(call, work)
         try:
-            task = self._group.create_task(job, name=f"tierkv-{call.kind}")
+            task = self._group.create_task(job, name=f"tierkv-{call.kind}", context=call.span)
         except RuntimeError:  # the group is ending, and `_live` will tell the call why
             job.close()
             return

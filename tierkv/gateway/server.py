@@ -20,6 +20,7 @@ import uvloop
 from aiohttp import web
 
 import tierkv
+from tierkv import tracing
 from tierkv.api.types import PartHealth, ReadyAnswer, VersionAnswer
 from tierkv.gateway.failures import (
     GatewayShuttingDownError,
@@ -315,7 +316,7 @@ def run(settings: GatewaySettings, announce: Callable[[str], None]) -> None:
     grace_s = settings.gateway.drain_grace_s
     last_resort = threading.Timer(grace_s + _CLOSE_LIMIT_S, _leave, [grace_s])
     last_resort.daemon = True
-    with listener_of(settings) as listener:
+    with tracing.exporting("gateway"), listener_of(settings) as listener:
         try:
             uvloop.run(serve(gateway, listener, announce, last_resort.start))
         finally:

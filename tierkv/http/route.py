@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion10, HttpVersion11
 
 import tierkv
+from tierkv import tracing
 from tierkv.http import bodies
 from tierkv.http.bodies import EVENT_STREAM, ID_PATTERN, JSON, MSGPACK, OCTETS
 from tierkv.http.callers import Access, Guard
@@ -144,7 +145,11 @@ class HttpRouter:
             row = self._admit(request, place)
             if "Expect" in request.headers:
                 await _expected(request)
-            found = await row.handler(request)
+            if row.access is Access.PUBLIC or not tracing.is_on():
+                found = await row.handler(request)
+            else:
+                with tracing.serving(f"{request.method} {path}", request.headers):
+                    found = await row.handler(request)
             if isinstance(found, web.StreamResponse):
                 response = found
             else:

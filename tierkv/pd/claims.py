@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum
 
 import msgspec
 
+from tierkv import tracing
 from tierkv.cache.keys import Prompt, StoredKey, differences
 from tierkv.cache.node import Tier
 from tierkv.errors import (
@@ -419,9 +421,12 @@ class Claims:
                     self._source.supply(lambda: self._has_room(spec.num_blocks)) as near,
                 ):
                     try:
+                        since_s = time.monotonic()
                         async with self._watching(spec, ticket_id, near) as watch:
                             silent_s = deadline_s if policy is ClaimPolicy.WHOLE else _SILENT_S
                             ticket = await watch.ticket(deadline_s=deadline_s, silent_s=silent_s)
+                        tracing.adopt(ticket.trace)
+                        tracing.tell("claim.wait", since_s, ticket_id=ticket_id)
                         _check_sampling(ticket, sampling)
                     except HandoffError as error:
                         if policy is ClaimPolicy.WHOLE or error.reason in _ALWAYS_REFUSED:

@@ -18,6 +18,7 @@ from functools import partial
 
 import numpy as np
 
+from tierkv import tracing
 from tierkv.cache.keys import Prompt, StoredKey
 from tierkv.cache.node import CopyState, Ids, Mask, Tier
 from tierkv.errors import (
@@ -196,16 +197,17 @@ class Handoff:
         keys = self.tickets.keys_of(prompt)
         before = self._storage.stats.flushed_bytes
         try:
-            async with asyncio.timeout(deadline_s):
-                # Of those that were just stored all are there, unless the store lost some: one
-                # question instead of a search for the first that is missing.
-                present = await self.count_present(keys[: stored_blocks or None])
-                self._show(request, 0, present)
-                await self.store(request, keys, present, len(keys), after)
-                with self._offered(ticket_id, prompt) as address:
-                    opened = self.tickets.new_open(ticket_id, prompt, address)
-                    ticket = self.tickets.new(opened, first_tokens, sampling)
-                    await self.tickets.complete(ticket)
+            with tracing.span("publish", blocks=len(keys), ticket_id=ticket_id):
+                async with asyncio.timeout(deadline_s):
+                    # Of those that were just stored all are there, unless the store lost some: one
+                    # question instead of a search for the first that is missing.
+                    present = await self.count_present(keys[: stored_blocks or None])
+                    self._show(request, 0, present)
+                    await self.store(request, keys, present, len(keys), after)
+                    with self._offered(ticket_id, prompt) as address:
+                        opened = self.tickets.new_open(ticket_id, prompt, address)
+                        ticket = self.tickets.new(opened, first_tokens, sampling)
+                        await self.tickets.complete(ticket)
         except TimeoutError as error:
             self.stats.failed_publishes += 1
             raise HandoffError(

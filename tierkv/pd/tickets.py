@@ -27,7 +27,7 @@ from uuid import uuid4
 
 import msgspec
 
-from tierkv import wire
+from tierkv import tracing, wire
 from tierkv.cache.keys import Fingerprint, Prompt, StoredKey, differences
 from tierkv.clock import Clock
 from tierkv.errors import (
@@ -120,11 +120,12 @@ class Ticket(_Handed, frozen=True, kw_only=True):
     """Every block it lists was stored before it was. first_tokens: what the prefill node has
     generated already. sampling: how, in the words of its engine, for an engine that goes on; empty
     if it does not say. incarnation: where the producer hears that it was claimed; "" if it does
-    not want to."""
+    not want to. trace: the span that published it, as W3C's `traceparent`; "" for none."""
 
     first_tokens: tuple[_Token, ...]
     sampling: dict[str, str] = {}
     incarnation: str = ""
+    trace: str = ""
 
     def encode(self) -> bytes:
         return wire.seal(_TICKET, _VERSION, self)
@@ -398,7 +399,12 @@ class Tickets:
         del fields["failure"]
         now = self._clock.wall()
         fields |= {"created_at": now, "expires_at": now + self._ticket_ttl_s}
-        return Ticket(**fields, first_tokens=tuple(first_tokens), sampling=dict(sampling or {}))
+        return Ticket(
+            **fields,
+            first_tokens=tuple(first_tokens),
+            sampling=dict(sampling or {}),
+            trace=tracing.here(),
+        )
 
     def new_open(
         self,

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tierkv import tracing
 from tierkv.cache.keys import TOKEN_BYTES, Prompt, count, pack, unpack
 from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import (
@@ -351,7 +352,8 @@ class ReferenceEngine:
         return ModelRun(Session(self._service, spec), job, time.monotonic())
 
     async def _first_token(self, run: ModelRun) -> None:
-        logits = await self._feed(run)
+        with tracing.span("compute"):
+            logits = await self._feed(run)
         assert logits is not None, "an admission leaves one token to compute"
         self._add(run, logits)
         await self._commit(run)

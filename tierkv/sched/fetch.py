@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tierkv import tracing
 from tierkv.cache.history import Fate, HistoryEvent
 from tierkv.cache.index import Lease, runs_of
 from tierkv.cache.keys import TOKEN_BYTES, Prompt, StoredKey, Tail
@@ -374,9 +375,13 @@ class Fetcher:
         is not asked whether they are. Cancelling it leaves nothing held.
         """
         one = _Fetch(self._shared, prompt, policy, promised, on_arrival)
-        self._tiers.work.start(one.run(deadline_s), name="tierkv-fetch")
         try:
-            return await asyncio.shield(one.outcome)
+            with tracing.span("fetch", tokens=prompt.num_tokens) as span:
+                self._tiers.work.start(one.run(deadline_s), name="tierkv-fetch")
+                fetched = await asyncio.shield(one.outcome)
+                if span is not None:
+                    span.set_attribute("tierkv.fetched_tokens", len(fetched.tokens))
+                return fetched
         except asyncio.CancelledError:
             one.outcome.add_done_callback(_let_go)
             raise
@@ -524,7 +529,8 @@ class _Fetch:
 
     async def run(self, deadline_s: float) -> None:
         index = self.shared.tiers.index
-        match = index.match(self.prompt)
+        with tracing.span("match"):
+            match = index.match(self.prompt)
         self.landed = Landed(index.hold(match.node, match.num_blocks))
         self.first_token = match.num_blocks * index.block_size
         give_up_at = asyncio.get_running_loop().time() + deadline_s

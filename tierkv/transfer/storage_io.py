@@ -20,6 +20,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from tierkv import tracing
 from tierkv.cache.keys import TOKEN_BYTES, KeyRun, Names, StoredKey, Tail, common_tokens
 from tierkv.cache.layout import Bytes1D, Layout
 from tierkv.cache.shards import Shard, ShardScheme
@@ -463,8 +464,9 @@ class StorageIO:
         value is deleted; where the store has another copy of it, that is read.
         """
         sizes = [self._found.get(key.digest, self.slices.size) for key in keys]
-        blocks = await self._fetch(keys, slot_ids, sizes)
-        await self._fetch_missed(keys, slot_ids, blocks)
+        with tracing.span("storage.read", blocks=len(keys)):
+            blocks = await self._fetch(keys, slot_ids, sizes)
+            await self._fetch_missed(keys, slot_ids, blocks)
         for key, outcome in zip(keys, blocks, strict=True):
             if outcome.status is not GetStatus.HIT:
                 self._found.pop(key.digest, None)  # whoever stored it, look again
@@ -563,8 +565,9 @@ class StorageIO:
             items = await self._checkers.run(
                 lambda: self._values.encode(keys, slot_ids, values, is_late=is_late)
             )
-        async with made_ahead(self._checkers, items):
-            outcomes = await self.store.put(items)
+        with tracing.span("storage.write", blocks=len(keys)):
+            async with made_ahead(self._checkers, items):
+                outcomes = await self.store.put(items)
         if self._toucher is not None:
             answered = zip(items, outcomes, strict=True)
             self._toucher.wrote(i.name for i, o in answered if o.status is PutStatus.STORED)

@@ -1,0 +1,182 @@
+"""Spans of OpenTelemetry where that is switched on, and nothing where it is not.
+
+    HTTP or engine  --traceparent-->  prefill node  --ticket-->  decode node
+                                      |- match, fetch, queue     |- claim.wait, match, fetch, queue
+                                      |- compute                 |- load
+                                      `- publish                 `- storage.read, for each batch
+                                          `- storage.write
+
+A node or gateway traces if the environment names a collector (OTEL_EXPORTER_OTLP_ENDPOINT, or
+..._TRACES_ENDPOINT) and the extra `otel` is installed; all else is said by OpenTelemetry's own
+variables. An engine that has set up OpenTelemetry in its process calls `join`. A span is never made
+for a block.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from tierkv.errors import how_to_install
+
+log = logging.getLogger("tierkv.tracing")
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PARENT = "traceparent"
+_LONGEST_PARENT = 128  # W3C's has 55 characters
+_LAST_SPANS_S = 2.0  # at the end, for what has not been sent
+
+Value = str | int | float | bool
+
+_tracer: Any = None
+_has_caller: contextvars.ContextVar[bool] = contextvars.ContextVar("has_caller", default=False)
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+@contextmanager
+def exporting(instance: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Sends spans to the collector that the environment names, until the body has ended. instance:
+    the name of this node or gateway. Says so and goes on if OpenTelemetry is not installed."""
+    global _tracer  # noqa: PLW0603 - a process has one
+    if not any(environ.get(name) for name in _ENDPOINTS):
+        yield
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415
+            OTLPSpanExporter,
+        )
+        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+    except ImportError:
+        log.warning("a collector is named, but nothing is traced: %s", how_to_install("otel"))
+        yield
+        return
+    names = {"service.instance.id": instance}
+    if not environ.get("OTEL_SERVICE_NAME"):
+        names["service.name"] = "tierkv"
+    provider = TracerProvider(resource=Resource.create(names), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    _tracer = provider.get_tracer("tierkv")
+    try:
+        yield
+    finally:
+        _tracer = None
+        last = threading.Thread(target=provider.shutdown, name="tierkv-last-spans", daemon=True)
+        last.start()  # a collector that is not there is not waited for
+        last.join(_LAST_SPANS_S)
+
+
+def join() -> None:
+    """Trace with what this process has set up of OpenTelemetry, if anything."""
+    global _tracer  # noqa: PLW0603 - a process has one
+    if _tracer is None and "opentelemetry.sdk.trace" in sys.modules:
+        from opentelemetry import trace  # noqa: PLC0415 - it is loaded
+
+        _tracer = trace.get_tracer("tierkv")
+
+
+def span(name: str, **about: Value) -> AbstractContextManager[Any]:
+    """While the body runs; what it starts belongs to it. Yields the span, None if nothing is
+    traced."""
+    if _tracer is None:
+        return _NOTHING
+    return _tracer.start_as_current_span(f"tierkv.{name}", attributes=about)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def serving(name: str, headers: Mapping[str, str]) -> Iterator[Any]:
+    """The span of one HTTP request that this process answers, under its caller's if it has one.
+    Yields it, None if nothing is traced."""
+    if _tracer is None:
+        yield None
+        return
+    from opentelemetry.trace import SpanKind  # noqa: PLC0415 - it is loaded
+
+    parent = headers.get(_PARENT, "")
+    token = _has_caller.set(bool(parent))
+    try:
+        with _tracer.start_as_current_span(
+            name, context=_context_of(parent), kind=SpanKind.SERVER
+        ) as one:
+            yield one
+    finally:
+        _has_caller.reset(token)
+
+
+def headers() -> dict[str, str]:
+    """What tells the one who is called which span calls; {} if nothing is traced."""
+    parent = here()
+    return {_PARENT: parent} if parent else {}
+
+
+def here() -> str:
+    """The current span, as a `traceparent` of W3C Trace Context; "" if there is none."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ""
+    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415 - it is loaded
+        TraceContextTextMapPropagator,
+    )
+
+    found: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(found)
+    return found.get(_PARENT, "")
+
+
+def adopt(parent: str) -> None:
+    """The rest of this task belongs to the span `parent`, as a ticket names it, unless a caller has
+    named one: then that one's trace has both ends of the hand-off. The span so far is linked."""
+    if _tracer is None or not parent or _has_caller.get():
+        return
+    from opentelemetry import context as contexts  # noqa: PLC0415 - it is loaded
+    from opentelemetry import trace  # noqa: PLC0415
+
+    theirs = _context_of(parent)
+    linked = trace.get_current_span(theirs).get_span_context()
+    if linked.is_valid:
+        trace.get_current_span().add_link(linked)
+        contexts.attach(theirs)
+
+
+def tell(name: str, since_s: float, until_s: float | None = None, **about: Value) -> None:
+    """A span that is over. since_s, until_s: on the monotonic clock; until now if it is None."""
+    if _tracer is None:
+        return
+    ahead = time.time() - time.monotonic()
+    until_s = time.monotonic() if until_s is None else until_s
+    one = _tracer.start_span(
+        f"tierkv.{name}", start_time=int((since_s + ahead) * 1e9), attributes=about
+    )
+    one.end(int((until_s + ahead) * 1e9))
+
+
+def is_on() -> bool:
+    return _tracer is not None
+
+
+def context() -> contextvars.Context | None:
+    """Run in it, spans told later, or by another thread, belong to the current one, too; None if
+    nothing is traced."""
+    if _tracer is None:
+        return None
+    found = contextvars.copy_context()
+    if here():
+        found.run(_has_caller.set, True)  # noqa: FBT003 - a variable's only argument
+    return found
+
+
+def _context_of(parent: str) -> Any:  # noqa: ANN401 - OpenTelemetry's
+    from opentelemetry.context import Context  # noqa: PLC0415 - it is loaded
+    from opentelemetry.trace.propagation.tracecontext import (  # noqa: PLC0415
+        TraceContextTextMapPropagator,
+    )
+
+    carrier = {_PARENT: parent} if len(parent) <= _LONGEST_PARENT else {}
+    return TraceContextTextMapPropagator().extract(carrier, context=Context())
