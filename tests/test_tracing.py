@@ -88,12 +88,13 @@ async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]
 async def test_one_hand_off_is_one_trace_through_the_ticket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = f"file://{tmp_path}/store"
-    monkeypatch.setenv("TIERKV_HANDOFF__DIRECT", "off")
+    settings = tmp_path / "node.toml"
+    settings.write_text(f'[storage]\nurl = "file://{tmp_path}/store"\n[handoff]\ndirect = "off"\n')
+    given = "--config", settings
     async with (
         collector(monkeypatch) as found,
-        process(tmp_path, "--role", "prefill", "--storage", store, "--name", "p") as prefill,
-        process(tmp_path, "--role", "decode", "--storage", store, "--name", "d") as decode,
+        process(tmp_path, "--role", "prefill", *given, "--name", "p") as prefill,
+        process(tmp_path, "--role", "decode", *given, "--name", "d") as decode,
     ):
         await prefill.client.ask(
             "POST",
@@ -128,6 +129,8 @@ async def test_one_hand_off_is_one_trace_through_the_ticket(
     # The decode node's own request had no caller's span: it is linked.
     [link] = found.one("POST /v1/decode").links
     assert (link.trace_id.hex(), link.span_id) == (TRACE, publish.span_id)
+    queues = [one for one in found.spans if one.name == "tierkv.queue"]
+    assert all(one.start_time_unix_nano >= wait.end_time_unix_nano for one in queues[1:])
     read = [one for one in found.spans if one.name == "tierkv.storage.read"]
     told = [kept for one in read for kept in one.attributes if kept.key == "blocks"]
     assert sum(one.value.int_value for one in told) == 5

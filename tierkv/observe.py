@@ -132,17 +132,6 @@ class Timelines:
         one.matched = request.matched
         one.missed, one.missed_since = request.missed, request.missed_since
         self.mark(one, Moment.ADMITTED)
-        told, moments = one.matched, one.moments
-        tracing.tell(
-            "queue",
-            moments.get(Moment.FETCHED, moments[Moment.BEGAN]),
-            moments[Moment.ADMITTED],
-            device_tokens=told.device_tokens,
-            host_tokens=told.host_tokens,
-            storage_tokens=told.storage_tokens,
-            direct_tokens=told.direct_tokens,
-            missed=one.missed,
-        )
         span = tracing.context()
         for movement in request.loads:
             movement.when_ended(lambda: self._loaded(one, request, span))

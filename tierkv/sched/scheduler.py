@@ -11,6 +11,7 @@ from time import monotonic
 
 import msgspec
 
+from tierkv import tracing
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import Ids, Tier, TreeNode
 from tierkv.errors import (
@@ -371,8 +372,14 @@ class Scheduler:
         waiting = Waiting(spec, fetched, outcome)
         try:
             self.check(spec)
-            request = self._admissions.admit_or_join(waiting)
-            return await outcome if request is None else request
+            with tracing.span("queue") as span:
+                request = self._admissions.admit_or_join(waiting)
+                if request is None:
+                    request = await outcome
+                if span is not None:
+                    span.set_attributes(msgspec.structs.asdict(request.matched))
+                    span.set_attribute("missed", request.missed)
+            return request
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.leave(waiting)
