@@ -433,6 +433,7 @@ async def test_a_decode_node_that_dies_in_a_claim_loses_nothing_that_was_publish
 def test_every_reason_has_a_test_here() -> None:
     assert {problem.value for problem in ClaimProblem} == {
         "not_yet",
+        "load_failed",  # in test_session.py
         "expired",
         "damaged",
         "incomplete",
