@@ -9,12 +9,15 @@ of them are needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from tierkv.cache.keys import TOKEN_BYTES, StoredKey, common_tokens
 from tierkv.cache.layout import Layout
+from tierkv.cache.node import BlockPool
 from tierkv.errors import ConfigError
 
 NO_BLOCK: Final = -1  # in a list of an engine's blocks: it has none at this place
@@ -47,6 +50,11 @@ class CacheGroup:
         if self.share is not None and not 0 < self.share < 1:
             raise ConfigError("a group's share of host memory is between 0 and 1")
 
+    def __str__(self) -> str:
+        of = f" of {self.window} tokens" if self.window else ""
+        digest = self.layout.digest.hex()[:16]
+        return f"{self.kind.value}{of}, blocks of {self.layout.block_size}, {digest}"
+
     @property
     def block_size(self) -> int:
         return self.layout.block_size
@@ -65,6 +73,45 @@ class CacheGroup:
             first = max(first, (num_tokens - self.window) // size)
         return range(first, stop)
 
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether a block can serve as one of its first tokens."""
+        return self.kind is not GroupKind.STATE and self.layout.has_prefixes
+
+    def longest(self, limit: int, valid: Sequence[int]) -> int:
+        """The longest length of at most `limit` tokens at which everything that is needed is there.
+
+        valid: for each position the number of first tokens for which there is a block; of a state,
+        how far behind the last boundary it is the state of.
+        """
+        size = self.layout.block_size
+        length = min(limit, len(valid) * size)
+        while length > 0:
+            needed = self.needed(length)
+            # From the end, but for full attention, of which every block counts at every length.
+            is_full = self.kind is GroupKind.FULL
+            for at in needed if is_full else reversed(needed):
+                wanted = min(length - at * size, size)
+                is_there = valid[at] >= wanted if self.has_prefixes else valid[at] == wanted
+                if not is_there:
+                    length = at * size + (min(valid[at], wanted) if self.has_prefixes else 0)
+                    if not self.has_prefixes and 0 < valid[at] < wanted:
+                        length += valid[at]
+                    break
+            else:
+                return length
+        return 0
+
+
+def longest_of_all(groups: Sequence[tuple[CacheGroup, Sequence[int]]], limit: int) -> int:
+    """The longest length of at most `limit` tokens at which every group is valid; see `longest`."""
+    length, before = limit, -1
+    while length != before:
+        before = length
+        for group, valid in groups:
+            length = group.longest(length, valid)
+    return length
+
 
 def as_groups(groups: Sequence[CacheGroup | Layout]) -> tuple[CacheGroup, ...]:
     """A layout alone is a group of full attention."""
@@ -78,3 +125,160 @@ def main_group(groups: Sequence[CacheGroup]) -> int:
     attention, or the first if there is none."""
     kinds = [group.kind for group in groups]
     return kinds.index(GroupKind.FULL) if GroupKind.FULL in kinds else 0
+
+
+def slots_of(groups: Sequence[CacheGroup], num_bytes: int) -> list[int]:
+    """How many host slots each group has of `num_bytes`: those that say so their share, the others
+    the rest by bytes per token."""
+    said = sum(group.share or 0.0 for group in groups)
+    others = [group for group in groups if group.share is None]
+    if said > 1 or (others and said >= 1):
+        raise ConfigError(f"the groups' shares of host memory make up {said:g}, which leaves none")
+    per_token = sum(group.layout.block_bytes / group.block_size for group in others)
+    slots = []
+    for group in groups:
+        block_bytes = group.layout.block_bytes
+        share = group.share
+        if share is None:
+            share = (1 - said) * (block_bytes / group.block_size) / per_token
+        # What is said of one group alone is exact, whatever 1.0 times a large number comes to.
+        slots.append(
+            num_bytes // block_bytes if share == 1 else int(num_bytes * share) // block_bytes
+        )
+    return slots
+
+
+@dataclass(slots=True, eq=False)
+class FlatBlock:
+    """One block of a group, whole on the host in `slot`.
+
+    parent: the digest before it. tokens, extra: what its key says of it. holders: who need its
+    bytes. hits: how often it was found. is_stored: whether storage was given it.
+    """
+
+    key: StoredKey
+    parent: bytes
+    tokens: bytes
+    extra: bytes
+    position: int
+    slot: int
+    holders: int = 0
+    hits: int = 0
+    is_stored: bool = False
+
+
+class FlatBlocks:
+    """Blocks of one group on the host, by key. Of windows and states an engine saves what it has,
+    which is no unbroken run from the start of a prompt, as the radix tree would have it.
+
+    What nobody holds goes in the order of its last use. A slot is free, taken by who asked for it,
+    or a block's. on_evict: told of each block that went.
+    """
+
+    def __init__(
+        self, name: str, capacity: int, on_evict: Callable[[FlatBlock], None] = lambda _: None
+    ) -> None:
+        self._pool = BlockPool(name, capacity)
+        self._on_evict = on_evict
+        self._blocks: dict[bytes, FlatBlock] = {}
+        self._unheld: OrderedDict[bytes, FlatBlock] = OrderedDict()  # the next to go first
+        self._siblings: dict[tuple[bytes, bytes], dict[bytes, FlatBlock]] = {}
+        self._taken: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def capacity(self) -> int:
+        return self._pool.capacity
+
+    @property
+    def num_holds(self) -> int:
+        return sum(block.holders for block in self._blocks.values())
+
+    def get(self, digest: bytes) -> FlatBlock | None:
+        return self._blocks.get(digest)
+
+    def best(self, parent: bytes, tokens: bytes, extra: bytes) -> tuple[FlatBlock | None, int]:
+        """The block under `parent` that shares most of the packed `tokens`, and how many."""
+        best, shared = None, 0
+        for block in self._siblings.get((parent, tokens[:TOKEN_BYTES]), {}).values():
+            if block.extra == extra and (n := common_tokens(block.tokens, tokens)) > shared:
+                best, shared = block, n
+        return best, shared
+
+    def hold(self, blocks: Iterable[FlatBlock]) -> None:
+        """Forbid that they go."""
+        for block in blocks:
+            block.holders += 1
+            self._unheld.pop(block.key.digest, None)
+
+    def release(self, blocks: Sequence[FlatBlock]) -> None:
+        """Undo `hold`, a use of them: given in the order of a prompt, its first block goes last."""
+        for block in reversed(blocks):
+            block.holders -= 1
+            if not block.holders:
+                self._unheld[block.key.digest] = block
+
+    def use(self, digests: Sequence[bytes]) -> None:
+        """Those that are here go later than all others, the first last."""
+        for digest in reversed(digests):
+            if digest in self._unheld:
+                self._unheld.move_to_end(digest)
+
+    def take(self, count: int) -> list[int]:
+        """Up to `count` slots; blocks that nobody holds go for them."""
+        count = min(count, self._pool.num_free + len(self._unheld))
+        while self._pool.num_free < count:
+            self._evict(next(iter(self._unheld.values())))
+        slots: list[int] = self._pool.allocate(count).tolist()
+        self._taken.update(slots)
+        return slots
+
+    def give(self, slots: Sequence[int]) -> None:
+        """Slots that were taken are free again."""
+        self._taken.difference_update(slots)
+        self._pool.release(slots)
+
+    def put(self, block: FlatBlock) -> bool:
+        """Let a taken slot be this block's; False, and the slot stays the caller's, if the block is
+        there already."""
+        digest = block.key.digest
+        if digest in self._blocks:
+            return False
+        self._taken.remove(block.slot)
+        self._blocks[digest] = self._unheld[digest] = block
+        self._siblings.setdefault(_first(block), {})[digest] = block
+        return True
+
+    def forget(self) -> int:
+        """All that nobody holds goes; how many are left."""
+        for block in list(self._unheld.values()):
+            self._evict(block)
+        return len(self._blocks)
+
+    def _evict(self, block: FlatBlock) -> None:
+        digest = block.key.digest
+        del self._blocks[digest], self._unheld[digest]
+        siblings = self._siblings[_first(block)]
+        del siblings[digest]
+        if not siblings:
+            del self._siblings[_first(block)]
+        self._pool.release([block.slot])
+        self._on_evict(block)
+
+    def findings(self) -> list[str]:
+        """What is wrong, in words."""
+        name, blocks = self._pool.tier, self._blocks
+        wrong = self._pool.findings([*self._taken, *(one.slot for one in blocks.values())])
+        unheld = {digest for digest, block in blocks.items() if not block.holders}
+        if unheld != self._unheld.keys():
+            wrong.append(f"{name}: blocks that can go are not those that nobody holds")
+        listed = Counter(digest for some in self._siblings.values() for digest in some)
+        if listed != Counter(blocks.keys()):
+            wrong.append(f"{name}: the blocks under their parents are not all blocks")
+        return wrong
+
+
+def _first(block: FlatBlock) -> tuple[bytes, bytes]:
+    return block.parent, block.tokens[:TOKEN_BYTES]

@@ -22,21 +22,29 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 import numpy as np
 
-from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group
+from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group, slots_of
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import Layout
 from tierkv.cache.node import Ids
 from tierkv.config import all_above_zero
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import Call
-from tierkv.embed.host_side import HostPromise, HostSide, Kept
+from tierkv.embed.group_tier import group_fingerprint
+from tierkv.embed.host_side import (
+    Copied,
+    ExternalId,
+    HostPromise,
+    HostSide,
+    Kept,
+    Outlet,
+)
 from tierkv.embed.thread import EmbedSettings
 from tierkv.errors import BadRequestError, ConfigError, DeviceFailedError, TierKVError
 from tierkv.gpu.cpu import CpuDevice
@@ -114,6 +122,19 @@ class _Part:
     positions: Ids
     blocks: Ids
     slots: Ids
+    external_ids: tuple[ExternalId | None, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Publish:
+    """A ticket on its way. first_tokens: once the whole prompt is given to saves. is_told: whether
+    its outlet has heard of its end."""
+
+    ticket: str
+    outlet: Outlet
+    prompt: Prompt
+    first_tokens: tuple[int, ...] | None = None
+    is_told: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +142,7 @@ class _Known:
     """What is known of one request. nothing: the answer where there is nothing to hold, which stays
     until `asks_again_at` on the monotonic clock. limit: so many tokens at most are offered, since a
     load of what comes after them failed. saved: by group, so many blocks from the first on it has
-    saved."""
+    saved. publish: of a ticket that is not finished; published: the one that is."""
 
     prompt: Prompt
     ticket: str | None
@@ -132,7 +153,8 @@ class _Known:
     limit: int | None = None
     saved: dict[int, int] = field(default_factory=dict)
     num_saves: int = 0
-    publish: tuple[str, tuple[int, ...]] | None = None
+    publish: _Publish | None = None
+    published: str | None = None
 
     def is_of(self, prompt: Prompt) -> bool:
         """Whether it is about this prompt, salts, media and tenant included."""
@@ -190,23 +212,34 @@ class EngineCache:
         ConfigError if the groups are not the fingerprint's, there is no room for two blocks of
         each, or the ranks' shards do not make them up."""
         self.groups = as_groups(groups)
-        if [one.kind for one in self.groups] != [GroupKind.FULL]:
-            raise ConfigError("only one group of full attention can be cached yet")
-        main = self.groups[main_group(self.groups)]
+        self._main = main_group(self.groups)
+        main = self.groups[self._main]
         if main.layout.digest != fingerprint.layout.digest:
-            raise ConfigError("the fingerprint's layout is not that of the groups' full attention")
+            raise ConfigError(f"the fingerprint's layout is not that of group {self._main}")
+        is_indexed = main.kind is GroupKind.FULL
+        if len(self.groups) > 1 or not is_indexed:  # else all keys are what they were
+            fingerprint = replace(fingerprint, groups="; ".join(map(str, self.groups)))
         if ranks is not None:
             ranks.check([one.layout for one in self.groups])
             if planes is not None:
                 raise ConfigError("a rank in this process connects to the socket of the others")
             num_ranks = ranks.num_ranks
-        num_slots = host_bytes // fingerprint.layout.block_bytes
-        if num_slots < _FEWEST_SLOTS:
-            raise ConfigError(f"{host_bytes} bytes of host memory have no room for two blocks")
+        num_slots = slots_of(self.groups, host_bytes)
+        if min(num_slots) < _FEWEST_SLOTS:
+            raise ConfigError(
+                f"{host_bytes} bytes of host memory have no room for two blocks of each group"
+            )
         self.settings = settings or EngineCacheSettings()
+        in_index = num_slots[self._main] if is_indexed else 1
         sizes = msgspec.structs.replace(
-            cache, device_blocks=1, host_blocks=num_slots, host_max_blocks=0
+            cache, device_blocks=1, host_blocks=in_index, host_max_blocks=0
         )
+        self._indexed = self._main if is_indexed else None
+        beside = [
+            (group_fingerprint(fingerprint, number, group), num_slots[number])
+            for number, group in enumerate(self.groups)
+            if number != self._indexed
+        ]
 
         def build() -> Service:
             return Service(
@@ -217,12 +250,11 @@ class EngineCache:
                 store(),
                 storage=storage,
                 name=name,
+                beside=beside,
             )
 
-        self._block_size = sizes.block_size
         self._num_slots = num_slots
         self._embedded = Embedded(build, embed or EmbedSettings(max_calls=_MOST_CALLS))
-        self._layout = fingerprint.layout
         self._planes = planes
         self._socket = ranks
         self._ranks = frozenset(range(num_ranks))
@@ -255,8 +287,10 @@ class EngineCache:
         settings, num_slots = self.settings, self._num_slots
         self._host = HostSide(
             self._embedded.service,
-            most_promised=max(int(settings.most_promised * num_slots), 1),
-            most_reserved=[max(min(settings.save_blocks, num_slots // 4), 1)],
+            self.groups,
+            main=self._indexed,
+            most_promised=[max(int(settings.most_promised * slots), 1) for slots in num_slots],
+            most_reserved=[max(min(settings.save_blocks, slots // 4), 1) for slots in num_slots],
             max_failures=settings.max_failures,
             max_events=settings.max_events,
         )
@@ -267,9 +301,10 @@ class EngineCache:
         if self._wanted is not None:
             self._wanted.wait(_CLOSE_S)
             self._take_reserve()
-        if self._socket is not None and isinstance(self._host.slots, SharedSlots):
+        if self._socket is not None:
+            shared = [slots for slots in self._host.slots if isinstance(slots, SharedSlots)]
             try:
-                self._socket.open([self._layout], [self._host.slots])
+                self._socket.open([group.layout for group in self.groups], shared)
             except BaseException:
                 self.close()
                 raise
@@ -406,7 +441,7 @@ class EngineCache:
         known.promise = None
         return self._begin(key, known, known.prompt, parts, promise)
 
-    def save(
+    def save(  # noqa: PLR0913 - which blocks of what, where they are, and the ticket
         self,
         key: str,
         prompt: Prompt,
@@ -415,6 +450,7 @@ class EngineCache:
         *,
         ticket: str | None = None,
         first_tokens: Sequence[int] = (),
+        external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Plan | None:
         """The plan that copies computed blocks of `prompt` to the host, the tail included; None if
         nothing is to be copied. Others find them once their copies are done.
@@ -423,46 +459,82 @@ class EngineCache:
         for 0 in all groups), NO_BLOCK where it has none. Blocks that this request has saved are
         left out, so that it may give all it has in each step; those for which there is no host slot
         now are not saved, nor any of the group after them.
-        ticket: once all of the prompt was saved, store it and a ticket that names `first_tokens`;
-        `poll` tells when. The last save is the one that reaches the prompt's end. Raises
-        DeviceFailedError once a rank is lost.
+        ticket: publish the prompt under this id, from the first save on that names it: claimers
+        fetch what is saved while the rest is computed. The save that reaches the prompt's end in
+        the first group of full attention is the last, and says what `first_tokens` follow; `poll`
+        tells when the ticket is there. external_ids: for each group, what the engine calls its
+        blocks, which events about them repeat. Raises DeviceFailedError once a rank is lost.
         """
         self._check_ranks()
         given = self._given(block_ids, first_blocks)
+        names = [tuple(of_group) for of_group in external_ids]
+        if names and [len(one) for one in names] != [len(ids) for ids in block_ids]:
+            raise BadRequestError("external ids are one for each block id")
+        self._check_saves(key, prompt, given)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _Known(prompt, None)
-        parts = []
-        for group, positions, blocks in given:
-            full, whole = _num_blocks(prompt, self.groups[group].block_size)
-            if positions[-1] >= whole:
-                raise BadRequestError(f"{key!r} has blocks 0 to {whole} in group {group}")
-            is_full = self.groups[group].kind is GroupKind.FULL
-            if is_full and positions[-1] - positions[0] >= len(positions):
-                raise BadRequestError(f"{key!r}: full attention has no gap, as group {group} has")
-            saved = known.saved.get(group, 0)
-            if positions[0] < saved:
-                at = int(np.searchsorted(positions, saved))
-                positions, blocks = positions[at:], blocks[at:]  # noqa: PLW2901 - the rest
-            reserve = self._reserve[group]
-            count = min(len(blocks), len(reserve))
-            self.num_unsaved_blocks += len(blocks) - count
-            if not count:
-                continue
-            slots = np.array([reserve.popleft() for _ in range(count)], np.int32)
-            parts.append(_Part(group, positions[:count], blocks[:count], slots))
-            # A tail is not a block of a longer prompt: it is saved again when it has grown.
-            known.saved[group] = max(saved, min(int(positions[count - 1]) + 1, full))
+        parts = [
+            part
+            for group, positions, blocks in given
+            if (part := self._saved_part(known, prompt, group, positions, blocks))
+        ]
+        for part in parts if names else ():
+            first = first_blocks[part.group] if first_blocks else 0
+            of_group = names[part.group]
+            part.external_ids = tuple([of_group[at - first] for at in part.positions.tolist()])
         plan = None
         if parts:
             known.num_saves += 1
             plan = self._begin(key, known, prompt, parts)
         self._refill()
-        if ticket is not None and self._reaches_end(prompt, block_ids, first_blocks):
-            known.publish = (ticket, tuple(first_tokens))
-            known.prompt = prompt
-            self._publish_if_saved(key, known)
+        if ticket is not None and ticket != known.published:
+            publish = known.publish
+            if publish is None:
+                publish = known.publish = self._begin_to_publish(key, known, prompt, ticket)
+            if self._reaches_end(prompt, block_ids, first_blocks):
+                publish.first_tokens = tuple(first_tokens)
+            self._finish_if_saved(known)
         return plan
+
+    def _check_saves(self, key: str, prompt: Prompt, given: Sequence[tuple[int, Ids, Ids]]) -> None:
+        if prompt.block_size != self.groups[self._main].block_size:
+            raise BadRequestError(
+                f"{key!r}: a prompt has blocks of {self.groups[self._main].block_size} tokens, as "
+                f"group {self._main}, not of {prompt.block_size}"
+            )
+        for group, positions, _ in given:
+            whole = -(-prompt.num_tokens // self.groups[group].block_size)
+            if positions[-1] >= whole:
+                raise BadRequestError(f"{key!r} has blocks 0 to {whole} in group {group}")
+            is_full = self.groups[group].kind is GroupKind.FULL
+            if is_full and positions[-1] - positions[0] >= len(positions):
+                raise BadRequestError(f"{key!r}: full attention has no gap, as group {group} has")
+
+    def _saved_part(
+        self, known: _Known, prompt: Prompt, group: int, positions: Ids, blocks: Ids
+    ) -> _Part | None:
+        """What of these blocks is to be copied, into slots of the reserve."""
+        full = prompt.num_tokens // self.groups[group].block_size
+        saved = known.saved.get(group, 0)
+        if positions[0] < saved:
+            at = int(np.searchsorted(positions, saved))
+            positions, blocks = positions[at:], blocks[at:]
+        reserve = self._reserve[group]
+        count = min(len(blocks), len(reserve))
+        self.num_unsaved_blocks += len(blocks) - count
+        if not count:
+            return None
+        slots = np.array([reserve.popleft() for _ in range(count)], np.int32)
+        # A tail is not a block of a longer prompt: it is saved again when it has grown.
+        known.saved[group] = max(saved, min(int(positions[count - 1]) + 1, full))
+        return _Part(group, positions[:count], blocks[:count], slots)
+
+    def _begin_to_publish(self, key: str, known: _Known, prompt: Prompt, ticket: str) -> _Publish:
+        host, outlet = self._host, Outlet()
+        call = self._embedded.run("publish", lambda _: host.publish(prompt, ticket, outlet))
+        self._jobs[call] = (key, known)
+        return _Publish(ticket, outlet, prompt)
 
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
@@ -490,7 +562,7 @@ class EngineCache:
     def _reaches_end(
         self, prompt: Prompt, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> bool:
-        main = main_group(self.groups)
+        main = self._main
         first = first_blocks[main] if first_blocks else 0
         return first + len(block_ids[main]) >= prompt.num_blocks + bool(prompt.tail_tokens)
 
@@ -520,6 +592,11 @@ class EngineCache:
         known = self._known.pop(key, None)
         if known is None:
             return
+        publish = known.publish
+        if publish is not None and publish.first_tokens is None and not publish.is_told:
+            publish.is_told = True
+            reason = "the request ended before its whole prompt was saved"
+            self._embedded.run("finish", lambda _: publish.outlet.fail(reason))
         if known.call is not None:
             call = known.call
             call.when_done(lambda: self._let_go(call))
@@ -556,7 +633,7 @@ class EngineCache:
     def reset(self) -> Call[int]:
         """Forget all that is cached on the host and not held; storage keeps its values. How many
         copies are left."""
-        return self._embedded.run("reset", lambda service: service.forget())
+        return self._embedded.run("reset", self._host.forget)
 
     def verify(self) -> Call[list[str]]:
         """Recount slots, leases and promises; what is wrong, in words."""
@@ -646,32 +723,34 @@ class EngineCache:
         self._embedded.run("loaded", lambda _: host.loaded(promise, failed))
 
     def _save_ended(self, step: _Step) -> None:
-        known = self._known.get(step.key)
+        known = step.known
         if step.problem is not None:
             log.warning("blocks of request %r were not saved: %s", step.key, step.problem)
             for part in step.parts:
                 self._reserve[part.group].extend(part.slots.tolist())
-                if known is not None:
-                    saved = known.saved.get(part.group, 0)
-                    known.saved[part.group] = min(saved, int(part.positions[0]))
+                saved = known.saved.get(part.group, 0)
+                known.saved[part.group] = min(saved, int(part.positions[0]))
         else:
             host, prompt = self._host, step.prompt
-            copied = [(part.group, part.positions, part.slots) for part in step.parts]
+            copied = [
+                Copied(part.group, part.positions, part.slots, part.external_ids)
+                for part in step.parts
+            ]
             call = self._embedded.run("keep", lambda _: host.keep(prompt, copied))
             self._jobs[call] = (step.key, step.known)
-        if known is not None:
-            known.num_saves -= 1
-            self._publish_if_saved(step.key, known)
+        known.num_saves -= 1
+        self._finish_if_saved(known)
         if all(other.key != step.key or other.promise for other in self._steps.values()):
             self._polled.saved.append(step.key)
 
-    def _publish_if_saved(self, key: str, known: _Known) -> None:
-        if known.publish is None or known.num_saves:
+    def _finish_if_saved(self, known: _Known) -> None:
+        """Have the ticket written once the last save is kept: calls are carried out in order."""
+        publish = known.publish
+        if publish is None or publish.first_tokens is None or known.num_saves:
             return
-        (ticket, first_tokens), known.publish = known.publish, None
-        host, prompt = self._host, known.prompt
-        call = self._embedded.run("publish", lambda _: host.publish(prompt, ticket, first_tokens))
-        self._jobs[call] = (key, known)
+        first_tokens, outlet = publish.first_tokens, publish.outlet
+        known.publish, known.published = None, publish.ticket
+        self._embedded.run("finish", lambda _: outlet.finish(first_tokens))
 
     def _job_ended(self, call: Call[Any]) -> None:
         key, _ = self._jobs.pop(call)
@@ -708,8 +787,3 @@ class EngineCache:
         if promise.claim():
             host = self._host
             self._embedded.run("free", lambda _: host.free(promise))
-
-
-def _num_blocks(prompt: Prompt, block_size: int) -> tuple[int, int]:
-    """How many full blocks it has, and how many with the tail."""
-    return prompt.num_tokens // block_size, -(-prompt.num_tokens // block_size)

@@ -1,34 +1,53 @@
 """The service's side of an `EngineCache`: promises on the host tier, slots for saves, tickets.
 
-Everything here runs on the service's loop.
+Everything here runs on the service's loop. Blocks of the first group of full attention are in the
+service's index; each other group has a `GroupTier` beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
+from tierkv.cache.groups import CacheGroup, FlatBlock, GroupKind, longest_of_all
 from tierkv.cache.index import Lease
-from tierkv.cache.keys import Prompt, StoredKey
-from tierkv.cache.node import CopyState, Ids, Tier
-from tierkv.errors import HandoffError, OutOfBlocksError, StoreUnavailableError
+from tierkv.cache.keys import TOKEN_BYTES, Prompt, StoredKey
+from tierkv.cache.node import CopyState, Ids, Tier, TreeNode
+from tierkv.embed.group_tier import GroupLook, GroupTier
+from tierkv.errors import (
+    HandoffError,
+    OutOfBlocksError,
+    StoreUnavailableError,
+    TierKVError,
+)
 from tierkv.gpu.protocol import HostSlots
 from tierkv.pd.claims import Watch
-from tierkv.pd.handoff import Published
-from tierkv.pd.tickets import ClaimProblem, Ticket, check_written
-from tierkv.sched.copies import path_keys
+from tierkv.pd.handoff import Handoff, Published
+from tierkv.pd.tickets import PROGRESS, ClaimProblem, OpenTicket, Ticket, check_written
+from tierkv.sched.copies import GROUP_BLOCKS, path_keys
 from tierkv.sched.events import CacheEvent, Happening
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
-from tierkv.tasks import abandonable
+from tierkv.tasks import abandonable, background
+from tierkv.transfer.storage_io import StorageIO
+
+log = logging.getLogger("tierkv.engine")
 
 _NO_SLOTS: Ids = np.zeros(0, np.int32)
 _MOST_FAILURES = 4096  # blocks whose failed loads are counted
+_MOST_ROUNDS = 4  # in which a lookup is planned anew because storage has lost something meanwhile
+_LAST_WORD_S = 0.5
+_LEAST_NAMES = 65_536  # blocks whose names by the engine are remembered, at least
+
+ExternalId = str | int | bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +63,18 @@ class HostPromise:
     """Tokens of a prompt that are on the host, held for one request until it has loaded them.
 
     parts: for each group, its blocks' slots, that of the partly shared or last one included.
+    lease, held: what of the index, and of each other group, is held for it.
     owner: has one entry, which whoever ends the promise takes; taking it is one step for any
     thread. problem: why there is not more, None if nothing went wrong.
     """
 
     num_tokens: int
-    parts: list[HeldRun] = field(default_factory=lambda: [HeldRun(0, _NO_SLOTS)])
+    parts: list[HeldRun] = field(default_factory=list)
     lease: Lease | None = None
+    held: dict[int, list[FlatBlock]] = field(default_factory=dict)
     ticket: Ticket | None = None
     problem: str | None = None
-    num_blocks: int = 0  # that it counts for among all promises
+    num_blocks: list[int] = field(default_factory=list)  # that it counts for, by group
     timer: asyncio.TimerHandle | None = None
     owner: deque[None] = field(default_factory=lambda: deque([None]))
 
@@ -75,6 +96,26 @@ class HostPromise:
         return True
 
 
+class _OnHost(NamedTuple):
+    """num_tokens: of a prompt that the index has on the host, in the first `stop` blocks of the
+    path to `node`."""
+
+    num_tokens: int
+    node: TreeNode | None
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Blocks of one group whose bytes are in these slots: their positions in a prompt, and what the
+    engine calls them, () if it does not say."""
+
+    group: int
+    positions: Ids
+    slots: Ids
+    external_ids: tuple[ExternalId | None, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """num_blocks: that lookups find now. unused: by group, slots that were not needed for them."""
@@ -83,36 +124,74 @@ class Kept:
     unused: tuple[tuple[int, ...], ...]
 
 
+class Outlet:
+    """A prompt that is published while it is saved: `finish` when all of it was, or `fail`."""
+
+    def __init__(self) -> None:
+        self.first_tokens: tuple[int, ...] | None = None
+        self.failure: str | None = None
+        self.changed = asyncio.Event()
+
+    @property
+    def is_going_on(self) -> bool:
+        return self.first_tokens is None and self.failure is None
+
+    async def finish(self, first_tokens: Sequence[int]) -> None:
+        self.first_tokens = tuple(first_tokens)
+        self.changed.set()
+
+    async def fail(self, reason: str) -> None:
+        self.failure = reason
+        self.changed.set()
+
+
 class HostSide:
-    """most_promised: blocks that all promises hold together; a larger one goes alone.
+    """groups: of the engine's blocks. main: the one whose blocks are in the service's index, None
+    if none is of full attention.
+    most_promised: by group, blocks that all promises hold together; a larger one goes alone.
     most_reserved: by group, host slots kept ready for saves. max_failures: see
     EngineCacheSettings."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - bounds
         self,
         service: Service,
+        groups: Sequence[CacheGroup],
         *,
-        most_promised: int,
+        main: int | None,
+        most_promised: Sequence[int],
         most_reserved: Sequence[int],
         max_failures: int,
         max_events: int,
     ) -> None:
         self.most_reserved = most_reserved
         self._service = service
+        self._groups = groups
+        self._main = main
+        others = [number for number in range(len(groups)) if number != main]
+        self._tiers = {
+            number: GroupTier(service, number, groups[number], memory, is_bad=self._is_bad)
+            for number, memory in zip(others, service.groups, strict=True)
+        }
         self._most_promised = most_promised
         self._max_failures = max_failures
         self._promises: set[HostPromise] = set()
-        self._promised_blocks = 0
+        self._promised_blocks = [0] * len(groups)
         self._turn = asyncio.Lock()  # of who waits for room to be promised something
         self._freed = asyncio.Event()
         self._lent: dict[int, Ids] = {}  # slots that are reserved for saves, or being written
         self._failures: OrderedDict[bytes, int] = OrderedDict()
+        self._outlets: set[Outlet] = set()
+        self._names: OrderedDict[bytes, ExternalId] = OrderedDict()
         self._max_events = max_events
         self._listening = ExitStack()
 
     @property
-    def slots(self) -> HostSlots:
-        return self._service.host_slots
+    def slots(self) -> list[HostSlots]:
+        """Of each group."""
+        return [
+            self._service.host_slots if number == self._main else self._tiers[number].host
+            for number in range(len(self._groups))
+        ]
 
     async def begin(self, service: Service) -> None:
         """Listen to events from now on."""
@@ -120,8 +199,15 @@ class HostSide:
         self._events = self._listening.enter_context(subscription)
 
     def take_events(self) -> list[CacheEvent]:
-        """Those since the last time; any thread."""
-        return self._events.take()
+        """Those since the last time, with the engine's names of their blocks; any thread."""
+        events = self._events.take()
+        if not self._names:
+            return events
+        named = [tuple(map(self._names.get, event.digests)) for event in events]
+        return [
+            msgspec.structs.replace(event, external_ids=names) if any_of(names) else event
+            for event, names in zip(events, named, strict=True)
+        ]
 
     # Promises
 
@@ -135,94 +221,192 @@ class HostSide:
         keys: Sequence[StoredKey] = ()
         if ticket_id is not None:
             ticket, keys = await self._ticket(ticket_id, prompt)
-        async with self._room(prompt.num_blocks + 1) as promise:
+        async with self._room(self._most_needed(prompt)) as promise:
             promise.ticket = ticket
-            problem = await self._fetch_and_hold(prompt, keys, promise)
-            if limit is not None:
-                promise.num_tokens = min(promise.num_tokens, limit)
-            promise.problem = problem
+            bound = prompt.num_tokens if limit is None else min(limit, prompt.num_tokens)
+            promise.problem = await self._bring(prompt, keys, promise, bound)
             loop = asyncio.get_running_loop()
             promise.timer = loop.call_later(expires_s, self._expire, promise)
         return promise
 
+    def _most_needed(self, prompt: Prompt) -> list[int]:
+        """How many blocks a promise of the whole prompt, or of less, holds at most, by group."""
+        most = []
+        for group in self._groups:
+            whole = group.needed(prompt.num_tokens)
+            in_window = -(-group.window // group.block_size) + 1
+            is_window = group.kind is GroupKind.WINDOW
+            most.append(min(whole.stop, in_window) if is_window else len(whole))
+        return most
+
     async def count(self, prompt: Prompt) -> HostPromise:
         """As `promise`, of what is where, with nothing held."""
-        found = await self._service.lookup(prompt)
-        stored = found.storage_tokens
-        problem = "storage did not answer" if stored is None else None
-        return HostPromise(found.device_tokens + found.host_tokens + (stored or 0), problem=problem)
+        num_tokens, problem = await self._plan(prompt, self._looks(prompt), prompt.num_tokens)
+        return HostPromise(num_tokens, problem=problem)
 
     async def _ticket(self, ticket_id: str, prompt: Prompt) -> tuple[Ticket, Sequence[StoredKey]]:
-        handoff = self._service.handoff
-        if handoff is None:
-            raise HandoffError(ClaimProblem.UNAVAILABLE.value, "there is no storage for a ticket")
+        """The ticket, and the prompt's keys. What is stored before it is fetched meanwhile."""
+        handoff = self._handoff()
+        ahead = _Ahead()
         watch = Watch(
             handoff.tickets,
             ticket_id,
             prompt,
-            on_progress=lambda _: None,
+            on_progress=ahead.ready,
             on_open=lambda _: None,
         )
-        return await watch.ticket(
-            deadline_s=self._service.handoff_settings.claim_deadline_s
-        ), watch.keys
+        async with background({"tierkv-fetch-ahead": self._fetch_ahead(prompt, ahead)}):
+            return await watch.ticket(
+                deadline_s=self._service.handoff_settings.claim_deadline_s
+            ), watch.keys
 
-    async def _fetch_and_hold(
-        self, prompt: Prompt, keys: Sequence[StoredKey], promise: HostPromise
+    async def _fetch_ahead(self, prompt: Prompt, ahead: _Ahead) -> None:
+        """Bring to the host what is published of a prompt whose ticket is to come, until cancelled.
+        It is held by nobody yet: who only waits takes no room from others."""
+        done = 0
+        while True:
+            await ahead.came.wait()
+            ahead.came.clear()
+            most = prompt.num_blocks
+            wanted = most if ahead.num_blocks is None else min(ahead.num_blocks, most)
+            if wanted > done:
+                first = _beginning(prompt, wanted * prompt.block_size)
+                async with self._fetched(first, ()) as problem:
+                    done = wanted if problem is None else done
+
+    # What can be had in all groups
+
+    def _looks(self, prompt: Prompt) -> dict[int, GroupLook]:
+        return {number: tier.look(prompt) for number, tier in self._tiers.items()}
+
+    async def _plan(
+        self, prompt: Prompt, looks: dict[int, GroupLook], bound: int
+    ) -> tuple[int, str | None]:
+        """The longest length of at most `bound` tokens that host and storage have together in every
+        group; and why it may not be longer, if storage did not say."""
+        problem = None
+        if self._main is not None:
+            found = await self._service.lookup(prompt)
+            stored = found.storage_tokens
+            problem = "storage did not answer" if stored is None else None
+            bound = min(bound, found.device_tokens + found.host_tokens + (stored or 0))
+        for number, look in looks.items():
+            problem = await self._tiers[number].ask(look, bound) or problem
+        return self._longest(looks, bound, stored=True), problem
+
+    def _longest(self, looks: dict[int, GroupLook], bound: int, *, stored: bool) -> int:
+        valid = [
+            (self._groups[number], self._tiers[number].valid(look, bound, stored=stored))
+            for number, look in looks.items()
+        ]
+        return longest_of_all(valid, bound)
+
+    async def _bring(
+        self, prompt: Prompt, keys: Sequence[StoredKey], promise: HostPromise, bound: int
     ) -> str | None:
+        """Bring to the host, and hold for `promise`, the longest length of at most `bound` tokens
+        that can be had in every group; why it is not all of the prompt, if anything went wrong.
+        What storage turns out to have lost makes it shorter, and is not relied on again."""
+        looks, problem = self._looks(prompt), None
+        for left in reversed(range(_MOST_ROUNDS)):
+            try:
+                length = bound
+                if looks:
+                    length, why = await self._plan(prompt, looks, bound)
+                    problem = problem or why
+                wanted = _beginning(prompt, length) if looks else prompt
+                async with self._fetched(wanted, keys) as why:
+                    problem = problem or why
+                    length = self._on_host(prompt, length).num_tokens
+                    length = self._longest(looks, length, stored=True)
+                    for number, look in looks.items():
+                        problem = await self._tiers[number].bring(look, length) or problem
+                    found = self._on_host(prompt, length).num_tokens
+                    found = self._longest(looks, found, stored=False)
+                    if found == length or not left:
+                        self._hold(prompt, looks, promise, found)
+                        break
+            finally:
+                for number, look in looks.items():
+                    self._tiers[number].let_go(look)
+        return problem if promise.num_tokens < prompt.num_tokens else None
+
+    @asynccontextmanager
+    async def _fetched(
+        self, prompt: Prompt, keys: Sequence[StoredKey]
+    ) -> AsyncIterator[str | None]:
+        """What storage has of a prompt for the index stays on the host in the body; why it is not
+        more, if it is not all. keys: of the prompt and of what follows it, if a ticket promises
+        them."""
         service = self._service
-        if service.tiers.copies.storage is None:
-            self._hold(prompt, promise)
-            return None
+        if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
+            yield None
+            return
         policy = FetchPolicy.WAIT_COMPLETE if keys else service.settings.fetch_policy
         fetched = await service.fetcher.fetch(
-            prompt, deadline_s=service.settings.fetch_deadline_s, policy=policy, promised=keys
+            prompt,
+            deadline_s=service.settings.fetch_deadline_s,
+            policy=policy,
+            promised=keys[: -(-prompt.num_tokens // prompt.block_size)],
         )
         try:
-            self._hold(prompt, promise)
+            yield fetched.first_problem.reason if fetched.first_problem is not None else None
         finally:
             fetched.release()
-        problem = fetched.first_problem
-        is_whole = promise.num_tokens == prompt.num_tokens
-        return None if is_whole or problem is None else problem.reason
 
-    def _hold(self, prompt: Prompt, promise: HostPromise) -> None:
-        """What the host has of it now. Decided in one step: nothing can go in between."""
-        index, size = self._service.index, prompt.block_size
-        match = index.match(prompt)
+    def _on_host(self, prompt: Prompt, bound: int) -> _OnHost:
+        """What the index has on the host of the first `bound` tokens now."""
+        if self._main is None:
+            return _OnHost(bound, None, 0)
+        index, size, group = self._service.index, prompt.block_size, self._groups[self._main]
+        match = index.match(prompt, bound)
         num_tokens, node, stop = match.num_blocks * size, match.node, match.num_blocks
         partial = match.partial
         if partial is not None:
             [state] = index.states(Tier.HOST, partial.node, partial.block, partial.block + 1)
-            if state is CopyState.READY:
+            is_all = partial.node.is_tail and (
+                len(partial.node.tokens) == partial.num_tokens * TOKEN_BYTES
+            )
+            if state is CopyState.READY and (group.has_prefixes or is_all):
                 num_tokens += partial.num_tokens
                 node, stop = partial.node, partial.block + 1
-        if stop:
-            lease = index.hold(node, stop)
-            index.count_hit(lease)
-            num_good = self._num_good(lease)
-            promise.lease = lease
-            promise.num_tokens = min(num_tokens, num_good * size)
-            slots = index.slots(Tier.HOST, lease.node, 0, min(stop, num_good))
-            promise.parts = [HeldRun(0, slots)]
-        self._recount(promise, stop)
+        if self._failures and stop:
+            for at, key in enumerate(path_keys(index, node, 0, stop)):
+                if self._is_bad(key.digest):
+                    return _OnHost(min(num_tokens, at * size), node, at)
+        return _OnHost(num_tokens, node, stop)
 
-    def _num_good(self, lease: Lease) -> int:
-        """So many first blocks of the path have not failed to load too often."""
-        if not self._failures:
-            return lease.num_blocks
-        for at, key in enumerate(path_keys(self._service.index, lease.node, 0, lease.num_blocks)):
-            if self._failures.get(key.digest, 0) >= self._max_failures:
-                return at
-        return lease.num_blocks
+    def _is_bad(self, digest: bytes) -> bool:
+        return self._failures.get(digest, 0) >= self._max_failures
+
+    def _hold(
+        self, prompt: Prompt, looks: dict[int, GroupLook], promise: HostPromise, num_tokens: int
+    ) -> None:
+        """The first `num_tokens` tokens, which the host has in every group. Decided in one step:
+        nothing can go in between."""
+        promise.num_tokens = num_tokens
+        promise.parts = [HeldRun(0, _NO_SLOTS) for _ in self._groups]
+        here = self._on_host(prompt, num_tokens)
+        if self._main is not None and here.node is not None and here.stop:
+            index = self._service.index
+            promise.lease = lease = index.hold(here.node, here.stop)
+            index.count_hit(lease)
+            slots = index.slots(Tier.HOST, lease.node, 0, here.stop)
+            promise.parts[self._main] = HeldRun(0, slots)
+        for number, look in looks.items():
+            first, blocks = self._tiers[number].hold(look, num_tokens)
+            promise.held[number] = blocks
+            slots = np.array([block.slot for block in blocks], np.int32)
+            promise.parts[number] = HeldRun(first, slots)
+        self._recount(promise, [len(part.slots) for part in promise.parts])
 
     @asynccontextmanager
-    async def _room(self, num_blocks: int) -> AsyncIterator[HostPromise]:
-        """A promise, as soon as there is room for so many blocks among all, first come, first
-        served. If the body fails there is none."""
+    async def _room(self, num_blocks: list[int]) -> AsyncIterator[HostPromise]:
+        """A promise, as soon as there is room for so many blocks of each group among all, first
+        come, first served. If the body fails there is none."""
         promise = HostPromise(0)
         async with self._turn:
-            while self._promised_blocks and not self._fits(num_blocks):
+            while any(self._promised_blocks) and not self._fits(num_blocks):
                 self._freed.clear()
                 await self._freed.wait()
             self._promises.add(promise)
@@ -233,11 +417,14 @@ class HostSide:
             self._release(promise)
             raise
 
-    def _fits(self, num_blocks: int) -> bool:
-        return self._promised_blocks + num_blocks <= self._most_promised
+    def _fits(self, num_blocks: Sequence[int]) -> bool:
+        sums = zip(self._promised_blocks, num_blocks, self._most_promised, strict=True)
+        return all(promised + more <= most for promised, more, most in sums)
 
-    def _recount(self, promise: HostPromise, num_blocks: int) -> None:
-        self._promised_blocks += num_blocks - promise.num_blocks
+    def _recount(self, promise: HostPromise, num_blocks: list[int]) -> None:
+        for number, count in enumerate(num_blocks):
+            before = promise.num_blocks[number] if promise.num_blocks else 0
+            self._promised_blocks[number] += count - before
         promise.num_blocks = num_blocks
         self._freed.set()
 
@@ -252,14 +439,20 @@ class HostSide:
     async def loaded(self, promise: HostPromise, failed: Sequence[Sequence[int]]) -> None:
         """The load of a promise is over. failed: by group, positions of blocks that it did not
         bring; each counts against its block. A ticket of which all came is acknowledged."""
-        lease = promise.lease
-        if failed and lease is not None:
-            keys = path_keys(self._service.index, lease.node, 0, lease.num_blocks)
-            for at in failed[0]:
-                digest = keys[at].digest
+        for number, positions in enumerate(failed):
+            if not positions:
+                continue
+            if number in promise.held:
+                keys = [block.key for block in promise.held[number]]
+            else:
+                lease = promise.lease
+                assert lease is not None, "what failed was held"
+                keys = path_keys(self._service.index, lease.node, 0, lease.num_blocks)
+            for at in positions:
+                digest = keys[at - promise.parts[number].first].digest
                 self._failures[digest] = self._failures.pop(digest, 0) + 1
-            while len(self._failures) > _MOST_FAILURES:
-                self._failures.popitem(last=False)
+        while len(self._failures) > _MOST_FAILURES:
+            self._failures.popitem(last=False)
         self._release(promise)
         handoff = self._service.handoff
         if promise.ticket is not None and not failed and handoff is not None:
@@ -276,17 +469,30 @@ class HostSide:
         self._promises.discard(promise)
         if promise.timer is not None:
             promise.timer.cancel()
+        self._let_go(promise)
+        self._recount(promise, [0] * len(self._groups))
+
+    def _let_go(self, promise: HostPromise) -> None:
         if promise.lease is not None:
             self._service.index.release(promise.lease)
             promise.lease = None
             self._service.tiers.work.capacity_changed()
-        self._recount(promise, 0)
+        for number, blocks in promise.held.items():
+            self._tiers[number].blocks.release(blocks)
+        promise.held = {}
 
     # Saves
 
     async def reserve(self, counts: Sequence[int]) -> list[list[int]]:
         """By group, up to so many host slots for saves, evicting what may go."""
-        [count] = counts
+        return [
+            self._reserve(count)
+            if number == self._main
+            else self._tiers[number].blocks.take(max(count, 0))
+            for number, count in enumerate(counts)
+        ]
+
+    def _reserve(self, count: int) -> list[int]:
         tiers, found = self._service.tiers, []
         count = min(count, tiers.eviction.available(Tier.HOST))
         if count > 0:
@@ -295,18 +501,31 @@ class HostSide:
         for slot in found:
             self._lent[slot] = np.array([slot], np.int32)
             tiers.slots.lend(Tier.HOST, self._lent[slot])
-        return [found]
+        return found
 
-    async def keep(self, prompt: Prompt, copied: Sequence[tuple[int, Ids, Ids]]) -> Kept:
-        """Let lookups find blocks of `prompt`: for each group their positions, and slots that have
-        all their bytes. What cannot hang under its parent, because that was evicted meanwhile, is
-        not kept."""
-        [(_, positions, slots)] = copied
-        first = int(positions[0])
+    async def keep(self, prompt: Prompt, copied: Sequence[Copied]) -> Kept:
+        """Let lookups find these blocks of `prompt`. What cannot hang under its parent in the
+        index, because that was evicted meanwhile, is not kept."""
+        num_blocks = 0
+        unused: list[tuple[int, ...]] = [()] * len(self._groups)
+        for some in copied:
+            if some.external_ids:
+                self._note_names(prompt, some)
+            if some.group == self._main:
+                count, left = self._keep(prompt, int(some.positions[0]), some.slots)
+            else:
+                count, left = self._tiers[some.group].keep(prompt, some.positions, some.slots)
+            num_blocks += count
+            unused[some.group] = left
+        for outlet in self._outlets:
+            outlet.changed.set()
+        return Kept(num_blocks, tuple(unused))
+
+    def _keep(self, prompt: Prompt, first: int, slots: Ids) -> tuple[int, tuple[int, ...]]:
         index, tiers = self._service.index, self._service.tiers
         match = index.match(prompt, first * prompt.block_size)
         if match.num_blocks < first:
-            return Kept(0, (tuple(slots.tolist()),))
+            return 0, tuple(slots.tolist())
         lease = index.hold(match.node, first)
         stop = min(first + len(slots), prompt.num_blocks)
         owned = np.ones(len(slots), np.bool_)
@@ -325,67 +544,168 @@ class HostSide:
         tiers.copies.write_down(end, end.end)
         index.release(lease)
         tiers.work.capacity_changed()
-        return Kept(len(slots), (tuple(slots[~owned].tolist()),))
+        return len(slots), tuple(slots[~owned].tolist())
 
-    async def publish(
-        self, prompt: Prompt, ticket_id: str, first_tokens: Sequence[int]
-    ) -> Published:
-        """Store what of `prompt` is not stored yet, out of the host tier, and then a ticket. Raises
-        HandoffError, DuplicateRequestError."""
-        service = self._service
-        await service.check_ticket_is_free(ticket_id, prompt)
-        promise = HostPromise(0)
+    def _note_names(self, prompt: Prompt, some: Copied) -> None:
+        """What the engine calls blocks, for events about them."""
+        if some.group == self._main:
+            keys: Sequence[StoredKey] = self._service.tiers.prompt_keys(prompt)
+        else:
+            keys = self._tiers[some.group].look(prompt).keys
+        for at, name in zip(some.positions.tolist(), some.external_ids, strict=True):
+            if name is not None:
+                self._names[keys[at].digest] = name
+                self._names.move_to_end(keys[at].digest)
+        while len(self._names) > _LEAST_NAMES + 4 * sum(host.num_slots for host in self.slots):
+            self._names.popitem(last=False)
+
+    # Tickets
+
+    def _handoff(self) -> Handoff:
+        handoff = self._service.handoff
+        if handoff is None or self._service.tiers.copies.storage is None:
+            raise HandoffError(ClaimProblem.UNAVAILABLE.value, "there is no storage for a ticket")
+        return handoff
+
+    async def publish(self, prompt: Prompt, ticket_id: str, outlet: Outlet) -> Published:
+        """Store what of `prompt` is not stored yet, out of the host tier, as it is saved, and, once
+        `outlet` is finished, a ticket. Raises HandoffError, DuplicateRequestError."""
+        handoff = self._handoff()
+        await self._service.check_ticket_is_free(ticket_id, prompt)
+        opened = handoff.tickets.new_open(ticket_id, prompt)
+        promise, early = HostPromise(0), 0
         self._promises.add(promise)
-        deadline_s = service.handoff_settings.publish_deadline_s
+        self._outlets.add(outlet)
         try:
-            self._hold(prompt, promise)
-            if promise.num_tokens < prompt.num_tokens:
-                raise HandoffError(
-                    ClaimProblem.UNAVAILABLE.value,
-                    f"the host has only {promise.num_tokens} of {prompt.num_tokens} tokens",
-                )
+            if outlet.is_going_on:
+                handoff.ledger.opened(opened)
+                with handoff.tickets.lease.held():
+                    early = await self._store_ahead(handoff, opened, prompt, promise, outlet)
+            if outlet.failure is not None:
+                raise HandoffError(ClaimProblem.PRODUCER_FAILED.value, outlet.failure)
+            published = await self._publish_whole(handoff, opened, prompt, promise, outlet)
+        except TierKVError as error:
+            handoff.ledger.failed(ticket_id, str(error))
+            await _give_up(handoff, opened, str(error))
+            raise
+        finally:
+            self._outlets.discard(outlet)
+            self._release(promise)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                await handoff.tickets.forget_open(ticket_id)
+        return replace(published, early_blocks=early)
+
+    async def _store_ahead(
+        self,
+        handoff: Handoff,
+        opened: OpenTicket,
+        prompt: Prompt,
+        promise: HostPromise,
+        outlet: Outlet,
+    ) -> int:
+        """Announce the ticket, and store full blocks of the index's group as they are saved; how
+        many. They are held until the ticket is there. What goes wrong is only a delay."""
+        present = ready = 0
+        try:
+            await handoff.tickets.lease.is_said()
+            await handoff.tickets.begin(opened)
+            keys = handoff.tickets.keys_of(prompt)
+            present = ready = min(await handoff.count_present(keys), prompt.num_blocks)
+            while outlet.is_going_on:
+                outlet.changed.clear()
+                self._let_go(promise)
+                here = self._on_host(prompt, prompt.num_blocks * prompt.block_size)
+                num_blocks = here.num_tokens // prompt.block_size
+                if self._main is not None and here.node is not None and num_blocks:
+                    promise.lease = self._service.index.hold(here.node, num_blocks)
+                if ready < num_blocks and promise.lease is not None:
+                    stop = min(ready + GROUP_BLOCKS, num_blocks)
+                    await self._flush(keys, promise.lease, ready, stop)
+                    ready = stop
+                    handoff.ledger.progressed(opened.ticket_id, ready)
+                    await handoff.tickets.tell(opened.ticket_id, f"{PROGRESS}{ready}")
+                else:
+                    await outlet.changed.wait()
+        except StoreUnavailableError as error:
+            log.warning("ticket %s waits for the end of its prefill: %s", opened.ticket_id, error)
+        while outlet.is_going_on:
+            outlet.changed.clear()
+            await outlet.changed.wait()
+        return ready - present
+
+    async def _publish_whole(
+        self,
+        handoff: Handoff,
+        opened: OpenTicket,
+        prompt: Prompt,
+        promise: HostPromise,
+        outlet: Outlet,
+    ) -> Published:
+        looks, whole = self._looks(prompt), prompt.num_tokens
+        found = self._longest(looks, self._on_host(prompt, whole).num_tokens, stored=False)
+        if found < whole:
+            raise HandoffError(
+                ClaimProblem.UNAVAILABLE.value,
+                f"the host has only {found} of {whole} tokens in every group",
+            )
+        self._let_go(promise)
+        self._hold(prompt, looks, promise, whole)
+        deadline_s = self._service.handoff_settings.publish_deadline_s
+        try:
             async with asyncio.timeout(deadline_s):
-                return await self._publish(prompt, promise, ticket_id, first_tokens)
+                return await self._publish_held(handoff, opened, prompt, promise, outlet)
         except TimeoutError as error:
             text = f"the prompt could not be published within {deadline_s:g} s"
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, text) from error
         except StoreUnavailableError as error:
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, str(error)) from error
-        finally:
-            self._release(promise)
 
-    async def _publish(
-        self, prompt: Prompt, promise: HostPromise, ticket_id: str, first_tokens: Sequence[int]
+    async def _publish_held(
+        self,
+        handoff: Handoff,
+        opened: OpenTicket,
+        prompt: Prompt,
+        promise: HostPromise,
+        outlet: Outlet,
     ) -> Published:
-        handoff, tiers = self._service.handoff, self._service.tiers
-        storage = tiers.copies.storage
-        if handoff is None or storage is None:
-            raise HandoffError(ClaimProblem.UNAVAILABLE.value, "there is no storage for a ticket")
-        keys = handoff.tickets.keys_of(prompt)
-        present = await handoff.count_present(keys)
-        lease = promise.lease
-        assert lease is not None, "the whole prompt is held"
+        keys, present = handoff.tickets.keys_of(prompt), 0
+        for number, blocks in promise.held.items():
+            await self._tiers[number].publish(blocks)
+        if promise.lease is not None:
+            present = await handoff.count_present(keys)
+            await self._flush(keys, promise.lease, present, len(keys))
+            work = self._service.tiers.work
+            work.start(self._storage().tails.note(keys[-1:]), "tierkv-note-tail")
+        ticket = handoff.tickets.new(opened, outlet.first_tokens or (), None)
+        await handoff.tickets.complete(ticket)
+        handoff.ledger.published(ticket)
+        block_bytes = self._service.fingerprint.layout.block_bytes
+        return Published(ticket, len(keys), present, (len(keys) - present) * block_bytes)
+
+    def _storage(self) -> StorageIO:
+        storage = self._service.tiers.copies.storage
+        if storage is None:
+            raise StoreUnavailableError("no store is attached any more")
+        return storage
+
+    async def _flush(self, keys: Sequence[StoredKey], lease: Lease, start: int, stop: int) -> None:
+        """Store path blocks [start, stop) out of the host tier. Raises StoreUnavailableError."""
+        tiers, storage = self._service.tiers, self._storage()
+        if start >= stop:
+            return
+        slots = tiers.index.slots(Tier.HOST, lease.node, start, stop)
 
         async def flush() -> None:
             held = tiers.index.hold_as_is(lease.node)  # the store may be at it when we have gone
             try:
-                outcomes = await storage.flush(
-                    keys[present:], promise.parts[0].slots[present:], notes_tails=False
-                )
+                outcomes = await storage.flush(keys[start:stop], slots, notes_tails=False)
             finally:
                 tiers.index.release(held)
                 tiers.work.capacity_changed()
             check_written(storage, outcomes)
 
-        if present < len(keys):
-            await abandonable(tiers.work.started, flush, "tierkv-publish")
-        opened = handoff.tickets.new_open(ticket_id, prompt)
-        ticket = handoff.tickets.new(opened, first_tokens, None)
-        await handoff.tickets.complete(ticket)
-        handoff.ledger.published(ticket)
-        tiers.work.start(storage.tails.note(keys[-1:]), "tierkv-note-tail")
-        block_bytes = self._service.fingerprint.layout.block_bytes
-        return Published(ticket, len(keys), present, (len(keys) - present) * block_bytes)
+        await abandonable(tiers.work.started, flush, "tierkv-publish")
 
     # All of it
 
@@ -393,13 +713,24 @@ class HostSide:
         """As Service.verify, with what is held here."""
         leases = sum(one.lease is not None for one in self._promises)
         wrong = service.verify(num_leases=leases)
-        counted = sum(one.num_blocks for one in self._promises)
-        if counted != self._promised_blocks:
-            wrong.append(f"{self._promised_blocks} blocks are promised, not {counted}")
+        counted = [one.num_blocks for one in self._promises if one.num_blocks]
+        sums = [sum(of_group) for of_group in zip(*counted, strict=True)]
+        if (sums or [0] * len(self._groups)) != self._promised_blocks:
+            wrong.append(f"{self._promised_blocks} blocks are promised, not {sums}")
+        for number, tier in self._tiers.items():
+            held = sum(len(one.held.get(number, ())) for one in self._promises)
+            wrong += tier.findings(held)
         return wrong
+
+    async def forget(self, service: Service) -> int:
+        """As Service.forget, of all groups."""
+        left = await service.forget()
+        return left + sum(tier.blocks.forget() for tier in self._tiers.values())
 
     async def give_back(self, service: Service) -> None:
         """At the end: promises, and slots that nothing was saved to."""
+        for outlet in self._outlets:
+            await outlet.fail("the engine's cache was closed")
         for promise in list(self._promises):
             self._release(promise)
         slots = np.array(list(self._lent), np.int32)
@@ -408,3 +739,36 @@ class HostSide:
         self._lent.clear()
         service.tiers.slots.give(Tier.HOST, slots)
         self._listening.close()
+
+
+class _Ahead:
+    """How far a ticket's producer has come: so many first blocks, None if it did not say."""
+
+    def __init__(self) -> None:
+        self.num_blocks: int | None = 0
+        self.came = asyncio.Event()
+
+    def ready(self, num_blocks: int | None) -> None:
+        self.num_blocks = num_blocks
+        self.came.set()
+
+
+def any_of(names: Sequence[ExternalId | None]) -> bool:
+    return any(name is not None for name in names)
+
+
+async def _give_up(handoff: Handoff, opened: OpenTicket, failure: str) -> None:
+    """Tell those who wait why there will be no ticket, if the store takes it."""
+    with suppress(TimeoutError, StoreUnavailableError, HandoffError):
+        async with asyncio.timeout(_LAST_WORD_S):
+            await handoff.tickets.give_up(opened, failure)
+
+
+def _beginning(prompt: Prompt, num_tokens: int) -> Prompt:
+    """The blocks of `prompt` that have its first `num_tokens` tokens."""
+    stop = -(-num_tokens // prompt.block_size)
+    if stop > prompt.num_blocks:
+        return prompt
+    extras = {block: extra for block, extra in prompt.extras.items() if block < stop}
+    tokens = prompt.tokens[: stop * prompt.block_token_bytes]
+    return Prompt(tokens, prompt.block_size, extras, prompt.space)

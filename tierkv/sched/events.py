@@ -34,7 +34,9 @@ class CacheEvent(msgspec.Struct, frozen=True):
     "storage". space: the fingerprint's short name, "" for the service's own. digests: the key of
     each of the blocks, which fixes its whole prefix. parent: the key of the block before them, b""
     if they begin the prompt. tokens: theirs, packed int32, where a subscriber wants them. is_tail:
-    the one block is a prompt's partial last one.
+    the one block is a prompt's partial last one. group: which of an engine's groups of blocks.
+    external_ids: of each of the blocks, what the engine calls it, None where it did not say; ()
+    if it said nothing of them.
     """
 
     number: int
@@ -47,6 +49,8 @@ class CacheEvent(msgspec.Struct, frozen=True):
     parent: bytes = b""
     tokens: bytes = b""
     is_tail: bool = False
+    group: int = 0
+    external_ids: tuple[str | int | bytes | None, ...] = ()
 
     @classmethod
     def of(cls, number: int, kind: Happening, tier: str, run: BlockRun) -> CacheEvent:
@@ -63,6 +67,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
             run.parent,
             run.tokens,
             run.is_tail,
+            run.group,
         )
 
 
@@ -75,6 +80,7 @@ class BlockRun(msgspec.Struct, frozen=True):
     parent: bytes
     tokens: bytes
     is_tail: bool
+    group: int = 0
 
     def part(self, first: int, stop: int) -> BlockRun:
         """Its blocks [first, stop), counted from its own first."""
@@ -86,6 +92,7 @@ class BlockRun(msgspec.Struct, frozen=True):
             self.digests[first - 1] if first else self.parent,
             self.tokens[first * size : stop * size],
             self.is_tail,
+            self.group,
         )
 
 

@@ -134,6 +134,24 @@ class Memory:
         self.planes.close()
 
 
+@asynccontextmanager
+async def host_memory(device: Device, layout: Layout, num_slots: int) -> AsyncIterator[HostSlots]:
+    """Host slots alone. Takes them in a thread, and a cancel waits for its end."""
+    taken: list[HostSlots] = []
+
+    def take() -> None:
+        taken.append(device.allocate_host(layout, num_slots))
+
+    try:
+        opening = asyncio.get_running_loop().run_in_executor(None, take)
+        await outlast({opening}, on_cancel=lambda: None)
+        opening.result()
+        yield taken[0]
+    finally:
+        for host in taken:
+            host.close()
+
+
 def _close_again(opening: asyncio.Future[Planes]) -> None:
     """Memory that came for somebody who has gone."""
     if not opening.cancelled() and opening.exception() is None:

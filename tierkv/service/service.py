@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tierkv.cache.keys import Fingerprint, Prompt
+from tierkv.cache.keys import Fingerprint, Names, Prompt
 from tierkv.cache.node import CopyState, Quota, Tier
 from tierkv.clock import Clock, SystemClock
 from tierkv.errors import HandoffError, ShuttingDownError, StoreUnavailableError, TierKVError
@@ -26,10 +26,11 @@ from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
-from tierkv.service.parts import MadeOf, Memory, Parts, check, opened, sleep, wake
+from tierkv.service.parts import MadeOf, Memory, Parts, check, host_memory, opened, sleep, wake
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
 from tierkv.tasks import expected, failures_told_to, task_group
+from tierkv.transfer.storage_io import StorageIO
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
 
 # Publishes that outlive whoever asked for them.
@@ -115,8 +116,20 @@ async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKV
 log = logging.getLogger("tierkv.service")
 
 
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """Host slots of blocks that have a layout of their own, and their way to storage."""
+
+    host: HostSlots
+    io: StorageIO
+
+
 class Service:
-    """One model's cache on one device. Use it inside `running()`, from one event loop."""
+    """One model's cache on one device. Use it inside `running()`, from one event loop.
+
+    beside: fingerprints of blocks of other layouts, and how many host slots each has; the tiers do
+        not know them, `groups` has their memory; see EngineCache.
+    """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
         self,
@@ -129,6 +142,7 @@ class Service:
         storage: StorageOptions | None = None,
         name: str = "tierkv",
         clock: Clock | None = None,
+        beside: Sequence[tuple[Fingerprint, int]] = (),
     ) -> None:
         made_of = MadeOf(device, fingerprint, settings, handoff, name, clock or SystemClock())
         self.ranks = check(made_of)
@@ -137,6 +151,8 @@ class Service:
         self._fingerprints = made_of.fingerprints
         self._memory = Memory(device, fingerprint.layout)
         self._storage_tier = StorageTier(store, storage or StorageOptions(), self._storage_changed)
+        self.groups: Sequence[GroupMemory] = ()
+        self._beside = tuple(beside)
         self.publishings = Publishings()
         self.timelines = Timelines()
         self.is_ready = False
@@ -159,7 +175,10 @@ class Service:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        async with opened(self._made_of, self._memory, self._storage_tier) as parts:
+        async with (
+            self._groups(),
+            opened(self._made_of, self._memory, self._storage_tier) as parts,
+        ):
             self._adopt(parts)
             self.is_ready = True
             try:
@@ -169,6 +188,29 @@ class Service:
                 self.is_ready = False
                 self.drain()
             await self.scheduler.until_idle()
+
+    @asynccontextmanager
+    async def _groups(self) -> AsyncIterator[None]:
+        settings = self._made_of.handoff
+        async with AsyncExitStack() as stack:
+            groups = []
+            for fingerprint, count in self._beside:
+                memory = host_memory(self.device, fingerprint.layout, count)
+                host = await stack.enter_async_context(memory)
+                io = self._storage_tier.beside(
+                    Names(settings.prefix, fingerprint.short),
+                    fingerprint.layout,
+                    host,
+                    own=self.fingerprint.short,
+                    deadline_s=settings.lookup_deadline_s,
+                    block_ttl_s=settings.block_ttl_s,
+                )
+                groups.append(GroupMemory(host, await stack.enter_async_context(io)))
+            self.groups = groups
+            try:
+                yield
+            finally:
+                self.groups = ()
 
     def _failed(self, task: str, error: BaseException) -> None:
         """A task that the service lives by has ended as nobody expected, and all of it will."""

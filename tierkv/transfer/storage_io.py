@@ -412,6 +412,24 @@ class StorageIO:
                 f"{self.store.url} did not answer within {self._deadline_s:g} s"
             ) from error
 
+    async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
+        """Whether the store has each of `keys`, which are as many ranks' as this node's. Raises
+        StoreUnavailableError if it does not say so in time."""
+        size = self.slices.size
+        names = check_names(self.slices.names_of_all(keys, size))
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                there = await self.store.present(names)
+        except TimeoutError as error:
+            raise StoreUnavailableError(
+                f"{self.store.url} did not answer within {self._deadline_s:g} s"
+            ) from error
+        if self._toucher is not None:
+            self._toucher.used(
+                name for name, is_there in zip(names, there, strict=True) if is_there
+            )
+        return [all(there[at : at + size]) for at in range(0, len(there), size)]
+
     async def _count_present(self, keys: Sequence[StoredKey]) -> int:
         at, size = 0, self.slices.size
         while True:

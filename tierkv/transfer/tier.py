@@ -87,6 +87,7 @@ class StorageTier:
         self._first = store
         self._stores = Places(store)
         self._pools: Sequence[memoryview] = ()
+        self._beside: list[memoryview] = []  # of slots that are not the tier's own
         self._on_change = on_change
         self._prefix = ""
         if store is not None:
@@ -124,7 +125,7 @@ class StorageTier:
             codecs=self.options.codecs,
             slices=slices,
         )
-        self._pools = [part.host.array.reshape(-1).data for part in slices.parts]
+        self._pools = [part.host.array.reshape(-1).data for part in slices.parts] + self._beside
         if self._first is not None:
             self._first.use_memory(self._pools)
         try:
@@ -135,6 +136,39 @@ class StorageTier:
                     yield
         finally:
             self._pools = ()  # views of memory that others give back
+
+    @asynccontextmanager
+    async def beside(
+        self,
+        names: Names,
+        layout: Layout,
+        host: HostSlots,
+        *,
+        own: str,
+        deadline_s: float,
+        block_ttl_s: float | None,
+    ) -> AsyncIterator[StorageIO]:
+        """Blocks of another layout in slots of their own, in the same stores, as the fingerprint
+        `own` is stored; around `running()`."""
+        codecs = self.options.codecs
+        io = StorageIO(
+            self._stores,
+            names,
+            layout,
+            host,
+            deadline_s=deadline_s,
+            block_ttl_s=block_ttl_s,
+            touches_per_ttl=self.options.touches_per_ttl,
+            codecs=None
+            if codecs is None
+            else lambda it: codecs(own if it == names.fingerprint else it),
+        )
+        self._beside.append(host.array.reshape(-1).data)
+        try:
+            async with io.running():
+                yield io
+        finally:
+            self._beside.clear()  # views of memory that others give back
 
     @property
     def attached_io(self) -> StorageIO | None:

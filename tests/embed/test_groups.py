@@ -1,0 +1,626 @@
+"""An engine with several groups of blocks: full attention, windows, states, other sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.embed.test_engine_cache import ask
+from tests.latch import PATIENCE_S, CopyLatch
+from tests.redis_server import redis_server
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, longest_of_all, slots_of
+from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.layout import Layout, Plane, layered
+from tierkv.clock import SystemClock
+from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings, Found, Polled
+from tierkv.errors import BadRequestError, ConfigError, HandoffError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Direction
+from tierkv.pd.handoff import Published
+from tierkv.ranks.memory import EnginePlanes
+from tierkv.ranks.worker_planes import WorkerPlanes
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.storage.protocol import Store
+
+SIZE = 4
+ROW = 8  # bytes of a token in every attention group, and of a state
+
+
+def attention(block_size: int, num_layers: int = 1) -> Layout:
+    return layered(block_size, [("key", "uint8", ROW)], num_layers)
+
+
+def private(block_size: int) -> Layout:
+    """Where a token lies is private; the first tokens of a block are right all the same."""
+    return Layout(block_size, (Plane(0, "key", "uint8", block_size * ROW),))
+
+
+def state(every: int) -> Layout:
+    return Layout(every, (Plane(0, "state", "uint8", ROW, has_prefixes=False),))
+
+
+FULL = CacheGroup(attention(SIZE, 2))
+WINDOW = CacheGroup(attention(SIZE), GroupKind.WINDOW, window=2 * SIZE)
+STATE = CacheGroup(state(8), GroupKind.STATE)
+INDEXER = CacheGroup(attention(16))
+MODELS = {
+    "window": [FULL, WINDOW],
+    "state": [FULL, STATE],
+    "indexer": [FULL, INDEXER],
+    "private": [CacheGroup(private(SIZE)), CacheGroup(private(6), GroupKind.WINDOW, window=9)],
+    "all": [WINDOW, FULL, STATE, INDEXER],
+    "no full attention": [WINDOW, STATE],
+    "a window alone": [WINDOW],
+}
+
+
+def rows_of(tokens: Sequence[int], group: int) -> np.ndarray:
+    """What the engine computes for each token, a function of the whole prefix and of the group."""
+    rows, prefix = [], b"start %d" % group
+    for token in tokens:
+        prefix = hashlib.sha256(prefix + token.to_bytes(4, "little")).digest()
+        rows.append(np.frombuffer(prefix[:ROW], np.uint8))
+    return np.array(rows, np.uint8).reshape(len(rows), ROW)
+
+
+@dataclass
+class Hybrid:
+    """A fake engine: blocks in arrays of its own, what they hold is a function of the tokens."""
+
+    cache: EngineCache
+    planes: WorkerPlanes
+    arrays: list[list[np.ndarray]]
+    latch: CopyLatch
+    seen: Polled = field(default_factory=Polled)
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def prompt(self, tokens: Sequence[int]) -> Prompt:
+        main = next((g for g in self.cache.groups if g.kind is GroupKind.FULL), None)
+        return Prompt(pack(tokens), (main or self.cache.groups[0]).block_size)
+
+    def write(self, tokens: Sequence[int], group: int, position: int, block: int) -> None:
+        self.put(self.block_of(tokens, group, position), group, block)
+
+    def block_of(self, tokens: Sequence[int], group: int, position: int) -> np.ndarray:
+        """The bytes of one layer's block, what comes after the prompt being zeros."""
+        size, rows = self.cache.groups[group].block_size, rows_of(tokens, group)
+        mine: np.ndarray = rows[position * size : (position + 1) * size]
+        if self.cache.groups[group].kind is GroupKind.STATE:
+            return np.array(mine[-1])
+        content = np.zeros((size, ROW), np.uint8)
+        content[: len(mine)] = mine
+        return content.ravel()
+
+    def put(self, content: np.ndarray, group: int, block: int) -> None:
+        for layer, array in enumerate(self.arrays[group]):
+            array[block] = content ^ layer
+
+    def holds(self, tokens: Sequence[int], group: int, position: int, block: int) -> bool:
+        """Whether the block has every byte of the tokens of `position` that there are."""
+        content = self.block_of(tokens, group, position)
+        if self.cache.groups[group].kind is not GroupKind.STATE:
+            size = self.cache.groups[group].block_size
+            content = content[: min(len(tokens) - position * size, size) * ROW]
+        return all(
+            np.array_equal(array[block][: len(content)] ^ layer, content)
+            for layer, array in enumerate(self.arrays[group])
+        )
+
+    def whole(self, tokens: Sequence[int]) -> list[list[int]]:
+        """A block for every position, in every group."""
+        return [
+            list(range(1, 1 - (-len(tokens) // group.block_size))) for group in self.cache.groups
+        ]
+
+    def save(
+        self,
+        tokens: Sequence[int],
+        block_ids: Sequence[Sequence[int]] | None = None,
+        **more: object,
+    ) -> str:
+        """Compute what these blocks hold and save it, and wait until it can be found."""
+        key = f"save {next(self.numbers)}"
+        ids = self.whole(tokens) if block_ids is None else block_ids
+        for group, blocks in enumerate(ids):
+            for position, block in enumerate(blocks):
+                if block != NO_BLOCK:
+                    self.write(tokens, group, position, block)
+        plan = self.cache.save(key, self.prompt(tokens), ids, **more)  # type: ignore[arg-type]
+        if plan is not None:
+            self.planes.start_saves(plan)
+            self.until(lambda: key in dict(self.seen.stored))
+        self.cache.release(key)
+        return key
+
+    def lookup(self, key: str, tokens: Sequence[int], have: int = 0, **more: object) -> Found:
+        prompt = self.prompt(tokens)
+        return ask(lambda: self.cache.lookup(key, prompt, have, **more))  # type: ignore[arg-type]
+
+    def load(self, key: str, found: Found) -> tuple[list[list[int]], tuple[tuple[int, ...], ...]]:
+        """Load what was found into blocks that had other bytes; which blocks, and what failed."""
+        ids = [[50 + at for at in range(len(part))] for part in found.blocks]
+        for group, blocks in enumerate(ids):
+            for block in blocks:
+                self.put(np.full_like(self.arrays[group][0][block], 0xEE), group, block)
+        plan = self.cache.load(key, ids, [part.start for part in found.blocks])
+        assert plan is not None
+        self.planes.start_loads(plan)
+        self.until(lambda: key in dict(self.seen.loaded))
+        failed = dict(self.seen.loaded)[key]
+        self.seen.loaded.clear()
+        return ids, failed
+
+    def check(self, key: str, tokens: Sequence[int], expected: int) -> None:
+        """So many tokens are found, and every byte of them that the engine needs is loaded."""
+        found = self.lookup(key, tokens)
+        assert found.num_tokens == expected, (key, found)
+        if expected:
+            ids, failed = self.load(key, found)
+            assert failed == ()
+            for group, (part, blocks) in enumerate(zip(found.blocks, ids, strict=True)):
+                assert part == self.cache.groups[group].needed(expected)
+                for position, block in zip(part, blocks, strict=True):
+                    assert self.holds(tokens[:expected], group, position, block), (group, position)
+        self.cache.release(key)
+
+    def poll(self) -> None:
+        polled = self.cache.poll()
+        self.seen.loaded += polled.loaded
+        self.seen.saved += polled.saved
+        self.seen.stored += polled.stored
+        self.seen.published += polled.published
+
+    def until(self, is_so: object) -> None:
+        def answer() -> Found | None:
+            self.poll()
+            return Found(0) if is_so() else None  # type: ignore[operator]
+
+        ask(answer)
+
+    def published(self, key: str) -> object:
+        self.until(lambda: key in dict(self.seen.published))
+        return dict(self.seen.published)[key]
+
+    def findings(self) -> list[str]:
+        found: list[str] = []
+
+        def at_rest() -> bool:
+            nonlocal found
+            found = self.cache.verify().wait(PATIENCE_S)
+            return not found
+
+        deadline = time.monotonic() + 5
+        while not at_rest() and time.monotonic() < deadline:
+            self.poll()
+        return found
+
+
+@contextmanager
+def hybrid(
+    groups: Sequence[CacheGroup],
+    store: str | None = None,
+    *,
+    host_bytes: int = 1 << 18,
+    options: EngineCacheSettings | None = None,
+    write: WritePolicy = WritePolicy.WRITE_THROUGH,
+    model: str = "hybrid",
+) -> Iterator[Hybrid]:
+    latch = CopyLatch()
+    arrays = [
+        [np.zeros((100, plane.block_bytes), np.uint8) for plane in group.layout.planes]
+        for group in groups
+    ]
+    planes = WorkerPlanes(
+        CpuDevice(before_copy=latch),
+        [EnginePlanes(group.layout, mine) for group, mine in zip(groups, arrays, strict=True)],
+    )
+
+    def make() -> Store | None:
+        return None if store is None else open_store(store, StoreSettings(), SystemClock())
+
+    main = next((group for group in groups if group.kind is GroupKind.FULL), groups[0])
+    cache = EngineCache(
+        Fingerprint(model, main.layout),
+        groups,
+        host_bytes=host_bytes,
+        cache=CacheSettings(
+            block_size=main.block_size,
+            storage_write=write,
+            fetch_policy=FetchPolicy.WAIT_COMPLETE,
+        ),
+        store=make,
+        planes=planes,
+        settings=options or EngineCacheSettings(save_blocks=32),
+    )
+    with cache:
+        engine = Hybrid(cache, planes, arrays, latch)
+        try:
+            yield engine
+        finally:
+            latch.release()
+        assert engine.findings() == []
+
+
+def tokens_of(length: int, seed: int = 1) -> list[int]:
+    return [seed * 1000 + at for at in range(length)]
+
+
+# What is needed, and the longest length at which every group is valid
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(GroupKind)), st.integers(1, 5), st.integers(1, 9), st.booleans()
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(0, 24),
+    st.data(),
+)
+def test_the_longest_length_at_which_every_group_is_valid_is_found(
+    kinds: list[tuple[GroupKind, int, int, bool]], limit: int, data: st.DataObject
+) -> None:
+    """Against trying all lengths, by what each group needs."""
+    made, groups = [], []
+    for kind, size, window, has_prefixes in kinds:
+        plane = Plane(0, "key", "uint8", size, has_prefixes=has_prefixes)
+        is_window = kind is GroupKind.WINDOW
+        group = CacheGroup(Layout(size, (plane,)), kind, window=window if is_window else 0)
+        positions = -(-limit // size)
+        counts = st.lists(st.integers(0, size), min_size=positions, max_size=positions)
+        groups.append(group)
+        made.append((group, data.draw(counts)))
+
+    def is_valid(group: CacheGroup, valid: list[int], length: int) -> bool:
+        for at in group.needed(length):
+            wanted = min(length - at * group.block_size, group.block_size)
+            if valid[at] != wanted and not (group.has_prefixes and valid[at] > wanted):
+                return False
+        return True
+
+    lengths = [n for n in range(limit + 1) if all(is_valid(*one, n) for one in made)]
+    assert longest_of_all(made, limit) == max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("group", "length", "have", "expected"),
+    [
+        (FULL, 10, 0, range(3)),
+        (FULL, 10, 4, range(1, 3)),
+        (FULL, 10, 10, range(3, 3)),
+        (WINDOW, 16, 0, range(2, 4)),  # ceil(window / block) blocks
+        (WINDOW, 18, 0, range(2, 5)),  # and the block that has begun
+        (WINDOW, 4, 0, range(1)),
+        (WINDOW, 16, 12, range(3, 4)),
+        (STATE, 16, 0, range(1, 2)),
+        (STATE, 20, 0, range(2, 3)),  # the end of a prompt
+        (STATE, 16, 16, range(2, 2)),
+        (INDEXER, 20, 0, range(2)),
+    ],
+)
+def test_a_group_needs_these_blocks(
+    group: CacheGroup, length: int, have: int, expected: range
+) -> None:
+    assert group.needed(length, have) == expected
+
+
+def test_host_memory_is_divided_so_that_every_group_holds_as_many_tokens() -> None:
+    slots = slots_of([FULL, WINDOW, STATE], 1 << 20)
+    tokens = [n * g.block_size for n, g in zip(slots, [FULL, WINDOW, STATE], strict=True)]
+    assert max(tokens) - min(tokens) <= 8
+    said = [replace(FULL, share=0.5), WINDOW, STATE]
+    assert slots_of(said, 1 << 20)[0] == (1 << 19) // FULL.layout.block_bytes
+    with pytest.raises(ConfigError, match="leaves none"):
+        slots_of([replace(FULL, share=0.9), replace(WINDOW, share=0.4)], 1 << 20)
+    with pytest.raises(ConfigError, match="window"):
+        CacheGroup(FULL.layout, GroupKind.WINDOW)
+    with pytest.raises(ConfigError, match="window"):
+        CacheGroup(FULL.layout, window=3)
+
+
+# The whole way, bytes compared
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("length", [16, 17, 23, 32])
+def test_what_was_saved_is_loaded_byte_for_byte_in_every_group(model: str, length: int) -> None:
+    tokens = tokens_of(length)
+    with hybrid(MODELS[model]) as on:
+        on.save(tokens)
+        on.check("whole", tokens, length)
+        on.check("other", tokens_of(length, 2), 0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_fresh_cache_loads_it_from_redis_and_no_group_takes_another_s_bytes(model: str) -> None:
+    tokens = tokens_of(23)
+    with redis_server() as redis:
+        with hybrid(MODELS[model], redis.url) as first:
+            first.save(tokens)
+        with hybrid(MODELS[model], redis.url) as second:
+            on = second
+            counted = ask(lambda: on.cache.count("n", on.prompt(tokens)))
+            assert counted.num_tokens == 23
+            assert on.findings() == []
+            on.check("whole", tokens, 23)
+
+
+def test_bytes_that_are_not_the_prompt_s_are_noticed() -> None:
+    """What the other tests rely on."""
+    tokens = tokens_of(23)
+    with hybrid(MODELS["all"]) as on:
+        for group, blocks in enumerate(on.whole(tokens)):
+            for position, block in enumerate(blocks):
+                on.write(tokens, group, position, block)
+                assert on.holds(tokens, group, position, block)
+                assert not on.holds(tokens_of(23, 2), group, position, block)
+                for array in on.arrays[group]:
+                    array[block] = 0
+                assert not on.holds(tokens, group, position, block)
+
+
+def test_a_window_is_found_without_the_blocks_before_it_and_says_from_where_to_load() -> None:
+    tokens = tokens_of(32)
+    with hybrid([FULL, WINDOW]) as on:
+        full, window = on.whole(tokens)
+        on.save(tokens, [full, [NO_BLOCK] * 6 + window[6:]])
+        found = on.lookup("a", tokens)
+        assert found.num_tokens == 32
+        assert found.blocks == (range(8), range(6, 8))
+        with pytest.raises(BadRequestError, match="promised blocks 6 to 8 of group 1"):
+            on.cache.load("a", [[50], [50]], [0, 5])
+        on.cache.release("a")
+        on.check("b", tokens, 32)
+        on.check("c", tokens[:28], 0)  # its window would begin at block 5
+        on.check("d", [*tokens, 1, 2], 32)
+
+
+def test_a_state_serves_exactly_its_length() -> None:
+    tokens = tokens_of(20)
+    with hybrid([FULL, STATE]) as on:
+        full, _ = on.whole(tokens)
+        on.save(tokens, [full, [NO_BLOCK, 1, 2]])  # after 16 tokens, and after all 20
+        on.check("a", tokens, 20)
+        on.check("b", tokens[:19], 16)
+        on.check("c", tokens[:15], 0)
+        on.check("d", [*tokens, 5], 16)  # the state after 20 is of no prompt that goes on
+
+
+def test_the_group_with_least_decides_and_a_partial_tail_only_where_every_group_has_it() -> None:
+    tokens = tokens_of(22)
+    with hybrid([FULL, INDEXER]) as on:
+        full, indexer = on.whole(tokens)
+        on.save(tokens, [full, indexer[:1]])
+        on.check("a", tokens, 16)
+        on.save(tokens, [[], [NO_BLOCK, indexer[1]]])
+        on.check("b", tokens, 22)
+        on.check("c", [*tokens[:18], 7, 8], 18)
+        on.check("d", [*tokens, 9], 22)
+
+
+def test_only_what_the_engine_lacks_is_to_be_loaded() -> None:
+    tokens = tokens_of(32)
+    with hybrid([FULL, WINDOW, STATE]) as on:
+        on.save(tokens)
+        found = on.lookup("a", tokens, have=16)
+        assert found.num_tokens == 16
+        assert found.blocks == (range(4, 8), range(6, 8), range(3, 4))
+        assert on.lookup("a", tokens, have=28).blocks == (range(7, 8), range(7, 8), range(3, 4))
+        on.cache.release("a")
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_what_storage_has_lost_in_one_group_makes_what_is_found_shorter(lost: int) -> None:
+    """Of the values of one group the last is gone: what is valid everywhere is still found."""
+    groups, tokens = [FULL, WINDOW, STATE], tokens_of(32)
+    with redis_server() as redis:
+        with hybrid(groups, redis.url) as first:
+            first.save(tokens)
+            prompt = first.prompt(tokens)
+            events = [event for event in first.cache.read_events() if event.group == lost]
+        last = max(events, key=lambda event: event.stop).digests[-1].hex()
+        assert prompt.num_tokens == 32
+        names = redis.execute("KEYS", f"*:{last}:*")
+        assert isinstance(names, list)
+        assert len(names) == 1
+        redis.execute("DEL", *names)
+        with hybrid(groups, redis.url) as second:
+            second.check("a", tokens, 24)
+
+
+def test_groups_of_another_model_share_nothing() -> None:
+    """Not even full attention: it may have been computed beside other layers."""
+    tokens = tokens_of(16)
+    with redis_server() as redis:
+        with hybrid([FULL, WINDOW], redis.url) as first:
+            first.save(tokens)
+        for groups in ([FULL], [FULL, replace(WINDOW, window=4)], [FULL, WINDOW, STATE]):
+            with hybrid(groups, redis.url) as second:
+                second.check("a", tokens, 0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_ticket_promises_every_group(model: str) -> None:
+    tokens = tokens_of(23)
+    with redis_server() as redis:
+        none = WritePolicy.NONE
+        with (
+            hybrid(MODELS[model], redis.url, write=none) as producer,
+            hybrid(MODELS[model], redis.url, write=none) as consumer,
+        ):
+            prompt = consumer.prompt(tokens)
+            assert consumer.cache.lookup("c", prompt, ticket="t") is None
+            key = producer.save(tokens, ticket="t", first_tokens=[7])
+            published = producer.published(key)
+            assert isinstance(published, Published), published
+            found = consumer.lookup("c", tokens, ticket="t")
+            assert (found.num_tokens, found.first_tokens, found.problem) == (23, (7,), None)
+            consumer.cache.release("c")
+            consumer.check("d", tokens, 23)
+
+
+def test_a_ticket_for_a_prompt_one_group_of_which_is_not_there_is_refused_and_says_so() -> None:
+    tokens = tokens_of(20)
+    with hybrid([FULL, STATE], "memory://") as on:
+        full, _ = on.whole(tokens)
+        key = on.save(tokens, [full, [NO_BLOCK, 1, NO_BLOCK]], ticket="t")
+        problem = on.published(key)
+        assert isinstance(problem, HandoffError)
+        assert "16 of 20 tokens in every group" in str(problem)
+
+
+def test_a_load_that_failed_in_one_plan_is_not_offered_again_in_any_group() -> None:
+    tokens = tokens_of(24)
+    with hybrid([FULL, STATE], options=EngineCacheSettings(save_blocks=16, max_failures=2)) as on:
+        on.save(tokens)
+        for key in ("a", "b"):
+            found = on.lookup(key, tokens)
+            on.latch.fail_next(Direction.LOAD, 2)
+            _, failed = on.load(key, found)
+            assert failed == (tuple(range(6)), (2,))
+            assert on.lookup(key, tokens) == Found(0)
+            on.cache.release(key)
+        on.check("c", tokens, 0)
+
+
+def test_fences_tell_the_groups_apart() -> None:
+    tokens = tokens_of(16)
+    with hybrid([FULL, WINDOW]) as on:
+        on.latch.hold(Direction.OFFLOAD)
+        plan = on.cache.save("a", on.prompt(tokens), [[1, 2], [8, 9]], [0, 2])
+        assert plan is not None
+        assert plan.groups == (2, 2)
+        on.planes.start_saves(plan)
+        assert on.cache.fence([1, 8], 0) == (1,)
+        assert on.cache.fence([1, 8], 1) == (8,)
+        assert on.cache.fence([1, 8, 3]) == (1, 8)
+        on.latch.release()
+        on.until(lambda: on.seen.saved == ["a"])
+        assert on.cache.fence([1, 8]) == ()
+
+
+def test_what_is_promised_stays_while_each_group_makes_room() -> None:
+    """More is saved than any group has room for; the bytes of what is promised are those saved."""
+    kept = tokens_of(24, 99)
+    groups = MODELS["all"]
+    with hybrid(groups, host_bytes=1 << 13, options=EngineCacheSettings(save_blocks=8)) as on:
+        on.save(kept)
+        found = on.lookup("kept", kept)
+        assert found.num_tokens
+        for seed in range(1, 16):
+            on.save(tokens_of(24, seed))
+        ids, failed = on.load("kept", found)
+        assert failed == ()
+        for group, (part, blocks) in enumerate(zip(found.blocks, ids, strict=True)):
+            for position, block in zip(part, blocks, strict=True):
+                assert on.holds(kept[: found.num_tokens], group, position, block)
+
+
+def test_a_reset_forgets_every_group_and_events_name_it_and_what_the_engine_calls_its_blocks() -> (
+    None
+):
+    tokens = tokens_of(16)
+    with hybrid([FULL, STATE]) as on:
+        names = [[f"full {at}" for at in range(4)], [None, 77]]
+        on.save(tokens, external_ids=names)
+        events = on.cache.read_events()
+        told = {(one.group, one.start): one.external_ids for one in events}
+        assert told[0, 0] == ("full 0", "full 1", "full 2", "full 3")
+        assert told[1, 1] == (77,)
+        assert told[1, 0] == ()
+        assert on.cache.reset().wait(PATIENCE_S) == 0
+        gone = {(one.group, one.kind.value): one.external_ids for one in on.cache.read_events()}
+        assert gone[0, "evicted"] == ("full 0", "full 1", "full 2", "full 3")
+        assert gone[1, "evicted"] in ((), (77,))
+        on.check("a", tokens, 0)
+
+
+# Against a model that remembers all
+
+
+@pytest.mark.parametrize("store", [None, "memory://"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(sorted(MODELS)), st.data())
+def test_lookups_find_what_a_model_that_remembers_every_block_finds(
+    store: str | None, model: str, data: st.DataObject
+) -> None:
+    """Prompts that share beginnings, saved with gaps; the longest valid length by trying all. Of a
+    whole block in storage only tails that are listed serve a prompt that shares its beginning."""
+    groups = MODELS[model]
+    saved: Saved = [{} for _ in groups]
+    with hybrid(groups, store) as on:
+        was_reset = False
+        for step in range(data.draw(st.integers(1, 5))):
+            tokens = data.draw(st.sampled_from([[1], [2]])) * data.draw(st.integers(0, 14))
+            tokens += data.draw(st.sampled_from([[3], [4]])) * data.draw(st.integers(1, 14))
+            if data.draw(st.booleans()):
+                ids = [draw_ids(data, group, len(tokens)) for group in groups]
+                on.save(tokens, ids)
+                remember(saved, groups, tokens, ids)
+            if store is not None and data.draw(st.booleans()):
+                assert on.findings() == []  # all is stored
+                on.cache.reset().wait(PATIENCE_S)
+                was_reset = True
+            most = longest_saved(saved, groups, tokens)
+            least = longest_saved(saved, groups, tokens, by_key=was_reset)
+            found = on.lookup(f"{step}", tokens).num_tokens
+            on.cache.release(f"{step}")
+            assert least <= found <= most
+            on.check(f"{step}", tokens, found)
+
+
+def draw_ids(data: st.DataObject, group: CacheGroup, length: int) -> list[int]:
+    ids = list(range(1, 1 - (-length // group.block_size)))
+    if group.kind is GroupKind.FULL:
+        return ids[: data.draw(st.integers(0, len(ids)))]
+    return [block if data.draw(st.integers(0, 3)) else NO_BLOCK for block in ids]
+
+
+Saved = list[dict[tuple[int, ...], set[int]]]
+
+
+def remember(
+    saved: Saved, groups: Sequence[CacheGroup], tokens: list[int], ids: list[list[int]]
+) -> None:
+    for group, blocks, kept in zip(groups, ids, saved, strict=True):
+        for at, block in enumerate(blocks):
+            if block != NO_BLOCK:
+                stop = min((at + 1) * group.block_size, len(tokens))
+                kept.setdefault(tuple(tokens[:stop]), set()).add(at)
+
+
+def longest_saved(
+    saved: Saved, groups: Sequence[CacheGroup], tokens: list[int], *, by_key: bool = False
+) -> int:
+    """by_key: only by whole blocks, and by the tail of just this prompt."""
+
+    def is_there(group: CacheGroup, kept: dict[tuple[int, ...], set[int]], n: int) -> bool:
+        for at in group.needed(n):
+            stop = min((at + 1) * group.block_size, n)
+            wanted = tuple(tokens[:stop])
+            if by_key or group.kind is GroupKind.STATE:
+                if wanted not in kept or (stop % group.block_size and stop != len(tokens)):
+                    return False
+            elif not any(
+                at in places and len(one) >= stop and one[:stop] == wanted
+                for one, places in kept.items()
+            ):
+                return False
+        return True
+
+    pairs = list(zip(groups, saved, strict=True))
+    return max(n for n in range(len(tokens) + 1) if all(is_there(*one, n) for one in pairs))
