@@ -137,7 +137,9 @@ def engine(
     slots: int = 64,
     settings: EngineCacheSettings | None = None,
     write: WritePolicy = WritePolicy.WRITE_THROUGH,
+    ends: bool = True,
 ) -> Iterator[Engine]:
+    """ends: everything that was begun, before the cache is closed."""
     arrays = [np.zeros((BLOCKS, plane.block_bytes), np.uint8) for plane in GQA.planes]
     latch = CopyLatch()
     planes = WorkerPlanes(CpuDevice(before_copy=latch), EnginePlanes(GQA, arrays))
@@ -163,7 +165,7 @@ def engine(
             yield found
         finally:
             latch.release()
-        assert found.findings() == []
+        assert not ends or found.findings() == []
 
 
 def tokens_of(length: int, seed: int = 1) -> list[int]:
@@ -246,6 +248,83 @@ def test_a_ticket_hands_a_prompt_from_one_cache_to_another(length: int, tmp_path
         assert consumer.lookup("c", tokens, ticket="t") == Found(length, first_tokens=(7,))
         assert consumer.load("c", blocks) == ()
         assert consumer.holds(tokens, blocks)
+
+
+LONG = 8 * BLOCK + 2
+NONE = WritePolicy.NONE
+
+
+def save_some(on: Engine, tokens: Sequence[int], first: int, last: int, **more: Any) -> None:
+    """As an engine does with each chunk that it has computed."""
+    blocks = blocks_for(len(tokens))
+    plan = on.cache.save("p", on.prompt(tokens), [blocks[first:last]], [first], **more)
+    assert plan is not None
+    on.planes.start_saves(plan)
+    stored = len(on.seen.stored)
+    on.until(lambda: len(on.seen.stored) > stored)
+
+
+def test_a_claimer_fetches_what_is_saved_while_the_rest_is_computed(tmp_path: Path) -> None:
+    tokens, url = tokens_of(LONG), f"file://{tmp_path}"
+    with engine(url, write=NONE) as producer, engine(url, write=NONE) as consumer:
+        prompt = consumer.prompt(tokens)
+        assert consumer.cache.lookup("c", prompt, ticket="t") is None
+        producer.compute(tokens, blocks_for(LONG))
+        save_some(producer, tokens, 0, 4, ticket="t")
+
+        def fetched() -> int:
+            stats = consumer.cache.stats().wait(PATIENCE_S)
+            return stats.storage.fetched_blocks if stats.storage is not None else 0
+
+        consumer.until(lambda: fetched() >= 4)
+        assert consumer.cache.lookup("c", prompt, ticket="t") is None
+        save_some(producer, tokens, 4, 7, ticket="t")
+        consumer.until(lambda: fetched() >= 7)
+        save_some(producer, tokens, 7, 9, ticket="t", first_tokens=[7])
+        producer.cache.release("p")  # its saves are done, its ticket comes
+        published = producer.published("p")
+        assert isinstance(published, Published), published
+        assert published.early_blocks >= 7
+        assert consumer.lookup("c", tokens, ticket="t") == Found(LONG, first_tokens=(7,))
+        assert consumer.load("c", blocks_for(LONG)) == ()
+        assert consumer.holds(tokens, blocks_for(LONG))
+
+
+@pytest.mark.parametrize("end", ["released", "closed", "failed"])
+def test_who_waits_for_a_prompt_that_is_not_saved_to_its_end_is_told_why(
+    end: str, tmp_path: Path
+) -> None:
+    tokens, url = tokens_of(LONG), f"file://{tmp_path}"
+    reasons = {"released": "ended before", "closed": "closed", "failed": "has only"}
+    with engine(url, write=NONE) as consumer:
+        with engine(url, write=NONE, ends=end != "closed") as producer:
+            save_some(producer, tokens, 0, 4, ticket="t")
+            assert consumer.cache.lookup("c", consumer.prompt(tokens), ticket="t") is None
+            if end == "released":
+                producer.cache.release("p")
+            elif end == "failed":
+                producer.latch.fail_next(Direction.OFFLOAD)
+                blocks = blocks_for(LONG)[4:]
+                prompt = producer.prompt(tokens)
+                plan = producer.cache.save("p", prompt, [blocks], [4], ticket="t")
+                assert plan is not None
+                producer.planes.start_saves(plan)
+            if end != "closed":
+                assert isinstance(producer.published("p"), HandoffError)
+        found = consumer.lookup("c", tokens, ticket="t")
+        assert found.num_tokens == 0
+        assert found.problem is not None
+        assert reasons[end] in found.problem
+
+
+def test_a_store_that_is_away_while_a_prompt_is_saved_delays_its_ticket_only() -> None:
+    tokens = tokens_of(LONG)
+    with redis_server() as redis, engine(redis.url, write=NONE) as on:
+        redis.pause()
+        save_some(on, tokens, 0, 4, ticket="t")
+        redis.resume()
+        save_some(on, tokens, 4, 9, ticket="t", first_tokens=[7])
+        assert isinstance(on.published("p"), Published)
 
 
 def test_a_ticket_for_a_prompt_that_is_not_all_there_is_refused_and_says_so() -> None:

@@ -43,7 +43,6 @@ from tierkv.embed.host_side import (
     HostPromise,
     HostSide,
     Kept,
-    Outlet,
 )
 from tierkv.embed.thread import EmbedSettings
 from tierkv.errors import BadRequestError, ConfigError, DeviceFailedError, TierKVError
@@ -127,14 +126,12 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Publish:
-    """A ticket on its way. first_tokens: once the whole prompt is given to saves. is_told: whether
-    its outlet has heard of its end."""
+    """A ticket on its way. number: of the publish on the service's side. first_tokens: once the
+    whole prompt is given to saves."""
 
     ticket: str
-    outlet: Outlet
-    prompt: Prompt
+    number: int
     first_tokens: tuple[int, ...] | None = None
-    is_told: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -531,10 +528,10 @@ class EngineCache:
         return _Part(group, positions[:count], blocks[:count], slots)
 
     def _begin_to_publish(self, key: str, known: _Known, prompt: Prompt, ticket: str) -> _Publish:
-        host, outlet = self._host, Outlet()
-        call = self._embedded.run("publish", lambda _: host.publish(prompt, ticket, outlet))
+        host, number = self._host, next(self._numbers)
+        call = self._embedded.run("publish", lambda _: host.publish(number, prompt, ticket))
         self._jobs[call] = (key, known)
-        return _Publish(ticket, outlet, prompt)
+        return _Publish(ticket, number)
 
     def _given(
         self, block_ids: Sequence[Sequence[int]], first_blocks: Sequence[int]
@@ -593,10 +590,10 @@ class EngineCache:
         if known is None:
             return
         publish = known.publish
-        if publish is not None and publish.first_tokens is None and not publish.is_told:
-            publish.is_told = True
+        if publish is not None and publish.first_tokens is None:
+            host, number = self._host, publish.number
             reason = "the request ended before its whole prompt was saved"
-            self._embedded.run("finish", lambda _: publish.outlet.fail(reason))
+            self._embedded.run("fail", lambda _: host.fail(number, reason))
         if known.call is not None:
             call = known.call
             call.when_done(lambda: self._let_go(call))
@@ -748,9 +745,9 @@ class EngineCache:
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return
-        first_tokens, outlet = publish.first_tokens, publish.outlet
+        host, number, first_tokens = self._host, publish.number, publish.first_tokens
         known.publish, known.published = None, publish.ticket
-        self._embedded.run("finish", lambda _: outlet.finish(first_tokens))
+        self._embedded.run("finish", lambda _: host.finish(number, first_tokens))
 
     def _job_ended(self, call: Call[Any]) -> None:
         key, _ = self._jobs.pop(call)

@@ -23,6 +23,7 @@ from tierkv.cache.keys import TOKEN_BYTES, Prompt, StoredKey
 from tierkv.cache.node import CopyState, Ids, Tier, TreeNode
 from tierkv.embed.group_tier import GroupLook, GroupTier
 from tierkv.errors import (
+    DuplicateRequestError,
     HandoffError,
     OutOfBlocksError,
     StoreUnavailableError,
@@ -124,8 +125,8 @@ class Kept:
     unused: tuple[tuple[int, ...], ...]
 
 
-class Outlet:
-    """A prompt that is published while it is saved: `finish` when all of it was, or `fail`."""
+class _Outlet:
+    """A prompt that is published while it is saved: until there are first tokens, or a failure."""
 
     def __init__(self) -> None:
         self.first_tokens: tuple[int, ...] | None = None
@@ -136,11 +137,7 @@ class Outlet:
     def is_going_on(self) -> bool:
         return self.first_tokens is None and self.failure is None
 
-    async def finish(self, first_tokens: Sequence[int]) -> None:
-        self.first_tokens = tuple(first_tokens)
-        self.changed.set()
-
-    async def fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self.failure = reason
         self.changed.set()
 
@@ -180,7 +177,7 @@ class HostSide:
         self._freed = asyncio.Event()
         self._lent: dict[int, Ids] = {}  # slots that are reserved for saves, or being written
         self._failures: OrderedDict[bytes, int] = OrderedDict()
-        self._outlets: set[Outlet] = set()
+        self._outlets: dict[int, _Outlet] = {}
         self._names: OrderedDict[bytes, ExternalId] = OrderedDict()
         self._max_events = max_events
         self._listening = ExitStack()
@@ -517,7 +514,7 @@ class HostSide:
                 count, left = self._tiers[some.group].keep(prompt, some.positions, some.slots)
             num_blocks += count
             unused[some.group] = left
-        for outlet in self._outlets:
+        for outlet in self._outlets.values():
             outlet.changed.set()
         return Kept(num_blocks, tuple(unused))
 
@@ -567,15 +564,37 @@ class HostSide:
             raise HandoffError(ClaimProblem.UNAVAILABLE.value, "there is no storage for a ticket")
         return handoff
 
-    async def publish(self, prompt: Prompt, ticket_id: str, outlet: Outlet) -> Published:
+    async def publish(self, number: int, prompt: Prompt, ticket_id: str) -> Published:
         """Store what of `prompt` is not stored yet, out of the host tier, as it is saved, and, once
-        `outlet` is finished, a ticket. Raises HandoffError, DuplicateRequestError."""
-        handoff = self._handoff()
-        await self._service.check_ticket_is_free(ticket_id, prompt)
+        `finish` was called with this number, a ticket. Raises HandoffError,
+        DuplicateRequestError."""
+        outlet = self._outlets[number] = _Outlet()
+        try:
+            handoff = self._handoff()
+            await self._service.check_ticket_is_free(ticket_id, prompt)
+            return await self._publish(handoff, prompt, ticket_id, outlet)
+        finally:
+            del self._outlets[number]
+
+    async def finish(self, number: int, first_tokens: Sequence[int]) -> None:
+        """All of the prompt was saved."""
+        outlet = self._outlets.get(number)
+        if outlet is not None:
+            outlet.first_tokens = tuple(first_tokens)
+            outlet.changed.set()
+
+    async def fail(self, number: int, reason: str) -> None:
+        """No more of the prompt is saved: there will be no ticket."""
+        outlet = self._outlets.get(number)
+        if outlet is not None:
+            outlet.fail(reason)
+
+    async def _publish(
+        self, handoff: Handoff, prompt: Prompt, ticket_id: str, outlet: _Outlet
+    ) -> Published:
         opened = handoff.tickets.new_open(ticket_id, prompt)
         promise, early = HostPromise(0), 0
         self._promises.add(promise)
-        self._outlets.add(outlet)
         try:
             if outlet.is_going_on:
                 handoff.ledger.opened(opened)
@@ -584,12 +603,13 @@ class HostSide:
             if outlet.failure is not None:
                 raise HandoffError(ClaimProblem.PRODUCER_FAILED.value, outlet.failure)
             published = await self._publish_whole(handoff, opened, prompt, promise, outlet)
+        except DuplicateRequestError:
+            raise
         except TierKVError as error:
             handoff.ledger.failed(ticket_id, str(error))
             await _give_up(handoff, opened, str(error))
             raise
         finally:
-            self._outlets.discard(outlet)
             self._release(promise)
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
@@ -602,7 +622,7 @@ class HostSide:
         opened: OpenTicket,
         prompt: Prompt,
         promise: HostPromise,
-        outlet: Outlet,
+        outlet: _Outlet,
     ) -> int:
         """Announce the ticket, and store full blocks of the index's group as they are saved; how
         many. They are held until the ticket is there. What goes wrong is only a delay."""
@@ -640,7 +660,7 @@ class HostSide:
         opened: OpenTicket,
         prompt: Prompt,
         promise: HostPromise,
-        outlet: Outlet,
+        outlet: _Outlet,
     ) -> Published:
         looks, whole = self._looks(prompt), prompt.num_tokens
         found = self._longest(looks, self._on_host(prompt, whole).num_tokens, stored=False)
@@ -667,7 +687,7 @@ class HostSide:
         opened: OpenTicket,
         prompt: Prompt,
         promise: HostPromise,
-        outlet: Outlet,
+        outlet: _Outlet,
     ) -> Published:
         keys, present = handoff.tickets.keys_of(prompt), 0
         for number, blocks in promise.held.items():
@@ -729,8 +749,8 @@ class HostSide:
 
     async def give_back(self, service: Service) -> None:
         """At the end: promises, and slots that nothing was saved to."""
-        for outlet in self._outlets:
-            await outlet.fail("the engine's cache was closed")
+        for outlet in self._outlets.values():
+            outlet.fail("the engine's cache was closed")
         for promise in list(self._promises):
             self._release(promise)
         slots = np.array(list(self._lent), np.int32)
