@@ -8,13 +8,38 @@ blocks can be counted and read.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sys
 import time
+from collections import Counter
 from typing import Any
 
-PATIENCE_S = 60.0
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import BlockCopy, Direction
+from tierkv.ranks.link import Plan
+
+PATIENCE_S = 120.0
+
+
+class Faults:
+    """The `before_copy` of the worker's device: copies that take long, and copies that fail."""
+
+    def __init__(self) -> None:
+        self.fail_loads = 0
+        self.fail_saves = 0
+        self.slow_s = 0.0
+
+    def __call__(self, copy: BlockCopy) -> None:
+        time.sleep(self.slow_s)
+        is_load = copy.direction is Direction.LOAD
+        if is_load and self.fail_loads:
+            self.fail_loads -= 1
+            raise OSError("this load was to fail")
+        if not is_load and self.fail_saves:
+            self.fail_saves -= 1
+            raise OSError("this save was to fail")
 
 
 class Driver:
@@ -25,6 +50,11 @@ class Driver:
         from vllm.config import KVTransferConfig
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        self.copies = Faults()
+        if transfer:
+            from tierkv.adapters import vllm_connector
+
+            vars(vllm_connector)["CpuDevice"] = lambda: CpuDevice(before_copy=self.copies)
         settings: dict[str, Any] = {
             "max_model_len": 512,
             "max_num_seqs": 8,
@@ -44,6 +74,70 @@ class Driver:
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.connector = self.scheduler.connector
+        self.told: Counter[str] = Counter()
+        self.num_preemptions = 0
+        self.num_stale = 0
+        self._listen()
+
+    def _listen(self) -> None:
+        """To what the connector tells, to preemptions, and to what is saved."""
+        preempt = self.scheduler._preempt_request  # noqa: SLF001 - nothing public counts them
+
+        def preempted(*given: Any, **more: Any) -> None:
+            self.num_preemptions += 1
+            preempt(*given, **more)
+
+        self.scheduler._preempt_request = preempted  # noqa: SLF001
+        if self.connector is None:
+            return
+        take = self.connector.get_kv_connector_stats
+
+        def taken() -> Any:
+            stats = take()
+            if stats is not None:
+                self.told.update(stats.data)
+            return stats
+
+        self.connector.get_kv_connector_stats = taken
+        self._watch_saves()
+
+    def _watch_saves(self) -> None:
+        """Compare what is on the host when a save is over with what the blocks held when the step
+        that filled them had ended."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        if not has_kv_transfer_group():
+            return  # the workers are other processes
+        planes = get_kv_transfer_group().worker.planes
+        start, finished = planes.start_saves, planes.finished
+        arrays = [one.arrays for one in planes._planes]  # noqa: SLF001 - a test's look inside
+        hosts = self.connector.scheduler.cache._host.slots  # noqa: SLF001
+        expected: dict[int, list[tuple[int, int, bytes]]] = {}
+
+        def started(plan: Plan, *after: Any) -> None:
+            expected[plan.number] = [
+                (group, slot, b"".join(plane[block].tobytes() for plane in arrays[group]))
+                for group, blocks, slots in plan.parts()
+                for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True)
+            ]
+            start(plan, *after)
+
+        def over() -> Any:
+            reports = finished()
+            for report in reports:
+                for group, slot, right in expected.pop(report.number, ()):
+                    is_stale = hosts[group].array[slot].tobytes() != right
+                    self.num_stale += report.problem is None and is_stale
+            return reports
+
+        planes.start_saves, planes.finished = started, over
+
+    def groups(self) -> list[str]:
+        return [group.kind.value for group in self.connector.scheduler.cache.groups]
+
+    def stale_saves(self) -> int:
+        """How many blocks were saved with other bytes than they had."""
+        return self.num_stale
 
     def generate(
         self, requests: list[dict[str, Any]], aborts: dict[str, int] | None = None
@@ -115,6 +209,42 @@ class Driver:
         """vLLM forgets its own cache, and tierkv keeps its."""
         return bool(self.scheduler.reset_prefix_cache())
 
+    def drop(self) -> int:
+        """tierkv forgets what it has on the host, and vLLM its own cache."""
+        self.scheduler.reset_prefix_cache()
+        return int(self.connector.scheduler.cache.reset().wait(PATIENCE_S))
+
+    def faults(self, **fields: float) -> None:
+        for name, value in fields.items():
+            assert hasattr(self.copies, name)
+            setattr(self.copies, name, value)
+
+    def expire_promises(self, times: int) -> None:
+        """What the next lookups promise is given back just before it is loaded."""
+        cache = self.connector.scheduler.cache
+        left = itertools.repeat(None, times)
+
+        def load(name: str, *rest: Any) -> Any:
+            for _ in left:
+                cache.release(name)
+                break
+            return type(cache).load(cache, name, *rest)
+
+        cache.load = load
+
+    def ignore_fences(self) -> None:
+        """The worker overwrites blocks that are still being saved."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().worker.before_step = lambda _: None
+
+    def counts(self) -> dict[str, int]:
+        """What the connector has told vLLM's statistics."""
+        return dict(self.told)
+
+    def preemptions(self) -> int:
+        return self.num_preemptions
+
     def reset(self) -> bool:
         return bool(self.scheduler.reset_prefix_cache(reset_connector=True))
 
@@ -127,7 +257,6 @@ class Driver:
             cache = self.connector.scheduler.cache
             deadline = time.monotonic() + PATIENCE_S
             while True:
-                cache.poll()
                 found = cache.verify().wait(PATIENCE_S)
                 if not found or time.monotonic() > deadline:
                     break

@@ -7,19 +7,23 @@ blocks cannot be seen in tokens (keys carry their positions), so blocks are comp
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.redis_server import RedisServer, empty_redis, module_redis
+from tests.redis_proxy import redis_proxy
+from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
 
 __all__ = ["empty_redis", "model", "module_redis"]
 
@@ -27,6 +31,9 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed (./scripts/test --engines)", allow_module_level=True)
 
 from tests.engines.test_vllm import model, prompt
+from tierkv.adapters.vllm_connector import ConnectorSettings
+from tierkv.errors import ConfigError
+from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -159,6 +166,7 @@ def test_a_prefix_comes_through_redis_into_a_fresh_process(
     assert isinstance(names, list)
     assert names
     assert all(int(str(empty_redis.execute("TTL", name))) > 0 for name in names)
+    assert sum(name.endswith(b":tails") for name in names) == len(PROMPTS)
     with engine(model, transfer(empty_redis.url)) as second:
         answers = second.generate(named(PROMPTS))
         assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
@@ -167,3 +175,385 @@ def test_a_prefix_comes_through_redis_into_a_fresh_process(
         assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
         assert [second.ask("blocks", tokens=one) for one in PROMPTS] == bytes_of
         second.rests()
+
+
+def test_a_prefix_comes_through_files_into_a_fresh_process(
+    model: str, alone: Engine, tmp_path: Path
+) -> None:
+    right = alone.tokens(PROMPTS)
+    with engine(model, transfer(f"file://{tmp_path}/blocks")) as first:
+        assert first.tokens(PROMPTS) == right
+    with engine(model, transfer(f"file://{tmp_path}/blocks")) as second:
+        answers = second.generate(named(PROMPTS))
+    assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
+    assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
+
+
+def test_a_prefill_is_handed_over_tails_included(
+    model: str, alone: Engine, empty_redis: RedisServer
+) -> None:
+    """Tails of 1, block - 1 and none, and less than a block; both instances run all the time."""
+    lengths = [6 * _BLOCK + 1, 6 * _BLOCK - 1, 6 * _BLOCK, 20]
+    prompts = [prompt(300 + n, length) for n, length in enumerate(lengths)]
+    right = alone.tokens(prompts)
+    url = empty_redis.url
+    with (
+        starting(model, transfer(url, "kv_producer")) as prefill,
+        starting(model, transfer(url, "kv_consumer", claim_deadline_s=3.0)) as decode,
+    ):
+        assert (prefill.line(), decode.line()) == ("ready\n", "ready\n")
+        first = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+        told = prefill.generate(named(prompts, params=first, max_tokens=1))
+        params = [told[f"r{at}"]["params"] for at in range(4)]
+        assert [told[f"r{at}"]["tokens"] for at in range(4)] == [some[:1] for some in right]
+        assert all(some["do_remote_prefill"] and not some["do_remote_decode"] for some in params)
+        requests = [
+            {"id": f"d{at}", "tokens": some, "params": params[at]}
+            for at, some in enumerate(prompts)
+        ]
+        answers = decode.generate(requests)
+        assert [answers[f"d{at}"]["tokens"] for at in range(4)] == right
+        prefill.rests()
+        decode.rests()
+        # What vLLM calls cached in such a request is what the prefill instance had cached.
+        assert decode.ask("counts")["loaded_tokens"] == sum(lengths)
+
+        # A ticket that is another prompt's, and one that never comes: computed, and no error.
+        other = prompt(310, 90)
+        expected = alone.tokens([other])
+        for name, ticket in (("other", params[0]["tierkv_ticket"]), ("none", "no such ticket")):
+            wrong = {"do_remote_prefill": True, "tierkv_ticket": ticket}
+            answer = decode.generate([{"id": name, "tokens": other, "params": wrong}])[name]
+            assert answer["tokens"] == expected[0], name
+            decode.ask("forget")
+        decode.rests()
+        counts = decode.ask("counts")
+        assert (counts["loaded_tokens"], counts["lost_tickets"]) == (sum(lengths), 2)
+        # Zeroed tails, the negative control.
+        tail = prompt(320, 20)
+        told = prefill.generate([{"id": "z", "tokens": tail, "params": first, "max_tokens": 1}])
+        prefill.rests()
+        assert prefill.ask("counts")["published_prompts"] == 4
+        names = empty_redis.execute("KEYS", "*")
+        assert isinstance(names, list)
+        assert all(int(str(empty_redis.execute("TTL", name))) > 0 for name in names)
+        zeroed(empty_redis)
+        asked = [{"id": "z", "tokens": tail, "params": told["z"]["params"]}]
+        assert decode.generate(asked)["z"]["tokens"] != alone.tokens([tail])[0]
+
+
+@pytest.fixture(scope="module")
+def one(model: str, module_redis: RedisServer) -> Iterator[Engine]:
+    """An engine that several tests use, each with prompts of its own."""
+    with engine(model, transfer(module_redis.url)) as running:
+        yield running
+        running.rests()
+
+
+def test_what_the_device_has_lost_comes_back_from_the_host(alone: Engine, one: Engine) -> None:
+    prompts = [prompt(100 + n, 70 + 45 * n) for n in range(5)]
+    right = alone.tokens(prompts)
+    assert one.tokens(prompts) == right
+    bytes_of = [one.ask("blocks", tokens=some) for some in prompts]
+    assert one.ask("forget")
+    answers = one.generate(named(prompts, "again"))
+    assert [answers[f"again{at}"]["tokens"] for at in range(5)] == right
+    assert [answers[f"again{at}"]["cached"] for at in range(5)] == [len(some) for some in prompts]
+    assert [one.ask("blocks", tokens=some) for some in prompts] == bytes_of
+    one.rests()
+
+
+def test_what_one_salt_has_computed_no_other_finds(alone: Engine, one: Engine) -> None:
+    prompts = [prompt(110, 150)]
+    right = alone.tokens(prompts)
+    for name, salt, expected in [("a", "tea", 0), ("b", "milk", 0), ("c", None, 0),
+                                 ("d", "tea", 150), ("e", None, 150)]:  # fmt: skip
+        answer = one.generate(named(prompts, name, salt=salt))[f"{name}0"]
+        assert (answer["cached"], answer["tokens"]) == (expected, right[0]), name
+        one.ask("forget")
+
+
+def test_answers_are_found_by_prompts_that_continue_them(alone: Engine, one: Engine) -> None:
+    first = prompt(120, 100)
+    answer = one.generate([{"id": "first", "tokens": first, "max_tokens": 60}])["first"]["tokens"]
+    longer = first + answer + prompt(121, 20)
+    one.ask("forget")
+    found = one.generate([{"id": "second", "tokens": longer}])["second"]
+    assert found["cached"] == 100 + 60 - 1  # the last token of an answer is not computed
+    assert found["tokens"] == alone.tokens([longer])[0]
+
+
+def test_a_load_that_fails_is_computed_and_not_tried_for_ever(alone: Engine, one: Engine) -> None:
+    prompts = [prompt(130 + n, 180) for n in range(4)]
+    right = alone.tokens(prompts)
+    one.tokens(prompts)
+    for name, failures in (("x", 2), ("y", 1 << 30)):
+        one.ask("forget")
+        one.ask("faults", fail_loads=failures)
+        told = one.ask("generate", requests=named(prompts, name))
+        one.ask("faults", fail_loads=0)
+        assert [told["answers"][f"{name}{at}"]["tokens"] for at in range(4)] == right
+        assert told["steps"] < 300
+        one.rests()
+
+
+def test_promises_that_have_expired_are_computed(alone: Engine, one: Engine) -> None:
+    prompts = [prompt(140 + n, 130) for n in range(2)]
+    right = alone.tokens(prompts)
+    one.tokens(prompts)
+    for name, times in (("x", 1), ("y", 1 << 30)):
+        one.ask("forget")
+        one.ask("expire_promises", times=times)
+        assert one.tokens(prompts, name) == right
+        one.ask("expire_promises", times=0)
+        one.rests()
+
+
+def test_other_values_in_redis_are_noticed(
+    alone: Engine, one: Engine, module_redis: RedisServer
+) -> None:
+    """The negative controls: of values with right checksums, zeroed ones change tokens, and swapped
+    ones, which tokens cannot show, bytes."""
+    prompts = [prompt(150, 6 * _BLOCK), prompt(151, 6 * _BLOCK)]
+    right = alone.tokens(prompts)
+    for at, change in enumerate((zeroed, swapped)):
+        some = prompts[at]
+        one.ask("drop")
+        module_redis.execute("FLUSHALL")
+        assert one.tokens([some], f"before{at}") == [right[at]]
+        bytes_of = one.ask("blocks", tokens=some)
+        one.rests()
+        one.ask("drop")
+        change(module_redis)
+        answer = one.generate(named([some], f"after{at}"))[f"after{at}0"]
+        assert answer["cached"] == 6 * _BLOCK
+        assert one.ask("blocks", tokens=some) != bytes_of
+        assert at == 1 or answer["tokens"] != right[at]
+    module_redis.execute("FLUSHALL")
+    one.ask("drop")
+
+
+def values(server: RedisServer) -> list[tuple[bytes, bytes, ValueIdentity]]:
+    """Names, values and what their headers say, of blocks."""
+    names = server.execute("KEYS", "*")
+    assert isinstance(names, list)
+    found = []
+    for name in sorted(names):
+        if b":ticket:" in name or name.endswith(b":tails"):
+            continue
+        value = server.execute("GET", name)
+        assert isinstance(value, bytes)
+        if len(value) > 1000:
+            identity = ValueIdentity(
+                value[8:24], value[24:56], int.from_bytes(value[56:60], "little")
+            )
+            found.append((name, value, identity))
+    assert len(found) >= 6
+    return found
+
+
+def put(server: RedisServer, name: bytes, payload: bytes, identity: ValueIdentity) -> None:
+    server.execute("SET", name, PlainCodec().encode(payload, identity)[0] + payload)
+
+
+def zeroed(server: RedisServer) -> None:
+    for name, value, identity in values(server):
+        put(server, name, bytes(len(value) - HEADER_BYTES), identity)
+
+
+def swapped(server: RedisServer) -> None:
+    found = values(server)
+    for (name, _, identity), (_, other, _) in zip(found, found[1:] + found[:1], strict=True):
+        put(server, name, other[HEADER_BYTES:], identity)
+
+
+def test_a_reset_cache_is_not_found_again_in_storage_neither(alone: Engine, one: Engine) -> None:
+    prompts = [prompt(160, 100)]
+    right = alone.tokens(prompts)
+    one.tokens(prompts)
+    assert one.ask("reset")
+    for name, cached in (("x", 0), ("y", 100)):
+        answer = one.generate(named(prompts, name))[f"{name}0"]
+        assert (answer["cached"], answer["tokens"]) == (cached, right[0])
+        one.ask("forget")
+    one.rests()
+
+
+def test_a_request_may_be_aborted_at_every_step(alone: Engine, one: Engine) -> None:
+    """While it is looked up, loaded, computed and saved; another one runs on beside it."""
+    there, other = prompt(170, 300), prompt(171, 120)
+    one.tokens([there])
+    right = alone.tokens([there, other])
+    one.ask("faults", slow_s=0.02)  # so that loads and saves last for several steps
+    for step in range(24):
+        one.ask("forget")
+        fresh = prompt(180 + step, 90)
+        requests = [{"id": f"a{step}", "tokens": there}, {"id": f"b{step}", "tokens": fresh},
+                    {"id": f"c{step}", "tokens": other}]  # fmt: skip
+        answers = one.generate(requests, aborts={f"a{step}": step, f"b{step}": step})
+        assert answers[f"c{step}"]["tokens"] == right[1]
+        one.rests()
+    one.ask("faults", slow_s=0)
+    one.ask("forget")
+    assert one.tokens([there, other], "end") == right
+    one.rests()
+
+
+HEADS = [prompt(400 + n, 3 * _BLOCK) for n in range(5)]
+MANY = [HEADS[n % 5] + prompt(410 + n, 10 + 3 * n) for n in range(50)]
+
+
+def test_fifty_requests_with_shared_prefixes_under_eviction_are_exact(
+    model: str, alone: Engine, empty_redis: RedisServer
+) -> None:
+    """Prompts cut into pieces, few blocks of vLLM's and few on the host, copies that last longer
+    than steps, requests that are preempted: and the control, that without the fence before
+    preempted blocks are written again, wrong blocks are saved."""
+    right = alone.tokens(MANY)
+    settings = transfer(empty_redis.url, host_bytes=40 * 3 * 8192)
+    small = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 96, "max_num_seqs": 12}
+    with engine(model, settings, **small) as tight:
+        tight.ask("faults", slow_s=0.005)
+        # As many tokens as do not depend on what vLLM computes together.
+        assert [some[:12] for some in tight.tokens(MANY, max_tokens=40)] == right
+        assert tight.ask("preemptions") > 0
+        assert tight.tokens(MANY[::-1], "again") == right[::-1]
+        tight.rests()
+        counts = tight.ask("counts")
+        assert counts["loaded_tokens"] > 50 * _BLOCK
+        assert tight.ask("stale_saves") == 0
+        # The control.
+        tight.ask("ignore_fences")
+        tight.ask("faults", slow_s=0.1)
+        tight.tokens([prompt(500 + n, 3 * _BLOCK + 8) for n in range(12)], "out", max_tokens=120)
+        assert tight.ask("stale_saves") > 0
+
+
+@pytest.mark.parametrize("fault", ["killed", "hung", "slow"])
+def test_a_store_that_fails_costs_time_and_no_token(model: str, alone: Engine, fault: str) -> None:
+    prompts = [prompt(600 + n, 150) for n in range(6)]
+    right = alone.tokens(prompts)
+    with ExitStack() as stack:
+        server = stack.enter_context(redis_server())
+        url = server.url
+        if fault == "slow":
+            url = stack.enter_context(slow_answers(server.port, 0.5))
+        running = stack.enter_context(engine(model, transfer(url, fetch_deadline_s=1.0)))
+        assert running.tokens(prompts[:3], "before") == right[:3]
+        if fault == "killed":
+            server.kill()
+        elif fault == "hung":
+            server.pause()
+        for name in ("host", "store"):  # with a host tier, and with all of it to be asked for
+            running.ask("forget" if name == "host" else "drop")
+            assert running.tokens(prompts, name) == right
+        running.rests()
+        if fault == "hung":
+            server.resume()
+            running.ask("drop")
+            assert running.tokens(prompts, "after") == right
+            running.rests()
+
+
+@contextmanager
+def slow_answers(port: int, delay_s: float) -> Iterator[str]:
+    """The URL of a proxy, on a thread, that answers so much later."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ended = asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def live() -> None:
+        async with redis_proxy(port) as proxy:
+            proxy.delay_s = delay_s
+            asked.put(proxy.url)
+            await ended.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(live(),))
+    thread.start()
+    try:
+        yield asked.get(timeout=20)
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+        loop.close()
+
+
+def test_two_ranks_in_processes_of_their_own_keep_their_halves(
+    model: str, empty_redis: RedisServer
+) -> None:
+    settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(model, None, **settings) as plain:
+        right = plain.tokens(PROMPTS)
+    with engine(model, transfer(empty_redis.url), **settings) as first:
+        assert first.tokens(PROMPTS) == right
+        first.ask("forget")
+        assert first.cached(PROMPTS[:4], "host") == _LENGTHS
+        first.rests()
+    with engine(model, transfer(empty_redis.url), **settings) as second:
+        answers = second.generate(named(PROMPTS))
+        assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
+        assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
+        second.rests()
+    with engine(model, transfer(empty_redis.url)) as other:  # another number of ranks
+        assert other.cached(PROMPTS[:2]) == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Gemma whose layers attend in turn to a window of 64 tokens and to all."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(1)
+    path = str(tmp_path_factory.mktemp("hybrid"))
+    config = Gemma3TextConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        initializer_range=0.2,
+    )
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def test_windows_are_groups_of_their_own(hybrid: str, empty_redis: RedisServer) -> None:
+    """vLLM keeps only the blocks of a window; so does tierkv, and finds them in a fresh process,
+    in a decode instance with its tail, and under preemption."""
+    small = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 96}
+    with engine(hybrid, None) as plain:
+        right = plain.tokens(PROMPTS)
+        many = plain.tokens(MANY[:20])
+    with engine(hybrid, transfer(empty_redis.url), **small) as first:
+        assert sorted(first.ask("groups")) == ["full attention", "sliding window"]
+        assert first.tokens(PROMPTS) == right
+        first.ask("forget")
+        first.ask("faults", slow_s=0.005)
+        assert first.tokens(PROMPTS, "host") == right
+        assert [some[:12] for some in first.tokens(MANY[:20], "many", max_tokens=40)] == many
+        first.rests()
+        assert first.ask("stale_saves") == 0
+        first.ask("faults", fail_loads=3)
+        first.ask("forget")
+        assert first.tokens(PROMPTS, "failed") == right
+        first.rests()
+    with engine(hybrid, transfer(empty_redis.url)) as second:
+        answers = second.generate(named(PROMPTS))
+        assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
+        assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
+        second.rests()
+
+
+def test_settings_that_are_not_there_are_named() -> None:
+    with pytest.raises(ConfigError, match="'host_byte': did you mean 'host_bytes'"):
+        ConnectorSettings.of({"host_byte": 1})
+    with pytest.raises(ConfigError, match="'colour': there are store, host_bytes"):
+        ConnectorSettings.of({"colour": 1})
+    with pytest.raises(ConfigError, match="Expected `int`, got `str`"):
+        ConnectorSettings.of({"host_bytes": "much"})

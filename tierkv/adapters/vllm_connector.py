@@ -17,32 +17,41 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import logging
 import os
 import tempfile
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 import vllm
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, main_group
@@ -52,10 +61,12 @@ from tierkv.clock import SystemClock
 from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings, Polled
 from tierkv.errors import ConfigError, DeviceFailedError, TierKVError, TransferError
 from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Device, Planes
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import EnginePlanes, side_by_side
 from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
+from tierkv.sched.events import Happening
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.factory import StoreSettings, open_guarded_store
@@ -63,20 +74,32 @@ from tierkv.storage.protocol import Store
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.lora.request import LoRARequest
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 log = logging.getLogger("tierkv.adapters.vllm")
 
-# Requests that decode and have blocks to save, looked at in one step: each costs some 30 us.
-_DECODING_PER_STEP = 2
+# Saves that one step begins: each takes some 50 us of the scheduler's thread. More, if more wait.
+_SAVES_PER_STEP = 3
+_BACKLOG_STEPS = 8  # in so many steps those that wait are begun
 _MOST_WAIT_S = 60.0  # for a copy whose blocks are about to be written
+_MOST_LOST = 2  # promises to one request that expire before it loads them
+_COUNTS = {
+    "loaded_tokens": "Prompt tokens that were loaded instead of computed",
+    "failed_loads": "Loads of which a block did not come; their requests were computed",
+    "saved_blocks": "Blocks that were copied to the host and can be found",
+    "unsaved_blocks": "Blocks that were not saved, since no host memory was free in that moment",
+    "published_prompts": "Prompts that were handed over",
+    "failed_publishes": "Prompts that could not be handed over",
+    "lost_tickets": "Requests that came with a ticket of which nothing could be had",
+}
 TICKET = "tierkv_ticket"  # among a request's kv_transfer_params
 
 
@@ -168,14 +191,53 @@ class StepReports(KVConnectorWorkerMetadata):
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """What a worker knows of its blocks. backends: of attention, and what they do on this
-    processor, since the inside of a block is theirs."""
+    """What a worker knows of its blocks. groups: of its shard of them. backends: of attention, and
+    what they do on this processor, since the inside of a block is theirs."""
 
-    layout: Layout
+    groups: tuple[CacheGroup, ...]
     backends: str
 
 
-class TierKVConnector(KVConnectorBase_V1):
+class TierKVStats(KVConnectorStats):
+    """What the scheduler's side has counted since it was last asked, by the names of `_COUNTS`."""
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class TierKVMetrics(KVConnectorPromMetrics):
+    """The same as Prometheus counters."""
+
+    def __init__(self, *given: Any) -> None:  # noqa: ANN401 - vLLM's affair
+        super().__init__(*given)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:tierkv_{name}", documentation=text, labelnames=self._labelnames
+                ),
+                self.per_engine_labelvalues,
+            )
+            for name, text in _COUNTS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(count)
+
+
+class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. `kv_role`: kv_both finds and saves, kv_consumer only finds, kv_producer only
     saves."""
 
@@ -240,6 +302,10 @@ class TierKVConnector(KVConnectorBase_V1):
         self,
         finished_req_ids: set[str],
     ) -> tuple[set[str] | None, set[str] | None]:
+        results = self.worker.finished()
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -247,6 +313,25 @@ class TierKVConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.take_reports()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None if self._scheduler is None else self._scheduler.take_counts()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return TierKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return TierKVMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's side
 
@@ -278,6 +363,14 @@ class TierKVConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finish(request, (block_ids,))
 
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finish(request, block_ids)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.scheduler.take_events()
+
     def reset_cache(self) -> bool | None:
         self.scheduler.reset()
         return True
@@ -299,7 +392,8 @@ class _Tracked:
     prompt: of the tokens that were there when it was made. claims, publishes: tickets.
     num_local: tokens that vLLM had itself at the lookup. found: what of each group is to be loaded.
     saved: of each group, so many first blocks are on the host or on their way. has_saves: some are
-    under way. is_of_old: the cache has been reset since it was computed.
+    under way. num_lost: promises that had expired when they were to be loaded. is_of_old: the cache
+    has been reset since it was computed.
     """
 
     request: Request
@@ -312,6 +406,7 @@ class _Tracked:
     saved: list[int] = field(default_factory=list)
     has_saves: bool = False
     is_loading: bool = False
+    num_lost: int = 0
     is_of_old: bool = False
 
 
@@ -337,13 +432,18 @@ class _SchedulerSide:
         self._cache: EngineCache | None = None
         self._groups: tuple[CacheGroup, ...] = ()
         self._main = 0
+        self._has_windows = False
+        events = config.kv_events_config
+        self._tells = events is not None and events.enable_kv_cache_events
         self._adapters = _AdapterDigests()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
-        self._filling: dict[str, _Tracked] = {}  # that have prompt blocks to be saved
+        self._filling: OrderedDict[str, _Tracked] = OrderedDict()  # whose prompt is being computed
         self._decoding: OrderedDict[str, _Tracked] = OrderedDict()
-        self._published: set[str] = set()  # requests that have ended and whose ticket is written
+        # Requests that have ended, with their blocks, and of which not all is saved.
+        self._ending: deque[tuple[_Tracked, tuple[list[int], ...]]] = deque()
         self._plans = StepPlans()
+        self._counts: Counter[str] = Counter()
 
     @property
     def cache(self) -> EngineCache:
@@ -353,10 +453,16 @@ class _SchedulerSide:
     def open(self, ranks: Sequence[RankHandshake]) -> None:
         """With what the workers know."""
         settings, config = self.settings, self._config
-        shards = [rank.layout for rank in ranks]
+        shards = [[group.layout for group in rank.groups] for rank in ranks]
         # Of latent attention, and of fewer heads than ranks, each rank has all of it.
         is_same = len(ranks) > 1 and self._kv.kv_tp_replicas == len(ranks)
-        layout = shards[0] if is_same else side_by_side(shards)
+        self._groups = tuple(
+            replace(group, layout=group.layout if is_same else side_by_side(of_ranks))
+            for group, of_ranks in zip(ranks[0].groups, zip(*shards, strict=True), strict=True)
+        )
+        self._main = main_group(self._groups)
+        self._has_windows = any(group.kind is not GroupKind.FULL for group in self._groups)
+        layout = self._groups[self._main].layout
         rules = CacheSettings(
             block_size=layout.block_size,
             storage_write=WritePolicy.WRITE_THROUGH if settings.store else WritePolicy.NONE,
@@ -365,7 +471,7 @@ class _SchedulerSide:
         )
         self._cache = EngineCache(
             _fingerprint(config, settings, layout, ranks[0].backends),
-            [layout],
+            self._groups,
             host_bytes=settings.host_bytes,
             cache=rules,
             store=settings.open,
@@ -374,8 +480,6 @@ class _SchedulerSide:
             ranks=RankSocket(_socket_path(config), shards=shards),
             name=f"vllm-{config.kv_transfer_config.engine_id}",
         )
-        self._groups = self._cache.groups
-        self._main = main_group(self._groups)
         self._cache.open()
         log.info("KV blocks are kept in host memory and %s", settings.store or "nowhere else")
 
@@ -384,9 +488,9 @@ class _SchedulerSide:
     def find(self, request: Request, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` can be loaded; None: ask again."""
         tracked = self._track(request)
-        if tracked is None or tracked.is_of_old or not self._finds:
+        if tracked is None or tracked.is_of_old or tracked.num_lost > _MOST_LOST:
             return 0
-        if request.skip_reading_prefix_cache:
+        if not self._finds or request.skip_reading_prefix_cache:
             return 0
         prompt = self._prompt(tracked, request.num_tokens)
         if prompt is None:
@@ -398,12 +502,11 @@ class _SchedulerSide:
         if found.problem is not None and tracked.claims is not None:
             log.warning("request %r will do without its ticket: %s", name, found.problem)
             tracked.claims = None
+            self._counts["lost_tickets"] += 1
             return None
         tracked.num_local = num_computed
         tracked.found = found.blocks
-        if found.num_tokens:
-            stop = num_computed + found.num_tokens
-            tracked.saved = [stop // group.block_size for group in self._groups]
+        tracked.saved = [found.num_there // group.block_size for group in self._groups]
         return found.num_tokens
 
     def _track(self, request: Request) -> _Tracked | None:
@@ -416,7 +519,7 @@ class _SchedulerSide:
             if params.get("do_remote_prefill") and self._finds:
                 tracked.claims = params.get(TICKET)
             if params.get("do_remote_decode") and self._saves and self.settings.store:
-                tracked.publishes = uuid.uuid4().hex
+                tracked.publishes = params.get(TICKET) or uuid.uuid4().hex
         return tracked
 
     def _prompt(self, tracked: _Tracked, num_tokens: int) -> Prompt | None:
@@ -464,15 +567,25 @@ class _SchedulerSide:
             stop = min(wanted.stop, -(-stop_tokens // group.block_size))
             ids.append(_named(table[wanted.start : stop], group))
             firsts.append(wanted.start)
+        self._wait_for(ids)
         plan = None
         with suppress(DeviceFailedError):  # a rank is lost, and told so
             plan = self.cache.load(name, ids, firsts)
         tracked.claims = None
         tracked.is_loading = True
         if plan is None:  # it has expired
-            self._plans.lost.append((name, tuple(block for part in ids for block in part)))
+            tracked.num_lost += 1
+            self._plans.lost.append((name, tuple(itertools.chain.from_iterable(ids))))
         else:
+            self._counts["loaded_tokens"] += num_tokens
             self._plans.loads.append((name, plan))
+
+    def _wait_for(self, block_ids: Iterable[Sequence[int]]) -> None:
+        """These blocks of windows are somebody else's now, and may still be saved for those that
+        went on without them."""
+        for ids, group in zip(block_ids, self._groups, strict=True):
+            if group.kind is not GroupKind.FULL and not self._plans.must_wait:
+                self._plans.must_wait = bool(self.cache.fence(ids))
 
     # A step
 
@@ -489,7 +602,13 @@ class _SchedulerSide:
                 self._begin(new.req_id)
             for name in step.scheduled_cached_reqs.resumed_req_ids:
                 self._begin(name)
-            self._save_progress(step)
+            if self._has_windows:
+                for table in (
+                    *(new.block_ids for new in step.scheduled_new_reqs),
+                    *filter(None, step.scheduled_cached_reqs.new_block_ids),
+                ):
+                    self._wait_for(table)
+            self._begin_saves(step)
         plans, self._plans = self._plans, StepPlans()
         return plans
 
@@ -498,18 +617,34 @@ class _SchedulerSide:
         if tracked is not None and not tracked.is_of_old:
             self._filling[name] = tracked
 
-    def _save_progress(self, step: SchedulerOutput) -> None:
-        """Blocks that this step fills: of all prompts, and of some requests that generate."""
-        for name, tracked in list(self._filling.items()):
-            stop = self._save_filled(tracked, step)
-            if stop is not None and stop >= tracked.request.num_tokens:
-                del self._filling[name]
-                if self.settings.saves_generated and tracked.publishes is None:
-                    self._decoding[name] = tracked
-        for _ in range(min(_DECODING_PER_STEP, len(self._decoding))):
-            name, tracked = next(iter(self._decoding.items()))
-            self._decoding.move_to_end(name)
-            self._save_filled(tracked, step)
+    def _begin_saves(self, step: SchedulerOutput) -> None:
+        """A few saves: of requests that have ended, whose blocks vLLM waits for, of prompts that
+        are being computed, and of what others have generated meanwhile, in turn."""
+        waiting = len(self._ending) + len(self._filling)
+        left = max(_SAVES_PER_STEP, waiting // _BACKLOG_STEPS)
+        while self._ending and left:
+            tracked, table = self._ending.popleft()
+            if not tracked.is_of_old:
+                self._save_rest(tracked, table)
+                left -= 1
+            name = tracked.request.request_id
+            self.cache.release(name)
+            self._plans.over.append(name)
+        for some in (self._filling, self._decoding):
+            for _ in range(min(left, len(some))):
+                name, tracked = next(iter(some.items()))
+                some.move_to_end(name)
+                stop = self._save_filled(tracked, step)
+                left -= stop is not None
+                if some is self._filling and stop is not None:
+                    self._is_filled(name, tracked, stop)
+
+    def _is_filled(self, name: str, tracked: _Tracked, stop: int) -> None:
+        if stop < tracked.request.num_tokens:
+            return
+        del self._filling[name]
+        if self.settings.saves_generated and tracked.publishes is None:
+            self._decoding[name] = tracked
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
         """How many tokens are computed when this step is over, None if the request has no part in
@@ -524,7 +659,8 @@ class _SchedulerSide:
             prompt = self._prompt(tracked, max(stop, request.num_prompt_tokens))
             table = step.kv_connector_block_state.get_block_ids(name)
             if prompt is not None and table is not None:
-                self._save(tracked, prompt, table, [stop // g.block_size for g in self._groups])
+                stops = [stop // group.block_size for group in self._groups]
+                self._save(tracked, prompt, table, stops)
         return stop
 
     def _save(
@@ -533,8 +669,6 @@ class _SchedulerSide:
         prompt: Prompt,
         table: Sequence[Sequence[int]],
         stops: Sequence[int],
-        *,
-        ticket: str | None = None,
         first_tokens: Sequence[int] = (),
     ) -> bool:
         """Save what is not saved yet of the first `stops` blocks of each group; whether there was
@@ -548,17 +682,62 @@ class _SchedulerSide:
         before = self.cache.num_unsaved_blocks
         try:
             plan = self.cache.save(
-                name, prompt, ids, firsts, ticket=ticket, first_tokens=first_tokens
+                name,
+                prompt,
+                ids,
+                firsts,
+                ticket=tracked.publishes,
+                first_tokens=first_tokens,
+                external_ids=self._hashes(tracked.request, ids, firsts) if self._tells else (),
             )
         except DeviceFailedError:  # a rank is lost, and told so
             return False
         if plan is not None:
             tracked.has_saves = True
             self._plans.saves.append((name, plan))
-        is_whole = self.cache.num_unsaved_blocks == before
-        if is_whole:
+        unsaved = self.cache.num_unsaved_blocks - before
+        self._counts["unsaved_blocks"] += unsaved
+        if not unsaved:
             tracked.saved = [max(pair) for pair in zip(firsts, stops, strict=True)]
-        return is_whole
+        return not unsaved
+
+    def _hashes(
+        self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]
+    ) -> list[list[str | int | bytes | None]]:
+        """What vLLM's events call these blocks; None for a partial one."""
+        size = self._kv.hash_block_size or self._groups[self._main].block_size
+        hashes = request.block_hashes
+        names: list[list[str | int | bytes | None]] = []
+        for ids, first, group in zip(block_ids, firsts, self._groups, strict=True):
+            ends = [(at + 1) * group.block_size // size for at in range(first, first + len(ids))]
+            names.append(
+                [
+                    maybe_convert_block_hash(hashes[end - 1]) if end <= len(hashes) else None
+                    for end in ends
+                ]
+            )
+        return names
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What became of saved blocks, by vLLM's names for them."""
+        for event in self.cache.read_events() if self._tells else ():
+            names = [name for name in event.external_ids if name is not None]
+            if not names:
+                continue
+            medium = MEDIUM_CPU if event.tier == "host" else MEDIUM_STORAGE
+            if event.kind is Happening.EVICTED:
+                yield BlockRemoved(block_hashes=names, medium=medium, group_idx=event.group)
+            else:
+                yield BlockStored(
+                    block_hashes=names,
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=self._groups[event.group].block_size,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                    group_idx=event.group,
+                )
 
     def hear(self, output: KVConnectorOutput) -> None:
         """What the workers report after a step."""
@@ -574,10 +753,23 @@ class _SchedulerSide:
             tracked = self._tracked.get(name)
             if tracked is not None:
                 tracked.has_saves = False
+        for _, failed in polled.loaded:
+            self._counts["failed_loads"] += bool(failed)
+        for _, num_blocks in polled.stored:
+            self._counts["saved_blocks"] += num_blocks
         for name, outcome in polled.published:
-            if isinstance(outcome, TierKVError):
+            is_problem = isinstance(outcome, TierKVError)
+            if is_problem:
                 log.warning("request %r is not handed over: %s", name, outcome)
+            self._counts["failed_publishes" if is_problem else "published_prompts"] += 1
             self.cache.release(name)
+
+    def take_counts(self) -> TierKVStats | None:
+        counts = {name: count for name, count in self._counts.items() if count}
+        if not counts:
+            return None
+        self._counts.clear()
+        return TierKVStats(data=counts)
 
     # A request goes
 
@@ -595,7 +787,11 @@ class _SchedulerSide:
             self.cache.release(name)
             return False, None
         params = None
-        if self._saves and not tracked.is_of_old:
+        is_computed = request.num_computed_tokens >= request.num_prompt_tokens
+        if self._saves and is_computed and not tracked.is_of_old:
+            if tracked.publishes is None:
+                self._ending.append((tracked, block_ids))
+                return True, None
             params = self._save_rest(tracked, block_ids)
         if params is None:
             self.cache.release(name)
@@ -623,14 +819,8 @@ class _SchedulerSide:
         if prompt is None:
             return None
         stops = [-(-num_tokens // group.block_size) for group in self._groups]
-        is_whole = self._save(
-            tracked,
-            prompt,
-            block_ids,
-            stops,
-            ticket=ticket,
-            first_tokens=request.output_token_ids[:] if ticket is not None else (),
-        )
+        first_tokens = () if ticket is None else request.output_token_ids[:]
+        is_whole = self._save(tracked, prompt, block_ids, stops, first_tokens)
         if ticket is None or not is_whole:
             return None
         return {"do_remote_prefill": True, "do_remote_decode": False, TICKET: ticket}
@@ -644,6 +834,8 @@ class _SchedulerSide:
         self.cache.reset()
         self._filling.clear()
         self._decoding.clear()
+        for tracked, _ in self._ending:
+            tracked.is_of_old = True
         for name, tracked in self._tracked.items():
             self.cache.release(name)
             tracked.is_of_old |= tracked.request.num_computed_tokens > 0
@@ -753,11 +945,13 @@ class _WorkerSide:
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """vLLM has allocated its blocks."""
-        layout, arrays = _planes_of(self._kv, tensors)
+        found = [_planes_of(one, self._kv.num_blocks, tensors) for one in self._kv.kv_cache_groups]
         rank = get_tensor_model_parallel_rank()
-        self._planes = WorkerPlanes(CpuDevice(), EnginePlanes(layout, arrays), rank=rank)
+        device, planes = _on_device([(group.layout, rows) for group, rows in found])
+        self._planes = WorkerPlanes(device, planes, rank=rank)
         self._planes.connect(_socket_path(self._config))
-        self._handshake = RankHandshake(layout, self._backends())
+        groups = tuple(group for group, _ in found)
+        self._handshake = RankHandshake(groups, self._backends())
 
     def handshake(self) -> RankHandshake | None:
         return self._handshake
@@ -783,10 +977,12 @@ class _WorkerSide:
     def before_step(self, plans: StepPlans) -> None:
         """Blocks that saves still read are about to be written."""
         if plans.must_wait:
-            last = self.planes.layouts[0].num_layers - 1
-            for number in list(self._saves):
+            for number, group in itertools.product(
+                self._saves, range(len(self._kv.kv_cache_groups))
+            ):
+                last = self.planes.layouts[group].num_layers - 1
                 with suppress(TransferError):  # it will be reported
-                    self.planes.wait_layer(number, last, _MOST_WAIT_S)
+                    self.planes.wait_layer(number, last, _MOST_WAIT_S, group=group)
 
     def start_loads(self, plans: StepPlans) -> None:
         for name, plan in plans.loads:
@@ -802,27 +998,39 @@ class _WorkerSide:
             self._saves[plan.number] = name
             self.planes.start_saves(plan)
 
-    def finished(self) -> tuple[set[str], set[str]]:
+    def finished(self) -> KVConnectorTransferResults:
         """Requests that have ended and whose blocks nobody reads any more, and those whose loads
-        are over."""
-        loaded: set[str] = set()
+        are over. What did not come is told by its block, or, of several groups, which may use one
+        number each, by its request."""
+        results = KVConnectorTransferResults()
         for name, blocks in self._lost:
-            loaded.add(name)
-            self._bad_blocks.update(blocks)
+            self._loaded(results, name, blocks, is_good=False)
         self._lost.clear()
         for report in self.planes.finished():
             self._reports.append(report)
             if report.number in self._loads:
                 name, blocks = self._loads.pop(report.number)
-                loaded.add(name)
-                if report.problem is not None:
-                    self._bad_blocks.update(blocks)
+                self._loaded(results, name, blocks, is_good=report.problem is None)
             elif report.number in self._saves:
                 self._num_saves[self._saves.pop(report.number)] -= 1
         self._num_saves = +self._num_saves
-        saved = {name for name in self._over if not self._num_saves[name]}
-        self._over -= saved
-        return saved, loaded
+        results.finished_sending = {name for name in self._over if not self._num_saves[name]}
+        self._over -= results.finished_sending
+        return results
+
+    def _loaded(
+        self,
+        results: KVConnectorTransferResults,
+        name: str,
+        blocks: tuple[int, ...],
+        *,
+        is_good: bool,
+    ) -> None:
+        results.finished_recving.add(name)
+        if not is_good and len(self._kv.kv_cache_groups) > 1:
+            results.failed_recving.add(name)
+        elif not is_good:
+            self._bad_blocks.update(blocks)
 
     def take_bad_blocks(self) -> set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()
@@ -839,27 +1047,64 @@ class _WorkerSide:
             self._planes.close()
 
 
+def _on_device(
+    groups: Sequence[tuple[Layout, Sequence[torch.Tensor]]],
+) -> tuple[Device, list[Planes]]:
+    """Raises ConfigError where tierkv cannot copy."""
+    place = groups[0][1][0].device
+    if place.type == "cpu":
+        return CpuDevice(), [
+            EnginePlanes(layout, [one.numpy() for one in rows]) for layout, rows in groups
+        ]
+    if not current_platform.is_cuda():
+        raise ConfigError(f"tierkv has no way to the memory of {current_platform.device_name}")
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - needs CuPy
+
+    stream: int = torch.cuda.current_stream().cuda_stream
+    device = CudaDevice(place.index, compute_stream=stream)
+    return device, [device.adopt_planes(layout, rows) for layout, rows in groups]
+
+
+_KINDS = {
+    "full_attention": GroupKind.FULL,
+    "mla_attention": GroupKind.FULL,
+    "sink_full_attention": GroupKind.FULL,
+    "sliding_window": GroupKind.WINDOW,
+    "sliding_window_mla": GroupKind.WINDOW,
+}
+
+
 def _planes_of(
-    config: KVCacheConfig, tensors: Mapping[str, torch.Tensor]
-) -> tuple[Layout, list[npt.NDArray[np.uint8]]]:
-    """vLLM's blocks as planes: one for each layer, the inside of which is its backend's."""
-    [group] = config.kv_cache_groups
+    group: KVCacheGroupSpec, num_blocks: int, tensors: Mapping[str, torch.Tensor]
+) -> tuple[CacheGroup, list[torch.Tensor]]:
+    """A group of vLLM's, and its blocks as planes: one for each layer, the inside of which is its
+    backend's. Raises ConfigError if there is no rule for its kind."""
     spec = group.kv_cache_spec
+    name = get_kv_cache_spec_kind(spec).value
+    kind = _KINDS.get(name)
+    if kind is None or not group.enable_kv_transfer:
+        raise ConfigError(
+            f"TierKVConnector caches {', '.join(_KINDS)}, and this model has {name}: use "
+            "OffloadingConnector with TierKVTier (docs/engines.md)"
+        )
     planes: list[Plane] = []
-    arrays: list[npt.NDArray[np.uint8]] = []
+    found: list[torch.Tensor] = []
     seen: set[int] = set()
-    for name in group.layer_names:
-        tensor = tensors[name]
+    for layer in group.layer_names:
+        tensor = tensors[layer]
         if tensor.data_ptr() in seen:  # a layer that uses another's
             continue
         seen.add(tensor.data_ptr())
-        rows = _rows(tensor, config.num_blocks, name)
+        rows = _rows(tensor, num_blocks, layer)
         planes.append(Plane(len(planes), "kv", str(tensor.dtype), rows.shape[1]))
-        arrays.append(rows)
-    return Layout(spec.block_size, tuple(planes)), arrays
+        found.append(rows)
+    window = 0
+    if kind is GroupKind.WINDOW:
+        window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+    return CacheGroup(Layout(spec.block_size, tuple(planes)), kind, window), found
 
 
-def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> npt.NDArray[np.uint8]:
+def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:
     """uint8 [num_blocks, bytes of a block]. Raises ConfigError if a block's bytes are scattered."""
     size, parts = tensor.element_size(), tensor.shape[0] // num_blocks
     stride = tensor.stride(0) * parts * size
@@ -871,12 +1116,8 @@ def _rows(tensor: torch.Tensor, num_blocks: int, name: str) -> npt.NDArray[np.ui
         raise ConfigError(
             f"a block of {name} does not lie in one piece: set VLLM_KV_CACHE_LAYOUT to NHD or HND"
         )
-    rows: npt.NDArray[np.uint8] = (
-        torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        .set_(tensor.untyped_storage(), start, (num_blocks, stride), (stride, 1))
-        .numpy()
-    )
-    return rows
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), start, (num_blocks, stride), (stride, 1))
 
 
 def _cpu_instructions() -> str:

@@ -89,12 +89,14 @@ class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 class Found:
     """What can be loaded. num_tokens: beyond those that the engine has. first_tokens: what a ticket
     says comes after the prompt. problem: why there is not more, if anything went wrong. blocks: for
-    each group, which positions in the prompt are to be loaded, in its own block size."""
+    each group, which positions in the prompt are to be loaded, in its own block size. num_there: of
+    all the prompt's tokens, those the engine has included, so many are on the host."""
 
     num_tokens: int
     first_tokens: tuple[int, ...] = ()
     problem: str | None = None
     blocks: tuple[range, ...] = field(default=(), compare=False)
+    num_there: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
@@ -364,6 +366,7 @@ class EngineCache:
             promise.first_tokens,
             promise.problem,
             tuple([group.needed(num_tokens, have_tokens) for group in self.groups]),
+            num_tokens,
         )
         if not found.num_tokens:
             self._free(promise)
