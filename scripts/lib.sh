@@ -40,6 +40,24 @@ install_package() {
         apt-get install --yes --no-install-recommends -o DPkg::Lock::Timeout=300 "$1"
 }
 
+# take_programs PACKAGE PROGRAM...: puts programs of a Debian package into the virtual environment, without installing it.
+take_programs() {
+    command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return
+    local package=$1 folder
+    shift
+    folder=$(mktemp -d)
+    say "Taking $* out of Debian's package $package."
+    [[ $(id -u) != 0 ]] || apt-get update >/dev/null 2>&1 </dev/null || true
+    local status=0
+    (
+        # Joined by &&, since the caller's || switches set -e off.
+        cd "$folder" && apt-get download "$package" >/dev/null 2>&1 </dev/null &&
+            dpkg-deb -x ./*.deb . && install -m 755 -t "$venv/bin" "${@/#/usr/bin/}"
+    ) || status=$?
+    rm -rf "$folder"
+    return $status
+}
+
 # Sets $python to a Python that the locks were made for, preferring one that can make virtual environments by itself.
 find_python() {
     local name

@@ -138,7 +138,7 @@ async def test_names_say_whose_they_are_and_in_which_unit() -> None:
         text = (await on.client.get("/metrics")).body.decode()
         families = list(text_string_to_metric_families(text))
         for family in families:
-            assert re.fullmatch(r"tierkv(_[a-z0-9]+)+", family.name)
+            assert re.fullmatch(r"(tierkv|process|python)(_[a-z0-9]+)+", family.name)
             assert family.documentation
             if family.type == "counter":
                 names = {s.name for s in family.samples if not s.name.endswith("_created")}

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
@@ -17,7 +27,7 @@ from prometheus_client.registry import Collector
 
 import tierkv
 from tierkv.api.node import Node
-from tierkv.cache.node import PoolStats
+from tierkv.cache.node import BOUNDS_S, TICKS_PER_S, AgeCounts, PoolStats
 from tierkv.errors import HandoffError
 from tierkv.observe import Stats
 from tierkv.pd.tickets import ClaimProblem
@@ -49,6 +59,51 @@ def counter(
 def total(name: str, text: str, value: float) -> Metric:
     """A counter without labels."""
     return counter(name, text, (), {(): value})
+
+
+def ages(name: str, text: str, counts: AgeCounts) -> Metric:
+    family = HistogramMetricFamily(name, text)
+    bounds = [*map(str, BOUNDS_S), "+Inf"]
+    buckets = list(zip(bounds, accumulate(counts.counts), strict=True))
+    family.add_metric((), buckets, counts.total_ticks / TICKS_PER_S)
+    return family
+
+
+class _ProcessUse(Collector):
+    """What this process uses. `read` looks, in a thread: to count 10,000 connections takes 20 ms
+    (2-core x86-64 VM, 2026-11-25)."""
+
+    def __init__(self) -> None:
+        self._source = ProcessCollector(registry=None)
+        self._found: list[Metric] = []
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    async def read(self) -> None:
+        self._found = await asyncio.to_thread(lambda: list(self._source.collect()))
+
+    def collect(self) -> list[Metric]:
+        return self._found
+
+
+class Exposition:
+    """What one process tells: what `collector` reads, what is counted in `registry`, and what the
+    process uses (`process_*`, `python_*`)."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(collector)
+        self._use = _ProcessUse()
+        self.registry.register(self._use)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """The text format that `accept` asks for, and its content type."""
+        await self._use.read()
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
 
 _ESTIMATED_TOKENS = 1024
@@ -142,6 +197,11 @@ def _tiers(stats: Stats, block_bytes: int) -> Iterator[Metric]:
         "Copies between host and device that failed",
         tiers.failed_transfers,
     )
+    yield ages(
+        "tierkv_block_lifetime_seconds",
+        "Of forgotten blocks, from when they were first cached",
+        tiers.lifetimes,
+    )
 
 
 def _load_layers(times: LayerTimes) -> Metric:
@@ -178,6 +238,21 @@ def _requests(stats: Stats) -> Iterator[Metric]:
             ("hit_direct",): counts.direct_hit_tokens,
             ("miss",): counts.prompt_tokens - hits,
         },
+    )
+    yield total(
+        "tierkv_recompute_avoided_tokens",
+        "Prompt tokens that need not be computed, since they were found",
+        hits,
+    )
+    yield total(
+        "tierkv_recompute_avoided_seconds",
+        "What computing them would have taken, by the engine's speed as it was estimated",
+        counts.recompute_avoided_s,
+    )
+    yield ages(
+        "tierkv_reuse_gap_seconds",
+        "Of each match, how long the part used longest ago had not been used",
+        counts.reuse_gaps,
     )
     yield counter(
         "tierkv_missed_tokens",
@@ -398,13 +473,13 @@ class Metrics:
     """A registry of its own. Every combination of labels is there from the start, at 0."""
 
     def __init__(self, node: Node) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(NodeCollector(node))
+        self._exposition = Exposition(NodeCollector(node))
+        registry = self._exposition.registry
         self._http = Counter(
             "tierkv_http_requests",
             "Requests answered, by route and class of status",
             ("route", "status"),
-            registry=self._registry,
+            registry=registry,
         )
         self._answers: dict[tuple[str, int], Counter] = {}
         self._first_token = Histogram(
@@ -412,26 +487,26 @@ class Metrics:
             "From a request's arrival to the first token computed here",
             ("operation",),
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
         self._queue = Histogram(
             "tierkv_queue_seconds",
             "From a request's arrival to its admission, its fetch from storage included",
             ("operation",),
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
         lag = Histogram(
             "tierkv_event_loop_lag_seconds",
             "How late the event loop was for a timer that is due every 50 ms",
             buckets=_LAG_SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
         busy = Histogram(
             "tierkv_event_loop_busy_seconds",
             "Of that lateness, in how much at most the loop's thread had a core and used it",
             buckets=_LAG_SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
 
         def beat(late_s: float, busy_s: float) -> None:
@@ -443,7 +518,7 @@ class Metrics:
             "tierkv_handoff_failures",
             "Prompts that could not be published or claimed, by reason",
             ("side", "reason"),
-            registry=self._registry,
+            registry=registry,
         )
         for operation in OPERATIONS:
             self._first_token.labels(operation)
@@ -475,7 +550,6 @@ class Metrics:
             self._handoff.labels(side, error.reason).inc()
             raise
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The text format that `accept` asks for, and its content type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """See Exposition."""
+        return await self._exposition.render(accept)

@@ -288,7 +288,7 @@ class StatusRoutes(Routes):
     async def metrics(self, request: web.BaseRequest) -> web.Response:
         """Counters and gauges, for Prometheus."""
         self._node.check_started()
-        body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        body, content_type = await self._metrics.render(request.headers.get("Accept", ""))
         return web.Response(body=body, headers=bodies.headers_of(request, content_type))
 
     @Route("GET", "/v1/stats", Access.READ, answer=Stats)

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import Counter, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from tierkv.api.metrics import gauge
+import tierkv
+from tierkv.api.metrics import Exposition, gauge
 from tierkv.cache.keys import pack
 from tierkv.gateway.calls import NodeCalls, probing
 from tierkv.gateway.failures import (
@@ -98,45 +98,45 @@ OUTCOMES = ("ok", "client_error", "server_error", "client_gone")
 
 class GatewayMetrics:
     def __init__(self, nodes: Nodes, admission: Admission) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_State(nodes, admission))
+        self._exposition = Exposition(_State(nodes, admission))
+        registry = self._exposition.registry
         self._requests = Counter(
             "tierkv_gateway_requests",
             "Completions asked for, by how they ended",
             ("outcome",),
-            registry=self._registry,
+            registry=registry,
         )
         self._tokens = Counter(
-            "tierkv_gateway_tokens", "Tokens generated for callers", registry=self._registry
+            "tierkv_gateway_tokens", "Tokens generated for callers", registry=registry
         )
         self._routed = Counter(
             "tierkv_gateway_routed",
             "Attempts: by hand-off, at one node alone, or going on after a node had failed",
             ("how",),
-            registry=self._registry,
+            registry=registry,
         )
         self._failed = Counter(
             "tierkv_gateway_failed_attempts",
             "Attempts at a node that came to nothing, by why",
             ("node", "why"),
-            registry=self._registry,
+            registry=registry,
         )
         self._hedges = Counter(
             "tierkv_gateway_hedges",
             "Prefills that were given to a second node, the first being slow",
-            registry=self._registry,
+            registry=registry,
         )
         self._first_token = Histogram(
             "tierkv_gateway_time_to_first_token_seconds",
             "From admission to a prompt's first token",
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
         self._lag = Histogram(
             "tierkv_gateway_event_loop_lag_seconds",
             "By how much the event loop came late to something due, 20 times a second",
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
@@ -167,10 +167,9 @@ class GatewayMetrics:
     def observe_first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The text format that `accept` asks for, and its content type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+    async def render(self, accept: str) -> tuple[bytes, str]:
+        """See Exposition."""
+        return await self._exposition.render(accept)
 
 
 class _State(Collector):
@@ -185,6 +184,23 @@ class _State(Collector):
 
     def collect(self) -> Iterator[Metric]:
         admission, nodes = self._admission, self._nodes.all
+        now = asyncio.get_running_loop().time()
+        yield gauge(
+            "tierkv_gateway_build_info",
+            "Which tierkv this is",
+            ("version",),
+            {(tierkv.__version__,): 1},
+        )
+        yield gauge(
+            "tierkv_gateway_node_state",
+            "1 for the state that a node is in",
+            ("node", "role", "state"),
+            {
+                (node.url, node.role.value, state.value): int(node.state(now) is state)
+                for node in nodes
+                for state in NodeState
+            },
+        )
         yield gauge(
             "tierkv_gateway_prompts",
             "Prompts that run at the nodes or wait here",
