@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,11 @@ async def test_probes_models_and_metrics_are_there() -> None:
         assert 'tierkv_gateway_requests_total{outcome="ok"} 1.0' in text
         assert 'tierkv_gateway_routed_total{how="handoff"} 1.0' in text
         assert 'tierkv_gateway_routed_total{how="resumed"} 0.0' in text
+        page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+        exposed = set(re.findall(r"^# TYPE (tierkv_\w+)", text, re.MULTILINE))
+        told = set(re.findall(r"`(tierkv_\w+)", page.partition("## Metrics")[2]))
+        assert told == {name for name in exposed if not name.endswith("_created")}
+        assert "process_resident_memory_bytes" in text
         for node in (*on.prefill, *on.decode):
             node.is_ready = False
         await until(lambda: not any(s is NodeState.READY for s, _ in on.gateway.states().values()))
