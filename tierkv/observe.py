@@ -15,6 +15,7 @@ import numpy as np
 from tierkv import tracing
 from tierkv.cache import invariants
 from tierkv.cache.history import HistoryEvent
+from tierkv.cache.index import Index
 from tierkv.cache.keys import Prompt
 from tierkv.cache.node import PoolStats, Tier
 from tierkv.gpu.protocol import Direction
@@ -149,6 +150,77 @@ class Timelines:
 
     def find(self, number: int) -> Timeline | None:
         return next((one for one in self._kept if one.number == number), None)
+
+
+class Prefix(msgspec.Struct, array_like=True):
+    """A run of blocks in the tree of what is cached, and all that goes on from it.
+
+    parent: position in the list, -1 for the first run of a space. depth: runs above it. blocks: of
+    the run itself, from block `start` of its prompts on; device, host: those of them on the device,
+    and on the host only; stored: of which storage was told. total: blocks of it and of all below.
+    """
+
+    parent: int
+    space: str
+    depth: int
+    start: int
+    blocks: int
+    device: int
+    host: int
+    stored: int
+    hits: int
+    is_held: bool
+    total: int = 0
+
+
+_MOST_RUNS = 50_000  # that are looked at; 2 us each
+_RUNS_AT_ONCE = 128
+_MOST_DEPTH = 12
+_LEAST_SHARE = 1 / 300  # of all blocks, for a run to be told of: the width of a few pixels
+
+
+async def prefixes(index: Index) -> tuple[list[Prefix], int]:
+    """The largest prefixes, parents before children, and how many runs were looked at; others have
+    their turns meanwhile, so that what changes while it looks may be told in part."""
+    found: list[Prefix] = []
+    pending = [(child, -1, 0) for root in index.spaces.roots() for child in root.children.values()]
+    while pending and len(found) < _MOST_RUNS:
+        node, parent, depth = pending.pop()
+        device, at = node.num_present(Tier.DEVICE), len(found)
+        found.append(
+            Prefix(
+                parent,
+                node.space.name,
+                depth,
+                node.start,
+                node.num_blocks,
+                device,
+                node.num_blocks - device,  # each block is somewhere
+                int(node.stored_in(0, node.num_blocks).sum()),
+                node.hits,
+                node.holders > 0,
+            )
+        )
+        pending += [(child, at, depth + 1) for child in node.children.values()]
+        if not len(found) % _RUNS_AT_ONCE:
+            await asyncio.sleep(0)
+    for one in reversed(found):
+        one.total += one.blocks
+        if one.parent >= 0:
+            found[one.parent].total += one.total
+    return _largest(found), len(found)
+
+
+def _largest(found: list[Prefix]) -> list[Prefix]:
+    least = _LEAST_SHARE * sum(one.total for one in found if one.parent < 0)
+    places: dict[int, int] = {-1: -1}
+    told: list[Prefix] = []
+    for at, one in enumerate(found):
+        if one.total >= least and one.depth < _MOST_DEPTH and one.parent in places:
+            places[at] = len(told)
+            one.parent = places[one.parent]
+            told.append(one)
+    return told
 
 
 def stats(scheduler: Scheduler, mover: Mover, storage: StorageIO | None, handoff: Handoff) -> Stats:

@@ -20,6 +20,7 @@ GIB = 1 << 30
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a machine that says nothing."""
     monkeypatch.setattr(numa, "ROOT", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 

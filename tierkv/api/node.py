@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,7 @@ from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
 from tierkv.http.bodies import BodyReader
 from tierkv.http.callers import request_name
+from tierkv.http.live import LiveFeed
 from tierkv.http.problems import NoEngineError, NotReadyError
 from tierkv.http.process import CallUnderWay, Heartbeat, Working
 from tierkv.ranks.ranked import RankedDevice
@@ -96,6 +98,8 @@ class Node:
         )
         self.bodies = BodyReader(settings.node)
         self.heartbeat = Heartbeat()
+        self.live = LiveFeed()
+        self.started_at = time.time()
         self.has_started = False
 
     @asynccontextmanager
@@ -115,6 +119,7 @@ class Node:
                 self.feed.running(),
                 self.publisher.running(),
                 self.heartbeat.running(),
+                self.live.running(),
             ):
                 self.has_started = True
                 try:

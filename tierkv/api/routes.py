@@ -13,8 +13,9 @@ from tierkv.api.sessions import HeldSession, Key
 from tierkv.api.types import PromptBody
 from tierkv.cache.keys import Prompt
 from tierkv.http import bodies
-from tierkv.http.callers import PRINCIPAL, Principal, ticket_name
+from tierkv.http.callers import PRINCIPAL, Access, Principal, ticket_name
 from tierkv.http.route import in_path
+from tierkv.sched.explain import Explanation, Miss
 
 _LONG = 16_384  # tokens, bytes or characters, which take 0.1 ms to pack
 T = TypeVar("T")
@@ -26,6 +27,19 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 def principal_of(request: web.BaseRequest) -> Principal:
     """Who calls."""
     return request[PRINCIPAL]
+
+
+async def explained(node: Node, caller: Principal, prompt: Prompt) -> Explanation:
+    """What of `prompt` is cached. What others have is told to those only who may see the blocks of
+    all."""
+    is_admin = caller.access >= Access.ADMIN
+    deadline_s = node.settings.handoff.lookup_deadline_s
+    found = await node.service.explain_with_storage(
+        prompt, deadline_s=deadline_s, names_fields=is_admin
+    )
+    if is_admin or found.reason != Miss.OTHER_FINGERPRINT.value:
+        return found
+    return msgspec.structs.replace(found, reason=Miss.NEVER_STORED.value, detail="")
 
 
 class Routes:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from tierkv.api.routes import Routes, principal_of
+from tierkv.api.routes import Routes, explained, principal_of
 from tierkv.api.sessions import Key, Pin, PromptMovement, PromptMovements, content_of
 from tierkv.api.types import (
     BackupAnswer,
@@ -34,7 +34,7 @@ from tierkv.http.process import in_turns
 from tierkv.http.route import Disconnect, Route, in_path
 from tierkv.pd.handoff import Handoff
 from tierkv.pd.tickets import Standing
-from tierkv.sched.explain import Explanation, Miss
+from tierkv.sched.explain import Explanation
 
 
 class LookRoutes(Routes):
@@ -53,25 +53,14 @@ class LookRoutes(Routes):
         async with self._node.work():
             body = await self._read_prompt(request, LookupBody)
             self._name(request, body.request_id)
-            return await self._explain(request, self._prompt(request, body))
+            return await explained(self._node, principal_of(request), self._prompt(request, body))
 
     @Route("GET", "/v1/requests/{id}/explain", Access.WRITE, answer=Explanation)
     async def explain_request(self, request: web.BaseRequest) -> Explanation:
         """Explain what of a running request's prompt is cached now."""
         async with self._node.call():
-            return await self._explain(request, self._held(request).running().whole_prompt)
-
-    async def _explain(self, request: web.BaseRequest, prompt: Prompt) -> Explanation:
-        """What others have cached is told to those only who may see the blocks of all."""
-        is_admin = principal_of(request).access >= Access.ADMIN
-        found = await self._node.service.explain_with_storage(
-            prompt,
-            deadline_s=self._node.settings.handoff.lookup_deadline_s,
-            names_fields=is_admin,
-        )
-        if is_admin or found.reason != Miss.OTHER_FINGERPRINT.value:
-            return found
-        return msgspec.structs.replace(found, reason=Miss.NEVER_STORED.value, detail="")
+            prompt = self._held(request).running().whole_prompt
+            return await explained(self._node, principal_of(request), prompt)
 
 
 _PREFETCH = "/v1/prefetches/{id}"

@@ -1,10 +1,12 @@
 """The routes that tell how a node is (probes, version, metrics, stats, verify, OpenAPI), those of
-its life (drain, pause, sleep, wake), and its event stream."""
+its life (drain, pause, sleep, wake), its event stream, and what its live page is told."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import cached_property
@@ -13,8 +15,10 @@ import msgspec
 from aiohttp import hdrs, web
 
 import tierkv
+from tierkv.api.metrics import Metrics, NodeCollector
 from tierkv.api.node import Node
-from tierkv.api.routes import Routes
+from tierkv.api.routes import Routes, explained, principal_of
+from tierkv.api.settings import masked_url
 from tierkv.api.types import (
     EXAMPLES,
     LifeAnswer,
@@ -33,13 +37,16 @@ from tierkv.errors import (
     ShuttingDownError,
     StoreUnavailableError,
 )
+from tierkv.gpu.doctor import measured_speeds
 from tierkv.http import bodies
 from tierkv.http.bodies import EVENT_STREAM, JSON, event_stream, open_stream, write
 from tierkv.http.callers import Access
-from tierkv.http.problems import NotReadyError, WrongStateError
-from tierkv.http.route import Disconnect, Route, document, routes_of
-from tierkv.observe import Stats
+from tierkv.http.live import REFRESH_S, figures_of
+from tierkv.http.problems import NotReadyError, UnknownIdError, WrongStateError
+from tierkv.http.route import Disconnect, Route, document, in_path, routes_of
+from tierkv.observe import Moment, Prefix, Stats, Timeline, prefixes
 from tierkv.sched.events import CacheEvent
+from tierkv.sched.explain import Explanation
 from tierkv.tasks import deadline
 from tierkv.transfer.tier import StoreState
 
@@ -319,3 +326,158 @@ class OpenApiRoutes:
     async def tell(self, request: web.BaseRequest) -> web.Response:
         """This document."""
         return web.Response(body=self._document, headers=bodies.headers_of(request, JSON))
+
+
+# Of /metrics, what the page draws.
+_FIGURES = frozenset(
+    f"tierkv_{name}"
+    for name in (
+        *("blocks", "tier_used_bytes", "tier_capacity_bytes"),
+        *("lookup_tokens", "missed_tokens", "admitted_requests", "inflight_requests"),
+        *("computed_tokens", "generated_tokens", "decisions", "transfer_bytes", "evictions"),
+        *("forgotten_blocks", "skipped_offloads", "failed_transfers", "storage_errors"),
+        *("integrity_failures", "handoffs", "open_requests", "estimated_seconds"),
+    )
+)
+_MOST_TOLD = 64  # requests in one turn; of more, the newest
+_RUN_S = 0.0004  # of pause for each run of blocks looked at, 200 times what that takes
+
+
+class NodeLiveRoutes(Routes):
+    """What the live page is told. Not part of the API: it may be another with each version."""
+
+    def __init__(self, node: Node, metrics: Metrics) -> None:
+        super().__init__(node, metrics)
+        collector = NodeCollector(node)
+        self._prefixes: list[Prefix] = []
+        self._num_runs = 0
+        self._state = b"{}"
+        self._refreshed = 0
+        self._told: dict[tuple[str | None, int, int], bytes] = {}
+        node.live.figures = lambda: figures_of(collector.collect(), _FIGURES)
+        node.live.refresh = self._refresh
+
+    @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
+    async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Figures of the last minutes and of now, and the caller's own requests and prefixes."""
+        self._node.check_started()
+        news = self._news(self._whose(request))
+        return await self._node.live.stream(request, lambda: next(news))
+
+    @Route("GET", "/live/requests/{number}/explain", Access.READ, answer=Explanation)
+    async def explain(self, request: web.BaseRequest) -> Explanation:
+        """Explain what of one of the last requests' prompts is cached now."""
+        node, number = self._node, in_path(request, "number")
+        async with node.call():
+            one = node.service.timelines.find(int(number)) if number.isdecimal() else None
+            if one is None or not self._may_see(self._whose(request), one.space):
+                raise UnknownIdError("this request is none of the last ones")
+            if one.prompt is None:
+                raise UnknownIdError("the prompt of this request is not kept any more")
+            return await explained(node, principal_of(request), one.prompt)
+
+    def _whose(self, request: web.BaseRequest) -> str | None:
+        """The tenant whose requests and prefixes the caller may see; None for all."""
+        caller = principal_of(request)
+        if caller.access >= Access.ADMIN:
+            return None
+        return caller.tenant or self._node.settings.cache.tenant
+
+    def _may_see(self, tenant: str | None, space: str) -> bool:
+        return tenant is None or self._node.service.tenant_of(space) == tenant
+
+    def _news(self, tenant: str | None) -> Iterator[list[tuple[str, bytes]]]:
+        """What one page has not been told yet, each time."""
+        timelines, version, refreshed = self._node.service.timelines, 0, 0
+        while True:
+            news = []
+            if refreshed != self._refreshed:
+                refreshed = self._refreshed
+                news.append(("state", self._state))
+                news.append(("prefixes", self._told_prefixes(tenant)))
+            if version != timelines.version:
+                news.append(("requests", self._told_requests(tenant, version)))
+                version = timelines.version
+            yield news
+
+    def _told_requests(self, tenant: str | None, version: int) -> bytes:
+        """Encoded once for all pages of a tenant that have seen the same."""
+        timelines = self._node.service.timelines
+        key = tenant, version, timelines.version
+        if key not in self._told:
+            if len(self._told) >= _MOST_TOLD:
+                self._told.clear()
+            seen = [one for one in timelines.since(version) if self._may_see(tenant, one.space)]
+            wall = time.time() - asyncio.get_running_loop().time()
+            told = [_request(one, wall) for one in seen[-_MOST_TOLD:]]
+            self._told[key] = msgspec.json.encode(told)
+        return self._told[key]
+
+    def _told_prefixes(self, tenant: str | None) -> bytes:
+        """A space that the caller may not see has none of its runs told; they are whole trees."""
+        places = {-1: -1}
+        told: list[Prefix] = []
+        for at, one in enumerate(self._prefixes):
+            if self._may_see(tenant, one.space):
+                places[at] = len(told)
+                told.append(msgspec.structs.replace(one, parent=places[one.parent]))
+        return msgspec.json.encode({"looked_at": self._num_runs, "runs": told})
+
+    async def _refresh(self) -> float:
+        """What a browser need not see at once: health, limits, and the tree of what is cached."""
+        node = self._node
+        self._state = msgspec.json.encode(await self._state_of(node))
+        self._prefixes, self._num_runs = await prefixes(node.service.index)
+        self._refreshed += 1
+        return max(REFRESH_S, self._num_runs * _RUN_S)
+
+    async def _state_of(self, node: Node) -> dict[str, object]:
+        service, fingerprint = node.service, node.service.fingerprint
+        health = await health_of(node)
+        stores = [
+            msgspec.structs.replace(one, url=masked_url(one.url), part=masked_url(one.part))
+            for one in service.storage_state()
+        ]
+        return {
+            "kind": "node",
+            "name": node.name,
+            "role": node.settings.node.role.value,
+            "version": tierkv.__version__,
+            "model": fingerprint.model,
+            "device": node.device.status,
+            "block_tokens": fingerprint.layout.block_size,
+            "block_bytes": fingerprint.layout.block_bytes,
+            "started_at": node.started_at,
+            "is_draining": node.is_draining,
+            "is_paused": service.scheduler.is_paused,
+            "is_asleep": service.is_asleep,
+            "worst_lag_s": node.heartbeat.worst_lag_s,
+            "health": [(part, how.value, masked_url(word)) for part, (how, word) in health.items()],
+            "watermarks": [(one.low, one.high) for one in service.settings.watermarks()],
+            "measured": await asyncio.to_thread(measured_speeds, node.settings.node.device),
+            "stores": stores,
+        }
+
+
+def _request(one: Timeline, wall: float) -> dict[str, object]:
+    since = one.missed_since
+    began = one.moments[Moment.BEGAN]
+    return {
+        "n": one.number,
+        "id": one.request_id.removeprefix(f"{one.space}/"),
+        "space": one.space,
+        "tokens": one.prompt_tokens,
+        "at": {moment.value: round(at + wall, 4) for moment, at in one.moments.items()},
+        "found": (
+            one.matched.device_tokens,
+            one.matched.host_tokens,
+            one.matched.storage_tokens,
+            one.matched.direct_tokens,
+        ),
+        "missed": one.missed,
+        "since": None
+        if since is None
+        else {"tier": since.tier, "s": round(began - since.at, 3), "detail": since.detail},
+        "new": one.new_tokens,
+        "problem": one.problem,
+    }

@@ -25,10 +25,17 @@ from tierkv.api.routes_cache import (
 )
 from tierkv.api.routes_node import NodeRoutes, QuotaRoutes
 from tierkv.api.routes_requests import HandoffRoutes, RequestRoutes
-from tierkv.api.routes_status import EventRoutes, LifeRoutes, OpenApiRoutes, StatusRoutes
+from tierkv.api.routes_status import (
+    EventRoutes,
+    LifeRoutes,
+    NodeLiveRoutes,
+    OpenApiRoutes,
+    StatusRoutes,
+)
 from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
 from tierkv.http.callers import Guard
+from tierkv.http.live import PageRoutes
 from tierkv.http.problems import fail
 from tierkv.http.process import short_collections, told_to_end
 from tierkv.http.route import NO_ROUTE, HttpRouter, Route, routes_of
@@ -62,7 +69,8 @@ def router_of(node: Node, guard: Guard) -> HttpRouter:
     guard: knows who may call; it must be running too.
     """
     metrics = Metrics(node)
-    table = routes(node, metrics)
+    page = (NodeLiveRoutes(node, metrics), PageRoutes())  # for browsers, no part of the API
+    table = [*routes(node, metrics), *(row for kind in page for row in routes_of(kind))]
     metrics.know_routes([NO_ROUTE, *(row.path for row in table)])
     return HttpRouter(table, guard, fail, metrics.count_answer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
@@ -26,6 +27,7 @@ from tierkv.gateway.nodes import BackendNode, Nodes, NodeState
 from tierkv.gateway.prompts import Job
 from tierkv.gateway.routing import REMEMBERED_BYTES, Held, PrefixMemory
 from tierkv.gateway.settings import GatewaySettings, LimitsSection
+from tierkv.http.live import LiveFeed, figures_of
 from tierkv.http.process import Heartbeat, Working
 
 
@@ -94,6 +96,11 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ROUTES = ("handoff", "one_node", "resumed")
 FAILURES = ("node_failed", "node_busy", "handoff_refused")
 OUTCOMES = ("ok", "client_error", "server_error", "client_gone")
+# Of /metrics, what the live page draws.
+_FIGURES = frozenset(
+    f"tierkv_gateway_{name}"
+    for name in ("requests", "tokens", "routed", "failed_attempts", "hedges", "prompts")
+)
 
 
 class GatewayMetrics:
@@ -166,6 +173,10 @@ class GatewayMetrics:
 
     def observe_first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
+
+    def figures(self) -> dict[str, float]:
+        """What the live page draws."""
+        return figures_of(self._exposition.registry.collect(), _FIGURES)
 
     async def render(self, accept: str) -> tuple[bytes, str]:
         """See Exposition."""
@@ -285,6 +296,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.backend = Backend(settings)
+        self.live = LiveFeed()
+        self.live.figures = self.backend.metrics.figures
+        self.started_at = time.time()
         self.is_draining = False
         self._working = Working(
             lambda: GatewayShuttingDownError("this gateway was stopped before the end")
@@ -292,7 +306,7 @@ class Gateway:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with self.backend.running():
+        async with self.backend.running(), self.live.running():
             try:
                 yield
             finally:

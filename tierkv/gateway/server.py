@@ -21,6 +21,7 @@ from aiohttp import web
 
 import tierkv
 from tierkv import tracing
+from tierkv.api.settings import masked_url
 from tierkv.api.types import PartHealth, ReadyAnswer, VersionAnswer
 from tierkv.gateway.failures import (
     GatewayShuttingDownError,
@@ -47,8 +48,9 @@ from tierkv.gateway.prompts import CountedPrompt
 from tierkv.gateway.relay import PromptAnswer
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies
-from tierkv.http.bodies import open_stream, write
+from tierkv.http.bodies import EVENT_STREAM, open_stream, write
 from tierkv.http.callers import Access, Guard
+from tierkv.http.live import PageRoutes
 from tierkv.http.problems import log_if_unexpected
 from tierkv.http.process import in_turns, told_to_end
 from tierkv.http.route import HttpRouter, Route, in_path, routes_of
@@ -243,7 +245,8 @@ def router_of(gateway: Gateway, guard: Guard) -> HttpRouter:
 
     guard: knows who may call; it must be running too.
     """
-    table = [row for kind in (CompletionRoutes, ProbeRoutes) for row in routes_of(kind(gateway))]
+    kinds = [kind(gateway) for kind in (CompletionRoutes, ProbeRoutes, GatewayLiveRoutes)]
+    table = [row for owner in (*kinds, PageRoutes()) for row in routes_of(owner)]
     return HttpRouter(table, guard, fail, id_chars=_ID_CHARS)
 
 
@@ -300,6 +303,44 @@ class ProbeRoutes:
         accept = request.headers.get("Accept", "")
         body, content_type = await self._gateway.backend.metrics.render(accept)
         return web.Response(body=body, headers=bodies.headers_of(request, content_type))
+
+
+class GatewayLiveRoutes:
+    """What the live page is told."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    @Route("GET", "/live/stream", Access.READ, content_type=EVENT_STREAM)
+    async def stream(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Figures of the last minutes and of now, and how each node is."""
+        return await self._gateway.live.stream(request, lambda: [("state", self._state())])
+
+    def _state(self) -> bytes:
+        gateway, states = self._gateway, self._gateway.states()
+        return msgspec.json.encode(
+            {
+                "kind": "gateway",
+                "name": gateway.settings.gateway.model,
+                "version": tierkv.__version__,
+                "started_at": gateway.started_at,
+                "is_draining": gateway.is_draining,
+                "nodes": [
+                    {
+                        "url": masked_url(node.url),
+                        "role": node.role.value,
+                        "state": states[node.url][0].value,
+                        "word": states[node.url][1],
+                        "running": node.running,
+                        "outstanding_tokens": node.outstanding_tokens,
+                        "rate": round(node.rate),
+                        "failures": node.num_failures,
+                        "lives": node.lives,
+                    }
+                    for node in gateway.backend.nodes.all
+                ],
+            }
+        )
 
 
 log = logging.getLogger("tierkv.gateway")

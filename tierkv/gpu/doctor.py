@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
+import numpy as np
 
 from tierkv.cache.layout import Layout, Plane
 from tierkv.errors import (
@@ -38,12 +44,14 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """remedy: what to do about it, "" if there is nothing to do."""
+    """remedy: what to do about it, "" if there is none. speeds: GB/s by device and leg, for
+    who moves bytes there."""
 
     what: str
     value: str
     verdict: Verdict = Verdict.OK
     remedy: str = ""
+    speeds: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 def machine_findings() -> list[Finding]:
@@ -159,7 +167,8 @@ def _of_gpu(gpu: Gpu) -> list[Finding]:
         )
     findings += measured
     for way, speed in speeds.items():
-        findings.append(_speed_finding(f"{name} {way}", speed, link))
+        found = _speed_finding(f"{name} {way}", speed, link)
+        findings.append(replace(found, speeds={(f"cuda:{gpu.index}", _LEGS[way]): speed}))
     return findings
 
 
@@ -199,14 +208,61 @@ def _measured(gpu: Gpu, name: str) -> tuple[list[Finding], dict[str, float]]:
     return findings, speeds
 
 
+_LEGS = {"host to device": "h2d", "device to host": "d2h"}
+_COPY_BYTES = 64 << 20
+
+
+def _copy_finding() -> Finding:
+    """What a copy within this machine's memory does, on one thread, as the device cpu copies."""
+    source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        took.append(time.perf_counter() - began)
+    speed = _COPY_BYTES / min(took) / 1e9
+    speeds = {("cpu", leg): speed for leg in _LEGS.values()}
+    return Finding("memory copies", f"{speed:.1f} GB/s (one thread)", speeds=speeds)
+
+
+def _kept_in() -> Path:
+    """Raises RuntimeError without a home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "tierkv" / "doctor.json"
+
+
+def _keep(findings: Sequence[Finding]) -> None:
+    """For nodes of this machine, which show it beside what they do. What cannot be kept is not."""
+    speeds: dict[str, dict[str, float]] = {}
+    for finding in findings:
+        for (device, leg), speed in finding.speeds.items():
+            speeds.setdefault(device, {})[leg] = speed
+    with suppress(OSError, RuntimeError):
+        path = _kept_in()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(speeds))
+
+
+def measured_speeds(device: str) -> dict[str, float]:
+    """GB/s between host and `device`, by leg (`h2d`, `d2h`), as the last `tierkv doctor` of this
+    user measured it; {} if there was none."""
+    name = "cuda:0" if device == "cuda" else device
+    with suppress(OSError, RuntimeError, msgspec.DecodeError):
+        kept = msgspec.json.decode(_kept_in().read_bytes(), type=dict[str, dict[str, float]])
+        return kept.get(name, {})
+    return {}
+
+
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def doctor(*, as_json: bool) -> None:
     """Look at this machine's GPUs and memory, measure them, and say what to fix.
 
-    Ends with status 1 if something is bad: there is no GPU that can be used, or one of them cannot.
+    Nodes show the speeds on their live page. Ends with status 1 if something is bad: there is no
+    GPU that can be used, or one of them cannot.
     """
-    findings = [*machine_findings(), *gpu_findings()]
+    findings = [*machine_findings(), _copy_finding(), *gpu_findings()]
+    _keep(findings)
     if as_json:
         told = [
             {"what": one.what, "value": one.value, "verdict": one.verdict.value}

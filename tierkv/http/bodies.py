@@ -479,10 +479,12 @@ async def open_stream(request: web.BaseRequest) -> web.StreamResponse:
     return response
 
 
-async def write(response: web.StreamResponse, chunk: bytes) -> None:
+async def write(
+    response: web.StreamResponse, chunk: bytes, *, timeout_s: float = _WRITE_TIMEOUT_S
+) -> None:
     """Raises ConnectionError if the client has gone or takes nothing."""
     try:
-        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await response.write(chunk)
     except TimeoutError as error:
-        raise ConnectionResetError(f"nothing was read for {_WRITE_TIMEOUT_S:g} s") from error
+        raise ConnectionResetError(f"nothing was read for {timeout_s:g} s") from error

@@ -342,6 +342,11 @@ class Service:
         """Of a name from `open_fingerprint`, or the service's own for ""."""
         return self._fingerprints[space]
 
+    def tenant_of(self, space: str) -> str | None:
+        """Whose prompts are in it; None if it is not open any more."""
+        fingerprint = self._fingerprints.get(space)
+        return None if fingerprint is None else fingerprint.tenant
+
     def roots(self) -> dict[str, bytes]:
         """The digest that the first block of every prompt has for its parent, by space."""
         return {space: one.root() for space, one in self._fingerprints.items()}

@@ -1,0 +1,229 @@
+"""The live page of a node or a gateway: its files, and the stream of figures that it shows.
+
+    figures(), twice a second -> one ring of encoded samples -> every open page, at its own pace
+
+The figures are samples of /metrics. The ring is filled whether somebody looks or not, so that who
+opens the page sees the last minutes. What is told besides (`news`) is for one caller only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+import msgspec
+from aiohttp import hdrs, web
+from prometheus_client.metrics_core import Metric
+
+from tierkv.http import bodies
+from tierkv.http.bodies import event_stream, open_stream, write
+from tierkv.http.callers import Access
+from tierkv.http.route import Route, in_path
+from tierkv.tasks import background
+
+log = logging.getLogger("tierkv.live")
+
+EVERY_S = 0.5
+MOST_SAMPLES = 1200  # ten minutes, some 0.5 MB
+REFRESH_S = 2.0
+_TAKE_S = 10.0  # a browser that takes nothing for so long is dropped; it comes back by itself
+
+News = Callable[[], Iterable[tuple[str, bytes]]]
+
+
+def figures_of(metrics: Iterable[Metric], families: Collection[str]) -> dict[str, float]:
+    """The samples of these families, by the names that /metrics gives them, labels included."""
+    return {
+        _name(sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in metrics
+        if family.name in families
+        for sample in family.samples
+    }
+
+
+@cache  # of label values that the process itself has chosen
+def _name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
+    told = ",".join(f'{key}="{value}"' for key, value in labels)
+    return f"{name}{{{told}}}" if told else name
+
+
+class LiveFeed:
+    """Samples figures and keeps the last ones; use it inside `running()`. `close` ends all streams.
+
+    figures: by name; other names than before begin anew. refresh: called while somebody looks, for
+    what takes longer; returns after how many seconds it would be called again.
+    """
+
+    def __init__(self, *, every_s: float = EVERY_S, most: int = MOST_SAMPLES) -> None:
+        self.figures: Callable[[], Mapping[str, float]] = dict
+        self.refresh: Callable[[], Awaitable[float]] = _nothing
+        self.num_watching = 0
+        self._every_s = every_s
+        self._ring: deque[bytes] = deque(maxlen=most)
+        self._names: tuple[str, ...] = ()
+        self._epoch = 0
+        self._last = 0  # number of the ring's newest sample; they are counted up, without gaps
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        self._watched = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self._is_closed = False
+        self._begin_anew()
+        work = {"tierkv-live": self._sample(), "tierkv-live-refresh": self._refresh()}
+        async with background(work):
+            try:
+                yield
+            finally:
+                self.close()
+
+    def close(self) -> None:
+        """Nobody is told more than what has happened until now."""
+        self._is_closed = True
+        self._wake()
+
+    def take(self) -> None:
+        """One more sample."""
+        values = self.figures()
+        if tuple(values) != self._names:
+            self._begin_anew()
+            self._names = tuple(values)
+        self._ring.append(msgspec.json.encode([round(time.time(), 3), *values.values()]))
+        self._last += 1
+        self._wake()
+
+    def _begin_anew(self) -> None:
+        self._ring.clear()
+        self._epoch, self._last = secrets.randbits(32), 0
+
+    async def _sample(self) -> None:
+        while True:
+            with _survived("a sample of the live page"):
+                self.take()
+            await asyncio.sleep(self._every_s)
+
+    async def _refresh(self) -> None:
+        while True:
+            await self._watched.wait()
+            pause_s = REFRESH_S
+            with _survived("what the live page shows besides"):
+                pause_s = await self.refresh()
+            await asyncio.sleep(pause_s)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def stream(self, request: web.BaseRequest, news: News) -> web.StreamResponse:
+        """Samples as server-sent events until `close`; `news` with each turn of them.
+
+        A page that comes back with the last id that it got, goes on there. One that is slow gets
+        what has come meanwhile at once, and what the ring has lost not at all.
+        """
+        if request.method == hdrs.METH_HEAD:  # a body would be taken for the next answer
+            return event_stream(request)
+        known = request.headers.get("Last-Event-ID", "").partition("-")
+        number = int(known[2]) if known[2].isdecimal() else 0
+        epoch = int(known[0]) if known[0].isdecimal() else -1
+        response = await open_stream(request)
+        self.num_watching += 1
+        self._watched.set()
+        try:
+            with suppress(ConnectionError):
+                while not self._is_closed:
+                    changed = self._changed
+                    lines = []
+                    if epoch != self._epoch or number > self._last:
+                        epoch, number = self._epoch, 0
+                        lines.append(b"event: names\ndata: " + msgspec.json.encode(self._names))
+                    if number < self._last:
+                        told = list(self._ring)[-(self._last - number) :]
+                        number = self._last
+                        lines.append(
+                            b"id: %d-%d\nevent: samples\ndata: [%b]"
+                            % (epoch, number, b",".join(told))
+                        )
+                    lines += [f"event: {name}\ndata: ".encode() + data for name, data in news()]
+                    await write(response, b"\n\n".join([*lines, b""]), timeout_s=_TAKE_S)
+                    await changed.wait()
+                await write(response, b"event: end\ndata: {}\n\n", timeout_s=_TAKE_S)
+                await response.write_eof()
+        finally:
+            self.num_watching -= 1
+            if not self.num_watching:
+                self._watched.clear()
+        return response
+
+
+async def _nothing() -> float:
+    return REFRESH_S
+
+
+@contextmanager
+def _survived(what: str) -> Iterator[None]:
+    """A page is not worth a node: what goes wrong in the body is logged, and that is all."""
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed", what)
+
+
+_FOLDER = Path(__file__).parent / "page"
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@cache
+def _file(name: str) -> bytes | None:
+    """None if the page has no such file; only what is listed can be asked for."""
+    listed = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
+    return listed[name].read_bytes() if name in listed else None
+
+
+class PageRoutes:
+    """The page's files. They hold no data, so nobody is asked who it is."""
+
+    @Route("GET", "/", Access.PUBLIC, content_type="text/html")
+    async def page(self, request: web.BaseRequest) -> web.Response:
+        """The live page."""
+        return await self._answer(request, "index.html")
+
+    @Route("GET", "/live/{file}", Access.PUBLIC, content_type="text/javascript")
+    async def file(self, request: web.BaseRequest) -> web.Response:
+        """What the page is made of."""
+        return await self._answer(request, in_path(request, "file"))
+
+    async def _answer(self, request: web.BaseRequest, name: str) -> web.Response:
+        body = await asyncio.to_thread(_file, name)
+        if body is None:
+            raise web.HTTPNotFound
+        kind = f"{_TYPES[Path(name).suffix]}; charset=utf-8"
+        return web.Response(body=body, headers={**bodies.headers_of(request, kind), **_HEADERS})
