@@ -158,7 +158,7 @@ async def test_probes_ask_nobody_and_do_not_look_at_tokens(callers: Callers) -> 
 async def test_a_stranger_does_not_learn_which_paths_there_are(callers: Callers) -> None:
     token = await callers.token(RoleName.READ)
     async with guarded(callers) as on:
-        for path in ("/", "/v1/nothing", "/v1/requests/a/b"):
+        for path in ("/v1", "/v1/nothing", "/v1/requests/a/b"):
             assert (await on.client.get(path)).code == "unauthenticated"
             assert (await on.client.get(path, headers=bearer(token))).code == "not_found"
         assert (await on.client.ask("PATCH", "/v1/stats")).code == "unauthenticated"
