@@ -211,7 +211,7 @@ async def test_an_empty_ticket_id_is_wrong_and_not_the_same_as_none() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1", 404, "not_found"),
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/%00/../../etc/passwd", 404, "not_found"),
         ("GET", "/v1/generate", 405, "method_not_allowed"),
