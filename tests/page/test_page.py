@@ -412,5 +412,5 @@ def test_the_gateways_page_shows_nodes_hand_offs_and_failovers(
         page.until("document.querySelector('.nodes').innerText.includes('ejected')")
         assert page.page.evaluate("document.querySelectorAll('.nodes tbody tr').length") == 2
         page.page.set_viewport_size({"width": 320, "height": 800})
-        assert page.page.evaluate("document.documentElement.scrollWidth") <= 320
+        page.until("document.documentElement.scrollWidth <= 320")
         assert page.complaints == []
