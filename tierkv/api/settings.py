@@ -43,6 +43,7 @@ class Role(Enum):
 class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the node is and how it is reached.
 
+    role: which half of the work it takes: prefill, decode or both.
     name: for people, in logs, tickets and metrics; role@host:port where it is empty.
     device: what computes and holds the Device tier: "cpu", "cuda", or "cuda:1" for the second GPU.
     close_limit_s: how long all else may take after the drain. A store or a device that does not
@@ -84,6 +85,7 @@ class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     endpoint: where they are published, such as tcp://127.0.0.1:5557 or ipc:///run/tierkv; "" for
         nowhere. replay: where missed ones are asked for; "" for nowhere. Anybody who reaches either
         may read, so other than loopback addresses need node.allow_insecure_bind.
+    form: map (hashes of 32 bytes), map_int (hashes as numbers) or array (fields in order).
     token_ids: tell each block's tokens, too. They are the content of prompts.
     """
 

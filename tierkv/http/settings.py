@@ -13,8 +13,9 @@ _MAX_PORT = 65_535
 
 
 class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """port: 0 takes a free one.
+    """Where to listen, and how much to take.
 
+    host: the address to listen on. port: 0 takes a free one.
     allow_insecure_bind: listen on other than loopback addresses although nobody is asked who they
         are; for a private network.
     drain_grace_s: how long running requests may go on after SIGTERM.

@@ -30,6 +30,8 @@ class DirectPath(Enum):
 class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Names and lifetimes in storage, and the deadlines of publish and claim, in seconds.
 
+    prefix: the first part of every stored name; nodes that share a store and not this one never
+        meet. block_ttl_s: how long a stored block lives after its last use; None for ever.
     ticket_ttl_s: how long a decode node has to claim.
     claimed_ttl_s: how long a ticket stays once it was acknowledged, for another node that has to
         claim it after all.
@@ -40,6 +42,8 @@ class HandoffSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         only. Naming it starts Mooncake's transfer engine, which is reached there alone, and asks
         nobody who they are. direct_port: where questions are asked; 0 takes a free one.
     direct_lease_s: how long blocks are held for a claimer that asks for nothing more.
+    publish_deadline_s: how long storing a prompt may take. claim_deadline_s: how long a claim waits
+        for its ticket and for room.
     """
 
     prefix: str = "tierkv"

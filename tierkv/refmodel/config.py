@@ -22,6 +22,7 @@ class ModelConfig:
     """Sizes of a decoder-only transformer over bytes, whose weights follow from `seed`.
 
     name, revision: the model's identity, as keys of cached blocks must carry it.
+    num_layers: of the decoder. num_kv_heads: heads of keys and values. seed: of its weights.
     num_heads: query heads; each group of num_heads / num_kv_heads of them shares one KV head.
     head_dim, hidden, ffn: elements; head_dim is even, since RoPE turns pairs.
     rope_theta: the base of RoPE's wavelengths.

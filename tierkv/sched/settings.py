@@ -16,14 +16,17 @@ from tierkv.sched.worth import FetchPolicy
 class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and rules of the tiers.
 
+    block_size: tokens of a block. device_blocks, host_blocks: how many the tier has room for.
     host_max_blocks: up to how many blocks the host tier may grow while it runs; memory for them is
         taken at the start (on a machine without a GPU, what is not used costs nothing). 0 is
         host_blocks.
-    host_write: when a block is copied to the host; storage_write: when it is stored.
+    host_write: when a block is copied to the host. storage_write: when it is stored.
+    host_after_hits, storage_after_hits: how many hits it takes, with write_through_selective.
     background_copy_bytes: copies down by rule that may be on their way at once.
     fetch_deadline_s: how long a request waits for storage before it computes instead.
     fetch_policy: whether it waits so long, or only while that is estimated to be faster than
         computing, which the engine tells (Service.note_prefill), or else is observed.
+    tenant: the name of who owns the blocks of this node; others' have other keys.
     max_tenants: fingerprints that are open at once for tenants by name. tenant_*, request_blocks:
         what each of them may have, None for any: slots of a tier, requests that run, device blocks
         of those together, device blocks of one request.

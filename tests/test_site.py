@@ -1,0 +1,180 @@
+"""The documentation's site: it builds without a warning, tells every setting and route, and its
+commands are those that there are. The quick start is run, command by command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.api.nodes import clean_environ
+from tests.redis_server import free_port
+from tierkv.api.settings import NodeSettings
+from tierkv.cli import main
+from tierkv.config import names_in
+from tierkv.gateway.settings import GatewaySettings
+from tierkv.http.problems import HANDOFF_STATUS
+from tierkv.pd.tickets import ClaimProblem
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+_START_S = 60.0
+
+
+def code_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs")
+    commands = pytest.importorskip("mkdocs.commands.build")
+    config = pytest.importorskip("mkdocs.config")
+    folder = tmp_path_factory.mktemp("site")
+    loaded = config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder))
+    commands.build(loaded)  # strict: a warning is an error
+    return folder
+
+
+def test_the_site_builds_without_a_warning_and_fetches_nothing_from_elsewhere(built: Path) -> None:
+    pages = list(built.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        text = page.read_text()
+        fetched = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"(https?:[^\"]+)", text)
+        assert fetched == [], page
+
+
+def test_every_setting_and_every_route_is_told_with_its_meaning(built: Path) -> None:
+    settings = (built / "reference" / "settings.html").read_text()
+    for kind in (NodeSettings, GatewaySettings):
+        for name in names_in(kind):
+            if "." in name and not isinstance(_at(kind(), name), tuple | dict | type(None)):
+                assert f"<code>{name}</code>" in settings or _is_table(kind(), name), name
+    assert "<td></td>" not in settings, "a setting without a meaning"
+    routes = (built / "reference" / "routes.html").read_text()
+    for route in ("POST /v1/prefill", "GET /v1/verify", "DELETE /v1/pins/{id}"):
+        assert f"<code>{route}</code>" in routes
+
+
+def _at(settings: object, name: str) -> object:
+    for part in name.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+def _is_table(settings: object, name: str) -> bool:
+    return hasattr(_at(settings, name), "__struct_fields__") or hasattr(
+        _at(settings, name), "__dataclass_fields__"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_in_the_documentation_is_one_that_there_is(page: Path) -> None:
+    for block in code_blocks(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?tierkv ((?!listening).+)", line)
+            if found and "..." not in line and "[" not in line:
+                words = shlex.split(found[1].partition(" > ")[0].partition(" | ")[0], comments=True)
+                _check(main, words, line)
+
+
+def _check(group: click.Group, words: list[str], line: str) -> None:
+    with click.Context(group) as context:
+        command = group.get_command(context, words[0])
+    assert command is not None, line
+    if isinstance(command, click.Group) and words[1:2] and not words[1].startswith("-"):
+        _check(command, words[1:], line)
+        return
+    given = {word.partition("=")[0] for word in words[1:] if word.startswith("--")} - {"--help"}
+    known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    assert given <= known, line
+
+
+def test_the_page_of_errors_has_the_status_and_reason_of_every_hand_off() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    for problem in ClaimProblem:
+        status = HANDOFF_STATUS.get(problem.value, 502)
+        row = next((r for r in text.splitlines() if f"`{problem.value}`" in r), None)
+        assert row is not None, problem
+        assert row.startswith(f"| {status} "), row
+
+
+def test_what_the_page_of_errors_quotes_is_said_somewhere() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    code = "".join(path.read_text() for path in (ROOT / "tierkv").rglob("*.py"))
+    code = re.sub(r'"\s+f?"', "", code)  # sentences go over several lines
+    for quoted in re.findall(r"^\| `([^`]+)`", text, re.MULTILINE):
+        for part in quoted.split("..."):
+            assert part.strip(" :") in code, quoted
+
+
+def test_benchmarks_that_are_plotted_say_when_and_where() -> None:
+    for path in sorted((ROOT / "docs" / "results").glob("*.json")):
+        told = json.loads(path.read_text())
+        assert {"title", "command", "hardware", "date"} <= told["about"].keys()
+        assert any(row["ratio"] for row in told["rows"])
+
+
+async def test_the_quick_start_runs_as_it_is_written(tmp_path: Path) -> None:
+    """All but the demo, which tests/e2e runs; other ports and another directory."""
+    ports = {name: str(free_port()) for name in ("8100", "8101", "8000")}
+    store = f"{tmp_path}/store"
+    environ = clean_environ(tmp_path) | {"PATH": f"{Path(sys.executable).parent}:{os.defpath}"}
+    blocks = code_blocks(ROOT / "docs" / "quickstart.md")
+    assert blocks.pop(0) == "./scripts/demo\n"
+    answers = []
+    async with contextlib.AsyncExitStack() as stack:
+        for block in blocks:
+            text = block.replace("/tmp/tierkv-quickstart", store).replace(".venv/bin/", "")
+            for written, free in ports.items():
+                text = text.replace(written, free)
+            if " serve " in text or " gateway " in text:
+                await stack.enter_async_context(_listening(text, environ))
+            else:
+                answers.append(await _run(text, environ))
+    prefilled, decoded, looked, completed = answers
+    assert json.loads(prefilled)["num_blocks"] == 3
+    assert json.loads(decoded)["computed_tokens"] == 0
+    assert looked.count("  ok\n") == 2
+    assert re.search(r"^device +3[0-9] tokens$", looked, re.MULTILINE), looked
+    assert json.loads(completed)["usage"]["completion_tokens"] == 20
+
+
+@contextlib.asynccontextmanager
+async def _listening(command: str, environ: dict[str, str]) -> AsyncIterator[None]:
+    child = await asyncio.create_subprocess_shell(
+        f"exec {command}", stdout=asyncio.subprocess.PIPE, env=environ
+    )
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(_START_S):
+            assert b"listening on" in await child.stdout.readline()
+        yield
+    finally:
+        child.send_signal(signal.SIGINT)
+        async with asyncio.timeout(_START_S):
+            assert await child.wait() == 0
+
+
+async def _run(command: str, environ: dict[str, str]) -> str:
+    """Its output; a gateway that has yet to see its nodes is asked again."""
+    async with asyncio.timeout(_START_S):
+        while True:
+            child = await asyncio.create_subprocess_shell(
+                f"set -e\n{command}", stdout=asyncio.subprocess.PIPE, env=environ
+            )
+            out, _ = await child.communicate()
+            assert child.returncode == 0
+            if b'"no_nodes"' not in out:
+                return out.decode()
