@@ -41,6 +41,11 @@ and the line is that. For times shorter is better, for rates longer. What they m
 Json = dict[str, Any]
 
 
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Called by MkDocs: the page of changes lies elsewhere in the checkout."""
+    return markdown.replace("](../CHANGELOG.md)", "](changelog.md)")
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by MkDocs: add the pages that are made."""
     pages = {
@@ -217,13 +222,13 @@ def bars(rows: list[Json]) -> str:
     lines = []
     for at, row in enumerate(rows):
         y, width = at * _ROW_PX + 4, _BAR_PX * min(row["ratio"], most) / most
-        unit = html.escape(f"{row['value']:.4g} {row['unit']}")
+        unit, after = html.escape(f"{row['value']:.4g} {row['unit']}"), _TEXT_PX + width + 6
         what, against = html.escape(row["what"]), html.escape(row["against"] or "")
         lines.append(
             f'<text x="{_TEXT_PX - 8}" y="{y + 15}" text-anchor="end">{what}</text>'
             f'<rect x="{_TEXT_PX}" y="{y + 3}" width="{width:.1f}" height="16" rx="2">'
             f"<title>{unit}, {row['ratio']:.3f} of {against}</title></rect>"
-            f'<text x="{_TEXT_PX + width + 6:.1f}" y="{y + 15}">{row["ratio"]:.2f} x {against}</text>'
+            f'<text x="{after:.1f}" y="{y + 15}">{row["ratio"]:.2f} x {against}</text>'
         )
     return (
         f'<svg class="bars" viewBox="0 0 {_TEXT_PX + _BAR_PX + _AFTER_PX} {height}" role="img" '
