@@ -33,6 +33,7 @@ from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group, sl
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import Layout
 from tierkv.cache.node import Ids
+from tierkv.cache.shards import Shard
 from tierkv.config import all_above_zero
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import Call
@@ -51,7 +52,7 @@ from tierkv.observe import Stats
 from tierkv.pd.handoff import Published
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan
-from tierkv.ranks.memory import SharedCpuDevice, SharedSlots
+from tierkv.ranks.memory import SharedCpuDevice, SharedSlots, side_by_side
 from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
 from tierkv.sched.events import CacheEvent
 from tierkv.sched.settings import CacheSettings
@@ -216,14 +217,22 @@ class EngineCache:
         if main.layout.digest != fingerprint.layout.digest:
             raise ConfigError(f"the fingerprint's layout is not that of group {self._main}")
         is_indexed = main.kind is GroupKind.FULL
-        if len(self.groups) > 1 or not is_indexed:  # else all keys are what they were
+        is_alone = is_indexed and len(self.groups) == 1
+        if not is_alone:  # else all keys are what they were
             fingerprint = replace(fingerprint, groups="; ".join(map(str, self.groups)))
+        self._layouts = [one.layout for one in self.groups]  # of host slots
+        shards: Sequence[Layout] = ()
         if ranks is not None:
-            ranks.check([one.layout for one in self.groups])
+            shards = _slices_of(main.layout, ranks.shards(0), storage) if is_alone else ()
+            if shards:
+                self._layouts = [side_by_side(shards)]
+            ranks.check(self._layouts)
             if planes is not None:
                 raise ConfigError("a rank in this process connects to the socket of the others")
             num_ranks = ranks.num_ranks
         num_slots = slots_of(self.groups, host_bytes)
+        if shards:
+            num_slots = [host_bytes // self._layouts[0].block_bytes]
         if min(num_slots) < _FEWEST_SLOTS:
             raise ConfigError(
                 f"{host_bytes} bytes of host memory have no room for two blocks of each group"
@@ -242,7 +251,7 @@ class EngineCache:
 
         def build() -> Service:
             return Service(
-                CpuDevice() if ranks is None else SharedCpuDevice(),
+                CpuDevice() if ranks is None else SharedCpuDevice(shards),
                 fingerprint,
                 sizes,
                 handoff or HandoffSettings(),
@@ -303,7 +312,7 @@ class EngineCache:
         if self._socket is not None:
             shared = [slots for slots in self._host.slots if isinstance(slots, SharedSlots)]
             try:
-                self._socket.open([group.layout for group in self.groups], shared)
+                self._socket.open(self._layouts, shared)
             except BaseException:
                 self.close()
                 raise
@@ -787,3 +796,25 @@ class EngineCache:
         if promise.claim():
             host = self._host
             self._embedded.run("free", lambda _: host.free(promise))
+
+
+def _slices_of(
+    whole: Layout, shards: Sequence[Layout], storage: StorageOptions | None
+) -> Sequence[Layout]:
+    """The shards, if blocks of `whole` are stored as slices of them; () if it is all of them side
+    by side, or each of them. Raises ConfigError if they are not what `storage.scheme` makes."""
+    if len(shards) < 2 or whole.digest in (shards[0].digest, side_by_side(shards).digest):  # noqa: PLR2004 - one rank has all
+        return ()
+    scheme = storage.scheme if storage is not None else None
+    if scheme is not None:
+        made = [scheme.layout(Shard(rank, len(shards))) for rank in range(len(shards))]
+        is_made = scheme.whole.digest == whole.digest and made == list(shards)
+    else:
+        is_made = sum(shard.block_bytes for shard in shards) == whole.block_bytes
+    if not is_made:
+        raise ConfigError(
+            "the ranks' shards are not slices of the cache's layout: give it "
+            "side_by_side(shards), or a layout of which every shard is all, or the storage a "
+            "scheme that makes them"
+        )
+    return shards

@@ -326,7 +326,27 @@ class HostSide:
             finally:
                 for number, look in looks.items():
                     self._tiers[number].let_go(look)
-        return problem if promise.num_tokens < prompt.num_tokens else None
+        if promise.num_tokens == prompt.num_tokens:
+            return None
+        return await self._foreign(prompt, promise.num_tokens) or problem
+
+    async def _foreign(self, prompt: Prompt, num_tokens: int) -> str | None:
+        """Whether what comes after `num_tokens` tokens was stored by a node of another number of
+        ranks and is of no use here, in words."""
+        storage = self._service.tiers.copies.storage
+        if storage is None or self._main is None or not storage.slices.foreign_sizes:
+            return None
+        key = self._service.tiers.prompt_keys(prompt)[num_tokens // prompt.block_size]
+        deadline_s = self._service.handoff_settings.lookup_deadline_s
+        with suppress(StoreUnavailableError, TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                size = await storage.foreign_size(key)
+                if size is not None:
+                    return (
+                        f"more was stored by an engine of {size} ranks, whose slices cannot be put "
+                        f"together for {storage.slices.size}: no head layout is known"
+                    )
+        return None
 
     @asynccontextmanager
     async def _fetched(

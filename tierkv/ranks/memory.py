@@ -21,10 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.cache.layout import Layout
+from tierkv.cache.shards import Shard
 from tierkv.errors import ConfigError, LayoutError
 from tierkv.gpu.cpu import CpuDevice, CpuHostSlots
 from tierkv.gpu.protocol import HostSlots, Planes
 from tierkv.ranks.link import Hello, Link
+from tierkv.transfer.storage_io import Slice
 
 Bytes2D = npt.NDArray[np.uint8]
 
@@ -108,11 +110,45 @@ class EngineCpuDevice(CpuDevice):
         return planes
 
 
+class SlotPieces:
+    """A piece of every one of another's slots, which outlive it."""
+
+    def __init__(self, host: HostSlots, piece: slice) -> None:
+        self.num_slots = host.num_slots
+        self._host, self._piece = host, piece
+
+    @property
+    def array(self) -> Bytes2D:
+        return self._host.array[:, self._piece]
+
+    def close(self) -> None: ...
+
+
 class SharedCpuDevice(CpuDevice):
-    """The CPU, with host slots that other processes can map."""
+    """The CPU, with host slots that other processes can map.
+
+    shards: what each rank holds of a block, whose slots have them side by side; none if blocks are
+    not told apart by ranks. Blocks are then named as the whole that they are slices of, so that
+    nodes of other numbers of ranks find them.
+    """
+
+    def __init__(self, shards: Sequence[Layout] = ()) -> None:
+        super().__init__()
+        self._shards = tuple(shards)
 
     def allocate_host(self, layout: Layout, num_slots: int) -> HostSlots:
-        return shared_slots(num_slots, layout.block_bytes)
+        block_bytes = sum(shard.block_bytes for shard in self._shards) or layout.block_bytes
+        return shared_slots(num_slots, block_bytes)
+
+    def slices(self, host: HostSlots) -> list[Slice]:
+        """Each rank's part of `host`, which is this device's."""
+        size = len(self._shards)
+        return [
+            Slice(Shard(rank, size), layout, SlotPieces(host, piece))
+            for rank, (layout, piece) in enumerate(
+                zip(self._shards, pieces(self._shards), strict=True)
+            )
+        ]
 
 
 def side_by_side(shards: Sequence[Layout]) -> Layout:

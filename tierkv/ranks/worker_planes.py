@@ -309,6 +309,10 @@ class RankSocket:
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
 
+    def shards(self, group: int) -> list[Layout]:
+        """Of each rank."""
+        return [one[group] for one in self._shards if group < len(one)]
+
     def check(self, layouts: Sequence[Layout]) -> None:
         """Raises ConfigError if the shards do not make up these layouts, of each group."""
         self._pieces(layouts)

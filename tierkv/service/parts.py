@@ -24,6 +24,7 @@ from tierkv.pd.direct.direct import Direct
 from tierkv.pd.handoff import STAGING_BLOCKS, Handoff, Staging
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import HandoffStats, ProducerLease, SmallValues, TicketLedger, Tickets
+from tierkv.ranks.memory import SharedCpuDevice
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.sched.fetch import Fetcher
 from tierkv.sched.lifecycle import Lifecycle
@@ -318,6 +319,8 @@ def check(made_of: MadeOf) -> RankedDevice | None:
 async def opened(made_of: MadeOf, memory: Memory, storage: StorageTier) -> AsyncIterator[Parts]:
     """At the end it waits for every copy, and checks the books; see Parts.running."""
     settings, ranks = made_of.settings, check(made_of)
+    device = made_of.device
+    slicing = device if isinstance(device, SharedCpuDevice) else ranks
     host_slots = settings.host_slots + STAGING_BLOCKS
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(memory.running(settings.device_blocks, host_slots))
@@ -328,7 +331,7 @@ async def opened(made_of: MadeOf, memory: Memory, storage: StorageTier) -> Async
             Names(made_of.handoff.prefix, made_of.fingerprint.short),
             made_of.fingerprint.layout,
             memory.host,
-            ranks.slices(memory.host) if ranks is not None else (),
+            slicing.slices(memory.host) if slicing is not None else (),
             deadline_s=made_of.handoff.lookup_deadline_s,
             block_ttl_s=made_of.handoff.block_ttl_s,
         )

@@ -65,7 +65,8 @@ class Slices:
     """The slices of one node, of all its ranks: a block counts only when all of them are there.
 
     names: of the whole layout's fingerprint. scheme: how blocks are split; None if this node does
-    not know, and then it finds only its own size's. peer_sizes: other sizes to look for.
+    not know, and then it finds only its own size's. peer_sizes: other sizes to look for; those
+    whose slices cannot be put together here are `foreign_sizes`.
     """
 
     def __init__(
@@ -83,6 +84,9 @@ class Slices:
             raise LayoutError(f"{len(self.parts)} slices are not those of {self.size} ranks")
         others = [n for n in dict.fromkeys(peer_sizes) if n != self.size and self._can_be(n)]
         self.peer_sizes = tuple(others)
+        self.foreign_sizes = tuple(
+            [n for n in dict.fromkeys(peer_sizes) if n not in (self.size, *others)]
+        )
         self._names = {n: _names(names, n) for n in (self.size, *others)}
         self._layouts = {part.shard: part.layout for part in self.parts}
         self._digests: dict[Shard, bytes] = {}
@@ -411,6 +415,16 @@ class StorageIO:
             raise StoreUnavailableError(
                 f"{self.store.url} did not answer within {self._deadline_s:g} s"
             ) from error
+
+    async def foreign_size(self, key: StoredKey) -> int | None:
+        """Of how many ranks the node was that has stored this block in slices that cannot be put
+        together here; None if there is none. Raises StoreUnavailableError."""
+        sizes = self.slices.foreign_sizes
+        if not sizes:
+            return None
+        names = [replace(self.names, shard=Shard(0, size).name).name(key) for size in sizes]
+        there = await self.store.present(check_names(names))
+        return next((n for n, is_there in zip(sizes, there, strict=True) if is_there), None)
 
     async def are_present(self, keys: Sequence[StoredKey]) -> list[bool]:
         """Whether the store has each of `keys`, which are as many ranks' as this node's. Raises

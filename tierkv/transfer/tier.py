@@ -125,7 +125,10 @@ class StorageTier:
             codecs=self.options.codecs,
             slices=slices,
         )
-        self._pools = [part.host.array.reshape(-1).data for part in slices.parts] + self._beside
+        arrays = [part.host.array for part in slices.parts]
+        if not all(array.flags.c_contiguous for array in arrays):
+            arrays = [host.array]  # of which they are pieces
+        self._pools = [array.reshape(-1).data for array in arrays] + self._beside
         if self._first is not None:
             self._first.use_memory(self._pools)
         try:

@@ -1,0 +1,196 @@
+"""Engines of different numbers of ranks find each other's blocks, where it is known which bytes of
+a token are which head's; where it is not, a lookup says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.embed.test_engine_cache import ask
+from tests.latch import PATIENCE_S
+from tests.world import kv_of
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.layout import Layout, Plane, attention_layout
+from tierkv.cache.shards import Shard, ShardScheme
+from tierkv.clock import SystemClock
+from tierkv.embed import EngineCache, EngineCacheSettings, Finished, RankSocket, WorkerPlanes
+from tierkv.embed.engine_cache import Found, Polled
+from tierkv.errors import ConfigError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.handoff import Published
+from tierkv.ranks.memory import EnginePlanes
+from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
+from tierkv.storage.factory import StoreSettings, open_store
+from tierkv.transfer.tier import StorageOptions
+
+SIZE, HEADS = 4, 4
+WHOLE = attention_layout(
+    num_layers=2, num_kv_heads=HEADS, head_dim=3, dtype="uint8", item_bytes=1, block_size=SIZE
+)
+SCHEME = ShardScheme(WHOLE, {"key": HEADS, "value": HEADS})
+OPAQUE = Layout(SIZE, (Plane(0, "key", "uint8", 48), Plane(0, "value", "uint8", 48)))
+TOKENS = list(range(3 * SIZE + 2))
+
+
+def opaque_shard(size: int) -> Layout:
+    return Layout(SIZE, tuple(Plane(0, one.role, one.dtype, 48 // size) for one in OPAQUE.planes))
+
+
+@dataclass
+class Ranks:
+    """An engine of several ranks, here each in a thread of this process."""
+
+    cache: EngineCache
+    planes: list[WorkerPlanes]
+    arrays: list[list[np.ndarray]]
+    layouts: list[Layout]
+
+    def compute(self, blocks: Sequence[int]) -> None:
+        for at, view, row in self._tokens(blocks):
+            view[at] = row
+
+    def holds(self, blocks: Sequence[int]) -> bool:
+        return all(np.array_equal(view[at], row) for at, view, row in self._tokens(blocks))
+
+    def _tokens(self, blocks: Sequence[int]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Each rank's heads of each token, and where they lie."""
+        whole = kv_of(TOKENS, WHOLE)
+        size = len(self.planes)
+        for rank, arrays in enumerate(self.arrays):
+            for array, rows in zip(arrays, whole, strict=True):
+                width = rows.shape[1] // size
+                for at, row in enumerate(rows):
+                    view = array[blocks[at // SIZE]].reshape(SIZE, width)
+                    yield at % SIZE, view, row[rank * width : (rank + 1) * width]
+
+    def carry_out(self, polled: Polled) -> None:
+        reports: list[Finished] = []
+        for planes in self.planes:
+            reports += planes.finished()
+        now = self.cache.poll(reports)
+        polled.stored += now.stored
+        polled.loaded += now.loaded
+        polled.published += now.published
+
+    def save(self, blocks: Sequence[int], ticket: str) -> Published:
+        plan = self.cache.save("save", Prompt(pack(TOKENS), SIZE), [blocks], ticket=ticket)
+        assert plan is not None
+        for planes in self.planes:
+            planes.start_saves(plan)
+        polled = Polled()
+
+        def done() -> Found | None:
+            self.carry_out(polled)
+            return Found(0) if polled.published else None
+
+        ask(done)
+        [(_, published)] = polled.published
+        assert isinstance(published, Published), published
+        self.cache.release("save")
+        return published
+
+    def lookup(self, ticket: str | None = None) -> Found:
+        prompt = Prompt(pack(TOKENS), SIZE)
+        return ask(lambda: self.cache.lookup("load", prompt, ticket=ticket))
+
+    def load(self, blocks: Sequence[int]) -> None:
+        plan = self.cache.load("load", [blocks])
+        assert plan is not None
+        for planes in self.planes:
+            planes.start_loads(plan)
+        polled = Polled()
+
+        def done() -> Found | None:
+            self.carry_out(polled)
+            return Found(0) if polled.loaded else None
+
+        ask(done)
+        assert polled.loaded == [("load", ())]
+
+
+@contextmanager
+def engine(folder: Path, size: int, *, scheme: ShardScheme | None = SCHEME) -> Iterator[Ranks]:
+    whole = WHOLE if scheme is not None else OPAQUE
+    shards = [
+        SCHEME.layout(Shard(rank, size)) if scheme is not None else opaque_shard(size)
+        for rank in range(size)
+    ]
+    path = str(folder / f"{size}.sock")
+    arrays = [
+        [np.zeros((12, plane.block_bytes), np.uint8) for plane in shard.planes] for shard in shards
+    ]
+    with ExitStack() as stack:
+        cache = EngineCache(
+            Fingerprint("m", whole),
+            [whole],
+            host_bytes=64 * whole.block_bytes,
+            cache=CacheSettings(
+                block_size=SIZE,
+                storage_write=WritePolicy.WRITE_THROUGH,
+                fetch_policy=FetchPolicy.WAIT_COMPLETE,
+            ),
+            store=lambda: open_store(f"file://{folder}/kv", StoreSettings(), SystemClock()),
+            ranks=RankSocket(path, shards),
+            settings=EngineCacheSettings(save_blocks=16),
+            storage=StorageOptions(scheme=scheme, peer_sizes=(1, 2, 4)),
+        )
+        stack.enter_context(cache)
+        ranks = []
+        for rank, (shard, mine) in enumerate(zip(shards, arrays, strict=True)):
+            planes = WorkerPlanes(CpuDevice(), EnginePlanes(shard, mine), rank=rank)
+            planes.connect(path, connect_deadline_s=PATIENCE_S)
+            stack.callback(planes.close)
+            ranks.append(planes)
+        yield Ranks(cache, ranks, arrays, shards)
+        assert cache.verify().wait(PATIENCE_S) == []
+
+
+@pytest.mark.parametrize(
+    ("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (1, 4), (2, 2)]
+)
+def test_another_number_of_ranks_finds_every_byte_tail_included(
+    writers: int, readers: int, tmp_path: Path
+) -> None:
+    here, there = [0, 1, 2, 3], [8, 7, 6, 5]
+    with engine(tmp_path, writers) as first:
+        first.compute(here)
+        assert first.holds(here)
+        first.save(here, "t")
+    with engine(tmp_path, readers) as second:
+        assert not second.holds(there)
+        assert second.lookup("t") == Found(len(TOKENS))
+        second.load(there)
+        assert second.holds(there)
+
+
+def test_where_no_heads_are_known_a_lookup_says_whose_blocks_are_of_no_use(tmp_path: Path) -> None:
+    with engine(tmp_path, 2, scheme=None) as first:
+        first.save([0, 1, 2, 3], "t")
+    with engine(tmp_path, 2, scheme=None) as same:
+        assert same.lookup() == Found(len(TOKENS))
+        same.cache.release("load")
+    with engine(tmp_path, 4, scheme=None) as other:
+        found = other.lookup()
+        assert found.num_tokens == 0
+        assert found.problem is not None
+        assert "2 ranks" in found.problem
+
+
+def test_shards_that_are_not_the_scheme_s_are_refused(tmp_path: Path) -> None:
+    shards = [SCHEME.layout(Shard(0, 4))] * 2
+    with pytest.raises(ConfigError, match="scheme"):
+        EngineCache(
+            Fingerprint("m", WHOLE),
+            [WHOLE],
+            host_bytes=1 << 16,
+            cache=CacheSettings(block_size=SIZE),
+            ranks=RankSocket(str(tmp_path / "s"), shards),
+            storage=StorageOptions(scheme=SCHEME),
+        )
