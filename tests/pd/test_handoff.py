@@ -153,7 +153,26 @@ async def test_publishing_again_writes_only_the_ticket() -> None:
         assert second.flushed_bytes == 0
 
 
-async def test_a_publish_that_storage_does_not_take_leaves_no_ticket() -> None:
+@pytest.mark.parametrize("failures", [1, 3])
+async def test_a_store_that_fails_for_a_moment_costs_a_publish_only_that(failures: int) -> None:
+    async with pair() as (prefill, decode):
+        request = await prefill.admit(tokens(9))
+        await prefill.prefill(request, tokens(9))
+        prefill.the_store.fail_next(failures)
+        await finish(prefill.service.publish(request, "t", [1]))
+        prefill.service.end(request)
+        await prefill.settle()
+        prompt = decode.prompt(tokens(9))
+        claimed, _ = await finish(decode.service.claim("c", "t", prompt, max_new_tokens=1))
+        assert claimed.cached_tokens == 9
+        decode.service.end(claimed)
+        await decode.settle()
+
+
+async def test_a_publish_that_storage_does_not_take_leaves_no_ticket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tierkv.pd.handoff._PATIENCE_S", 0.0)
     async with pair() as (prefill, decode):
         for failures in range(1, 3):
             request = await prefill.admit(tokens(9, 100 * failures))

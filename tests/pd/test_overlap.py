@@ -77,8 +77,9 @@ async def test_groups_are_copied_from_the_device_while_others_are_being_stored()
 
 @pytest.mark.parametrize("good_writes", range(4))
 async def test_a_write_that_fails_ends_the_publish_and_gives_back_what_it_used(
-    good_writes: int,
+    good_writes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tierkv.pd.handoff._PATIENCE_S", 0.0)
     async with computed(memory()) as (here, request):
         here.the_store.hold_writes()
         publishing = asyncio.create_task(here.service.publish(request, "t", [1]))

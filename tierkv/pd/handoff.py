@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from tierkv.errors import (
     DuplicateRequestError,
     HandoffError,
     OwnershipError,
+    StoreRefusedError,
     StoreUnavailableError,
     TierKVError,
     TransferError,
@@ -55,6 +58,10 @@ GROUP_BLOCKS = 32
 NUM_GROUPS = 2  # one is filled from the device while another goes to storage
 STAGING_BLOCKS = GROUP_BLOCKS * NUM_GROUPS
 _FIRST_BLOCKS = 8
+_PATIENCE_S = 2.0  # of two probes of a store that is left alone
+_AGAIN_S = 0.2
+
+T = TypeVar("T")
 
 
 def groups_of(start: int, stop: int) -> Iterator[range]:
@@ -122,6 +129,23 @@ class Published:
     present_blocks: int
     flushed_bytes: int
     early_blocks: int = 0
+
+
+async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """What `work` returns; once more where the store fails, for a while: one that is slower from
+    one moment to the next fails, and is left alone for a second, until it is known how slow it is.
+    Raises StoreUnavailableError, if it fails more than _PATIENCE_S after it first did."""
+    time, until = asyncio.get_running_loop().time, math.inf
+    while True:
+        try:
+            return await work()
+        except StoreRefusedError:
+            raise  # it answers, and says no
+        except StoreUnavailableError:
+            until = min(until, time() + _PATIENCE_S)
+            if time() >= until:
+                raise
+        await asyncio.sleep(_AGAIN_S)
 
 
 class Handoff:
@@ -199,15 +223,20 @@ class Handoff:
         try:
             with tracing.span("publish", blocks=len(keys), ticket_id=ticket_id):
                 async with asyncio.timeout(deadline_s):
-                    # Of those that were just stored all are there, unless the store lost some: one
-                    # question instead of a search for the first that is missing.
-                    present = await self.count_present(keys[: stored_blocks or None])
-                    self._show(request, 0, present)
-                    await self.store(request, keys, present, len(keys), after)
-                    with self._offered(ticket_id, prompt) as address:
-                        opened = self.tickets.new_open(ticket_id, prompt, address)
-                        ticket = self.tickets.new(opened, first_tokens, sampling)
-                        await self.tickets.complete(ticket)
+
+                    async def store_all() -> tuple[int, Ticket]:
+                        # Of those that were just stored all are there, unless the store lost some:
+                        # one question instead of a search for the first that is missing.
+                        present = await self.count_present(keys[: stored_blocks or None])
+                        self._show(request, 0, present)
+                        await self.store(request, keys, present, len(keys), after)
+                        with self._offered(ticket_id, prompt) as address:
+                            opened = self.tickets.new_open(ticket_id, prompt, address)
+                            ticket = self.tickets.new(opened, first_tokens, sampling)
+                            await self.tickets.complete(ticket)
+                        return present, ticket
+
+                    present, ticket = await _patiently(store_all)
         except TimeoutError as error:
             self.stats.failed_publishes += 1
             raise HandoffError(

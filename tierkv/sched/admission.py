@@ -26,7 +26,6 @@ from tierkv.errors import (
     OutOfBlocksError,
     OverQuotaError,
     RequestTooLargeError,
-    TierKVError,
     TransferError,
 )
 from tierkv.sched.events import Happening
@@ -237,13 +236,37 @@ class SchedulerStats:
     missed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
 
 
+_NO_SLOTS = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a start has taken. slots: nothing moves into them; into private ones, `movements`."""
+
+    lease: Lease
+    source: Lease | None
+    slots: Ids = field(default_factory=lambda: _NO_SLOTS)
+    private: Ids = field(default_factory=lambda: _NO_SLOTS)
+    loads: list[Load] = field(default_factory=list)
+    movements: list[Movement] = field(default_factory=list)
+
+
 class Starts:
-    """Starts requests: takes device slots and leases, and begins loads. A start that raises has
-    taken nothing."""
+    """Starts requests: takes device slots and leases, and begins loads. A start that raises, be it
+    by a bug, keeps nothing.
+
+    end: ends a request that has been begun.
+    """
 
     def __init__(
-        self, tiers: Tiers, running: Running, loads: HostLoads, computing: Computing
+        self,
+        tiers: Tiers,
+        running: Running,
+        loads: HostLoads,
+        computing: Computing,
+        end: Callable[[Request], None],
     ) -> None:
+        self._end = end
         self._tiers = tiers
         self._index = tiers.index
         self._running = running
@@ -272,32 +295,60 @@ class Starts:
         lease = index.hold(match.node, match.num_blocks)
         partial = match.partial
         source = index.hold(partial.node, partial.block + 1) if partial else None
+        held = _Held(lease, source)
         try:
-            slots = self.take(spec.prompt, plan.num_slots)
-        except OutOfBlocksError:
-            if source is not None:
-                index.release(source)
-            index.release(lease)
+            slots = held.slots = self.take(spec.prompt, plan.num_slots)
+            if not match.num_blocks and source is None:
+                request = self._made(waiting, match, lease, slots.copy(), Matched(), [])
+                return self._begin(request, match, [])
+            held.slots, private = slots[: plan.num_loads], slots[plan.num_loads :]
+            held.private = private
+            first_load = match.num_blocks - plan.num_loads
+            loads = held.loads = self._loads.join(lease, match.device_blocks, first_load)
+            movements = held.movements
+            shared = None if source is None else _Partial(source, private[:1])
+            if shared is not None and (not plan.num_loads or shared.is_on_device(index)):
+                movements.append(self._copy_partial(shared))
+                # Else it goes with the load: every layer's gate waits for it, too.
+                held.source = shared = None
+            if plan.num_loads:
+                stop = match.num_blocks
+                loads.append(self._loads.start(lease, first_load, stop, held.slots, beside=shared))
+                held.source, held.slots = None, _NO_SLOTS
+            movements += [load.movement for load in loads]
+            index.count_hit(lease)
+            cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
+            table = np.concatenate([cached, private])
+            matched = _matched(match, waiting.fetched, index.block_size, source)
+            request = self._made(waiting, match, lease, table, matched, movements)
+        except BaseException:  # no room, or a bug
+            self._give_back(held)
             raise
-        if not match.num_blocks and source is None:
-            return self._begin(waiting, match, lease, slots.copy(), Matched(), [], [])
-        loading, private = slots[: plan.num_loads], slots[plan.num_loads :]
-        first_load = match.num_blocks - plan.num_loads
-        loads = self._loads.join(lease, match.device_blocks, first_load)
-        movements = []
-        shared = None if source is None else _Partial(source, private[:1])
-        if shared is not None and (not len(loading) or shared.is_on_device(index)):
-            movements.append(self._copy_partial(shared))
-            shared = None  # else it goes with the load: every layer's gate waits for it, too
-        if len(loading):
-            stop = match.num_blocks
-            loads.append(self._loads.start(lease, first_load, stop, loading, beside=shared))
-        movements += [load.movement for load in loads]
-        index.count_hit(lease)
-        cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
-        table = np.concatenate([cached, private])
-        matched = _matched(match, waiting.fetched, index.block_size, source)
-        return self._begin(waiting, match, lease, table, matched, movements, loads)
+        return self._begin(request, match, loads)
+
+    def _give_back(self, held: _Held) -> None:
+        """Slots that a copy still writes go when it has ended."""
+        pool, slots = self._tiers.slots.pools[Tier.DEVICE], held.slots
+        if held.source is not None:
+            self._index.release(held.source)
+        for load in held.loads:
+            self._loads.let_go(load)
+        self._index.release(held.lease)
+        if len(slots):
+            pool.release(slots)
+        if not len(held.private):
+            return
+        left = [one for one in held.movements if not one.has_ended]
+
+        def over() -> None:
+            if all(one.has_ended for one in left):
+                pool.release(held.private)
+                self._tiers.work.capacity_changed()
+
+        for movement in left:
+            movement.when_ended(over)
+        if not left:
+            pool.release(held.private)
 
     def load(self, prompt: Prompt) -> Movement | None:
         """Bring to the device what the host has of `prompt`, for nobody yet; None if that is
@@ -322,7 +373,7 @@ class Starts:
         reserved = self._running.of_tenant(space.name).num_private
         return self._tiers.eviction.take(Tier.DEVICE, count, space, reserved=reserved)
 
-    def _begin(  # noqa: PLR0913, PLR0917 - what was found
+    def _made(  # noqa: PLR0917 - what was found
         self,
         waiting: Waiting,
         match: Match,
@@ -330,14 +381,13 @@ class Starts:
         table: Ids,
         matched: Matched,
         movements: Sequence[Movement],
-        loads: list[Load],
     ) -> Request:
         """table: the request's own array, which the pool does not hand on."""
         spec = waiting.spec
         is_private = np.empty(len(table), np.bool_)
         is_private[: match.num_blocks] = False
         is_private[match.num_blocks :] = True
-        request = Request(
+        return Request(
             spec=spec,
             prompt=spec.prompt,
             block_table=table,
@@ -349,29 +399,39 @@ class Starts:
             loads=tuple(movements),
             num_private=len(table) - match.num_blocks,
         )
+
+    def _begin(self, request: Request, match: Match, loads: list[Load]) -> Request:
+        self._running.add(request)
+        if loads:
+            self._loads.used_by[request] = loads
+        try:
+            self._note(request, match)
+        except BaseException:  # a bug
+            self._end(request)
+            raise
+        return request
+
+    def _note(self, request: Request, match: Match) -> None:
+        spec, matched = request.spec, request.matched
         if missed := spec.prompt.num_tokens - matched.total_tokens:
             history = self._tiers.eviction.history
             request.missed, request.missed_since = why_missed(
                 spec, match, missed, history, self._computing
             )
             self.stats.missed_tokens[request.missed] += missed
-        self._running.add(request)
-        if loads:
-            self._loads.used_by[request] = loads
         if spec.uses_cache:
             now = asyncio.get_running_loop().time()
             request.promise = self._computing.begin(
                 request.lease.node, match.num_blocks, spec.prompt, now
             )
         if match.device_blocks:
-            self._tiers.copies.write_down(lease.node, match.device_blocks)
+            self._tiers.copies.write_down(request.lease.node, match.device_blocks)
         self.stats.admitted_requests += 1
         self.stats.prompt_tokens += spec.prompt.num_tokens
         self.stats.device_hit_tokens += matched.device_tokens
         self.stats.host_hit_tokens += matched.host_tokens
         self.stats.storage_hit_tokens += matched.storage_tokens
         self.stats.direct_hit_tokens += matched.direct_tokens
-        return request
 
     def _copy_partial(self, partial: _Partial) -> Movement:
         source, mover = partial.source, self._tiers.mover
@@ -773,7 +833,7 @@ class Admissions:
                     continue
                 self._stuck = waiting if is_busy else None
                 return num_turns
-            except TierKVError as error:
+            except Exception as error:  # noqa: BLE001 - a bug is its, not theirs who made room
                 self._line.leave(waiting)
                 waiting.outcome.set_exception(error)
                 continue

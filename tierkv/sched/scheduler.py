@@ -144,14 +144,19 @@ class Commits:
                 request.is_damaged = True
 
     def _finish(self, request: Request) -> None:
-        self._insert(request, request.prompt)
-        tail = self._keep_tail(request)
+        try:
+            self._insert(request, request.prompt)
+            tail = self._keep_tail(request)
+            if request.state is RequestState.PREEMPTED:
+                end = tail or request.lease.node
+                request.pinned = self._index.pin_softly(end, end.end)
+                self._tiers.copies.save(end, end.end)
+        finally:  # whatever is not cached by a bug is given back
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
         if request.promise is not None:
             self._computing.end(request.promise)
-        if request.state is RequestState.PREEMPTED:
-            end = tail or request.lease.node
-            request.pinned = self._index.pin_softly(end, end.end)
-            self._tiers.copies.save(end, end.end)
         self._index.release(request.lease)
         for load in self._loads.used_by.pop(request, ()):
             self._loads.let_go(load)
@@ -224,8 +229,8 @@ class Scheduler:
         self._preempted: set[Request] = set()  # until they are resumed or abandoned
         self.loads = HostLoads(tiers)
         self.computing = Computing(prefill or Prefill(), self._pump, tiers.decisions)
-        self._starts = Starts(tiers, self._running, self.loads, self.computing)
         self._commits = Commits(tiers, self._running, self.loads, self.computing)
+        self._starts = Starts(tiers, self._running, self.loads, self.computing, self.end)
         self._growth = Growth(
             tiers,
             self._running,

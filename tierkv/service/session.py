@@ -125,7 +125,11 @@ class Session:
             fetched = None
             if self._service.fetches(self.spec):
                 fetched = await self._service.fetched(self.spec)
-                self._mark(Moment.FETCHED)
+                try:
+                    self._mark(Moment.FETCHED)
+                except BaseException:  # a bug: nobody but us has it yet
+                    fetched.release()
+                    raise
             return self._took(await self._service.scheduler.admit(self.spec, fetched))
 
     @contextmanager
@@ -173,8 +177,12 @@ class Session:
             self._service.scheduler.end(request)
             raise OwnershipError(f"request {self.spec.request_id!r} has ended")
         self._request, self.spec = request, request.spec
-        if self._timeline is not None:
-            self._service.timelines.admitted(self._timeline, request)
+        try:
+            if self._timeline is not None:
+                self._service.timelines.admitted(self._timeline, request)
+        except BaseException:  # a bug: whoever began it does not know that it has blocks
+            self.end()
+            raise
         return request
 
     async def loaded(self, timeout_s: float) -> None:
@@ -411,12 +419,14 @@ class Session:
         if self.is_ending:
             return
         self._last_use = tuple(after)
-        if self._timeline is not None and self._request is not None:
-            computed = self._request.computed_tokens - self.spec.prompt.num_tokens
-            self._timeline.new_tokens = max(computed, 0)
-        self._mark(Moment.ENDED)
-        self._fail_streams(f"{reason}, and its prompt was not published")
-        self._publish_over()
+        try:
+            self._fail_streams(f"{reason}, and its prompt was not published")
+            if self._timeline is not None and self._request is not None:
+                computed = self._request.computed_tokens - self.spec.prompt.num_tokens
+                self._timeline.new_tokens = max(computed, 0)
+            self._mark(Moment.ENDED)
+        finally:  # a bug in what is told of it keeps no blocks
+            self._publish_over()
 
     def abort(
         self, *, after: Sequence[Event] = (), reason: str = "the request was aborted"

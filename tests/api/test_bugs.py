@@ -1,0 +1,74 @@
+"""A request that fails by a bug of ours is answered 500, and gives back all it had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.api.nodes import here
+from tierkv.refmodel.engine import ModelRun, ReferenceEngine
+from tierkv.sched import admission, scheduler
+from tierkv.sched.admission import Starts
+from tierkv.sched.request import Computing
+from tierkv.service.session import Session
+
+PROMPT = "a prompt of some words, " * 4
+
+
+class PlantedError(Exception):
+    """What nobody expects."""
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (Starts, "take"),
+        (Starts, "_made"),
+        (Starts, "_note"),
+        (Starts, "_copy_partial"),
+        (admission, "_matched"),
+        (admission, "why_missed"),
+        (Computing, "begin"),
+        (scheduler.Commits, "_insert"),
+        (scheduler.Commits, "_keep_tail"),
+        (ModelRun, "begin"),
+        (ModelRun, "add"),
+        (ModelRun, "result"),
+        (ReferenceEngine, "_call_model"),
+        (Session, "_mark"),
+        (Session, "has_first_token"),
+        (Session, "_fail_streams"),
+        (Session, "publish"),
+        (Session, "stream"),
+        (Session, "commit"),
+    ],
+)
+async def test_a_request_that_fails_by_a_bug_gives_everything_back(
+    place: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, fired = getattr(place, name), list[int]()
+
+    def broken(*args: object, **kw: object) -> object:
+        if not fired:
+            fired.append(1)
+            raise PlantedError(name)
+        return whole(*args, **kw)
+
+    async with here() as on:
+        await on.client.post("/v1/generate", {"prompt": PROMPT, "max_tokens": 3})
+        await on.settle()
+        monkeypatch.setattr(place, name, broken)
+        # The first of them begins like a cached one, in the middle of a block, and differs then.
+        bodies = [("/v1/generate", {"prompt": PROMPT[:40] + "other"})]
+        bodies += [("/v1/prefill", {"prompt": f"another {PROMPT}", "ticket_id": "t"})]
+        statuses = [(await on.client.post(path, body)).status for path, body in bodies]
+        assert fired
+        assert set(statuses) <= {200, 500}
+        await on.settle()
+        assert (await on.client.get("/v1/verify")).body == {"findings": []}
+        stats = on.node.service.stats()
+        assert (stats.running_requests, stats.waiting_requests) == (0, 0)
+        answer = await on.client.post("/v1/generate", {"prompt": PROMPT + "x", "max_tokens": 3})
+        assert answer.status == 200
+        await on.settle()
