@@ -1,6 +1,6 @@
 """Fetch or compute: what requests take on a real node whose store answers late, in real time.
 
-    python benchmarks/regret.py [--requests 40] [--delays 0 0.06 0.09 0.2 0.6]
+    python benchmarks/regret.py [--quick] [--json] [--requests 40] [--delays 0 0.06 0.09 0.2 0.6]
 
 For each delay of a call to the store: a fetch that is waited for whatever it takes, computing, and
 the requests of a node that decides (best_effort), whose engine tells its speed or tells nothing,
@@ -15,6 +15,7 @@ import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from benchmarks.bench import row, show
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import attention_layout
@@ -115,21 +116,27 @@ async def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--delays", type=float, nargs="*", default=[0.0, 0.06, 0.09, 0.2, 0.6])
+    parser.add_argument("--quick", action="store_true", help="20 requests, two delays")
+    parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    print(
-        "delay ms | fetch ms | compute ms | engine   | mean ms from the 10th | at most | first ten"
-    )
-    for delay_s in chosen.delays:
+    num_requests, delays = chosen.requests, chosen.delays
+    if chosen.quick:
+        num_requests, delays = 20, [0.0, 0.2]
+    rows = [row("compute", [COMPUTE_S * 1e3], "ms")]
+    for delay_s in delays:
+        about = f"{delay_s * 1e3:.0f} ms a call"
         fetch_s = await fetched(delay_s)
-        most_s = 1.1 * min(fetch_s, COMPUTE_S) + 0.02
+        fetch = row(f"{about}: fetch, whatever it takes", [fetch_s * 1e3], "ms")
+        best = min(fetch, rows[0], key=lambda one: one.value)
+        rows.append(fetch)
         for tells in (True, False):
-            took = await run(delay_s, chosen.requests, tells=tells)
-            mean_s, first_s = statistics.mean(took[LEARNING:]), sum(took[:LEARNING])
-            print(
-                f"{delay_s * 1e3:8.0f} | {fetch_s * 1e3:8.0f} | {COMPUTE_S * 1e3:10.0f} |"
-                f" {'tells' if tells else 'observed'} | {mean_s * 1e3:21.0f} |"
-                f" {most_s * 1e3:7.0f} | {first_s * 1e3:8.0f}"
-            )
+            took = await run(delay_s, num_requests, tells=tells)
+            what = f"{about}: {'told its speed' if tells else 'observed'}, mean from the 10th on"
+            most = 1.1 + 20 / best.value  # 1.1 x the better one, and 20 ms
+            mean_ms = statistics.mean(took[LEARNING:]) * 1e3
+            rows.append(row(what, [mean_ms], "ms", against=best, most=most))
+            rows.append(row(f"{about}: the first ten together", [sum(took[:LEARNING]) * 1e3], "ms"))
+    show(rows, as_json=chosen.json)
 
 
 if __name__ == "__main__":

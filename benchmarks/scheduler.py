@@ -18,7 +18,6 @@ import importlib
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+
+from benchmarks.bench import row, show
 
 _BLOCK = 16
 _TOKENS = 2048
@@ -158,18 +159,12 @@ def main() -> None:
     for _ in range(3 if asked.quick else 9):
         for one in checkouts:
             rounds[one].append(_in_checkout(one, 100 if asked.quick else 300))
-    answer: dict[str, dict[str, float]] = {}
+    rows = []
     for name in _PARTS:
-        medians = [statistics.median(found[name] for found in rounds[one]) for one in checkouts]
-        answer[name] = {"us": round(medians[0], 1)}
-        if len(medians) > 1:
-            answer[name] |= {"against_us": round(medians[1], 1)}
-            answer[name]["ratio"] = round(medians[0] / medians[1], 3)
-    if asked.json:
-        print(json.dumps(answer))
-    else:
-        for name, numbers in answer.items():
-            print(name, *(f"{key} {number}" for key, number in numbers.items()))
+        samples = [[found[name] for found in rounds[one]] for one in checkouts]
+        other = [row(f"{name}, the other checkout", samples[1], "us")] if samples[1:] else []
+        rows += [*other, row(name, samples[0], "us", against=other[0] if other else None)]
+    show(rows, as_json=asked.json)
 
 
 if __name__ == "__main__":
