@@ -31,6 +31,7 @@ from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
 
@@ -216,6 +217,7 @@ def hybrid(
     options: EngineCacheSettings | None = None,
     write: WritePolicy = WritePolicy.WRITE_THROUGH,
     model: str = "hybrid",
+    counting: list[Counting] | None = None,
 ) -> Iterator[Hybrid]:
     latch = CopyLatch()
     arrays = [
@@ -228,7 +230,13 @@ def hybrid(
     )
 
     def make() -> Store | None:
-        return None if store is None else open_store(store, StoreSettings(), SystemClock())
+        if store is None:
+            return None
+        opened = open_store(store, StoreSettings(), SystemClock())
+        if counting is None:
+            return opened
+        counting.append(Counting(opened))
+        return counting[-1]
 
     main = next((group for group in groups if group.kind is GroupKind.FULL), groups[0])
     cache = EngineCache(
@@ -440,6 +448,51 @@ def test_what_storage_has_lost_in_one_group_makes_what_is_found_shorter(lost: in
         redis.execute("DEL", *names)
         with hybrid(groups, redis.url) as second:
             second.check("a", tokens, 24)
+
+
+class Counting(StoreWrapper):
+    """Counts the names that it is asked for. lies: whether it says that it has them all."""
+
+    def __init__(self, inner: Store, *, lies: bool = False) -> None:
+        super().__init__(inner)
+        self.num_names = 0
+        self.lies = lies
+
+    async def present(self, names: Sequence[str]) -> list[bool]:
+        self.num_names += len(names)
+        if self.lies:
+            return [True] * len(names)
+        return await self.inner.present(names)
+
+
+def test_of_a_long_prompt_storage_is_asked_only_for_what_may_matter() -> None:
+    """A window and a state need what is at the end: not every block before it is asked for."""
+    tokens = tokens_of(400 * SIZE)
+    with redis_server() as redis:
+        with hybrid([WINDOW, STATE], redis.url) as first:
+            none = [NO_BLOCK]
+            first.save(tokens, [none * 398 + [1, 2], none * 199 + [1]])
+            first.save(tokens[: 8 * SIZE], [none * 6 + [1, 2], none * 3 + [1]])
+        counting: list[Counting] = []
+        with hybrid([WINDOW, STATE], redis.url, counting=counting) as second:
+            second.check("a", tokens, 400 * SIZE)
+            assert counting[0].num_names <= 2 * 64
+            # What is far from the end is found too, at the price of asking.
+            second.check("b", [*tokens[: 8 * SIZE], *tokens_of(392 * SIZE, 2)], 8 * SIZE)
+            assert counting[0].num_names >= 400
+
+
+def test_what_a_store_says_it_has_and_does_not_bring_is_not_relied_on_again() -> None:
+    tokens, counting = tokens_of(32), list[Counting]()
+    with hybrid([WINDOW, STATE], "memory://", counting=counting) as on:
+        counting[0].lies = True
+        found = on.lookup("a", tokens)
+        assert found.num_tokens == 0
+        assert found.problem
+        counting[0].lies = False
+        on.save(tokens[:16])
+        counting[0].lies = True
+        on.check("b", tokens, 16)
 
 
 def test_groups_of_another_model_share_nothing() -> None:

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 from tierkv.cache.keys import TOKEN_BYTES, StoredKey, common_tokens
 from tierkv.cache.layout import Layout
@@ -27,6 +27,14 @@ class GroupKind(Enum):
     FULL = "full attention"
     WINDOW = "sliding window"
     STATE = "state"
+
+
+class TokensAt(Protocol):
+    """For each position how many first tokens there can be had; read where that matters."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,7 @@ class CacheGroup:
         """Whether a block can serve as one of its first tokens."""
         return self.kind is not GroupKind.STATE and self.layout.has_prefixes
 
-    def longest(self, limit: int, valid: Sequence[int]) -> int:
+    def longest(self, limit: int, valid: TokensAt) -> int:
         """The longest length of at most `limit` tokens at which everything that is needed is there.
 
         valid: for each position the number of first tokens for which there is a block; of a state,
@@ -103,7 +111,7 @@ class CacheGroup:
         return 0
 
 
-def longest_of_all(groups: Sequence[tuple[CacheGroup, Sequence[int]]], limit: int) -> int:
+def longest_of_all(groups: Sequence[tuple[CacheGroup, TokensAt]], limit: int) -> int:
     """The longest length of at most `limit` tokens at which every group is valid; see `longest`."""
     length, before = limit, -1
     while length != before:

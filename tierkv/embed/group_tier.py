@@ -7,7 +7,8 @@ Everything here runs on the service's loop.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,17 +17,23 @@ from functools import partial
 import numpy as np
 
 from tierkv.cache.eviction import WritePolicy, WriteRule
-from tierkv.cache.groups import CacheGroup, FlatBlock, FlatBlocks, GroupKind
+from tierkv.cache.groups import CacheGroup, FlatBlock, FlatBlocks, GroupKind, TokensAt
 from tierkv.cache.keys import Fingerprint, KeyRun, Prompt, StoredKey
 from tierkv.cache.node import Ids
 from tierkv.errors import ShuttingDownError, StoreUnavailableError
 from tierkv.sched.events import BlockRun, Happening
+from tierkv.sched.log_throttle import LogThrottle
 from tierkv.service.service import GroupMemory, Service
 from tierkv.storage.protocol import GetStatus, PutStatus
 from tierkv.tasks import abandonable
 from tierkv.transfer.storage_io import StorageIO
 
+log = logging.getLogger("tierkv.engine")
+
 _AT_ONCE = 32  # blocks that one exchange with the store moves, as elsewhere
+_FEWEST_ASKED = 64  # blocks that storage is asked for at once, at least; each time so many times
+_MORE_ASKED = 4  # more
+_MOST_KNOWN = 64  # prompts whose keys are remembered
 
 
 def group_fingerprint(whole: Fingerprint, number: int, group: CacheGroup) -> Fingerprint:
@@ -36,19 +43,55 @@ def group_fingerprint(whole: Fingerprint, number: int, group: CacheGroup) -> Fin
 
 @dataclass(slots=True, eq=False)
 class GroupLook:
-    """What can be had of a prompt in one group. prompt: in the group's own blocks. stored: by
-    position, a block that storage has, and how many of the prompt's tokens it serves. lost: what it
-    was said to have, and did not bring. held: blocks that are kept on the host in this `round`."""
+    """What can be had of a prompt in one group. prompt: in the group's own blocks. asked: positions
+    of which storage has said whether it has them. stored: by position, a block that it has, and how
+    many of the prompt's tokens it serves. lost: what it was said to have, and did not bring.
+    problem: why it is not asked any more. held: blocks that are kept on the host in this `round`.
+    """
 
     prompt: Prompt
     keys: KeyRun
+    asked: set[int] = field(default_factory=set)
+    tails_asked: set[int] = field(default_factory=set)
     stored: dict[int, tuple[StoredKey, int]] = field(default_factory=dict)
     lost: set[bytes] = field(default_factory=set)
+    problem: str | None = None
     held: list[FlatBlock] = field(default_factory=list)
     round: int = 0
 
     def tokens(self, position: int) -> bytes:
         return self.prompt.block(position)
+
+
+class _UnknownError(Exception):
+    """Storage has to be asked for the block at this position."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
+
+
+class _Valid:
+    """For each position how many of a prompt's tokens can be had there, looked up when it is read:
+    of a window and a state only the last are. asks: whether storage is to be asked."""
+
+    def __init__(self, tier: GroupTier, look: GroupLook, limit: int, *, asks: bool) -> None:
+        self._tier, self._look, self._asks = tier, look, asks
+        self._length = -(-limit // tier.group.block_size)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: int, /) -> int:
+        look = self._look
+        _, num_tokens = self._tier.here(look, at)
+        if not self._asks or num_tokens == look.keys[at].num_tokens:
+            return num_tokens
+        if at in look.stored:
+            return max(num_tokens, look.stored[at][1])
+        if at not in look.asked and self._tier.storage is not None and look.problem is None:
+            raise _UnknownError(at)
+        return num_tokens
 
 
 class GroupTier:
@@ -73,9 +116,11 @@ class GroupTier:
         settings = service.settings
         self._rule = WriteRule(settings.storage_write, settings.storage_after_hits)
         self._roots: dict[str, bytes] = {}
+        self._known: OrderedDict[int, tuple[Prompt, Prompt, KeyRun]] = OrderedDict()
         self._coming: dict[bytes, asyncio.Future[None]] = {}
         self._to_store: deque[FlatBlock] = deque()
         self._is_storing = False
+        self._not_stored = LogThrottle(log, "block not stored (x%d): %s")
 
     @property
     def storage(self) -> StorageIO | None:
@@ -85,26 +130,26 @@ class GroupTier:
     # Looking
 
     def look(self, prompt: Prompt) -> GroupLook:
-        cut = prompt.cut_into(self.group.block_size)
-        root = self._roots.get(prompt.space)
-        if root is None:
-            whole = self._service.fingerprint_of(prompt.space)
-            root = group_fingerprint(whole, self.number, self.group).root()
-            self._roots[prompt.space] = root
-        return GroupLook(cut, KeyRun.of(cut, root))
+        known = self._known.get(id(prompt))  # it is not made anew for each chunk that is saved
+        if known is None:
+            root = self._roots.get(prompt.space)
+            if root is None:
+                whole = self._service.fingerprint_of(prompt.space)
+                root = group_fingerprint(whole, self.number, self.group).root()
+                self._roots[prompt.space] = root
+            cut = prompt.cut_into(self.group.block_size)
+            known = self._known[id(prompt)] = (prompt, cut, KeyRun.of(cut, root))
+            while len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
+        _, cut, keys = known
+        return GroupLook(cut, keys)
 
-    def valid(self, look: GroupLook, limit: int, *, stored: bool) -> list[int]:
-        """For each position before `limit`, how many of the prompt's tokens there can be had; see
-        `CacheGroup.longest`. stored: from storage, too, as far as `ask` has found it there."""
-        found = []
-        for at in range(-(-limit // self.group.block_size)):
-            _, num_tokens = self._here(look, at)
-            if stored and at in look.stored:
-                num_tokens = max(num_tokens, look.stored[at][1])
-            found.append(num_tokens)
-        return found
+    def valid(self, look: GroupLook, limit: int) -> TokensAt:
+        """For each position before `limit`, how many of the prompt's tokens the host has there; see
+        `CacheGroup.longest`."""
+        return _Valid(self, look, limit, asks=False)
 
-    def _here(self, look: GroupLook, at: int) -> tuple[FlatBlock | None, int]:
+    def here(self, look: GroupLook, at: int) -> tuple[FlatBlock | None, int]:
         """The block on the host that serves most tokens of position `at`, and how many."""
         key = look.keys[at]
         block = self.blocks.get(key.digest)
@@ -117,43 +162,64 @@ class GroupTier:
                 return block, shared
         return None, 0
 
-    async def ask(self, look: GroupLook, limit: int) -> str | None:
-        """Find out which blocks before `limit` storage has; why it does not say, if so."""
-        storage, size = self.storage, self.group.block_size
-        if storage is None:
-            return None
-        stop = min(-(-limit // size), len(look.keys))
-        missing = [at for at in range(stop) if self._here(look, at)[1] < look.keys[at].num_tokens]
-        if not missing:
-            return None
+    async def longest(self, look: GroupLook, limit: int) -> int:
+        """The longest length of at most `limit` tokens at which the group is valid with what host
+        and storage have. Storage is asked from where it matters on, in batches that grow."""
+        size, count = self.group.block_size, max(len(self.group.needed(limit)), _FEWEST_ASKED)
+        while True:
+            try:
+                length = self.group.longest(limit, _Valid(self, look, limit, asks=True))
+            except _UnknownError as unknown:
+                at = unknown.position
+                is_full = self.group.kind is GroupKind.FULL
+                first = at if is_full else max(at + 1 - count, 0)
+                stop = min(at + count, len(look.keys)) if is_full else at + 1
+                await self._ask(look, range(first, stop))
+                count *= _MORE_ASKED
+                continue
+            at = length // size
+            if length == limit or length % size or not await self._asks_for_tail(look, at):
+                return length
+
+    async def _ask(self, look: GroupLook, positions: Sequence[int]) -> None:
+        """Which of these blocks storage has."""
+        missing = [at for at in positions if self.here(look, at)[1] < look.keys[at].num_tokens]
         try:
-            there = await storage.are_present([look.keys[at] for at in missing])
+            there = await self._storage.are_present([look.keys[at] for at in missing])
         except StoreUnavailableError as error:
-            return str(error)
-        look.stored.clear()
+            look.problem = str(error)
+            return
+        look.asked.update(positions)
         for at, is_there in zip(missing, there, strict=True):
             key = look.keys[at]
             if is_there and not self._is_bad(key.digest) and key.digest not in look.lost:
                 look.stored[at] = (key, key.num_tokens)
-        if self.group.has_prefixes:
-            await self._ask_for_beginning(storage, look, stop)
-        return None
 
-    async def _ask_for_beginning(self, storage: StorageIO, look: GroupLook, stop: int) -> None:
-        """Find a tail in storage that serves the block after the last that is somewhere."""
-        valid = self.valid(look, stop * self.group.block_size, stored=True)
-        whole = [at for at, count in enumerate(valid) if count == look.keys[at].num_tokens]
-        at = whole[-1] + 1 if whole else 0
-        if at >= stop:
-            return
+    async def _asks_for_tail(self, look: GroupLook, at: int) -> bool:
+        """Look in storage for a tail that serves the beginning of the block at `at`; whether there
+        is one that serves more than was known."""
+        if (
+            not self.group.has_prefixes
+            or self.storage is None
+            or look.problem is not None
+            or at >= len(look.keys)
+            or at in look.tails_asked
+            or at in look.stored
+            or self.here(look, at)[1] == look.keys[at].num_tokens
+        ):
+            return False
+        look.tails_asked.add(at)
         parent, extra = look.keys.parent_of(at), look.prompt.extra(at)
         missing = {look.keys[at].digest, *look.lost}
-        found = await storage.tails.best(
+        found = await self._storage.tails.best(
             parent, look.tokens(at), extra, look.prompt.space, missing=missing
         )
-        is_more = found is not None and found.num_shared > valid[at]
-        if found is not None and is_more and not self._is_bad(found.key.digest):
-            look.stored[at] = (found.key, found.num_shared)
+        if found is None or self._is_bad(found.key.digest):
+            return False
+        if found.num_shared <= self.here(look, at)[1]:
+            return False
+        look.stored[at] = (found.key, found.num_shared)
+        return True
 
     # Bringing and holding
 
@@ -163,7 +229,7 @@ class GroupTier:
         needed = self.group.needed(num_tokens)
         blocks = []
         for at in needed:
-            block, _ = self._here(look, at)
+            block, _ = self.here(look, at)
             assert block is not None, "it was found a moment ago"
             blocks.append(block)
         self.blocks.hold(blocks)
@@ -184,7 +250,7 @@ class GroupTier:
         wanted: list[int] = []
         for at in self.group.needed(num_tokens):
             most = min(num_tokens - at * self.group.block_size, self.group.block_size)
-            block, count = self._here(look, at)
+            block, count = self.here(look, at)
             if block is not None and count >= most:
                 self.blocks.hold([block])
                 look.held.append(block)
@@ -228,6 +294,7 @@ class GroupTier:
                     if outcome.status is not GetStatus.HIT:
                         problem = problem or outcome.reason or "not in storage"
                         look.lost.add(keys[place].digest)
+                        look.stored.pop(wanted[place], None)
                         continue
                     block = self._made(look, wanted[place], keys[place], slots[place])
                     block.is_stored = True
@@ -286,7 +353,9 @@ class GroupTier:
             while self._to_store:
                 count = min(len(self._to_store), _AT_ONCE)
                 some = [self._to_store.popleft() for _ in range(count)]
-                await self._flush([one for one in some if self.blocks.get(one.key.digest) is one])
+                whole = [one for one in some if self.blocks.get(one.key.digest) is one]
+                for problem in await self._flush(whole):
+                    self._not_stored.warn(problem)
         finally:
             self._is_storing = False
 

@@ -287,13 +287,23 @@ class HostSide:
             stored = found.storage_tokens
             problem = "storage did not answer" if stored is None else None
             bound = min(bound, found.device_tokens + found.host_tokens + (stored or 0))
-        for number, look in looks.items():
-            problem = await self._tiers[number].ask(look, bound) or problem
-        return self._longest(looks, bound, stored=True), problem
+        length = await self._longest(looks, bound)
+        return length, problem or next((one.problem for one in looks.values() if one.problem), None)
 
-    def _longest(self, looks: dict[int, GroupLook], bound: int, *, stored: bool) -> int:
+    async def _longest(self, looks: dict[int, GroupLook], bound: int) -> int:
+        """The longest length of at most `bound` tokens that host and storage have in the groups
+        beside the index."""
+        length, before = bound, -1
+        while length != before:
+            before = length
+            for number, look in looks.items():
+                length = await self._tiers[number].longest(look, length)
+        return length
+
+    def _longest_here(self, looks: dict[int, GroupLook], bound: int) -> int:
+        """As `_longest`, of the host alone."""
         valid = [
-            (self._groups[number], self._tiers[number].valid(look, bound, stored=stored))
+            (self._groups[number], self._tiers[number].valid(look, bound))
             for number, look in looks.items()
         ]
         return longest_of_all(valid, bound)
@@ -315,11 +325,11 @@ class HostSide:
                 async with self._fetched(wanted, keys) as why:
                     problem = problem or why
                     length = self._on_host(prompt, length).num_tokens
-                    length = self._longest(looks, length, stored=True)
+                    length = await self._longest(looks, length)
                     for number, look in looks.items():
                         problem = await self._tiers[number].bring(look, length) or problem
                     found = self._on_host(prompt, length).num_tokens
-                    found = self._longest(looks, found, stored=False)
+                    found = self._longest_here(looks, found)
                     if found == length or not left:
                         self._hold(prompt, looks, promise, found)
                         break
@@ -683,7 +693,7 @@ class HostSide:
         outlet: _Outlet,
     ) -> Published:
         looks, whole = self._looks(prompt), prompt.num_tokens
-        found = self._longest(looks, self._on_host(prompt, whole).num_tokens, stored=False)
+        found = self._longest_here(looks, self._on_host(prompt, whole).num_tokens)
         if found < whole:
             raise HandoffError(
                 ClaimProblem.UNAVAILABLE.value,
