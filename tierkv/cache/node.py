@@ -6,7 +6,7 @@ Each node belongs to the space of one fingerprint: tenants and adapters never me
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -514,10 +514,9 @@ class AgeCounts:
     total_ticks: int = 0
 
     def add(self, ticks: int, count: int = 1) -> None:
-        """So many are so old; not yet anything, if the clock says so."""
-        self.counts[bisect.bisect_left(_BOUNDS, ticks)] += count
-        if ticks > 0:
-            self.total_ticks += ticks * count
+        """So many are so old."""
+        self.counts[bisect_left(_BOUNDS, ticks)] += count
+        self.total_ticks += ticks * count
 
 
 @dataclass(slots=True, eq=False)
@@ -709,7 +708,7 @@ class TreeNode:
             key = child_key(child.tokens_of(0, 1), extra) + _BY_BLOCK
             if not self.order:
                 self.order = []
-            bisect.insort(self.order, key)
+            insort(self.order, key)
         child.key = key
         self.children[key] = child
 
@@ -718,7 +717,7 @@ class TreeNode:
         del self.children[key]
         if not order:
             return
-        at = bisect.bisect_left(order, key)
+        at = bisect_left(order, key)
         if key.endswith(_BY_BLOCK):
             del order[at]
         elif at < len(order) and order[at].startswith(key):  # one that begins with that token, too

@@ -250,13 +250,14 @@ class Eviction:
         self.history.evicted(node, start, stop, tier, now)
         other = node.copies[1 - tier]
         kept = other.present_in(start, stop) if other.num_present else 0
+        stats = self.stats
         if forgotten := stop - start - kept:
-            self.stats.forgotten_blocks += forgotten
-            self.stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, forgotten)
-        if tier is Tier.DEVICE:
-            self.stats.evicted_device_blocks += stop - start
+            stats.forgotten_blocks += forgotten
+            stats.lifetimes.add(max(int(now * TICKS_PER_S) - node.born, 0), forgotten)
+        if tier is HOST:
+            stats.evicted_host_blocks += stop - start
         else:
-            self.stats.evicted_host_blocks += stop - start
+            stats.evicted_device_blocks += stop - start
         first = node.start
         if self._events.has_listeners:
             name = tier.name.lower()
@@ -276,7 +277,7 @@ class Eviction:
             self.history.evicted(part, first, part.num_blocks, tier, now)
             forgotten = part.num_blocks - first
             self.stats.forgotten_blocks += forgotten
-            self.stats.lifetimes.add(int(now * TICKS_PER_S) - part.born, forgotten)
+            self.stats.lifetimes.add(max(int(now * TICKS_PER_S) - part.born, 0), forgotten)
             pending += part.children.values()
         if self._events.has_listeners:
             self._tell_forgotten(node, start)
