@@ -134,15 +134,18 @@ class Published:
 async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
     """What `work` returns; once more where the store fails, for a while: one that is slower from
     one moment to the next fails, and is left alone for a second, until it is known how slow it is.
-    Raises StoreUnavailableError, if it fails more than _PATIENCE_S after it first did."""
+    Raises StoreUnavailableError, if it fails more than _PATIENCE_S after it first did, or after it
+    last took long to do so, as one does that is slow but not dead."""
     time, until = asyncio.get_running_loop().time, math.inf
     while True:
+        began = time()
         try:
             return await work()
         except StoreRefusedError:
             raise  # it answers, and says no
         except StoreUnavailableError:
-            until = min(until, time() + _PATIENCE_S)
+            is_slow = time() - began > _PATIENCE_S / 2
+            until = time() + _PATIENCE_S if is_slow else min(until, time() + _PATIENCE_S)
             if time() >= until:
                 raise
         await asyncio.sleep(_AGAIN_S)
