@@ -41,7 +41,7 @@ from tierkv.gpu.doctor import measured_speeds
 from tierkv.http import bodies
 from tierkv.http.bodies import EVENT_STREAM, JSON, event_stream, open_stream, write
 from tierkv.http.callers import Access
-from tierkv.http.live import REFRESH_S, figures_of
+from tierkv.http.live import EVERY_S, REFRESH_S, figures_of
 from tierkv.http.problems import NotReadyError, UnknownIdError, WrongStateError
 from tierkv.http.route import Disconnect, Route, document, in_path, routes_of
 from tierkv.observe import Moment, Prefix, Stats, Timeline, prefixes
@@ -339,7 +339,7 @@ _FIGURES = frozenset(
         *("integrity_failures", "handoffs", "open_requests", "estimated_seconds"),
     )
 )
-_MOST_TOLD = 64  # requests in one turn; of more, the newest
+_MOST_TOLD = 24  # requests in one turn, of many a second; see _chosen
 _RUN_S = 0.0004  # of pause for each run of blocks looked at, 200 times what that takes
 
 
@@ -409,8 +409,7 @@ class NodeLiveRoutes(Routes):
                 self._told.clear()
             seen = [one for one in timelines.since(version) if self._may_see(tenant, one.space)]
             wall = time.time() - asyncio.get_running_loop().time()
-            told = [_request(one, wall) for one in seen[-_MOST_TOLD:]]
-            self._told[key] = msgspec.json.encode(told)
+            self._told[key] = msgspec.json.encode([_request(one, wall) for one in _chosen(seen)])
         return self._told[key]
 
     def _told_prefixes(self, tenant: str | None) -> bytes:
@@ -457,6 +456,23 @@ class NodeLiveRoutes(Routes):
             "measured": await asyncio.to_thread(measured_speeds, node.settings.node.device),
             "stores": stores,
         }
+
+
+def _chosen(changed: list[Timeline]) -> list[Timeline]:
+    """Of many, those that took long, or do, and the newest that have ended. So who is told of one
+    that runs is told of its end as well: by then it took long."""
+    if len(changed) <= _MOST_TOLD:
+        return changed
+    now = asyncio.get_running_loop().time()
+    slow, ended = [], []
+    for one in changed:
+        end = one.moments.get(Moment.ENDED)
+        if (end or now) - one.moments[Moment.BEGAN] > EVERY_S:
+            slow.append(one)
+        elif end is not None:
+            ended.append(one)
+    room = max(_MOST_TOLD - len(slow), 0)
+    return slow[-_MOST_TOLD:] + ended[max(len(ended) - room, 0) :]
 
 
 def _request(one: Timeline, wall: float) -> dict[str, object]:

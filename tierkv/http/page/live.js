@@ -113,7 +113,7 @@ function chart(title, note, list, { show = rate, total = count, stacked = false,
       cursor: { y: false, points: { show: false }, drag: { x: false, y: false } },
       axes: [{ ...axis, space: 70, size: 28, values: (_, ticks) => ticks.map((tick) => new Date(1000 * tick).toLocaleTimeString("en-GB")) },
         { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => trimmed(show(tick).replace("/s", ""))) }],
-      series: [{}, ...list.map((one) => ({ stroke: css(one.color), width: stacked ? 1 : 2, alpha: one.pale ?? 1, points: { show: false },
+      series: [{}, ...list.map((one) => ({ stroke: css(one.color), width: stacked ? 0 : 2, alpha: one.pale ?? 1, points: { show: false },
         fill: stacked ? css(one.color) : undefined }))],
       bands: stacked ? list.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],
       hooks: { setCursor: [(u) => { hover = u.cursor.left >= 0 && u.cursor.idx !== null ? u.cursor.idx : null; numbers(); }] },
@@ -175,13 +175,13 @@ function nodePage() {
   const hits = TIERS.map((tier) => looked(`hit_${tier}`)), asked = [...hits, looked("miss")];
   const minute = (...list) => (rows.length ? growth(rows.length - 1, { of: sum(...list) }, 60) ?? 0 : 0);
   tiles([
-    ["Found in cache, last minute", () => { const total = minute(...asked); return total ? [percent(minute(...hits) / total), "of tokens"] : ["–", "no requests"]; }],
+    ["Found in cache", () => { const total = minute(...asked); return total ? [percent(minute(...hits) / total), "last minute"] : ["–", "no requests"]; }],
     ["Prompt tokens", () => [rate(growth(rows.length - 1, { of: sum(...asked) }) ?? 0)]],
     ["Computed tokens", () => [rate(growth(rows.length - 1, { of: sum("tierkv_computed_tokens_total") }) ?? 0)]],
     ["Requests", () => [count(now('tierkv_inflight_requests{state="running"}')), `run, ${count(now('tierkv_inflight_requests{state="waiting"}'))} wait`]],
-    ["First token, median", () => { const took = [...requests.values()].map((one) => one.at.computed - one.at.began).filter((s) => s >= 0).sort((a, b) => a - b);
-      return took.length ? [duration(took[took.length >> 1]), `of the last ${took.length}`] : ["–"]; }],
-    ["Event loop late, at worst", () => [state ? duration(state.worst_lag_s) : "–", "last minute"]],
+    ["First token", () => { const took = [...requests.values()].map((one) => one.at.computed - one.at.began).filter((s) => s >= 0).sort((a, b) => a - b);
+      return took.length ? [duration(took[took.length >> 1]), `median of ${took.length}`] : ["–"]; }],
+    ["Loop late by", () => [state ? duration(state.worst_lag_s) : "–", "at worst"]],
   ]);
   occupancy();
   health();
