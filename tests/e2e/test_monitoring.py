@@ -124,7 +124,14 @@ async def watched(folder: Path) -> AsyncIterator[Watched]:
             return await server.evaluations() >= seen + 4
 
         await server.until(has_looked, "a few rounds of the rules")
-        fleet.fired_before = await server.firing()
+
+        async def is_quiet() -> bool:
+            fleet.fired_before = await server.firing()
+            return not fleet.fired_before
+
+        # A busy machine makes loops late for a while, and then it is right that this is said.
+        with suppress(AssertionError):
+            await server.until(is_quiet, "no alert")
         yield fleet
 
 
@@ -199,10 +206,12 @@ async def test_alerts_of_the_store_fire(on: Watched) -> None:
 
     on.redis.pause()
     try:
-        statuses = [
-            await on.post(on.prefill, "/v1/prefill", prompt=f"{n} lost " * 9, ticket_id=f"lost{n}")
-            for n in range(4)
-        ]
+        statuses = await asyncio.gather(
+            *(
+                on.post(on.prefill, "/v1/prefill", prompt=f"{n} lost " * 9, ticket_id=f"lost{n}")
+                for n in range(4)
+            )
+        )
         assert 200 not in statuses
         await on.fires("TierKVStoreUnreachable", on.prefill)
         await on.fires("TierKVHandoffsFail", on.prefill)
