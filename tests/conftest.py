@@ -33,6 +33,16 @@ def pytest_asyncio_loop_factories(
     return {"uvloop": uvloop.new_event_loop}
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: object) -> None:
+    """A test that reaches its time limit ends its worker: say so where the test is named."""
+    limit_s = sched.config.getini("timeout")  # type: ignore[attr-defined]
+    report.longrepr = (
+        f"{report.longrepr}\n{crashitem} ended its worker, as a test does that reaches its time "
+        f"limit, which is {limit_s} s unless it has one of its own; the others went on"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     """A blocking call on the loop's thread, with tierkv on the stack, raises BlockingError."""
