@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,7 +28,7 @@ import uvloop
 from benchmarks.bench import Row, row, show
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import attention_layout
-from tierkv.embed import Embedded, EmbedSettings, EngineCache, WorkerPlanes
+from tierkv.embed import Embedded, EmbedSettings, EngineCache, NodeHost, WorkerPlanes
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.memory import EnginePlanes
@@ -36,6 +38,7 @@ from tierkv.service import Service
 LAYOUT = attention_layout(
     num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", item_bytes=4, block_size=16
 )
+ROOT = Path(__file__).resolve().parents[1]
 STEP_S = 0.001  # between two steps of the engine
 
 
@@ -143,8 +146,9 @@ def busy_service(count: int, tokens: bytes, against: Row) -> list[Row]:
     return times.rows("beside 32k-token requests", against=against)
 
 
-def own_blocks(count: int, against: Row) -> list[Row]:
-    """An engine that owns its blocks saves prompts of 8 blocks, and loads each again."""
+def own_blocks(count: int, against: Row, *, node: NodeHost | None = None) -> list[Row]:
+    """An engine that owns its blocks saves prompts of 8 blocks, and loads each again. node: whose
+    host tier it uses, instead of one of its own."""
     times, num_blocks = Times(), 8
     arrays = [np.zeros((num_blocks, one.block_bytes), np.uint8) for one in LAYOUT.planes]
     planes = WorkerPlanes(CpuDevice(), EnginePlanes(LAYOUT, arrays))
@@ -153,12 +157,31 @@ def own_blocks(count: int, against: Row) -> list[Row]:
         [LAYOUT],
         host_bytes=2048 * LAYOUT.block_bytes,
         cache=CacheSettings(block_size=LAYOUT.block_size),
+        node=node,
         planes=planes,
     ) as cache:
         for at in range(count):
             prompt = Prompt.of([at] * (LAYOUT.block_size * num_blocks), LAYOUT.block_size)
             _save_and_load(cache, planes, times, str(at), prompt)
-    return times.rows("engine's own blocks", against=against)
+    where = "its own" if node is None else "a node's"
+    return times.rows(f"engine's own blocks, {where} host tier", against=against)
+
+
+@contextmanager
+def node_process() -> Iterator[NodeHost]:
+    """`tierkv serve --engine external`, which ends with the body."""
+    with TemporaryDirectory() as folder:
+        program = [sys.executable, "-m", "tierkv", "serve", "--engine", "external"]
+        options = ["--engine-socket", f"{folder}/engines", "--storage", "none"]
+        listening = ["--no-tcp", "--unix-socket", f"{folder}/http", "--log-level", "error"]
+        process = subprocess.Popen(
+            [*program, *options, *listening], cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+        try:
+            yield NodeHost(f"{folder}/engines")
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _save_and_load(
@@ -192,6 +215,8 @@ def main() -> None:
     rows += idle_service(count, tokens, rows[0])
     rows += busy_service(count, tokens, rows[0])
     rows += own_blocks(count // 5, rows[0])
+    with node_process() as node:
+        rows += own_blocks(count // 5, rows[0], node=node)
     show(rows, as_json=options.json)
 
 

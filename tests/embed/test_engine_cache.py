@@ -21,9 +21,9 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK
 from tierkv.cache.keys import Prompt, pack
 from tierkv.clock import SystemClock
+from tierkv.embed import EngineCacheSettings
 from tierkv.embed.engine_cache import (
     EngineCache,
-    EngineCacheSettings,
     Found,
     Polled,
 )

@@ -22,7 +22,8 @@ from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, longest_of_all,
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane, layered
 from tierkv.clock import SystemClock
-from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings, Found, Polled
+from tierkv.embed import EngineCacheSettings
+from tierkv.embed.engine_cache import EngineCache, Found, Polled
 from tierkv.errors import BadRequestError, ConfigError, HandoffError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Direction

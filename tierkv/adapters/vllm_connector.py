@@ -58,7 +58,8 @@ from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, main_group
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt, pack, prompt_extra
 from tierkv.cache.layout import Layout, Plane
 from tierkv.clock import SystemClock
-from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings, Polled
+from tierkv.embed.engine_cache import EngineCache, Polled
+from tierkv.embed.host_side import EngineCacheSettings
 from tierkv.errors import ConfigError, DeviceFailedError, TierKVError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device, Planes

@@ -375,6 +375,8 @@ def _estimates(node: Node) -> Iterator[Metric]:
 
 
 def _engine(node: Node) -> Iterator[Metric]:
+    if not node.has_model:
+        return
     stats = node.engine.stats
     yield total("tierkv_generated_tokens", "Tokens generated", stats.generated_tokens)
     yield total(

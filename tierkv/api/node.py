@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from tierkv.api.events import EventFeed, KvEventPublisher
 from tierkv.api.sessions import Once, PinBook, PromptMovements, Sessions, backing_up, prefetching
@@ -14,6 +14,7 @@ from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
 from tierkv.cache.keys import Fingerprint, MediaItem, Prompt
 from tierkv.clock import SystemClock
+from tierkv.embed.external import ExternalEngines
 from tierkv.errors import ShuttingDownError
 from tierkv.gpu import open_device
 from tierkv.gpu.protocol import Device
@@ -22,6 +23,7 @@ from tierkv.http.callers import request_name
 from tierkv.http.live import LiveFeed
 from tierkv.http.problems import NoEngineError, NotReadyError
 from tierkv.http.process import CallUnderWay, Heartbeat, Working
+from tierkv.ranks.memory import SharedCpuDevice
 from tierkv.ranks.ranked import RankedDevice
 from tierkv.refmodel.engine import ReferenceEngine
 from tierkv.refmodel.model import ReferenceModel
@@ -40,6 +42,7 @@ class Node:
     device, store: for tests; the settings name them otherwise.
     is_engine_attached: an engine in this process writes the device's memory and says over HTTP what
         is in it. Where there is none, only the node's own model does.
+    external: engines in other processes, instead of that model.
     """
 
     def __init__(
@@ -50,35 +53,32 @@ class Node:
         store: Store | None = None,
         environ: Mapping[str, str] = os.environ,
         is_engine_attached: bool = False,
+        external: ExternalEngines | None = None,
     ) -> None:
         self.settings = settings
+        self._external = external
         self._is_engine_attached = is_engine_attached
         node, model = settings.node, settings.model
         self.name = node.name or f"{node.role.value}@{node.host}:{node.port}"
+        self.device = device or (SharedCpuDevice() if external else _open_device(settings))
         layout = model.layout(settings.cache.block_size)
-        self.device = device or _open_device(settings)
+        own = Fingerprint(
+            model=model.name,
+            revision=model.weights_id,
+            layout=layout,
+            tenant=settings.cache.tenant,
+        )
         self.service = Service(
             self.device,
-            Fingerprint(
-                model=model.name,
-                revision=model.weights_id,
-                layout=layout,
-                tenant=settings.cache.tenant,
-            ),
+            external.sizes.fingerprint if external else own,
             settings.cache,
             settings.handoff,
             store or _open_store(settings, environ),
             storage=_storage_options(settings),
             name=self.name,
+            beside=external.sizes.beside() if external else (),
         )
-        with self.device.computing():
-            reference = ReferenceModel(
-                model,
-                settings.cache.block_size,
-                self.device.array_module,
-                tensor_parallel=settings.cache.tensor_parallel,
-            )
-        self.engine = ReferenceEngine(self.service, reference, settings.engine)
+        self._model = None if external else self._reference()
         self._working = Working(
             lambda: ShuttingDownError(
                 f"this node {self._why_ends('was stopped')} before the request was done"
@@ -102,6 +102,32 @@ class Node:
         self.started_at = time.time()
         self.has_started = False
 
+    def _reference(self) -> ReferenceEngine:
+        settings = self.settings
+        with self.device.computing():
+            reference = ReferenceModel(
+                settings.model,
+                settings.cache.block_size,
+                self.device.array_module,
+                tensor_parallel=settings.cache.tensor_parallel,
+            )
+        return ReferenceEngine(self.service, reference, settings.engine)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it computes itself."""
+        return self._model is not None
+
+    @property
+    def engine(self) -> ReferenceEngine:
+        """Raises NoEngineError if engines in other processes compute."""
+        if self._model is None:
+            raise NoEngineError(
+                "this node has no model of its own: it keeps the KV of engines on its machine "
+                "(node.engine_socket), which compute"
+            )
+        return self._model
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Opens all. At the end cuts off what work there still is, waits for publishes and copies,
@@ -112,7 +138,7 @@ class Node:
         try:
             async with (
                 self.service.running(),
-                self.engine.running(),
+                self._engines(),
                 self.desk.running(),
                 self.prefetches.running(),
                 self.backups.running(),
@@ -129,6 +155,17 @@ class Node:
                     await self.idle(grace_s=0)
         finally:
             self.device.close()
+
+    def _engines(self) -> AbstractAsyncContextManager[object]:
+        return (
+            self.engine.running()
+            if self._external is None
+            else self._external.running(self.service)
+        )
+
+    async def verify(self) -> list[str]:
+        """As Service.verify, with what engines in other processes hold."""
+        return self.service.verify() if self._external is None else await self._external.verify()
 
     def check_started(self) -> None:
         """Raise NotReadyError if there is nothing to ask yet."""
@@ -227,7 +264,7 @@ def _opener(settings: NodeSettings) -> Callable[[str], Store]:
 
 
 def _storage_options(settings: NodeSettings) -> StorageOptions:
-    storage = settings.storage
+    storage, is_external = settings.storage, bool(settings.node.engine_socket)
     opener = _opener(settings)
     return StorageOptions(
         open=opener,
@@ -236,5 +273,5 @@ def _storage_options(settings: NodeSettings) -> StorageOptions:
         small=storage.small_codec(),
         touches_per_ttl=storage.touches_per_ttl,
         peer_sizes=storage.peer_tensor_parallel,
-        scheme=settings.model.shards(settings.cache.block_size),
+        scheme=None if is_external else settings.model.shards(settings.cache.block_size),
     )

@@ -308,7 +308,7 @@ class StatusRoutes(Routes):
     async def verify(self, _: web.BaseRequest) -> VerifyAnswer:
         """Recount blocks and leases; what is wrong with them, in words."""
         self._node.check_started()
-        return VerifyAnswer(self._node.service.verify())
+        return VerifyAnswer(await self._node.verify())
 
 
 class OpenApiRoutes:

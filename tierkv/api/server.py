@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from os import _exit
 from pathlib import Path
 
@@ -34,7 +36,9 @@ from tierkv.api.routes_status import (
 )
 from tierkv.api.routes_work import WorkRoutes
 from tierkv.api.settings import NodeSection, NodeSettings
-from tierkv.http.callers import Guard
+from tierkv.embed.external import EngineListener, ExternalEngines
+from tierkv.embed.host_side import HostSizes
+from tierkv.http.callers import Access, Guard, UnauthenticatedError
 from tierkv.http.live import PageRoutes
 from tierkv.http.problems import fail
 from tierkv.http.process import short_collections, told_to_end
@@ -92,14 +96,71 @@ def run(
             port: int = listeners[0].getsockname()[1]
             settings = replace(settings, node=replace(settings.node, port=port))
             _warn_of_plain_tokens(settings, listeners[0])
-        node = Node(settings, is_engine_attached=is_engine_attached)
-        last_resort = threading.Timer(settings.node.close_limit_s, _leave, [node])
-        last_resort.daemon = True
+        last_resort = LastResort(settings.node.close_limit_s)
+        try:
+            if settings.node.engine_socket:
+                uvloop.run(_serve_engines(settings, listeners, announce, last_resort))
+                return
+            node = Node(settings, is_engine_attached=is_engine_attached)
+            with tracing.exporting(node.name):
+                uvloop.run(serve(node, listeners, announce, partial(last_resort.start, node)))
+        finally:
+            last_resort.cancel()
+
+
+async def _serve_engines(
+    settings: NodeSettings,
+    listeners: list[socket.socket],
+    announce: Callable[[str], None],
+    last_resort: LastResort,
+) -> None:
+    """The first engine says what a block is; then there is a node."""
+    path, auth = settings.node.engine_socket, settings.auth
+    guard = Guard(Path(auth.file) if auth.file else None, reload_s=auth.reload_s)
+
+    def why_not(token: str) -> str:
+        """An engine maps the whole host tier, whosever blocks are there."""
+        try:
+            caller = guard.principal_of_token(token)
+        except UnauthenticatedError as error:
+            return str(error)
+        may = caller.access is Access.ADMIN
+        return "" if may else f"{caller.name} is no admin of this node"
+
+    at_socket = EngineListener(path, why_not)
+    async with guard.running(), at_socket.listening():
+        with told_to_end(lambda: None) as told:
+            log.info("waiting at %s for the first engine", path)
+            first = asyncio.ensure_future(at_socket.first())
+            ending = asyncio.ensure_future(told.wait())
+            await asyncio.wait({first, ending}, return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if not first.done():
+                first.cancel()
+                return
+        hello = first.result()
+        sizes = HostSizes.for_blocks(hello.fingerprint, hello.groups, settings.cache.host_blocks)
+        settings = replace(settings, cache=sizes.settings(settings.cache))
+        node = Node(settings, external=ExternalEngines(at_socket, sizes))
         with tracing.exporting(node.name):
-            try:
-                uvloop.run(serve(node, listeners, announce, last_resort.start))
-            finally:
-                last_resort.cancel()
+            await serve(node, listeners, announce, partial(last_resort.start, node))
+
+
+class LastResort:
+    """Ends the process some time after closing has begun, if it has not ended by then."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._timer: threading.Timer | None = None
+
+    def start(self, node: Node) -> None:
+        self._timer = threading.Timer(self._limit_s, _leave, [node])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @contextmanager

@@ -50,6 +50,9 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
         leave the node's memory by then, such as a disk that hangs, is left behind: exit status 1.
     unix_socket: path of a socket to listen on as well; "" for none.
     listens_tcp: False listens on the Unix socket only.
+    engine_socket: path of the Unix socket at which engines in other processes come, whose KV it
+        keeps instead of its own model's; "" for none. Its directory should be private.
+        cache.host_blocks says for how many blocks of a prompt there is room.
     """
 
     role: Role = Role.BOTH
@@ -60,6 +63,7 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
     close_limit_s: float = 60.0
     unix_socket: str = ""
     listens_tcp: bool = True
+    engine_socket: str = ""
 
     def __post_init__(self) -> None:
         self.check("node")

@@ -12,6 +12,7 @@ import click
 
 from tierkv.api.settings import NodeSettings
 from tierkv.config import load
+from tierkv.errors import ConfigError
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http.process import log_to_stderr
 
@@ -126,6 +127,20 @@ def _with(command: F, options: Sequence[_Decorator]) -> F:
     "~/.cache/tierkv/store if that is not set]",
 )
 @click.option("--name", help="What this node is called in logs and tickets.")
+@click.option(
+    "--engine",
+    type=click.Choice(["reference", "external"]),
+    default="reference",
+    show_default=True,
+    help="Whose KV it caches: its own model's, or that of engines on this machine, which share its "
+    "host tier.",
+)
+@click.option(
+    "--engine-socket",
+    metavar="PATH",
+    help="With --engine external: the Unix socket at which engines come. The node answers HTTP "
+    "once the first has said what a block is.",
+)
 @_who_may_call
 @click.option(
     "--unix-socket", metavar="PATH", help="Listen on this socket too; only its owner may connect."
@@ -138,6 +153,7 @@ def serve(
     as_json: bool,
     insecure: bool,
     no_tcp: bool,
+    engine: str,
     config: Path | None,
     **options: str | int | None,
 ) -> None:
@@ -156,6 +172,8 @@ def serve(
     options["listens_tcp"] = "false" if no_tcp else None
     given = _settings_in(options, table="node", insecure=insecure)
     settings = load(NodeSettings, config, os.environ, given, beside=GatewaySettings)
+    if (engine == "external") != bool(settings.node.engine_socket):
+        raise ConfigError("--engine external goes with --engine-socket, where engines come")
     log_to_stderr(log_level.upper())
 
     def announce(url: str) -> None:

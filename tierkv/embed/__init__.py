@@ -2,8 +2,10 @@
 
 from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind
 from tierkv.embed.embedded import Embedded
-from tierkv.embed.engine_cache import EngineCache, EngineCacheSettings
+from tierkv.embed.engine_cache import EngineCache
 from tierkv.embed.exchange import AbortedError, Answer, Call, QueueFullError
+from tierkv.embed.external import NodeHost
+from tierkv.embed.host_side import EngineCacheSettings
 from tierkv.embed.requests import Admitted, Until
 from tierkv.embed.thread import (
     CloseTimeoutError,
@@ -28,6 +30,7 @@ __all__ = [
     "Finished",
     "ForkedError",
     "GroupKind",
+    "NodeHost",
     "QueueFullError",
     "RankSocket",
     "ServiceFailedError",

@@ -22,27 +22,27 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 
-from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group, slots_of
+from tierkv.cache.groups import CacheGroup, GroupKind, as_groups, main_group
 from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import Layout
 from tierkv.cache.node import Ids
 from tierkv.cache.shards import Shard
-from tierkv.config import all_above_zero
 from tierkv.embed.embedded import Embedded
 from tierkv.embed.exchange import Call
-from tierkv.embed.group_tier import group_fingerprint
+from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import (
     Copied,
+    EngineCacheSettings,
     ExternalId,
     HostPromise,
     HostSide,
+    HostSizes,
     Kept,
 )
 from tierkv.embed.thread import EmbedSettings
@@ -63,27 +63,7 @@ from tierkv.transfer.tier import StorageOptions
 log = logging.getLogger("tierkv.engine")
 
 _CLOSE_S = 60.0
-_FEWEST_SLOTS = 2  # one to be promised and one to be saved
 _MOST_CALLS = 1 << 20  # all are this cache's own, and what they hold is bounded
-
-
-class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """most_promised: the share of host slots that lookups may hold for requests that wait.
-    expires_s: how long a promise is held before it is loaded. save_blocks: host slots kept ready
-    for saves. max_failures: a block whose loads failed so often is offered to nobody. max_events:
-    that wait to be taken.
-    """
-
-    most_promised: float = 0.5
-    expires_s: float = 30.0
-    save_blocks: int = 256
-    max_failures: int = 3
-    max_events: int = 4096
-
-    def __post_init__(self) -> None:
-        all_above_zero("engine_cache", self, "most_promised", "expires_s")
-        if self.most_promised > 1 or min(self.save_blocks, self.max_failures, self.max_events) < 1:
-            raise ConfigError("engine_cache: most_promised is a share, and counts are 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +94,47 @@ class Polled:
     saved: list[str] = field(default_factory=list)
     stored: list[tuple[str, int]] = field(default_factory=list)
     published: list[tuple[str, Published | TierKVError]] = field(default_factory=list)
+
+
+class LocalHost:
+    """The host tier in this process, on a thread of its own. `NodeHost` is one in another."""
+
+    def __init__(self, embedded: Embedded, sizes: HostSizes, settings: EngineCacheSettings) -> None:
+        self.life: int | None = None  # ranks hold nothing up: they have their memory from here
+        self._embedded = embedded
+        self._sizes = sizes
+        self._settings = settings
+
+    @property
+    def is_open(self) -> bool:
+        return self._embedded.is_open
+
+    def open(self, _fingerprint: Fingerprint, _groups: Sequence[CacheGroup]) -> None:
+        """Raises ConfigError, StoreUnavailableError."""
+        self._embedded.open()
+        sizes, settings = self._sizes, self._settings
+        opening = self._embedded.run("begin", lambda service: sizes.open(service, settings))
+        self._side: HostSide = opening.wait(_CLOSE_S)
+        self.slots, self.most_reserved = self._side.slots, self._side.most_reserved
+
+    def call(self, method: str, *args: Any) -> Call[Any]:  # noqa: ANN401 - the method's own
+        """Ask `HostSide` for its method of this name."""
+        asked = getattr(self._side, method)
+        return self._embedded.run(method, lambda _: asked(*args))
+
+    def poll(self) -> list[Call[Any]]:
+        """The calls that have been answered and that nobody has taken."""
+        return self._embedded.poll()
+
+    def take_events(self) -> list[CacheEvent]:
+        return self._side.take_events()
+
+    def close(self) -> None:
+        """Give all back. No rank copies any more."""
+        try:
+            self.call("give_back").wait(_CLOSE_S)
+        finally:
+            self._embedded.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -196,8 +217,9 @@ class EngineCache:
         fingerprint: Fingerprint,
         groups: Sequence[CacheGroup | Layout],
         *,
-        host_bytes: int,
-        cache: CacheSettings,
+        host_bytes: int = 0,
+        cache: CacheSettings | None = None,
+        node: NodeHost | None = None,
         store: Callable[[], Store | None] = lambda: None,
         planes: WorkerPlanes | None = None,
         ranks: RankSocket | None = None,
@@ -208,19 +230,19 @@ class EngineCache:
         embed: EmbedSettings | None = None,
         name: str = "tierkv",
     ) -> None:
-        """cache: the rules of the tiers; its sizes are `host_bytes` and no device. Raises
-        ConfigError if the groups are not the fingerprint's, there is no room for two blocks of
-        each, or the ranks' shards do not make them up."""
+        """cache: the rules of the tiers; its sizes are `host_bytes` and no device. node: the tiers
+        are another process's, which has what is said here of memory, store and their rules.
+
+        Raises ConfigError if the groups are not the fingerprint's, there is no room for two blocks
+        of each, or the ranks' shards do not make them up.
+        """
         self.groups = as_groups(groups)
         self._main = main_group(self.groups)
-        main = self.groups[self._main]
-        if main.layout.digest != fingerprint.layout.digest:
-            raise ConfigError(f"the fingerprint's layout is not that of group {self._main}")
-        is_indexed = main.kind is GroupKind.FULL
-        is_alone = is_indexed and len(self.groups) == 1
-        if not is_alone:  # else all keys are what they were
-            fingerprint = replace(fingerprint, groups="; ".join(map(str, self.groups)))
+        self.settings = settings or EngineCacheSettings()
+        self._fingerprint = fingerprint
         self._layouts = [one.layout for one in self.groups]  # of host slots
+        main = self.groups[self._main]
+        is_alone = len(self.groups) == 1 and main.kind is GroupKind.FULL
         shards: Sequence[Layout] = ()
         if ranks is not None:
             shards = _slices_of(main.layout, ranks.shards(0), storage) if is_alone else ()
@@ -230,39 +252,29 @@ class EngineCache:
             if planes is not None:
                 raise ConfigError("a rank in this process connects to the socket of the others")
             num_ranks = ranks.num_ranks
-        num_slots = slots_of(self.groups, host_bytes)
-        if shards:
-            num_slots = [host_bytes // self._layouts[0].block_bytes]
-        if min(num_slots) < _FEWEST_SLOTS:
+        if node is not None and shards:
             raise ConfigError(
-                f"{host_bytes} bytes of host memory have no room for two blocks of each group"
+                "a node keeps blocks as they lie in its host slots: give it side_by_side(shards)"
             )
-        self.settings = settings or EngineCacheSettings()
-        in_index = num_slots[self._main] if is_indexed else 1
-        sizes = msgspec.structs.replace(
-            cache, device_blocks=1, host_blocks=in_index, host_max_blocks=0
-        )
-        self._indexed = self._main if is_indexed else None
-        beside = [
-            (group_fingerprint(fingerprint, number, group), num_slots[number])
-            for number, group in enumerate(self.groups)
-            if number != self._indexed
-        ]
+        if node is None:
+            sizes = HostSizes.of(fingerprint, self.groups, host_bytes, shards)
 
-        def build() -> Service:
-            return Service(
-                CpuDevice() if ranks is None else SharedCpuDevice(shards),
-                fingerprint,
-                sizes,
-                handoff or HandoffSettings(),
-                store(),
-                storage=storage,
-                name=name,
-                beside=beside,
-            )
+            def build() -> Service:
+                return Service(
+                    CpuDevice() if ranks is None else SharedCpuDevice(shards),
+                    sizes.fingerprint,
+                    sizes.settings(cache or CacheSettings()),
+                    handoff or HandoffSettings(),
+                    store(),
+                    storage=storage,
+                    name=name,
+                    beside=sizes.beside(),
+                )
 
-        self._num_slots = num_slots
-        self._embedded = Embedded(build, embed or EmbedSettings(max_calls=_MOST_CALLS))
+            embedded = Embedded(build, embed or EmbedSettings(max_calls=_MOST_CALLS))
+            self._host: LocalHost | NodeHost = LocalHost(embedded, sizes, self.settings)
+        else:
+            self._host = node
         self._planes = planes
         self._socket = ranks
         self._ranks = frozenset(range(num_ranks))
@@ -289,20 +301,9 @@ class EngineCache:
         self.close()
 
     def open(self) -> None:
-        """Start the service's thread; return when it has its memory and the store. Raises
+        """Start the service's thread, or reach the node; return when there is memory. Raises
         ConfigError, StoreUnavailableError."""
-        self._embedded.open()
-        settings, num_slots = self.settings, self._num_slots
-        self._host = HostSide(
-            self._embedded.service,
-            self.groups,
-            main=self._indexed,
-            most_promised=[max(int(settings.most_promised * slots), 1) for slots in num_slots],
-            most_reserved=[max(min(settings.save_blocks, slots // 4), 1) for slots in num_slots],
-            max_failures=settings.max_failures,
-            max_events=settings.max_events,
-        )
-        self._embedded.run("begin", self._host.begin).wait(_CLOSE_S)
+        self._host.open(self._fingerprint, self.groups)
         if self._planes is not None:
             self._planes.attach(self._host.slots)
         self._refill()
@@ -312,14 +313,14 @@ class EngineCache:
         if self._socket is not None:
             shared = [slots for slots in self._host.slots if isinstance(slots, SharedSlots)]
             try:
-                self._socket.open(self._layouts, shared)
+                self._socket.open(self._layouts, shared, life=self._host.life)
             except BaseException:
                 self.close()
                 raise
 
     def close(self) -> None:
         """Wait for the copies under way, give everything back, close. Any number of times."""
-        if not self._embedded.is_open:
+        if not self._host.is_open:
             return
         if self._planes is not None:
             self._planes.close()
@@ -328,10 +329,7 @@ class EngineCache:
             self._socket.close()
         for key in list(self._known):
             self.release(key)
-        try:
-            self._embedded.run("give_back", self._host.give_back).wait(_CLOSE_S)
-        finally:
-            self._embedded.close()
+        self._host.close()
 
     # Looking up
 
@@ -385,10 +383,9 @@ class EngineCache:
 
     def _ask(self, known: _Known, expires_s: float) -> None:
         if known.call is None:
-            host, prompt, ticket, limit = self._host, known.prompt, known.ticket, known.limit
             known.nothing = None
-            known.call = self._embedded.run(
-                "promise", lambda _: host.promise(prompt, ticket, expires_s, limit)
+            known.call = self._host.call(
+                "promise", known.prompt, known.ticket, expires_s, known.limit
             )
         if not known.call.is_done:
             return
@@ -406,8 +403,7 @@ class EngineCache:
         if known is None:
             known = self._known[name] = _Known(prompt, None)
         if known.call is None:
-            host = self._host
-            known.call = self._embedded.run("count", lambda _: host.count(prompt))
+            known.call = self._host.call("count", prompt)
         if not known.call.is_done:
             return None
         del self._known[name]
@@ -540,8 +536,8 @@ class EngineCache:
         return _Part(group, positions[:count], blocks[:count], slots)
 
     def _begin_to_publish(self, key: str, known: _Known, prompt: Prompt, ticket: str) -> _Publish:
-        host, number = self._host, next(self._numbers)
-        call = self._embedded.run("publish", lambda _: host.publish(number, prompt, ticket))
+        number = next(self._numbers)
+        call = self._host.call("publish", number, prompt, ticket)
         self._jobs[call] = (key, known)
         return _Publish(ticket, number)
 
@@ -583,8 +579,7 @@ class EngineCache:
             return
         self._let_go_of(step)
         if step.promise is not None:
-            host, promise = self._host, step.promise
-            self._embedded.run("free", lambda _: host.free(promise))
+            self._host.call("free", step.promise)
         else:
             step.problem = "it was cancelled"
             self._save_ended(step)
@@ -603,9 +598,9 @@ class EngineCache:
             return
         publish = known.publish
         if publish is not None and publish.first_tokens is None:
-            host, number = self._host, publish.number
+            number = publish.number
             reason = "the request ended before its whole prompt was saved"
-            self._embedded.run("fail", lambda _: host.fail(number, reason))
+            self._host.call("fail", number, reason)
         if known.call is not None:
             call = known.call
             call.when_done(lambda: self._let_go(call))
@@ -623,7 +618,7 @@ class EngineCache:
         if self._failure is not None:
             self._fail_lost()
         self._take_reserve()
-        for call in self._embedded.poll():
+        for call in self._host.poll():
             if call in self._jobs:
                 self._job_ended(call)
         polled, self._polled = self._polled, Polled()
@@ -637,16 +632,16 @@ class EngineCache:
         return self._host.take_events()
 
     def stats(self) -> Call[Stats]:
-        return self._embedded.stats()
+        return self._host.call("stats")
 
     def reset(self) -> Call[int]:
         """Forget all that is cached on the host and not held; storage keeps its values. How many
         copies are left."""
-        return self._embedded.run("reset", self._host.forget)
+        return self._host.call("forget")
 
     def verify(self) -> Call[list[str]]:
         """Recount slots, leases and promises; what is wrong, in words."""
-        return self._embedded.run("verify", self._host.verify)
+        return self._host.call("verify")
 
     # Inside
 
@@ -728,8 +723,7 @@ class EngineCache:
                 int(part.positions[0]) * self.groups[part.group].block_size for part in step.parts
             )
         self._polled.loaded.append((step.key, failed))
-        host = self._host
-        self._embedded.run("loaded", lambda _: host.loaded(promise, failed))
+        self._host.call("loaded", promise, failed)
 
     def _save_ended(self, step: _Step) -> None:
         known = step.known
@@ -740,12 +734,11 @@ class EngineCache:
                 saved = known.saved.get(part.group, 0)
                 known.saved[part.group] = min(saved, int(part.positions[0]))
         else:
-            host, prompt = self._host, step.prompt
             copied = [
                 Copied(part.group, part.positions, part.slots, part.external_ids)
                 for part in step.parts
             ]
-            call = self._embedded.run("keep", lambda _: host.keep(prompt, copied))
+            call = self._host.call("keep", step.prompt, copied)
             self._jobs[call] = (step.key, step.known)
         known.num_saves -= 1
         self._finish_if_saved(known)
@@ -757,9 +750,9 @@ class EngineCache:
         publish = known.publish
         if publish is None or publish.first_tokens is None or known.num_saves:
             return
-        host, number, first_tokens = self._host, publish.number, publish.first_tokens
+        number, first_tokens = publish.number, publish.first_tokens
         known.publish, known.published = None, publish.ticket
-        self._embedded.run("finish", lambda _: host.finish(number, first_tokens))
+        self._host.call("finish", number, first_tokens)
 
     def _job_ended(self, call: Call[Any]) -> None:
         key, _ = self._jobs.pop(call)
@@ -776,7 +769,7 @@ class EngineCache:
         most = self._host.most_reserved
         counts = [most[at] - len(one) for at, one in enumerate(self._reserve)]
         if any(2 * count > most[at] for at, count in enumerate(counts)):
-            self._wanted = self._embedded.run("reserve", lambda _: self._host.reserve(counts))
+            self._wanted = self._host.call("reserve", counts)
 
     def _take_reserve(self) -> None:
         if self._wanted is not None and self._wanted.is_done:
@@ -794,8 +787,7 @@ class EngineCache:
 
     def _free(self, promise: HostPromise) -> None:
         if promise.claim():
-            host = self._host
-            self._embedded.run("free", lambda _: host.free(promise))
+            self._host.call("free", promise)
 
 
 def _slices_of(

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
@@ -129,7 +129,7 @@ class Call(Generic[T]):
         return f"{self.kind} of {self.request_id!r}" if self.request_id else self.kind
 
 
-Work = Callable[[], Coroutine[Any, Any, Any]]
+Work = Callable[..., Any]
 
 
 class Exchange:

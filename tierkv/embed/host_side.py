@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,12 +17,22 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from tierkv.cache.groups import CacheGroup, FlatBlock, GroupKind, longest_of_all
+from tierkv.cache.groups import (
+    CacheGroup,
+    FlatBlock,
+    GroupKind,
+    longest_of_all,
+    main_group,
+    slots_of,
+)
 from tierkv.cache.index import Lease
-from tierkv.cache.keys import TOKEN_BYTES, Prompt, StoredKey
+from tierkv.cache.keys import TOKEN_BYTES, Fingerprint, Prompt, StoredKey
+from tierkv.cache.layout import Layout
 from tierkv.cache.node import CopyState, Ids, Tier, TreeNode
-from tierkv.embed.group_tier import GroupLook, GroupTier
+from tierkv.config import all_above_zero
+from tierkv.embed.group_tier import GroupLook, GroupTier, group_fingerprint
 from tierkv.errors import (
+    ConfigError,
     DuplicateRequestError,
     HandoffError,
     OutOfBlocksError,
@@ -30,11 +40,13 @@ from tierkv.errors import (
     TierKVError,
 )
 from tierkv.gpu.protocol import HostSlots
+from tierkv.observe import Stats
 from tierkv.pd.claims import Watch
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.tickets import PROGRESS, ClaimProblem, OpenTicket, Ticket, check_written
 from tierkv.sched.copies import GROUP_BLOCKS, path_keys
 from tierkv.sched.events import CacheEvent, Happening
+from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.tasks import abandonable, background
@@ -43,12 +55,125 @@ from tierkv.transfer.storage_io import StorageIO
 log = logging.getLogger("tierkv.engine")
 
 _NO_SLOTS: Ids = np.zeros(0, np.int32)
+_FEWEST_SLOTS = 2  # one to be promised and one to be saved
 _MOST_FAILURES = 4096  # blocks whose failed loads are counted
 _MOST_ROUNDS = 4  # in which a lookup is planned anew because storage has lost something meanwhile
 _LAST_WORD_S = 0.5
 _LEAST_NAMES = 65_536  # blocks whose names by the engine are remembered, at least
 
 ExternalId = str | int | bytes
+
+
+class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """most_promised: the share of host slots that lookups may hold for requests that wait.
+    expires_s: how long a promise is held before it is loaded. save_blocks: host slots kept ready
+    for saves. max_failures: a block whose loads failed so often is offered to nobody. max_events:
+    that wait to be taken.
+    """
+
+    most_promised: float = 0.5
+    expires_s: float = 30.0
+    save_blocks: int = 256
+    max_failures: int = 3
+    max_events: int = 4096
+
+    def __post_init__(self) -> None:
+        all_above_zero("engine_cache", self, "most_promised", "expires_s")
+        if self.most_promised > 1 or min(self.save_blocks, self.max_failures, self.max_events) < 1:
+            raise ConfigError("engine_cache: most_promised is a share, and counts are 1 or more")
+
+
+def whole_fingerprint(fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> Fingerprint:
+    """An engine's, with all of its groups."""
+    if len(groups) == 1 and groups[0].kind is GroupKind.FULL:
+        return fingerprint  # all keys are what they were
+    return replace(fingerprint, groups="; ".join(map(str, groups)))
+
+
+@dataclass(frozen=True, slots=True)
+class HostSizes:
+    """What a host tier is made for: groups of blocks, and how many slots each has.
+
+    main: the group of the fingerprint's layout. indexed: that group, if it is of full attention and
+    so in the service's index.
+    """
+
+    fingerprint: Fingerprint
+    groups: tuple[CacheGroup, ...]
+    num_slots: tuple[int, ...]
+    main: int
+
+    @classmethod
+    def of(
+        cls,
+        fingerprint: Fingerprint,
+        groups: Sequence[CacheGroup],
+        host_bytes: int,
+        shards: Sequence[Layout] = (),
+    ) -> HostSizes:
+        """shards: of a block in a host slot, side by side, where it is stored otherwise.
+
+        Raises ConfigError if the groups are not the fingerprint's, or there is no room for two
+        blocks of each.
+        """
+        number = main_group(groups)
+        main = groups[number]
+        if main.layout.digest != fingerprint.layout.digest:
+            raise ConfigError(f"the fingerprint's layout is not that of group {number}")
+        num_slots = tuple(slots_of(groups, host_bytes))
+        if shards:
+            num_slots = (host_bytes // sum(shard.block_bytes for shard in shards),)
+        if min(num_slots) < _FEWEST_SLOTS:
+            raise ConfigError(
+                f"{host_bytes} bytes of host memory have no room for two blocks of each group"
+            )
+        return cls(whole_fingerprint(fingerprint, groups), tuple(groups), num_slots, number)
+
+    @classmethod
+    def for_blocks(
+        cls, fingerprint: Fingerprint, groups: Sequence[CacheGroup], num_blocks: int
+    ) -> HostSizes:
+        """With room for so many blocks of a prompt, of all groups."""
+        size = groups[main_group(groups)].block_size
+        of_block = sum(-(-one.layout.block_bytes * size // one.block_size) for one in groups)
+        return cls.of(fingerprint, groups, num_blocks * of_block)
+
+    @property
+    def indexed(self) -> int | None:
+        return self.main if self.groups[self.main].kind is GroupKind.FULL else None
+
+    def settings(self, cache: CacheSettings) -> CacheSettings:
+        """The rules of `cache`, for these slots and no device."""
+        in_index = 1 if self.indexed is None else self.num_slots[self.main]
+        return msgspec.structs.replace(
+            cache,
+            block_size=self.fingerprint.layout.block_size,
+            device_blocks=1,
+            host_blocks=in_index,
+            host_max_blocks=0,
+        )
+
+    def beside(self) -> list[tuple[Fingerprint, int]]:
+        """Of the groups that are not in the index, for `Service`."""
+        return [
+            (group_fingerprint(self.fingerprint, number, group), self.num_slots[number])
+            for number, group in enumerate(self.groups)
+            if number != self.indexed
+        ]
+
+    async def open(self, service: Service, settings: EngineCacheSettings) -> HostSide:
+        """On the service's loop, once it runs."""
+        side = HostSide(
+            service,
+            self.groups,
+            main=self.indexed,
+            most_promised=[max(int(settings.most_promised * n), 1) for n in self.num_slots],
+            most_reserved=[max(min(settings.save_blocks, n // 4), 1) for n in self.num_slots],
+            max_failures=settings.max_failures,
+            max_events=settings.max_events,
+        )
+        side.begin(service)
+        return side
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +315,7 @@ class HostSide:
             for number in range(len(self._groups))
         ]
 
-    async def begin(self, service: Service) -> None:
+    def begin(self, service: Service) -> None:
         """Listen to events from now on."""
         subscription = service.events.subscribe(self._max_events)
         self._events = self._listening.enter_context(subscription)
@@ -586,6 +711,18 @@ class HostSide:
         while len(self._names) > _LEAST_NAMES + 4 * sum(host.num_slots for host in self.slots):
             self._names.popitem(last=False)
 
+    async def give(self, slots: Sequence[Iterable[int]]) -> None:
+        """By group, slots that were reserved, and that nothing writes any more."""
+        for number, some in enumerate(slots):
+            if number != self._main:
+                self._tiers[number].blocks.give(list(some))
+                continue
+            tiers, free = self._service.tiers, list(some)
+            for slot in free:
+                tiers.slots.unlend(Tier.HOST, self._lent.pop(slot))
+            tiers.slots.give(Tier.HOST, np.array(free, np.int32))
+            tiers.work.capacity_changed()
+
     # Tickets
 
     def _handoff(self) -> Handoff:
@@ -759,10 +896,13 @@ class HostSide:
 
     # All of it
 
-    async def verify(self, service: Service) -> list[str]:
+    async def stats(self) -> Stats:
+        return self._service.stats()
+
+    async def verify(self) -> list[str]:
         """As Service.verify, with what is held here."""
         leases = sum(one.lease is not None for one in self._promises)
-        wrong = service.verify(num_leases=leases)
+        wrong = self._service.verify(num_leases=leases)
         counted = [one.num_blocks for one in self._promises if one.num_blocks]
         sums = [sum(of_group) for of_group in zip(*counted, strict=True)]
         if (sums or [0] * len(self._groups)) != self._promised_blocks:
@@ -772,22 +912,19 @@ class HostSide:
             wrong += tier.findings(held)
         return wrong
 
-    async def forget(self, service: Service) -> int:
+    async def forget(self) -> int:
         """As Service.forget, of all groups."""
-        left = await service.forget()
+        left = await self._service.forget()
         return left + sum(tier.blocks.forget() for tier in self._tiers.values())
 
-    async def give_back(self, service: Service) -> None:
+    async def give_back(self) -> None:
         """At the end: promises, and slots that nothing was saved to."""
         for outlet in self._outlets.values():
             outlet.fail("the engine's cache was closed")
         for promise in list(self._promises):
             self._release(promise)
-        slots = np.array(list(self._lent), np.int32)
-        for one in self._lent.values():
-            service.tiers.slots.unlend(Tier.HOST, one)
-        self._lent.clear()
-        service.tiers.slots.give(Tier.HOST, slots)
+        groups = range(len(self._groups))
+        await self.give([[*self._lent] if number == self._main else [] for number in groups])
         self._listening.close()
 
 

@@ -360,6 +360,14 @@ class Guard:
             return keyring.by_token(_token_of(given), now=time.time())
         return _by_connection(request, keyring)
 
+    def principal_of_token(self, token: str) -> Principal:
+        """Of who comes by another way than HTTP. Raises UnauthenticatedError."""
+        if self._file is None:
+            return ANYONE
+        if self._keyring is None or not token:
+            raise UnauthenticatedError("this node asks for a token")
+        return self._keyring.by_token(token.encode(), now=time.time())
+
     def admit(self, request: web.BaseRequest, needed: Access) -> None:
         """Set `request[PRINCIPAL]`. Raises UnauthenticatedError or ForbiddenError."""
         if needed is Access.PUBLIC:

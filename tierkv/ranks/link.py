@@ -29,11 +29,11 @@ from tierkv.wire import seal, unseal
 Kind = Literal["load", "offload", "copy"]
 
 MAGIC = b"TKWK"
-VERSION = 2
+VERSION = 3
 _SLOT = np.dtype("<i4")
 _LENGTH = struct.Struct("<I")
 _MAX_RECORD = 64 << 20
-_MAX_GROUPS = 64
+_MAX_DESCRIPTORS = 64
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -57,10 +57,12 @@ class HostRegion(msgspec.Struct, frozen=True):
 
 class SharedMemory(msgspec.Struct, frozen=True, tag="memory"):
     """Of each group of layers the host slots, with a descriptor for each. saves: whether the worker
-    writes them; another rank with the same bytes does if not."""
+    writes them; another rank with the same bytes does if not. has_life: one more descriptor comes,
+    which the worker holds for as long as it may copy."""
 
     regions: tuple[HostRegion, ...]
     saves: bool = True
+    has_life: bool = False
 
 
 class NotTaken(msgspec.Struct, frozen=True, tag="not_taken"):
@@ -183,28 +185,25 @@ class Link:
         """The answer to a worker's hello, and the descriptors that came with it, which are the
         caller's. Raises ConfigError if the worker is not taken, StoreCorruptError if the answer
         cannot be read."""
+        record, descriptors = self.receive_descriptors()
         try:
-            chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_GROUPS)
-        except OSError as error:
-            raise LinkClosedError(f"the scheduler is gone: {error}") from error
-        try:
-            self._received += chunk
-            return self._memory(len(descriptors)), descriptors
+            return _memory(record, len(descriptors)), descriptors
         except BaseException:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
             raise
 
-    def _memory(self, num_descriptors: int) -> SharedMemory:
+    def receive_descriptors(self) -> tuple[bytes, list[int]]:
+        """The first record that comes, and the descriptors with it, which are the caller's."""
+        try:
+            chunk, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_DESCRIPTORS)
+        except OSError as error:
+            raise LinkClosedError(f"the scheduler is gone: {error}") from error
+        self._received += chunk
         records = self._whole_records(most=1)
         if not records:
+            close_all(descriptors)
             raise LinkClosedError("the scheduler has closed its end before it was ready")
-        found = read(records[0])
-        if isinstance(found, NotTaken):
-            raise ConfigError(found.reason)
-        if not isinstance(found, SharedMemory) or len(found.regions) != num_descriptors:
-            raise StoreCorruptError("a scheduler's first record is about its memory")
-        return found
+        return records[0], descriptors
 
     def pending(self) -> list[bytes]:
         """Whole records that have been received already."""
@@ -241,6 +240,23 @@ class Link:
 def read(value: bytes) -> Record:
     """Raises StoreCorruptError if it is no such record."""
     return unseal(MAGIC, VERSION, value, Record)  # type: ignore[arg-type]
+
+
+def _memory(record: bytes, num_descriptors: int) -> SharedMemory:
+    found = read(record)
+    if isinstance(found, NotTaken):
+        raise ConfigError(found.reason)
+    if (
+        not isinstance(found, SharedMemory)
+        or num_descriptors != len(found.regions) + found.has_life
+    ):
+        raise StoreCorruptError("a scheduler's first record is about its memory")
+    return found
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def listen(path: str) -> socket.socket:

@@ -180,9 +180,12 @@ def digest_of(layouts: Sequence[Layout]) -> bytes:
     return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
 
-def join(link: Link, rank: int, planes: Sequence[Planes]) -> tuple[list[SharedSlots], bool]:
-    """Say hello, and map the host slots that are the answer, of each group; whether this rank
-    writes them. planes: of each group.
+def join(
+    link: Link, rank: int, planes: Sequence[Planes]
+) -> tuple[list[SharedSlots], int | None, bool]:
+    """Say hello, and map the host slots that are the answer, of each group; the descriptor to hold
+    for as long as this rank may copy, if there is one; whether it writes them. planes: of each
+    group.
 
     Raises ConfigError if this worker is not taken, LinkClosedError if there is no answer, and
     StoreCorruptError if it cannot be read.
@@ -202,4 +205,4 @@ def join(link: Link, rank: int, planes: Sequence[Planes]) -> tuple[list[SharedSl
         for descriptor in left:
             os.close(descriptor)
         raise
-    return hosts, memory.saves
+    return hosts, left.popleft() if memory.has_life else None, memory.saves

@@ -63,7 +63,7 @@ class Worker:
 
     def _join(self, link: Link) -> SharedSlots:
         try:
-            hosts, _ = join(link, self._rank, [self._planes])
+            hosts, _, _ = join(link, self._rank, [self._planes])
         except LinkClosedError as error:
             text = f"the scheduler did not take worker {self._rank}: {error}"
             raise ConfigError(text) from error

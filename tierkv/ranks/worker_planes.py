@@ -266,7 +266,9 @@ class WorkerPlanes:
                 return link
 
     def _join(self, link: Link) -> None:
-        hosts, saves = join(link, self._rank, self._planes)
+        hosts, life, saves = join(link, self._rank, self._planes)
+        if life is not None:
+            self._held.callback(os.close, life)
         for host in hosts:
             self._held.callback(host.close)
         self.attach(hosts, saves=saves)
@@ -341,19 +343,22 @@ class RankSocket:
         """Why not all ranks can be reached any more; None while they can."""
         return next(iter(self.lost.values()), None)
 
-    def open(self, layouts: Sequence[Layout], hosts: Sequence[SharedSlots]) -> None:
-        """Listen, and give these slots, of each group, to each rank that comes. Raises ConfigError
-        if it cannot listen there."""
+    def open(
+        self, layouts: Sequence[Layout], hosts: Sequence[SharedSlots], *, life: int | None = None
+    ) -> None:
+        """Listen, and give these slots, of each group, to each rank that comes. life: a descriptor
+        that a rank holds for as long as it may copy. Raises ConfigError if it cannot listen there.
+        """
         regions = [
             [HostRegion(host.num_slots, layout.block_bytes, one.start, one.stop) for one in parts]
             for layout, host, parts in zip(layouts, hosts, self._pieces(layouts), strict=True)
         ]
         is_same = self.num_ranks > 1 and regions[0][0] == regions[0][1]
         self._answers = [
-            SharedMemory(of_rank, saves=not (rank and is_same))
+            SharedMemory(of_rank, saves=not (rank and is_same), has_life=life is not None)
             for rank, of_rank in enumerate(zip(*regions, strict=True))
         ]
-        self._hosts = tuple(hosts)
+        self._descriptors = [host.descriptor for host in hosts] + ([] if life is None else [life])
         self._listener = listen(self._path)
         self._stop, self._stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._serve, name="tierkv-ranks", daemon=True)
@@ -402,8 +407,7 @@ class RankSocket:
                 link.send(NotTaken(reason))
                 link.close()
                 return
-            descriptors = [host.descriptor for host in self._hosts]
-            link.send(self._answers[rank], descriptors=descriptors)
+            link.send(self._answers[rank], descriptors=self._descriptors)
         except LinkClosedError as error:  # it may come again
             log.warning("rank %d went before it had its host slots: %s", rank, error)
             link.close()

@@ -1,0 +1,346 @@
+"""A node for engines in other processes: they share its host tier, and who dies takes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.embed.engine import until
+from tests.embed.engine_rank import StepMessage
+from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine
+from tests.latch import PATIENCE_S
+from tests.world import BLOCK, GQA
+from tierkv.api.types import GenerateBody
+from tierkv.cache.groups import CacheGroup, GroupKind
+from tierkv.cache.keys import Fingerprint, Prompt, pack
+from tierkv.cache.layout import Layout, Plane
+from tierkv.client import Client
+from tierkv.embed import EngineCache, Finished, NodeHost, RankSocket, WorkerPlanes
+from tierkv.embed.engine_cache import Found
+from tierkv.errors import ConfigError, TierKVError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.pd.handoff import Published
+from tierkv.ranks.link import Plan
+from tierkv.ranks.memory import EnginePlanes, side_by_side
+
+TOKENS = list(range(3 * BLOCK + 1))
+HERE, THERE = [0, 1, 2, 3], [8, 9, 10, 11]
+SLOTS = 128
+
+
+@dataclass
+class NodeProcess:
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def path(self) -> str:
+        return str(self.folder / "engines")
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def client(self) -> Client:
+        return Client(f"unix:{self.folder}/http")
+
+
+@contextmanager
+def node(folder: Path, *, store: str = "none", **environ: str) -> Iterator[NodeProcess]:
+    folder.mkdir(exist_ok=True)
+    program = [sys.executable, "-m", "tierkv", "serve", "--engine", "external"]
+    options = ["--engine-socket", str(folder / "engines"), "--storage", store]
+    listening = ["--no-tcp", "--unix-socket", str(folder / "http")]
+    sizes = {"TIERKV_CACHE__HOST_BLOCKS": str(SLOTS)}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*program, *options, *listening], cwd=ROOT, stderr=log, env=os.environ | sizes | environ
+        )
+    try:
+        yield NodeProcess(folder, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0, (folder / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+class LocalRank:
+    """As `Rank`, in this process: the cache asks its planes itself."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.rank = 0
+        self.process = SimpleNamespace(poll=lambda: None)
+        self.arrays = [np.zeros((BLOCKS, one.block_bytes), np.uint8) for one in layout.planes]
+        self.planes = WorkerPlanes(CpuDevice(), EnginePlanes(layout, self.arrays))
+
+    def step(self, message: StepMessage) -> list[Finished]:
+        for plan in message.saves:
+            self.planes.start_saves(plan)
+        for plan in message.loads:
+            self.planes.start_loads(plan)
+        return []
+
+
+@contextmanager
+def engine(
+    at: NodeProcess, name: str, num_ranks: int = 0, *, key: str = "", model: str = "model"
+) -> Iterator[TpEngine]:
+    """num_ranks: as processes; 0 is one in this process."""
+    folder = at.folder / name
+    folder.mkdir()
+    layout = side_by_side([GQA] * max(num_ranks, 1))
+    with ExitStack() as stack:
+        ranks: list[Any] = [] if num_ranks else [LocalRank(layout)]
+        for number in range(num_ranks):
+            rank = Rank(folder / "ranks", number)
+            stack.callback(rank.process.communicate)
+            stack.callback(rank.process.kill)
+            ranks.append(rank)
+        cache = EngineCache(
+            Fingerprint(model, layout),
+            [layout],
+            node=NodeHost(at.path, name=name, key=key),
+            planes=None if num_ranks else ranks[0].planes,
+            ranks=RankSocket(str(folder / "ranks"), [GQA] * num_ranks) if num_ranks else None,
+        )
+        with cache:
+            on = TpEngine(cache, ranks)
+            yield on
+            on.until(on.is_at_rest)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_what_one_engine_saved_another_loads_from_the_host_tier_they_share(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    with (
+        node(tmp_path / "node") as at,
+        engine(at, "one", num_ranks) as one,
+        engine(at, "two", num_ranks) as two,
+    ):
+        one.compute(TOKENS, HERE)
+        one.save("a", TOKENS, HERE)
+        for on, key in ((two, "b"), (one, "c"), (two, "d")):
+            assert on.lookup(key, TOKENS) == Found(len(TOKENS))
+            on.load(key, THERE)
+            assert on.hold(TOKENS, THERE)
+        assert two.lookup("e", TOKENS) == Found(len(TOKENS))  # and is held for it
+        with at.client() as client:
+            assert client.verify().findings == []
+            assert client.readyz().status == "ok"
+            with pytest.raises(TierKVError, match="no model of its own"):
+                client.generate(GenerateBody(prompt="x"))
+            assert "tierkv_" in client.metrics()
+            assert client.stats() == two.cache.stats().wait(PATIENCE_S)
+
+
+def test_an_engine_that_is_killed_takes_nothing_with_it(tmp_path: Path) -> None:
+    """Its promise and its slots are given back, and what it saved is found."""
+    with node(tmp_path / "node") as at, engine(at, "other") as on:
+        on.compute(TOKENS, HERE)
+        on.save("a", TOKENS, HERE)
+        doomed = doomed_engine(at)
+        doomed.kill()
+        doomed.communicate()
+        until(lambda: "engine doomed has gone, and all it held is given back" in at.log)
+        assert on.lookup("b", TOKENS) == Found(len(TOKENS))
+        on.load("b", THERE)
+        assert on.hold(TOKENS, THERE)
+        what_it_saved = list(range(5000, 5000 + 2 * BLOCK))
+        assert on.lookup("c", what_it_saved) == Found(2 * BLOCK)
+        on.cache.release("c")
+        on.until(lambda: on.cache.reset().wait(PATIENCE_S) == 0)
+        with at.client() as client:
+            assert client.stats().host.used == SLOTS // 16, "slots that the living one keeps ready"
+
+
+def test_slots_wait_for_the_last_rank_of_an_engine_that_was_killed(tmp_path: Path) -> None:
+    """A rank that is still copying when its engine has died must not write into another's block."""
+    with node(tmp_path / "node") as at, engine(at, "other"):
+        folder = tmp_path / "doomed"
+        folder.mkdir()
+        rank = Rank(folder / "ranks", 0)
+        try:
+            doomed = doomed_engine(at, str(folder / "ranks"))
+            assert rank.step(StepMessage(saves=[doomed.plan], holds=True)) == []
+            doomed.kill()
+            doomed.communicate()
+            until(lambda: "engine doomed has gone; its ranks may still copy" in at.log)
+            with at.client() as client:  # it answers, and has given nothing back
+                assert client.verify().findings == []
+            assert "all it held is given back" not in at.log
+            rank.step(StepMessage(holds=False))
+            until(lambda: "engine doomed has gone, and all it held is given back" in at.log)
+        finally:
+            rank.process.kill()
+            rank.process.communicate()
+
+
+class Doomed(subprocess.Popen[bytes]):
+    plan: Plan
+
+
+def doomed_engine(at: NodeProcess, *ranks: str) -> Doomed:
+    """Once it holds what it is to hold."""
+    program = [sys.executable, "-m", "tests.embed.engine_of_node", at.path, *ranks]
+    process = Doomed(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.plan = msgspec.json.decode(process.stdout.readline(), type=Plan)
+    return process
+
+
+def test_an_engine_with_other_blocks_or_another_key_is_told_why_it_is_refused(
+    tmp_path: Path,
+) -> None:
+    auth = tmp_path / "auth.toml"
+    tokens = {name: token_for(auth, name) for name in ("admin", "write")}
+    with node(tmp_path / "node", TIERKV_AUTH__FILE=str(auth)) as at:
+        for key, why in (
+            ("", "asks for a token"),
+            ("other", "not known"),
+            (tokens["write"], "is no admin"),
+        ):
+            with pytest.raises(ConfigError, match=why), engine(at, f"wrong {why}", key=key):
+                pass
+        with engine(at, "one", key=tokens["admin"]) as on:
+            with (
+                pytest.raises(ConfigError, match="model is 'model' here and 'another' there"),
+                engine(at, "two", key=tokens["admin"], model="another"),
+            ):
+                pass
+            on.compute(TOKENS, HERE)
+            on.save("a", TOKENS, HERE)
+        assert not any(token in at.log for token in tokens.values())
+
+
+def token_for(auth: Path, role: str) -> str:
+    command = [sys.executable, "-m", "tierkv", "token", "new", "--name", role, "--role", role]
+    done = subprocess.run(
+        [*command, "--file", str(auth)], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_an_engine_with_several_groups_of_blocks_uses_the_tier_as_one_of_its_own_would(
+    tmp_path: Path,
+) -> None:
+    layouts = [GQA, Layout(2 * BLOCK, (Plane(0, "state", "uint8", 640),))]
+    groups = [CacheGroup(layouts[0]), CacheGroup(layouts[1], GroupKind.WINDOW, window=BLOCK)]
+    arrays = [
+        [np.zeros((BLOCKS, plane.block_bytes), np.uint8) for plane in layout.planes]
+        for layout in layouts
+    ]
+    with node(tmp_path / "node") as at:
+        planes = WorkerPlanes(
+            CpuDevice(), [EnginePlanes(*one) for one in zip(layouts, arrays, strict=True)]
+        )
+        host = NodeHost(at.path)
+        with EngineCache(Fingerprint("m", GQA), groups, node=host, planes=planes) as cache:
+            prompt, numbers = Prompt(pack(range(4 * BLOCK)), BLOCK), np.random.default_rng(1)
+            for array in (one for of_group in arrays for one in of_group):
+                array[:] = numbers.integers(1, 256, array.shape, np.uint8)
+            plan = cache.save("a", prompt, [[0, 1, 2, 3], [0, 1]])
+            assert plan is not None
+            planes.start_saves(plan)
+            until(lambda: bool(cache.poll().stored))
+            until(lambda: cache.lookup("b", prompt) is not None)
+            found = cache.lookup("b", prompt)
+            assert found is not None
+            assert (found.num_tokens, found.blocks) == (4 * BLOCK, (range(4), range(1, 2)))
+            plan = cache.load("b", [[8, 9, 10, 11], [9]], [0, 1])
+            assert plan is not None
+            planes.start_loads(plan)
+            until(lambda: cache.poll().loaded == [("b", ())])
+            assert all(np.array_equal(one[8:12], one[:4]) for one in arrays[0])
+            assert np.array_equal(arrays[1][0][9], arrays[1][0][1])
+            until(lambda: cache.verify().wait(PATIENCE_S) == [])
+
+
+def test_a_ticket_of_one_engine_is_claimed_by_another(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    with (
+        node(tmp_path / "node", store=store) as at,
+        engine(at, "prefill") as prefill,
+        engine(at, "decode") as decode,
+    ):
+        prompt = prefill.prompt(TOKENS)
+        assert decode.cache.lookup("d", prompt, ticket="t") is None
+        prefill.compute(TOKENS, HERE)
+        plan = prefill.cache.save("p", prompt, [HERE], ticket="t", first_tokens=[7])
+        assert plan is not None
+        prefill.step(saves=[plan])
+        published: list[object] = []
+
+        def is_published() -> bool:
+            published.extend(one for _, one in prefill.cache.poll().published)
+            return bool(published)
+
+        until(is_published)
+        assert isinstance(published[0], Published), published
+        until(lambda: decode.cache.lookup("d", prompt, ticket="t") is not None)
+        found = decode.cache.lookup("d", prompt, ticket="t")
+        assert found == Found(len(TOKENS), first_tokens=(7,))
+        decode.load("d", THERE)
+        assert decode.hold(TOKENS, THERE)
+
+
+def test_a_promise_that_an_engine_does_not_load_expires(tmp_path: Path) -> None:
+    with node(tmp_path / "node") as at, engine(at, "one") as on:
+        on.compute(TOKENS, HERE)
+        on.save("a", TOKENS, HERE)
+        prompt = on.prompt(TOKENS)
+        until(lambda: on.cache.lookup("b", prompt, expires_s=0.1) is not None)
+        until(lambda: on.cache.lookup("b", prompt, expires_s=0.1) is None)
+        plan = on.cache.load("b", [THERE])
+        assert plan is None
+        on.cache.release("b")
+        assert on.lookup("c", TOKENS) == Found(len(TOKENS))
+        on.cache.release("c")
+
+
+def test_an_engine_outlives_its_node_and_says_why_nothing_is_found(tmp_path: Path) -> None:
+    with node(tmp_path / "node") as at, ExitStack() as stack:
+        doomed_node = stack.enter_context(node(tmp_path / "doomed"))
+        rank = LocalRank(GQA)
+        host = NodeHost(doomed_node.path)
+        cache = EngineCache(Fingerprint("model", GQA), [GQA], node=host, planes=rank.planes)
+        with cache:
+            on = TpEngine(cache, [rank])  # type: ignore[list-item]
+            on.compute(TOKENS, HERE)
+            on.save("a", TOKENS, HERE)
+            doomed_node.process.send_signal(signal.SIGTERM)
+            assert doomed_node.process.wait(PATIENCE_S) == 0
+            until(lambda: "has gone" in str(on.lookup("b", TOKENS).problem))
+            assert cache.load("b", [THERE]) is None
+        assert os.listdir(at.folder)
+
+
+def test_a_node_that_no_engine_has_come_to_ends_when_told(tmp_path: Path) -> None:
+    with node(tmp_path / "node") as at:
+        until(lambda: "waiting at" in at.log)
+
+
+def test_a_stranger_at_the_engines_socket_holds_nobody_up(tmp_path: Path) -> None:
+    with node(tmp_path / "node") as at, engine(at, "one") as on:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(at.path)
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+            assert stranger.recv(1) == b""
+        on.compute(TOKENS, HERE)
+        on.save("a", TOKENS, HERE)
+        assert stat.S_IMODE(os.stat(at.path).st_mode) == 0o600

@@ -1,0 +1,648 @@
+"""A host tier in a process of its own, for several engines on one machine.
+
+    an engine's scheduler                              the node, `tierkv serve --engine external`
+    EngineCache(node=NodeHost(path))     -- hello ---> the first one says what a block is
+    its ranks map the same memory        <- memory --- one host tier, one store
+    lookup, load, save: as ever          -- calls ---> promises, slots for saves, tickets
+    its end, or death                    -- EOF -----> what it held is given back
+
+What an engine asks of its `HostSide` goes over a Unix socket; all else of an `EngineCache` stays in
+the engine's process, and so do its ranks. Each process that may copy holds one end of a pair of
+sockets; only when the last has let go are the engine's host slots given to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tierkv import errors
+from tierkv.cache.groups import CacheGroup
+from tierkv.cache.keys import Fingerprint, Prompt
+from tierkv.embed.exchange import Call, Exchange
+from tierkv.embed.host_side import (
+    Copied,
+    EngineCacheSettings,
+    HeldRun,
+    HostPromise,
+    HostSide,
+    HostSizes,
+    Kept,
+    whole_fingerprint,
+)
+from tierkv.errors import (
+    BadRequestError,
+    ConfigError,
+    HandoffError,
+    RequestAbortedError,
+    ShuttingDownError,
+    StoreCorruptError,
+    StoreUnavailableError,
+    TierKVError,
+)
+from tierkv.gpu.protocol import HostSlots
+from tierkv.observe import Stats
+from tierkv.pd.direct.address import credentials
+from tierkv.pd.handoff import Published
+from tierkv.pd.tickets import Ticket
+from tierkv.ranks.link import Link, LinkClosedError, close_all, connect, listen
+from tierkv.ranks.memory import SharedSlots
+from tierkv.sched.events import CacheEvent
+from tierkv.service import Service
+from tierkv.tasks import task_group
+from tierkv.wire import seal, unseal
+
+log = logging.getLogger("tierkv.engines")
+
+MAGIC = b"TKEH"
+VERSION = 1
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME = 64 << 20
+_ANSWER_S = 5.0  # between a connection and its hello
+_ASK_AGAIN_S = 0.05
+_NEVER_S = 1e8  # a promise to an engine expires there, where its load is planned
+_SETTLE_S = 1.0  # after the last process let go: a GPU's driver ends its copies a little later
+_GRACE_S = 5.0  # for calls under way when an engine closes
+_RESERVED = 16  # an engine has at most one in so many host slots ready for saves
+_MOST_CALLS = 1 << 20
+_NUMBER_BITS = 48  # of the numbers that an engine gives its publishes
+_METHODS = frozenset(
+    {
+        *("promise", "count", "free", "loaded", "reserve", "keep", "publish", "finish", "fail"),
+        *("verify", "forget", "stats"),
+    }
+)
+
+
+class EngineHello(msgspec.Struct, frozen=True, tag="engine"):
+    """name: for people. key: by which the node knows who may come."""
+
+    fingerprint: Fingerprint
+    groups: tuple[CacheGroup, ...]
+    name: str = ""
+    key: str = ""
+
+
+class NodeMemory(msgspec.Struct, frozen=True, tag="node"):
+    """Of each group the slots and their bytes, with a descriptor for each, and one more: who holds
+    that may copy. most_reserved: see HostSide."""
+
+    num_slots: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    most_reserved: tuple[int, ...]
+
+
+class EngineRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """Why this engine cannot be served here."""
+
+    reason: str
+
+
+_Answer = NodeMemory | EngineRefused
+
+# Values on the wire: plain msgpack, and maps of one entry, which name a type of ours.
+
+_TYPES: dict[str, Any] = {one.__name__: one for one in (Copied, HeldRun, Kept)}
+
+
+def _packed(value: Any, numbers: dict[object, int]) -> Any:  # noqa: ANN401, PLR0911 - any of them
+    """numbers: of promises, which the other side knows by these."""
+    if isinstance(value, HostPromise):
+        return {"number": numbers[value]}
+    if isinstance(value, np.ndarray):
+        return {"ids": value.astype("<i4").tobytes()}
+    if isinstance(value, Prompt):
+        extras = list(value.extras.items())
+        return {"Prompt": [value.tokens, value.block_size, extras, value.space]}
+    if isinstance(value, Ticket):
+        return {"Ticket": value.encode()}
+    if isinstance(value, Published):
+        return {"Published": [_packed(getattr(value, one), numbers) for one in _PUBLISHED]}
+    if type(value).__name__ in _TYPES:
+        fields = type(value).__dataclass_fields__
+        return {type(value).__name__: [_packed(getattr(value, one), numbers) for one in fields]}
+    if isinstance(value, (list, tuple)):
+        return [_packed(one, numbers) for one in value]
+    return value
+
+
+_PUBLISHED = tuple(Published.__dataclass_fields__)
+
+
+def _unpacked(value: Any, known: dict[int, Any]) -> Any:  # noqa: ANN401, PLR0911 - as above
+    if isinstance(value, list):
+        return [_unpacked(one, known) for one in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, inner)] = value.items()
+    if kind == "number":
+        return known[inner]
+    if kind == "ids":
+        return np.frombuffer(inner, "<i4").astype(np.int32)
+    if kind == "Prompt":
+        tokens, block_size, extras, space = inner
+        return Prompt(tokens, block_size, dict(extras), space)
+    if kind == "Ticket":
+        return Ticket.decode(inner)
+    if kind == "Published":
+        return Published(*_unpacked(inner, known))
+    return _TYPES[kind](*_unpacked(inner, known))
+
+
+def _packed_error(error: TierKVError) -> list[str]:
+    reason = error.reason if isinstance(error, HandoffError) else ""
+    return [type(error).__name__, reason, str(error)]
+
+
+def _unpacked_error(name: str, reason: str, text: str) -> TierKVError:
+    kind = getattr(errors, name, None)
+    if kind is HandoffError:
+        return HandoffError(reason, text)
+    if isinstance(kind, type) and issubclass(kind, TierKVError):
+        with suppress(TypeError):
+            return kind(text)
+    return TierKVError(text)
+
+
+def _memory(record: bytes, num_descriptors: int) -> NodeMemory:
+    found = unseal(MAGIC, VERSION, record, _Answer)  # type: ignore[arg-type,var-annotated]
+    if isinstance(found, EngineRefused):
+        raise ConfigError(found.reason)
+    if isinstance(found, NodeMemory) and num_descriptors == len(found.num_slots) + 1:
+        return found
+    raise StoreCorruptError("a node's memory comes with its descriptors")
+
+
+class NodeHost:
+    """The node's `HostSide` for one engine: for `EngineCache(node=)`. What it asks is answered
+    later, so that a lookup asks again as ever, and a save or load is planned here at once.
+
+    path: of the node's `node.engine_socket`. key: a token of an admin, if the node has an auth
+    file. deadline_s: how long the node may take to be there.
+    """
+
+    def __init__(
+        self, path: str, *, name: str = "", key: str = "", deadline_s: float = 60.0
+    ) -> None:
+        self.life: int | None = None
+        self.most_reserved: Sequence[int] = ()
+        self.slots: list[HostSlots] = []
+        self._path = path
+        self._name = name or f"process {os.getpid()}"
+        self._key = key
+        self._deadline_s = deadline_s
+        self._exchange = Exchange(_MOST_CALLS, self._wake)
+        self._numbers: dict[object, int] = {}
+        self._promised: dict[int, tuple[HostPromise, float]] = {}  # and when it expires
+        self._asked: dict[int, tuple[Call[Any], float]] = {}  # and when what comes expires
+        self._open = ExitStack()
+        self._is_open = False
+        self._thread: threading.Thread | None = None
+
+    def open(self, fingerprint: Fingerprint, groups: Sequence[CacheGroup]) -> None:
+        """Raises ConfigError if there is no such node, or it caches for other engines."""
+        link = self._reach()
+        self._open.callback(link.close)
+        try:
+            hello = EngineHello(fingerprint, tuple(groups), self._name, self._key)
+            link.send(seal(MAGIC, VERSION, hello))
+            record, descriptors = link.receive_descriptors()
+            self._open.callback(close_all, descriptors)  # those that nobody has taken over
+            answer = _memory(record, len(descriptors))
+        except (LinkClosedError, StoreCorruptError) as error:
+            self._open.close()
+            raise ConfigError(f"the node at {self._path} did not answer: {error}") from error
+        except BaseException:
+            self._open.close()
+            raise
+        self.life = descriptors[-1]  # closed with all that is open
+        self.most_reserved = answer.most_reserved
+        for count, size in zip(answer.num_slots, answer.block_bytes, strict=True):
+            host = SharedSlots(descriptors.pop(0), count, size, slice(0, size))
+            self._open.callback(host.close)
+            self.slots.append(host)
+        self._link = link
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._open.callback(os.close, self._bell)
+        self._is_open = True
+        self._thread = threading.Thread(target=self._live, name="tierkv-node", daemon=True)
+        self._thread.start()
+
+    def _reach(self) -> Link:
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                return connect(self._path, self._deadline_s)
+            except ConfigError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"there is no node at {self._path}: {error}") from error
+                time.sleep(_ASK_AGAIN_S)
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def call(self, method: str, *args: object) -> Call[Any]:
+        """Ask. Never blocks."""
+        body = msgspec.msgpack.encode([method, _packed(args, self._numbers)])
+        if method in {"free", "loaded"}:
+            self._numbers.pop(args[0], None)
+        expires_s = args[2] if method == "promise" else None
+        expires = time.monotonic() + expires_s if isinstance(expires_s, (int, float)) else 0.0
+
+        def frame(call: Call[Any]) -> bytes:
+            self._asked[call.number] = (call, expires)
+            return msgspec.msgpack.encode([call.number, msgspec.Raw(body)])
+
+        return self._exchange.submit(method, "", frame)
+
+    def poll(self) -> list[Call[Any]]:
+        """The calls that have been answered and that nobody has taken."""
+        return self._exchange.poll()
+
+    def take_events(self) -> list[CacheEvent]:
+        """Raises BadRequestError: events are the node's, about what all engines share."""
+        raise BadRequestError("ask the node for events: GET /v1/events")
+
+    def close(self) -> None:
+        """Let the node have all back. No rank of this process may copy any more."""
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + _GRACE_S
+        for call in self._exchange.pending():  # what was saved is to be kept
+            with suppress(TierKVError):
+                call.wait(max(deadline - time.monotonic(), 0.0))
+        self._exchange.refuse(ShuttingDownError("this engine's cache is closed"))
+        self._is_open = False
+        self._wake()
+        self._thread.join()
+        self._thread = None
+        self._open.close()
+
+    # The thread
+
+    def _wake(self) -> None:
+        if self._thread is not None:
+            with suppress(BlockingIOError):
+                os.eventfd_write(self._bell, 1)
+
+    def _live(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._link, selectors.EVENT_READ)
+                selector.register(self._bell, selectors.EVENT_READ)
+                while self._is_open:
+                    self._step({key.fd for key, _ in selector.select(self._next_expiry())})
+        except LinkClosedError as error:
+            if self._is_open:
+                log.error("the node at %s has gone: %s", self._path, error)
+        gone = StoreUnavailableError(f"the node at {self._path} has gone: open the cache anew")
+        self._exchange.fail(gone)
+        for promise, _ in list(self._promised.values()):
+            promise.claim()
+
+    def _step(self, ready: set[int]) -> None:
+        if self._bell in ready:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+            self._send_all()
+        if self._link.fileno() in ready:
+            for record in self._link.receive():
+                self._heard(record)
+        now = time.monotonic()
+        for number, (promise, expires) in list(self._promised.items()):
+            if promise.is_over:
+                del self._promised[number]
+            elif expires <= now and promise.claim():
+                del self._promised[number]
+                self.call("free", promise)
+
+    def _next_expiry(self) -> float | None:
+        if not self._promised:
+            return None
+        return max(min(at for _, at in self._promised.values()) - time.monotonic(), 0.01)
+
+    def _send_all(self) -> None:
+        while (found := self._exchange.take_work()) is not None:
+            call, frame = found
+            self._link.send(frame(call))
+        while (number := self._exchange.take_cancel()) is not None:
+            self._link.send(msgspec.msgpack.encode([number, ["cancel", []]]))
+
+    def _heard(self, record: bytes) -> None:
+        number, error, value = msgspec.msgpack.decode(record)
+        call, expires = self._asked.pop(number)
+        if error is not None:
+            self._exchange.finish(call, error=_unpacked_error(*error))
+            return
+        if call.kind == "promise":
+            value = self._promise(value, expires)
+        elif call.kind == "count":
+            value = HostPromise(value[1], problem=value[4])
+        elif call.kind == "stats":
+            value = msgspec.convert(value, Stats)
+        else:
+            value = _unpacked(value, {})
+        self._exchange.finish(call, result=value)
+
+    def _promise(self, value: list[Any], expires: float) -> HostPromise:
+        number, num_tokens, parts, ticket, problem = value
+        promise = HostPromise(num_tokens, problem=problem)
+        promise.parts = _unpacked(parts, {})
+        promise.ticket = None if ticket is None else _unpacked(ticket, {})
+        self._numbers[promise] = number
+        self._promised[number] = (promise, expires)
+        return promise
+
+
+class EngineListener:
+    """Where engines on this machine reach this node's host tier.
+
+    path: of the socket, for this user's processes alone. why_not: of a key, why who says it is not
+    served, "" if it is.
+    """
+
+    def __init__(self, path: str, why_not: Callable[[str], str] = lambda _: "") -> None:
+        self._path = path
+        self._why_not = why_not
+        self._first: tuple[socket.socket, EngineHello] | None = None
+        self._numbers = itertools.count(1)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Raises ConfigError if nobody can listen there."""
+        self._listener = listen(self._path)
+        self._listener.settimeout(0)
+        try:
+            yield
+        finally:
+            self._listener.close()
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+    async def first(self) -> EngineHello:
+        """The first engine's, which waits until the tier for its blocks is there."""
+        while self._first is None:
+            self._first = await self._hello()
+        return self._first[1]
+
+    @asynccontextmanager
+    async def serving(self, side: HostSide, sizes: HostSizes) -> AsyncIterator[None]:
+        """Let engines of these sizes' fingerprint use the tier, in the body."""
+        self._sizes = sizes
+        async with task_group() as group:
+            accepting = group.create_task(self._accept(side), name="tierkv-engines")
+            yield
+            accepting.cancel()
+
+    async def _accept(self, side: HostSide) -> None:
+        async with task_group() as group:
+            come, self._first = self._first, None
+            while True:
+                if come is not None:
+                    group.create_task(self._serve(come, side), name="tierkv-engine")
+                come = await self._hello()
+
+    async def _hello(self) -> tuple[socket.socket, EngineHello] | None:
+        """Of the next that comes; None if it is no engine, or none that may."""
+        end, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+        end.settimeout(_ANSWER_S)
+        try:
+            return end, await asyncio.to_thread(self._greeted, end)
+        except (LinkClosedError, StoreCorruptError, ConfigError) as error:
+            log.warning("what connected at %s is served nothing: %s", self._path, error)
+            end.close()
+            return None
+
+    def _greeted(self, end: socket.socket) -> EngineHello:
+        link, uid = Link(end), credentials(end)[1]
+        if uid != os.geteuid():
+            raise LinkClosedError(f"it is a process of user {uid}")
+        deadline = time.monotonic() + _ANSWER_S
+        while not (records := link.receive()):
+            if time.monotonic() > deadline:
+                raise LinkClosedError("it says nothing")
+        hello = unseal(MAGIC, VERSION, records[0], EngineHello)
+        reason = self._why_not(hello.key)
+        if reason:
+            link.send(seal(MAGIC, VERSION, EngineRefused(reason)))
+            raise ConfigError(reason)
+        return hello
+
+    async def _serve(self, come: tuple[socket.socket, EngineHello], side: HostSide) -> None:
+        """Until the engine has gone, and none of its processes copies any more."""
+        (end, hello), loop = come, asyncio.get_running_loop()
+        mine, theirs = socket.socketpair()
+        with mine:
+            with theirs:
+                welcomed = await asyncio.to_thread(self._welcome, come, side, theirs)
+            if not welcomed:
+                end.close()
+                return
+            log.info("engine %s has come", hello.name)
+            for one in (end, mine):
+                one.settimeout(0)
+            reader, writer = await asyncio.open_unix_connection(sock=end)
+            engine = _Engine(next(self._numbers), hello.name, side)
+            try:
+                await engine.answer_all(reader, writer)
+            finally:
+                writer.close()
+            log.info("engine %s has gone; its ranks may still copy", hello.name)
+            await loop.sock_recv(mine, 1)  # ends when the last of them has let go
+            await asyncio.sleep(_SETTLE_S)
+            await engine.give_back()
+            log.info("engine %s has gone, and all it held is given back", hello.name)
+
+    def _welcome(
+        self, come: tuple[socket.socket, EngineHello], side: HostSide, theirs: socket.socket
+    ) -> bool:
+        """Hand an engine the memory; False if its blocks are not this tier's, or it has gone."""
+        end, hello = come
+        link, sizes = Link(end), self._sizes
+        hosts = [host for host in side.slots if isinstance(host, SharedSlots)]
+        refusal = _difference(sizes.fingerprint, whole_fingerprint(hello.fingerprint, hello.groups))
+        try:
+            if refusal:
+                log.warning("engine %s is refused: %s", hello.name, refusal)
+                link.send(seal(MAGIC, VERSION, EngineRefused(refusal)))
+                return False
+            memory = NodeMemory(
+                tuple(host.num_slots for host in hosts),
+                tuple(group.layout.block_bytes for group in sizes.groups),
+                tuple(
+                    max(min(most, host.num_slots // _RESERVED), 1)
+                    for most, host in zip(side.most_reserved, hosts, strict=True)
+                ),
+            )
+            descriptors = [*(host.descriptor for host in hosts), theirs.fileno()]
+            link.send(seal(MAGIC, VERSION, memory), descriptors=descriptors)
+        except LinkClosedError as error:
+            log.warning("engine %s went before it had its memory: %s", hello.name, error)
+            return False
+        return True
+
+
+def _difference(mine: Fingerprint, theirs: Fingerprint) -> str:
+    """Why an engine of `theirs` cannot be served, "" if it can."""
+    if mine.root() == theirs.root():
+        return ""
+    had, asked = mine.readable(), theirs.readable()
+    differ = [
+        f"{name} is {had.get(name, '')!r} here and {asked.get(name, '')!r} there"
+        for name in sorted(had | asked)
+        if had.get(name) != asked.get(name)
+    ]
+    return (
+        "this node keeps blocks of another kind, and a node keeps one kind: start another node for "
+        f"this engine ({'; '.join(differ)})"
+    )
+
+
+class _Engine:
+    """What one engine holds of the tier, and its calls. number: another one for each that came."""
+
+    def __init__(self, number: int, name: str, side: HostSide) -> None:
+        self._number = number
+        self._name = name
+        self._side = side
+        self._known: dict[int, HostPromise] = {}  # by number
+        self._numbers: dict[object, int] = {}
+        self._lent: list[set[int]] = [set() for _ in side.slots]
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._last_number = 0
+
+    async def answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until it closes its end, or says what no engine says."""
+        async with task_group() as group:
+            try:
+                while True:
+                    number, method, args = self._read(await _frame(reader))
+                    if method == "cancel":
+                        if number in self._under_way:
+                            self._under_way[number].cancel()
+                        continue
+                    task = group.create_task(self._answer(writer, number, method, args))
+                    self._under_way[number] = task
+                    task.add_done_callback(partial(self._done, writer, number))
+            except (asyncio.IncompleteReadError, OSError):
+                pass
+            except BadRequestError as error:
+                log.error("engine %s is served no more: %s", self._name, error)
+            for task in list(self._under_way.values()):
+                task.cancel()
+
+    def _done(self, writer: asyncio.StreamWriter, number: int, task: asyncio.Task[None]) -> None:
+        del self._under_way[number]
+        if task.cancelled() and not writer.is_closing():
+            error = _packed_error(RequestAbortedError("the call was cancelled"))
+            writer.write(_framed([number, error, None]))
+
+    def _read(self, frame: bytes) -> tuple[int, str, list[Any]]:
+        """Raises BadRequestError if it is no call."""
+        try:
+            number, (method, packed) = msgspec.msgpack.decode(frame)
+            args = _unpacked(packed, self._known)
+        except (msgspec.DecodeError, ValueError, TypeError, KeyError, StoreCorruptError) as error:
+            raise BadRequestError(f"that is no call: {error!r}") from error
+        if method not in _METHODS and method != "cancel":
+            raise BadRequestError(f"there is no call {method!r}")
+        if method == "keep":
+            for some in args[1]:
+                if not self._lent[some.group].issuperset(some.slots.tolist()):
+                    raise BadRequestError("slots that it was not lent")
+        return number, method, args
+
+    async def _answer(
+        self, writer: asyncio.StreamWriter, number: int, method: str, args: list[Any]
+    ) -> None:
+        error, value = None, None
+        try:
+            value = await self._call(method, args)
+        except TierKVError as failure:
+            error = _packed_error(failure)
+        except (TypeError, ValueError, LookupError, AttributeError) as failure:
+            log.exception("a call of engine %s could not be answered", self._name)
+            error = _packed_error(BadRequestError(f"{method}: {failure!r}"))
+        writer.write(_framed([number, error, value]))
+
+    async def _call(self, method: str, args: list[Any]) -> Any:  # noqa: ANN401 - the method's own
+        if method == "promise":
+            args[2] = _NEVER_S
+        elif method in {"publish", "finish", "fail"}:
+            args[0] += self._number << _NUMBER_BITS
+        result = await getattr(self._side, method)(*args)
+        if method in {"promise", "count"}:
+            return self._promised(result, is_held=method == "promise")
+        if method == "reserve":
+            for lent, slots in zip(self._lent, result, strict=True):
+                lent.update(slots)
+        elif method == "keep":
+            for some in args[1]:
+                self._lent[some.group].difference_update(some.slots.tolist())
+            for lent, slots in zip(self._lent, result.unused, strict=True):
+                lent.update(slots)
+        elif method in {"free", "loaded"}:
+            del self._known[self._numbers.pop(args[0])]
+        return _packed(result, self._numbers)
+
+    def _promised(self, promise: HostPromise, *, is_held: bool) -> list[Any]:
+        number = 0
+        if is_held:
+            promise.claim()  # the engine ends it: nobody here may
+            self._last_number = number = self._last_number + 1
+            self._known[number] = promise
+            self._numbers[promise] = number
+        ticket = _packed(promise.ticket, {})
+        return [number, promise.num_tokens, _packed(promise.parts, {}), ticket, promise.problem]
+
+    async def give_back(self) -> None:
+        """It has gone, and none of its processes copies any more."""
+        for held in list(self._known.values()):
+            await self._side.free(held)
+        await self._side.give(self._lent)
+
+
+async def _frame(reader: asyncio.StreamReader) -> bytes:
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > _MAX_FRAME:
+        raise BadRequestError(f"a call of {length} bytes")
+    return await reader.readexactly(length)
+
+
+def _framed(answer: list[Any]) -> bytes:
+    data = msgspec.msgpack.encode(answer)
+    return _LENGTH.pack(len(data)) + data
+
+
+class ExternalEngines:
+    """The engines of a node that has none of its own, of blocks as the first of them said."""
+
+    def __init__(self, listener: EngineListener, sizes: HostSizes) -> None:
+        self.sizes = sizes
+        self._listener = listener
+
+    @asynccontextmanager
+    async def running(self, service: Service) -> AsyncIterator[None]:
+        """Serve them, while the service runs."""
+        self._side = await self.sizes.open(service, EngineCacheSettings())
+        async with self._listener.serving(self._side, self.sizes):
+            yield
+        await self._side.give_back()
+
+    async def verify(self) -> list[str]:
+        return await self._side.verify()
