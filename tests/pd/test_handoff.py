@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import ClaimProblem, Ticket
 from tierkv.storage.codec import HEADER_BYTES
+from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 
 # What storage does is what these tests are about; test_direct*.py is about the rest.
 # For claims of what is not there: others must not fail because a machine stood still.
@@ -167,6 +169,26 @@ async def test_a_store_that_fails_for_a_moment_costs_a_publish_only_that(failure
         assert claimed.cached_tokens == 9
         decode.service.end(claimed)
         await decode.settle()
+
+
+async def test_a_full_store_is_not_asked_again_by_a_publish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_puts: dict[str, int] = {}
+
+    async def put(items: Sequence[PutItem]) -> list[PutOutcome]:
+        for item in items:
+            num_puts[item.name] = num_puts.get(item.name, 0) + 1
+        return [PutOutcome(PutStatus.FULL, "full")] * len(items)
+
+    async with world(with_store=True) as here:
+        request = await here.admit(tokens(9))
+        await here.prefill(request, tokens(9))
+        monkeypatch.setattr(here.the_store, "put", put)
+        with pytest.raises(HandoffError, match="did not take"):
+            await finish(here.service.publish(request, "t", [1]))
+        assert set(num_puts.values()) == {1}
+        here.service.end(request)
 
 
 async def test_a_publish_that_storage_does_not_take_leaves_no_ticket(

@@ -35,6 +35,7 @@ from tierkv.errors import (
     DuplicateRequestError,
     HandoffError,
     StoreCorruptError,
+    StoreRefusedError,
     StoreUnavailableError,
 )
 from tierkv.pd.direct.address import DirectAddress
@@ -198,7 +199,7 @@ class SmallValues:
         item = PutItem(name, (sealed,), ttl_s=ttl_s, keep_existing=False, only_new=only_new)
         [outcome] = await self._store.put([item])
         if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
-            raise StoreUnavailableError(f"{self._store.url} did not take it: {outcome.reason}")
+            raise _not_taken(self._store.url, "it", outcome)
         return outcome.status is PutStatus.STORED
 
 
@@ -623,9 +624,14 @@ def check_written(storage: StorageIO, outcomes: Sequence[PutOutcome]) -> None:
     """Raise StoreUnavailableError unless all of it is in the store."""
     for outcome in outcomes:
         if outcome.status not in (PutStatus.STORED, PutStatus.EXISTED):
-            raise StoreUnavailableError(
-                f"{storage.store.url} did not take a block: {outcome.reason}"
-            )
+            raise _not_taken(storage.store.url, "a block", outcome)
+
+
+def _not_taken(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableError:
+    """Refused, by a store that is full, or not answered: only then it is worth to ask again."""
+    is_full = outcome.status is PutStatus.FULL
+    kind = StoreRefusedError if is_full else StoreUnavailableError
+    return kind(f"{url} did not take {what}: {outcome.reason}")
 
 
 # What became of the tickets that this node published: claimed by whom, or out of time.
