@@ -136,7 +136,7 @@ def explain(index: Index, prompt: Prompt, history: History, around: Surroundings
         reason=(Miss.NONE if is_all else miss).value,
         tier=None if is_all else tier,
         at=None if is_all else when,
-        ago_s=None if is_all or when is None else around.now - when,
+        ago_s=None if is_all or when is None else max(around.now - when, 0.0),
         detail="" if is_all else detail,
     )
 
