@@ -107,7 +107,7 @@ async def deadline(
 
 
 async def outlast(
-    futures: AbstractSet[asyncio.Future[None]], *, on_cancel: Callable[[], None]
+    futures: AbstractSet[asyncio.Future[Any]], *, on_cancel: Callable[[], None]
 ) -> None:
     """Return when all `futures` are done; cancels are collected and raised only then."""
     cancelled: asyncio.CancelledError | None = None

@@ -12,10 +12,10 @@ import ssl
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tierkv.errors import StoreUnavailableError, TierKVError
 from tierkv.storage.protocol import (
@@ -182,7 +182,7 @@ class WorkerThreads:
         self._owner = owner
         self._num_threads = num_threads
         self._pool: ThreadPoolExecutor | None = None
-        self._in_flight: set[asyncio.Future[None]] = set()
+        self._in_flight: set[asyncio.Future[Any]] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -207,8 +207,12 @@ class WorkerThreads:
 
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`, run in a thread. A cancel is raised after `work` has ended."""
-        [result] = await self.run_each(lambda _: work(), [None])
-        return result
+        self.check_open()
+        assert self._pool is not None, "checked in the line above"
+        call = self._pool.submit(work)
+        future = asyncio.wrap_future(call)
+        await self._ended([call], {future})
+        return future.result()
 
     async def run_each(self, work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
         """`work(item)` for each item, spread over the threads; results in the items' order.
@@ -237,10 +241,25 @@ class WorkerThreads:
 
         calls = [self._pool.submit(drain) for _ in range(min(self._num_threads, len(items)))]
         futures = {asyncio.wrap_future(call) for call in calls}
+        await self._ended(calls, futures, on_cancel=waiting.clear)
+        for error in [future.exception() for future in futures]:
+            if error is not None:
+                raise error
+        if failures:
+            raise failures[0]
+        return [results[index] for index in range(len(items))]
+
+    async def _ended(
+        self,
+        calls: Sequence[Future[T]],
+        futures: set[asyncio.Future[T]],
+        on_cancel: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Return when all have ended; a cancel withdraws those that no thread has begun."""
 
         def withdraw() -> None:
-            waiting.clear()
-            for call in calls:  # has an effect on those that no thread has begun
+            on_cancel()
+            for call in calls:
                 call.cancel()
 
         self._in_flight |= futures
@@ -248,12 +267,6 @@ class WorkerThreads:
             await outlast(futures, on_cancel=withdraw)
         finally:
             self._in_flight -= futures
-        for error in [future.exception() for future in futures]:
-            if error is not None:
-                raise error
-        if failures:
-            raise failures[0]
-        return [results[index] for index in range(len(items))]
 
 
 # Bytes between values and the caller's scattered buffers, without a copy in between.

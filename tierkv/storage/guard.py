@@ -24,7 +24,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import count
 from typing import TypeVar
 
 from tierkv.cache.keys import lists_tails, tells_of_blocks
@@ -204,11 +204,12 @@ class GuardedStore(StoreWrapper):
             found = await self._ask(lambda store: store.exists(asked))
             if found < len(asked):
                 note_missing(asked[found])
+                self._missing.ends(asked[0], found)
         return found
 
     async def present(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        asked = [name for name in names if self._missing.first([name])]
+        asked = [name for name in names if not self._missing.has(name)]
         if not asked:
             return [False] * len(names)
         with self._missing.asking() as note_missing:
@@ -226,7 +227,7 @@ class GuardedStore(StoreWrapper):
             if content is not None and tells_of_blocks(name):
                 self._missing.clear()
             return content
-        if not self._missing.first([name]):
+        if self._missing.has(name):
             return None
         with self._missing.asking() as note_missing:
             content = await self._ask(lambda store: store.get(name, max_bytes=max_bytes))
@@ -659,10 +660,6 @@ class _Meanwhile:
     has_cleared: bool = False
 
 
-# Of one question: names of a run are made as they are looked at, in 2 us each.
-_MOST_LOOKED_FOR = 32
-
-
 class NegativeCache:
     """Names of which a store has said that it has none: believed for a moment, so that it is not
     asked again by every request for the same prompt.
@@ -674,20 +671,35 @@ class NegativeCache:
         self._max_names = max_names
         self._clock = clock
         self._until: OrderedDict[str, float] = OrderedDict()
+        self._ends: OrderedDict[str, int] = OrderedDict()  # of questions, by their first name
         self._asked: list[_Meanwhile] = []
         self.num_hits = 0
 
     def first(self, names: Sequence[str]) -> int:
-        """Index of the first name believed to be missing, if it is among the first; their number
-        if there is none."""
-        if not self._until:
+        """Index of a name believed to be missing, the first or where a question that began as this
+        one ended; their number if that is none. So few are looked at: those of a run are made as
+        they are, in 2 us each."""
+        if not (names and self._until):
             return len(names)
-        now = self._clock.monotonic()
-        for index, name in enumerate(islice(names, _MOST_LOOKED_FOR)):
-            if self._until.get(name, 0.0) > now:
-                self.num_hits += 1
-                return index
-        return len(names)
+        begin = names[0]
+        if self.has(begin):
+            return 0
+        end = self._ends.get(begin, 0)
+        return end if 0 < end < len(names) and self.has(names[end]) else len(names)
+
+    def ends(self, begin: str, end: int) -> None:
+        """Of names that begin with `begin`, that at `end` is missing."""
+        self._ends[begin] = end
+        while len(self._ends) > self._max_names:
+            self._ends.popitem(last=False)
+
+    def has(self, name: str) -> bool:
+        """Whether `name` is believed to be missing."""
+        until = self._until.get(name)
+        if until is None or until <= self._clock.monotonic():
+            return False
+        self.num_hits += 1
+        return True
 
     @contextmanager
     def asking(self) -> Iterator[Callable[[str], None]]:
@@ -809,7 +821,7 @@ class WriteQueue:
                 if write.serial in self._waiting:
                     self._settle(write.serial, PutOutcome(PutStatus.FAILED, "nobody waits for it"))
 
-        await outlast({write.outcome for write in writes}, on_cancel=withdraw)  # type: ignore[misc]
+        await outlast({write.outcome for write in writes}, on_cancel=withdraw)
         return [write.outcome.result() for write in writes]
 
     def give_up(self, reason: str) -> None:
