@@ -12,7 +12,7 @@ from tests.fuzz.targets import BODIES
 from tierkv.pd.tickets import Acknowledgement, OpenTicket, Ticket
 from tierkv.storage.codec import PlainCodec, ValueIdentity
 
-_HEAD_BYTES = 22  # of a record of `tierkv.wire`; targets put a right one in front
+_HEAD_BYTES = 22  # of a record of `tierkv.storage.codec`; targets put a right one in front
 _ALL = {
     "prompt": "Once upon",
     "tokens": b"\1\0\0\0\2\0\0\0",

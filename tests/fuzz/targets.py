@@ -62,7 +62,7 @@ _MOST_LANDED = 1 << 16
 
 
 def framed(magic: bytes, version: int, body: bytes) -> bytes:
-    """`body` as `tierkv.wire` seals it: what is behind the checksum is reached, too."""
+    """`body` as `tierkv.storage.codec` seals it: what is behind the checksum is reached, too."""
     checksum = xxhash.xxh3_128(magic + version.to_bytes(2, "little") + body).digest()
     return struct.pack("<4sH16s", magic, version, checksum) + body
 

@@ -16,7 +16,6 @@ from tests.layouts import LAYOUTS
 from tests.pd.nodes import claim, pair, publish, settings, tokens
 from tests.storage.values import TurnedClock, put_one
 from tests.world import World, fingerprint, kv_of, world
-from tierkv import wire
 from tierkv.cache.keys import Fingerprint, Names, pack
 from tierkv.cache.layout import Layout, attention_layout
 from tierkv.errors import HandoffError, OwnershipError, StoreCorruptError
@@ -24,6 +23,7 @@ from tierkv.gpu.protocol import Direction
 from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import ClaimProblem, Ticket
+from tierkv.storage import codec
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.protocol import PutItem, PutOutcome, PutStatus
 
@@ -540,6 +540,6 @@ def test_a_ticket_that_cannot_be_is_damaged_though_its_checksum_fits(
         "expires_at": 2.5,
         "producer": "node",
     }
-    assert Ticket.decode(wire.seal(b"TKVT", 1, record)).num_tokens == 9
+    assert Ticket.decode(codec.seal(b"TKVT", 1, record)).num_tokens == 9
     with pytest.raises(StoreCorruptError):
-        Ticket.decode(wire.seal(b"TKVT", 1, record | change))
+        Ticket.decode(codec.seal(b"TKVT", 1, record | change))

@@ -20,7 +20,7 @@ from tierkv.ranks.link import (
     SharedMemory,
     read,
 )
-from tierkv.wire import seal
+from tierkv.storage.codec import seal
 
 RECORDS = [
     Hello(1, 8, b"digest", 77),

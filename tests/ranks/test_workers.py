@@ -35,8 +35,8 @@ from tierkv.ranks.worker import Worker, serve_in_thread
 from tierkv.ranks.workers import WorkerDevice
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
+from tierkv.storage.codec import seal
 from tierkv.storage.factory import StoreSettings, open_store
-from tierkv.wire import seal
 
 ROOT = Path(__file__).parents[2]
 Left = tuple[set[str], int, int, set[str]]

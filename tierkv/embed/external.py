@@ -63,8 +63,8 @@ from tierkv.ranks.link import Link, LinkClosedError, close_all, connect, listen
 from tierkv.ranks.memory import SharedSlots
 from tierkv.sched.events import CacheEvent
 from tierkv.service import Service
+from tierkv.storage.codec import seal, unseal
 from tierkv.tasks import task_group
-from tierkv.wire import seal, unseal
 
 log = logging.getLogger("tierkv.engines")
 

@@ -27,7 +27,7 @@ from uuid import uuid4
 
 import msgspec
 
-from tierkv import tracing, wire
+from tierkv import tracing
 from tierkv.cache.keys import Fingerprint, Prompt, StoredKey, differences
 from tierkv.clock import Clock
 from tierkv.errors import (
@@ -41,6 +41,7 @@ from tierkv.errors import (
 from tierkv.pd.direct.address import DirectAddress
 from tierkv.pd.settings import EXPIRED_GRACE_S, DirectPath
 from tierkv.sched.tiers import Tiers
+from tierkv.storage import codec
 from tierkv.storage.codec import SmallCodec
 from tierkv.storage.protocol import Notifier, PutItem, PutOutcome, PutStatus, Store
 from tierkv.tasks import abandonable, background
@@ -129,12 +130,12 @@ class Ticket(_Handed, frozen=True, kw_only=True):
     trace: str = ""
 
     def encode(self) -> bytes:
-        return wire.seal(_TICKET, _VERSION, self)
+        return codec.seal(_TICKET, _VERSION, self)
 
     @classmethod
     def decode(cls, value: bytes) -> Ticket:
         """Raises StoreCorruptError."""
-        return wire.unseal(_TICKET, _VERSION, value, cls)
+        return codec.unseal(_TICKET, _VERSION, value, cls)
 
 
 class OpenTicket(_Handed, frozen=True, kw_only=True):
@@ -147,12 +148,12 @@ class OpenTicket(_Handed, frozen=True, kw_only=True):
     failure: str = ""
 
     def encode(self) -> bytes:
-        return wire.seal(_OPEN, _VERSION, self)
+        return codec.seal(_OPEN, _VERSION, self)
 
     @classmethod
     def decode(cls, value: bytes) -> OpenTicket:
         """Raises StoreCorruptError."""
-        return wire.unseal(_OPEN, _VERSION, value, cls)
+        return codec.unseal(_OPEN, _VERSION, value, cls)
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,12 +166,12 @@ class Acknowledgement(msgspec.Struct, frozen=True, kw_only=True):
     claimed_at: float
 
     def encode(self) -> bytes:
-        return wire.seal(_ACKNOWLEDGED, _VERSION, self)
+        return codec.seal(_ACKNOWLEDGED, _VERSION, self)
 
     @classmethod
     def decode(cls, value: bytes) -> Acknowledgement:
         """Raises StoreCorruptError."""
-        return wire.unseal(_ACKNOWLEDGED, _VERSION, value, cls)
+        return codec.unseal(_ACKNOWLEDGED, _VERSION, value, cls)
 
 
 _SEAL_BYTES = 64  # no seal adds more

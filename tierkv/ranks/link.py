@@ -1,6 +1,6 @@
 """Records between a scheduler's process and its workers', over a Unix socket.
 
-Each is `length u32 | record`, the record sealed by `tierkv.wire` (magic, version, checksum). A
+Each is `length u32 | record`, the record sealed by `storage.codec` (magic, version, checksum). A
 worker sends `Hello` first; the answer is `SharedMemory`, with the descriptor of the host slots, or
 `NotTaken`. Where the scheduler's process moves the blocks (`WorkerDevice`) it then sends plans, and
 a worker a `Report` for each, and `Alive` in between. Where the engine brings the plans
@@ -24,7 +24,7 @@ import numpy as np
 from tierkv.cache.node import Ids
 from tierkv.errors import ConfigError, StoreCorruptError, TransferError
 from tierkv.pd.direct.address import credentials
-from tierkv.wire import seal, unseal
+from tierkv.storage.codec import seal, unseal
 
 Kind = Literal["load", "offload", "copy"]
 

@@ -29,7 +29,7 @@ from tierkv.sched.tenants import Limits
 from tierkv.service.parts import MadeOf, Memory, Parts, check, host_memory, opened, sleep, wake
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
-from tierkv.tasks import expected, failures_told_to, task_group
+from tierkv.tasks import failures_told_to, task_group
 from tierkv.transfer.storage_io import StorageIO
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
 
@@ -107,10 +107,11 @@ class Publishings:
 
 
 async def _outcome(work: Coroutine[None, None, Published]) -> Published | TierKVError:
-    outcome = await expected(work)
-    if isinstance(outcome, TierKVError):
-        handoff_log.warning("a prompt was not published: %s", outcome)
-    return outcome
+    try:
+        return await work
+    except TierKVError as error:
+        handoff_log.warning("a prompt was not published: %s", error)
+        return error
 
 
 log = logging.getLogger("tierkv.service")

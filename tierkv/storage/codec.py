@@ -1,5 +1,6 @@
 """The header in front of every stored block, the check of what comes back, and codecs with a key,
-of blocks and of small values, for a store that others can write to.
+of blocks and of small values, for a store that others can write to. Records of msgpack, for other
+processes (`seal`, `unseal`).
 
     value   | header, 88 bytes | payload, exactly the bytes of the host slot |
 
@@ -16,8 +17,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
+import msgpack
+import msgspec
 import xxhash
 
 from tierkv.errors import ConfigError, StoreCorruptError, how_to_install
@@ -580,3 +583,41 @@ class SmallCodec:
 
 def _as_it_is(_: str, content: bytes) -> bytes:
     return content
+
+
+# msgpack for what goes to other processes: small, framed, versioned, checksummed records.
+#
+# record   | magic, 4 bytes | version, u16 | xxh3_128 of all the rest | msgpack body |
+
+T = TypeVar("T")
+_RECORD_HEAD = struct.Struct("<4sH16s")
+
+
+def seal(magic: bytes, version: int, record: object) -> bytes:
+    """`record` (a msgspec struct or plain values) as one framed value."""
+    body: bytes = msgpack.packb(msgspec.to_builtins(record, builtin_types=(bytes,)))
+    return _RECORD_HEAD.pack(magic, version, _record_checksum(magic, version, body)) + body
+
+
+def unseal(magic: bytes, version: int, value: bytes, kind: type[T]) -> T:
+    """The record in `value`. Raises StoreCorruptError if a byte of it is not as sealed, or if it
+    is of another version."""
+    if len(value) < _RECORD_HEAD.size:
+        raise StoreCorruptError(f"a record of {len(value)} bytes is too short")
+    found, found_version, checksum = _RECORD_HEAD.unpack_from(value)
+    body = value[_RECORD_HEAD.size :]
+    if found != magic:
+        raise StoreCorruptError(f"the record starts with {found!r}, not {magic!r}")
+    if checksum != _record_checksum(magic, found_version, body):
+        raise StoreCorruptError("the record's checksum does not fit its bytes")
+    if found_version != version:
+        raise StoreCorruptError(f"the record has version {found_version}, not {version}")
+    try:
+        # Without the builtin types text would be taken for bytes in base64.
+        return msgspec.convert(msgpack.unpackb(body), kind, builtin_types=(bytes,))
+    except (msgspec.ValidationError, ValueError, msgpack.UnpackException) as error:
+        raise StoreCorruptError(f"the record cannot be read: {error}") from error
+
+
+def _record_checksum(magic: bytes, version: int, body: bytes) -> bytes:
+    return xxhash.xxh3_128(magic + version.to_bytes(2, "little") + body).digest()

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import msgspec
 
-from tierkv import wire
 from tierkv.errors import StoreCorruptError
 from tierkv.gpu.protocol import SharedPlanes
+from tierkv.storage import codec
 
 T = TypeVar("T")
 
@@ -118,16 +118,16 @@ class Channel:
         self._nonce = await self._reader.readexactly(NONCE_BYTES)
 
     async def send_ask(self, ask: DirectAsk, secret: bytes) -> None:
-        await self._send(wire.seal(_ASK, _VERSION, ask), secret)
+        await self._send(codec.seal(_ASK, _VERSION, ask), secret)
 
     async def send_answer(self, answer: DirectAnswer, secret: bytes) -> None:
-        await self._send(wire.seal(_ANSWER, _VERSION, answer), secret)
+        await self._send(codec.seal(_ANSWER, _VERSION, answer), secret)
 
     async def next_ask(self, node_secret: bytes) -> DirectAsk:
         """Raises StoreCorruptError for what the offer's secret does not vouch for, and what the
         stream raises when it ends."""
         body, mac = await self._receive()
-        ask = wire.unseal(_ASK, _VERSION, body, DirectAsk)
+        ask = codec.unseal(_ASK, _VERSION, body, DirectAsk)
         self._check(body, mac, secret_of(node_secret, ask.offer))
         return ask
 
@@ -135,7 +135,7 @@ class Channel:
         """Raises as `next_ask` does."""
         body, mac = await self._receive()
         self._check(body, mac, secret)
-        return wire.unseal(_ANSWER, _VERSION, body, DirectAnswer)
+        return codec.unseal(_ANSWER, _VERSION, body, DirectAnswer)
 
     @property
     def peer_uid(self) -> int | None:
