@@ -496,6 +496,40 @@ def test_what_a_store_says_it_has_and_does_not_bring_is_not_relied_on_again() ->
         on.check("b", tokens, 16)
 
 
+@pytest.mark.parametrize(
+    ("groups", "length"), [(MODELS["private"], 23), ([CacheGroup(private(64))], 200)]
+)
+def test_a_longer_stored_tail_of_private_blocks_serves_a_shorter_prompt(
+    groups: list[CacheGroup], length: int
+) -> None:
+    """Each block is copied whole, and its first tokens are right: none has to be computed again."""
+    tokens = tokens_of(length)
+    with redis_server() as redis:
+        with hybrid(groups, redis.url) as first:
+            first.save(tokens)
+        with hybrid(groups, redis.url) as second:
+            second.check("a", tokens[:-1], length - 1)
+        with hybrid(groups, redis.url) as third:
+            third.check("b", [*tokens[:-2], 7, 8, 9], length - 2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_many_lookups_of_one_prompt_share_what_comes_from_storage(model: str) -> None:
+    tokens = tokens_of(23)
+    with redis_server() as redis:
+        with hybrid(MODELS[model], redis.url) as first:
+            first.save(tokens)
+        with hybrid(MODELS[model], redis.url) as second:
+            prompt = second.prompt(tokens)
+            keys = [f"key {number}" for number in range(12)]
+            for key in keys:
+                assert second.cache.lookup(key, prompt) is None
+            for key in keys[:4]:  # some go before they have an answer
+                second.cache.release(key)
+            for key in keys[4:]:
+                second.check(key, tokens, 23)
+
+
 def test_groups_of_another_model_share_nothing() -> None:
     """Not even full attention: it may have been computed beside other layers."""
     tokens = tokens_of(16)

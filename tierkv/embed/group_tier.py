@@ -256,16 +256,27 @@ class GroupTier:
                 look.held.append(block)
             elif at in look.stored:
                 wanted.append(at)
-        while wanted:
+        problem, left = None, wanted
+        while left and problem is None:
             coming = {
-                other for at in wanted if (other := self._coming.get(look.stored[at][0].digest))
+                other for at in left if (other := self._coming.get(look.stored[at][0].digest))
             }
-            if not coming:
-                break
-            await asyncio.wait(coming)
-            wanted = [at for at in wanted if self.blocks.get(look.stored[at][0].digest) is None]
-        if not wanted:
-            return None
+            if coming:
+                await asyncio.wait(coming)
+            else:
+                problem = await self._fetched(look, left)
+            left = [at for at in left if at in look.stored and not self._has(look, at)]
+        came = [block for at in wanted if (block := self._has(look, at)) is not None]
+        for block in came:  # also what came for others
+            if block not in look.held:
+                self.blocks.hold([block])
+                look.held.append(block)
+        return problem
+
+    def _has(self, look: GroupLook, at: int) -> FlatBlock | None:
+        return self.blocks.get(look.stored[at][0].digest) if at in look.stored else None
+
+    async def _fetched(self, look: GroupLook, wanted: Sequence[int]) -> str | None:
         try:
             return await abandonable(
                 self._service.tiers.work.started,
@@ -277,6 +288,8 @@ class GroupTier:
 
     async def _fetch(self, look: GroupLook, wanted: Sequence[int]) -> str | None:
         storage, round_ = self._storage, look.round
+        # Another fetch may have begun since it was decided.
+        wanted = [at for at in wanted if look.stored[at][0].digest not in self._coming]
         keys = [look.stored[at][0] for at in wanted]
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for key in keys:
