@@ -3,11 +3,12 @@
     .venv-engines/bin/python benchmarks/vllm_connector.py [--quick] [--json]
 
 (`./scripts/test --engines` makes that environment.)
-Two engines with a small model of random weights, one with tierkv and one without, each in a process
-of its own, decode the same requests in turns. The speed is of steps in which all requests decode
-and nothing comes or goes. The time in the scheduler's thread is of all calls into the connector in
-one step; "with traffic" is of steps in which requests come and go, as many as the model's speed
-lets them.
+Engines with a small model of random weights, each in a process of its own, decode the same requests
+in turns: vLLM alone, vLLM with a connector that does nothing, and with tierkv's. The speed is of
+steps in which all requests decode and nothing comes or goes. The time in the scheduler's thread is
+of all calls into the connector in one step; "with traffic" is of steps in which more than one
+request comes and one goes. There a step waits 10 ms more, with the GIL given up, as for a GPU: this
+model itself takes hardly any time.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,14 +33,23 @@ from benchmarks.bench import Row, row, show
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNING = 256
-PROMPT, ANSWER = 40, 120
-TRANSFER = {
-    "kv_connector": "TierKVConnector",
-    "kv_connector_module_path": "tierkv.adapters.vllm",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"host_bytes": 256 << 20},
+PROMPT, ANSWER = 40, 200
+MODEL_S = 0.01  # of a step with traffic
+TRANSFERS: dict[str, dict[str, Any]] = {
+    "idle": {
+        "kv_connector": "IdleConnector",
+        "kv_connector_module_path": "benchmarks.vllm_connector",
+        "kv_role": "kv_both",
+    },
+    "tierkv": {
+        "kv_connector": "TierKVConnector",
+        "kv_connector_module_path": "tierkv.adapters.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host_bytes": 256 << 20},
+    },
 }
+KINDS = ("alone", "idle", "tierkv")
 CALLS = (
     "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc",
     "build_connector_meta", "update_connector_output", "request_finished",
@@ -46,10 +57,29 @@ CALLS = (
 )  # fmt: skip
 
 
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    """What vLLM imports by name, where there is vLLM: a connector that does nothing."""
+    if name != "IdleConnector":
+        raise AttributeError(name)
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415
+
+    nothing = {
+        "start_load_kv": lambda *_, **__: None,
+        "wait_for_layer_load": lambda *_: None,
+        "save_kv_layer": lambda *_, **__: None,
+        "wait_for_save": lambda _: None,
+        "get_num_new_matched_tokens": lambda *_: (0, False),
+        "update_state_after_alloc": lambda *_: None,
+        "build_connector_meta": lambda *_: base.KVConnectorMetadata(),
+        "request_finished_all_groups": lambda *_: (False, None),
+    }
+    return type(name, (base.KVConnectorBase_V1, base.SupportsHMA), nothing)
+
+
 class Child:
     """An engine; a line in is a round, a line out what it took."""
 
-    def __init__(self, model: str, *, attached: bool) -> None:
+    def __init__(self, model: str, kind: str) -> None:
         from vllm import EngineArgs  # noqa: PLC0415
         from vllm.config import KVTransferConfig  # noqa: PLC0415
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
@@ -61,16 +91,16 @@ class Child:
                 disable_log_stats=True,
                 max_model_len=PROMPT + ANSWER + 8,
                 max_num_seqs=RUNNING,
-                block_size=16,
+                block_size=32,
                 num_gpu_blocks_override=4096,
                 enforce_eager=True,
-                kv_transfer_config=KVTransferConfig(**TRANSFER) if attached else None,
+                kv_transfer_config=None if kind == "alone" else KVTransferConfig(**TRANSFERS[kind]),
             )
         )
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.spent = 0.0  # in the connector, in this step
         self.draws = random.Random(os.getpid())
-        if attached:
+        if kind == "tierkv":
             for name in CALLS:
                 self._time(name)
 
@@ -110,7 +140,7 @@ class Child:
             self._add(f"s{at}", ANSWER)
         while len(self.scheduler.running) < RUNNING or self.scheduler.waiting:
             self._step()
-        for _ in range(10):
+        for _ in range(40):  # what their prompts brought to do is done
             self._step()
         steps: list[tuple[float, float, int]] = []
         while len(self.scheduler.running) == RUNNING and len(steps) < ANSWER // 2:
@@ -124,6 +154,14 @@ class Child:
 
     def traffic(self, num_steps: int) -> dict[str, Any]:
         """As many requests run all the time, and one comes when one goes, at any step."""
+        executor = self.engine.engine_core.engine_core.model_executor
+        execute = executor.execute_model
+
+        def executed(*given: Any, **more: Any) -> Any:  # noqa: ANN401
+            time.sleep(MODEL_S)
+            return execute(*given, **more)
+
+        executor.execute_model = executed
         for at in range(RUNNING):
             self._add(f"t{at}", 2 + at * ANSWER // RUNNING)
         spent, number = [], RUNNING
@@ -143,10 +181,10 @@ class Child:
             self._step()
 
 
-def child(model: str, *, attached: bool) -> None:
+def child(model: str, kind: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    here = Child(model, attached=attached)
+    here = Child(model, kind)
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:
@@ -173,7 +211,12 @@ def tiny_model(path: str) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
 
 
-def measured(model: str, *, rounds: int, traffic_steps: int) -> list[Row]:
+Ask = Callable[[str, str], dict[str, Any]]
+
+
+@contextmanager
+def engines(model: str) -> Iterator[Ask]:
+    """Ask one of them, all being ready."""
     threads = Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so")
     environment = os.environ | {
         "LD_PRELOAD": next((str(found) for found in threads), ""),
@@ -185,55 +228,55 @@ def measured(model: str, *, rounds: int, traffic_steps: int) -> list[Row]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    engines = {}
-    for name in ("without", "with"):
-        command = [sys.executable, __file__, "--child", name, model]
-        engines[name] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def ask(name: str, line: str) -> dict[str, Any]:
-        process = engines[name]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-        answer: dict[str, Any] = json.loads(process.stdout.readline())
-        return answer
-
-    try:
-        for process in engines.values():
-            assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                raise RuntimeError("an engine did not start; what it said is above")
-        speeds: dict[str, list[float]] = {"without": [], "with": []}
-        spent: list[float] = []
-        for turn in range(rounds):
-            for name in ("without", "with") if turn % 2 else ("with", "without"):
-                answer = ask(name, "steady")
-                speeds[name].append(answer["tokens_per_s"])
-                if name == "with":
-                    spent += answer["spent"]
-        busy = ask("with", f"traffic {traffic_steps}")["spent"]
-    finally:
-        for process in engines.values():
+    with ExitStack() as stack:
+        pipes: dict[str, tuple[IO[str], IO[str]]] = {}
+        for name in KINDS:
+            command = [sys.executable, __file__, "--child", name, model]
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
             assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
-    without = row("seconds of 10k tokens, without", [1e4 / one for one in speeds["without"]], "s")
-    beside = [1e4 / one for one in speeds["with"]]
+            assert process.stdout is not None
+            stack.callback(process.wait, 60)
+            stack.callback(process.stdin.close)
+            pipes[name] = (process.stdin, process.stdout)
+        for _, answers in pipes.values():
+            if answers.readline() != "ready\n":
+                raise RuntimeError("an engine did not start; what it said is above")
+
+        def ask(name: str, line: str) -> dict[str, Any]:
+            questions, answers = pipes[name]
+            questions.write(line + "\n")
+            questions.flush()
+            answer: dict[str, Any] = json.loads(answers.readline())
+            return answer
+
+        yield ask
+
+
+def measured(ask: Ask, *, rounds: int, traffic_steps: int) -> list[Row]:
+    speeds: dict[str, list[float]] = {name: [] for name in KINDS}
+    spent: list[float] = []
+    for turn in range(rounds):
+        for name in (*KINDS[turn % 3 :], *KINDS[: turn % 3]):
+            answer = ask(name, "steady")
+            speeds[name].append(answer["tokens_per_s"])
+            if name == "tierkv":
+                spent += answer["spent"]
+    busy = ask("tierkv", f"traffic {traffic_steps}")["spent"]
+    took = {name: [1e4 / one for one in speeds[name]] for name in KINDS}
+    alone = row("10k tokens, vLLM alone", took["alone"], "s")
+    idle = row("10k tokens, a connector that does nothing", took["idle"], "s", against=alone)
     rows = [
-        without,
-        row("seconds of 10k tokens, tierkv attached", beside, "s", against=without, most=1 / 0.99),
+        alone,
+        idle,
+        row("10k tokens, tierkv", took["tierkv"], "s", against=alone, most=1 / 0.99),
+        row("10k tokens, tierkv", took["tierkv"], "s", against=idle, most=1 / 0.99),
     ]
     for where, times in (("nothing to do", spent), ("with traffic", busy)):
-        at = sorted(one * 1e3 for one in times)
-        rows += [
-            row(f"scheduler's thread, a step, {where}: p50", [at[len(at) // 2]], "ms", most=0.2),
-            row(
-                f"scheduler's thread, a step, {where}: p99", [at[len(at) * 99 // 100]], "ms", most=1
-            ),
-        ]
+        for share, most in ((50, 0.2), (99, 1.0)):
+            ms = sorted(times)[len(times) * share // 100] * 1e3
+            rows.append(row(f"scheduler's thread, {where}, p{share}", [ms], "ms", most=most))
     return rows
 
 
@@ -241,20 +284,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=["with", "without"], help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        child(given.model, attached=given.child == "with")
+        child(given.model, given.child)
         return
     with tempfile.TemporaryDirectory() as path:
         tiny_model(path)
-        sizes = (
-            {"rounds": 2, "traffic_steps": 100}
-            if given.quick
-            else {"rounds": 7, "traffic_steps": 600}
-        )
-        show(measured(path, **sizes), as_json=given.json)
+        rounds, steps = (3, 100) if given.quick else (9, 600)
+        with engines(path) as ask:
+            show(measured(ask, rounds=rounds, traffic_steps=steps), as_json=given.json)
 
 
 if __name__ == "__main__":

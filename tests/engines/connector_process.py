@@ -47,7 +47,7 @@ class Driver:
 
     def __init__(self, model: str, transfer: dict[str, Any] | None, more: dict[str, Any]) -> None:
         from vllm import EngineArgs
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.copies = Faults()
@@ -63,10 +63,14 @@ class Driver:
             "enable_prefix_caching": True,
             "enforce_eager": True,
         }
+        events = None
+        if more.pop("events", False):
+            events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         arguments = EngineArgs(
             model=model,
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            kv_events_config=events,
             kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
             **(settings | more),
         )
@@ -75,6 +79,7 @@ class Driver:
         self.scheduler = self.core.scheduler
         self.connector = self.scheduler.connector
         self.told: Counter[str] = Counter()
+        self.events_told: list[dict[str, Any]] = []
         self.num_preemptions = 0
         self.num_stale = 0
         self._listen()
@@ -99,6 +104,16 @@ class Driver:
             return stats
 
         self.connector.get_kv_connector_stats = taken
+        take_events = self.connector.take_events
+
+        def events() -> Any:
+            for event in take_events():
+                names = [self._name(one) for one in event.block_hashes]
+                kind = type(event).__name__
+                self.events_told.append({"kind": kind, "medium": event.medium, "names": names})
+                yield event
+
+        self.connector.take_events = events
         self._watch_saves()
 
     def _watch_saves(self) -> None:
@@ -185,15 +200,10 @@ class Driver:
 
     def blocks(self, tokens: list[int]) -> list[str | None]:
         """For each full block of a prompt that vLLM has in its own cache, a digest of its bytes."""
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        request = Request("look", tokens, SamplingParams(), None,
-                          block_hasher=self.core.request_block_hasher)  # fmt: skip
         pool = self.scheduler.kv_cache_manager.block_pool
         layers = self.core.vllm_config.compilation_config.static_forward_context
         found: list[str | None] = []
-        for key in request.block_hashes:
+        for key in self._hashes(tokens):
             block = pool.get_cached_block(key, [0])
             if not block:
                 found.append(None)
@@ -204,6 +214,14 @@ class Driver:
                               .view(-1).view(dtype=_bytes()).numpy().tobytes())  # fmt: skip
             found.append(digest.hexdigest())
         return found
+
+    def _hashes(self, tokens: list[int]) -> list[Any]:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        request = Request("look", tokens, SamplingParams(), None,
+                          block_hasher=self.core.request_block_hasher)  # fmt: skip
+        return list(request.block_hashes)
 
     def forget(self) -> bool:
         """vLLM forgets its own cache, and tierkv keeps its."""
@@ -237,6 +255,20 @@ class Driver:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         get_kv_transfer_group().worker.before_step = lambda _: None
+
+    def events(self) -> list[dict[str, Any]]:
+        """Those that the connector has told since the last time."""
+        told, self.events_told = self.events_told, []
+        return told
+
+    def hashes(self, tokens: list[int]) -> list[str]:
+        """What vLLM calls the full blocks of a prompt in its events."""
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        return [self._name(maybe_convert_block_hash(key)) for key in self._hashes(tokens)]
+
+    def _name(self, key: Any) -> str:
+        return key.hex() if isinstance(key, bytes) else str(key)
 
     def counts(self) -> dict[str, int]:
         """What the connector has told vLLM's statistics."""

@@ -12,9 +12,12 @@ import importlib.util
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,8 +33,10 @@ __all__ = ["empty_redis", "model", "module_redis"]
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed (./scripts/test --engines)", allow_module_level=True)
 
+from vllm.lora.request import LoRARequest
+
 from tests.engines.test_vllm import model, prompt
-from tierkv.adapters.vllm_connector import ConnectorSettings
+from tierkv.adapters.vllm_connector import AdapterDigests, ConnectorSettings
 from tierkv.errors import ConfigError
 from tierkv.storage.codec import HEADER_BYTES, PlainCodec, ValueIdentity
 
@@ -103,32 +108,42 @@ def starting(
     path: str, config: dict[str, object] | None = None, **arguments: object
 ) -> Iterator[Engine]:
     """An engine that need not be ready yet, so that several can start at once."""
+    with process("connector_process.py", path, config, json.dumps(arguments)) as running:
+        yield running
+
+
+@contextmanager
+def process(
+    script: str, path: str, config: dict[str, object] | None, *more: str, in_process: bool = True
+) -> Iterator[Engine]:
     threads = Path(sys.prefix).glob("lib/python*/site-packages/**/libiomp5.so")
     environment = os.environ | {
         "LD_PRELOAD": next((str(found) for found in threads), ""),
         "PYTHONPATH": str(_HERE.parent.parent),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(_HERE / "connector_process.py"), path, json.dumps(config),
-               json.dumps(arguments)]  # fmt: skip
+    command = [sys.executable, str(_HERE / script), path, json.dumps(config), *more]
     before = set(os.listdir("/dev/shm"))
+    own = environment["TMPDIR"] = tempfile.mkdtemp(prefix="tierkv-test-")  # of the ranks' socket
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    ) as popen:
         try:
-            yield Engine(process)
-            assert process.stdin is not None
-            process.stdin.close()
-            assert process.wait(60) == 0
+            yield Engine(popen)
+            assert popen.stdin is not None
+            popen.stdin.close()
+            assert popen.wait(60) == 0
         finally:
-            process.kill()
+            popen.kill()
     assert set(os.listdir("/dev/shm")) <= before, "shared memory is left behind"
+    assert list(Path(own).glob("*.sock")) == []
+    shutil.rmtree(own)
 
 
 @contextmanager
@@ -189,6 +204,25 @@ def test_a_prefix_comes_through_files_into_a_fresh_process(
     assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
 
 
+def test_engines_whose_core_is_a_process_of_its_own_find_each_others_prefixes(
+    model: str, alone: Engine, empty_redis: RedisServer
+) -> None:
+    """As `vllm serve` has it: nobody steps the engine but itself, and it ends by a signal."""
+    right = alone.tokens(PROMPTS)
+    found = []
+    for _ in range(2):
+        config = transfer(empty_redis.url)
+        with process("vllm_process.py", model, config, in_process=False) as running:
+            assert running.line() == "ready\n"
+            assert running.process.stdin is not None
+            running.process.stdin.write(json.dumps(PROMPTS) + "\n")
+            running.process.stdin.flush()
+            answers = json.loads(running.line())
+            assert [one["tokens"] for one in answers] == right
+            found.append([one["cached"] for one in answers[:4]])
+    assert found == [[0] * 4, [200, 192, 160, 193]]
+
+
 def test_a_prefill_is_handed_over_tails_included(
     model: str, alone: Engine, empty_redis: RedisServer
 ) -> None:
@@ -236,7 +270,8 @@ def test_a_prefill_is_handed_over_tails_included(
         assert prefill.ask("counts")["published_prompts"] == 4
         names = empty_redis.execute("KEYS", "*")
         assert isinstance(names, list)
-        assert all(int(str(empty_redis.execute("TTL", name))) > 0 for name in names)
+        # -1 is without an end, -2 gone since.
+        assert all(int(str(empty_redis.execute("TTL", name))) != -1 for name in names)
         zeroed(empty_redis)
         asked = [{"id": "z", "tokens": tail, "params": told["z"]["params"]}]
         assert decode.generate(asked)["z"]["tokens"] != alone.tokens([tail])[0]
@@ -245,7 +280,7 @@ def test_a_prefill_is_handed_over_tails_included(
 @pytest.fixture(scope="module")
 def one(model: str, module_redis: RedisServer) -> Iterator[Engine]:
     """An engine that several tests use, each with prompts of its own."""
-    with engine(model, transfer(module_redis.url)) as running:
+    with engine(model, transfer(module_redis.url), events=True) as running:
         yield running
         running.rests()
 
@@ -422,11 +457,15 @@ def test_fifty_requests_with_shared_prefixes_under_eviction_are_exact(
         counts = tight.ask("counts")
         assert counts["loaded_tokens"] > 50 * _BLOCK
         assert tight.ask("stale_saves") == 0
-        # The control.
-        tight.ask("ignore_fences")
+        # Preempted while they are saved; and the control, that the wait for that is needed.
         tight.ask("faults", slow_s=0.1)
-        tight.tokens([prompt(500 + n, 3 * _BLOCK + 8) for n in range(12)], "out", max_tokens=120)
-        assert tight.ask("stale_saves") > 0
+        for name, at_least in (("fenced", 0), ("unfenced", 1)):
+            before = tight.ask("preemptions")
+            long = [prompt(at_least * 20 + 500 + n, 8 * _BLOCK + 8) for n in range(10)]
+            tight.tokens(long, name, max_tokens=100)
+            assert tight.ask("preemptions") > before
+            assert (tight.ask("stale_saves") > 0) == bool(at_least)
+            tight.ask("ignore_fences")
 
 
 @pytest.mark.parametrize("fault", ["killed", "hung", "slow"])
@@ -548,6 +587,40 @@ def test_windows_are_groups_of_their_own(hybrid: str, empty_redis: RedisServer) 
         assert [answers[f"r{at}"]["tokens"] for at in range(len(PROMPTS))] == right
         assert [answers[f"r{at}"]["cached"] for at in range(4)] == [200, 192, 160, 193]
         second.rests()
+
+
+def test_an_adapter_is_what_its_files_hold(tmp_path: Path) -> None:
+    for name, weights in (("one", b"weights"), ("same", b"weights"), ("other", b"weight")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(weights)
+    digests = AdapterDigests()
+
+    def digest(name: str, path: Path) -> bytes:
+        deadline = time.monotonic() + 20
+        while (found := digests.of(LoRARequest(name, 1, str(path)))) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return found
+
+    one = digest("a", tmp_path / "one")
+    assert digest("b", tmp_path / "same") == one
+    assert digest("a", tmp_path / "other") != one
+    # What cannot be read is nobody else's.
+    assert digest("a", tmp_path / "none") not in {one, digest("b", tmp_path / "none")}
+    digests.close()
+
+
+def test_events_have_vllms_own_names(alone: Engine, one: Engine) -> None:
+    some = prompt(700, 4 * _BLOCK)
+    one.ask("events")
+    one.tokens([some])
+    one.tokens([prompt(701, 40)], "after")  # vLLM asks for events in its steps
+    names = one.ask("hashes", tokens=some)
+    told = [event for event in one.ask("events") if event["kind"] == "BlockStored"]
+    for medium in ("CPU", "STORAGE"):
+        stored = {name for event in told if event["medium"] == medium for name in event["names"]}
+        assert set(names) <= stored, medium
 
 
 def test_settings_that_are_not_there_are_named() -> None:

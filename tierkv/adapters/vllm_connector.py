@@ -22,6 +22,7 @@ import logging
 import os
 import tempfile
 import uuid
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +56,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.groups import NO_BLOCK, CacheGroup, GroupKind, main_group
-from tierkv.cache.keys import Fingerprint, MediaItem, Prompt, pack, prompt_extra
+from tierkv.cache.keys import Fingerprint, MediaItem, Prompt, prompt_extra
 from tierkv.cache.layout import Layout, Plane
 from tierkv.clock import SystemClock
 from tierkv.embed.engine_cache import EngineCache, Polled
@@ -90,6 +91,9 @@ log = logging.getLogger("tierkv.adapters.vllm")
 # Saves that one step begins: each takes some 50 us of the scheduler's thread. More, if more wait.
 _SAVES_PER_STEP = 3
 _BACKLOG_STEPS = 8  # in so many steps those that wait are begun
+# A request saves when it has so many tokens that are not saved, and at its end: a save costs the
+# same for one block as for many.
+_SAVED_AT_ONCE = 256
 _MOST_WAIT_S = 60.0  # for a copy whose blocks are about to be written
 _MOST_LOST = 2  # promises to one request that expire before it loads them
 _COUNTS = {
@@ -118,6 +122,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     publish_deadline_s: so long storing a prompt with its ticket may take.
     ticket_ttl_s: so long a ticket can be claimed.
     expires_s: so long blocks are held on the host for a request that vLLM does not schedule.
+    least_tokens: fewer are computed and not loaded, unless a ticket names them.
     prefix: of all names in the store.
     """
 
@@ -131,6 +136,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     publish_deadline_s: float = 30.0
     ticket_ttl_s: float = 600.0
     expires_s: float = 30.0
+    least_tokens: int = 32
     prefix: str = "tierkv"
 
     @classmethod
@@ -393,12 +399,11 @@ class _Tracked:
     prompt: of the tokens that were there when it was made. claims, publishes: tickets.
     num_local: tokens that vLLM had itself at the lookup. found: what of each group is to be loaded.
     saved: of each group, so many first blocks are on the host or on their way. has_saves: some are
-    under way. num_lost: promises that had expired when they were to be loaded. is_of_old: the cache
-    has been reset since it was computed.
+    under way. passed: of a prompt of so many tokens too few are there to load. num_lost: promises
+    that had expired when they were to be loaded. is_of_old: the cache has been reset since.
     """
 
     request: Request
-    extra: bytes | None = None
     prompt: Prompt | None = None
     claims: str | None = None
     publishes: str | None = None
@@ -408,6 +413,7 @@ class _Tracked:
     has_saves: bool = False
     is_loading: bool = False
     num_lost: int = 0
+    passed: int | None = None
     is_of_old: bool = False
 
 
@@ -436,7 +442,7 @@ class _SchedulerSide:
         self._has_windows = False
         events = config.kv_events_config
         self._tells = events is not None and events.enable_kv_cache_events
-        self._adapters = _AdapterDigests()
+        self._adapters = AdapterDigests()
         self._epoch = b""
         self._tracked: dict[str, _Tracked] = {}
         self._filling: OrderedDict[str, _Tracked] = OrderedDict()  # whose prompt is being computed
@@ -489,9 +495,7 @@ class _SchedulerSide:
     def find(self, request: Request, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` can be loaded; None: ask again."""
         tracked = self._track(request)
-        if tracked is None or tracked.is_of_old or tracked.num_lost > _MOST_LOST:
-            return 0
-        if not self._finds or request.skip_reading_prefix_cache:
+        if tracked is None or not self._may_find(tracked):
             return 0
         prompt = self._prompt(tracked, request.num_tokens)
         if prompt is None:
@@ -508,7 +512,17 @@ class _SchedulerSide:
         tracked.num_local = num_computed
         tracked.found = found.blocks
         tracked.saved = [found.num_there // group.block_size for group in self._groups]
+        if found.num_tokens < self.settings.least_tokens and tracked.claims is None:
+            self.cache.release(name)
+            tracked.passed = request.num_tokens
+            return 0
         return found.num_tokens
+
+    def _may_find(self, tracked: _Tracked) -> bool:
+        request = tracked.request
+        has_tried = tracked.num_lost > _MOST_LOST or tracked.passed == request.num_tokens
+        is_excluded = tracked.is_of_old or request.skip_reading_prefix_cache
+        return self._finds and not has_tried and not is_excluded
 
     def _track(self, request: Request) -> _Tracked | None:
         """None where nothing is to be cached: prompts that are not, or not only, tokens."""
@@ -539,10 +553,14 @@ class _SchedulerSide:
                 )
                 for one in request.mm_features
             ]
-            tokens = request.all_token_ids[:num_tokens]
-            prompt = tracked.prompt = Prompt.of(tokens, size, media, extra=extra)
+            tokens = _packed(request.all_token_ids[:num_tokens])
+            if media or extra:
+                prompt = Prompt.of(tokens, size, media, extra=extra)
+            else:
+                prompt = Prompt(tokens, size)
+            tracked.prompt = prompt
         elif prompt.num_tokens < num_tokens:
-            more = pack(request.all_token_ids[prompt.num_tokens : num_tokens])
+            more = _packed(request.all_token_ids[prompt.num_tokens : num_tokens])
             prompt = tracked.prompt = Prompt(prompt.tokens + more, size, prompt.extras)
         if prompt.num_tokens > num_tokens:
             return Prompt(prompt.tokens[: 4 * num_tokens], size, prompt.extras)
@@ -631,21 +649,18 @@ class _SchedulerSide:
             name = tracked.request.request_id
             self.cache.release(name)
             self._plans.over.append(name)
-        for some in (self._filling, self._decoding):
-            for _ in range(min(left, len(some))):
-                name, tracked = next(iter(some.items()))
-                some.move_to_end(name)
-                stop = self._save_filled(tracked, step)
-                left -= stop is not None
-                if some is self._filling and stop is not None:
-                    self._is_filled(name, tracked, stop)
-
-    def _is_filled(self, name: str, tracked: _Tracked, stop: int) -> None:
-        if stop < tracked.request.num_tokens:
-            return
-        del self._filling[name]
-        if self.settings.saves_generated and tracked.publishes is None:
-            self._decoding[name] = tracked
+        for _ in range(min(left, len(self._filling))):
+            name, tracked = next(iter(self._filling.items()))
+            self._filling.move_to_end(name)
+            stop = self._save_filled(tracked, step)
+            if stop is not None and stop >= tracked.request.num_tokens:
+                del self._filling[name]
+                if self.settings.saves_generated and tracked.publishes is None:
+                    self._decoding[name] = tracked
+        for _ in range(min(left, len(self._decoding))):
+            name, tracked = next(iter(self._decoding.items()))
+            self._decoding.move_to_end(name)
+            self._save_filled(tracked, step)
 
     def _save_filled(self, tracked: _Tracked, step: SchedulerOutput) -> int | None:
         """How many tokens are computed when this step is over, None if the request has no part in
@@ -656,7 +671,11 @@ class _SchedulerSide:
         if scheduled is None:
             return None
         stop: int = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        if stop // main.block_size > (tracked.saved[self._main] if tracked.saved else 0):
+        saved = tracked.saved[self._main] * main.block_size if tracked.saved else 0
+        # A claimer waits for the first, and a window's blocks go while the prompt is computed.
+        is_urgent = tracked.publishes is not None or (self._has_windows and name in self._filling)
+        least = main.block_size if is_urgent else _SAVED_AT_ONCE
+        if stop - saved >= least:
             prompt = self._prompt(tracked, max(stop, request.num_prompt_tokens))
             table = step.kv_connector_block_state.get_block_ids(name)
             if prompt is not None and table is not None:
@@ -841,12 +860,18 @@ class _SchedulerSide:
             self.cache.release(name)
             tracked.is_of_old |= tracked.request.num_computed_tokens > 0
             tracked.prompt, tracked.claims, tracked.publishes = None, None, None
-            tracked.saved = []
+            tracked.saved, tracked.passed = [], None
 
     def close(self) -> None:
         if self._cache is not None:
             self._cache.close()
         self._adapters.close()
+
+
+def _packed(tokens: list[int]) -> bytes:
+    """As `pack`, of tokens that vLLM has checked. NumPy would give the GIL up, and get it back only
+    when another thread lets it go."""
+    return array("i", tokens).tobytes()
 
 
 def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
@@ -856,7 +881,7 @@ def _named(table: Sequence[int], group: CacheGroup) -> Sequence[int]:
     return [block or NO_BLOCK for block in table]
 
 
-class _AdapterDigests:
+class AdapterDigests:
     """Of LoRA adapters' files, read by a thread. An adapter is what its files hold, whatever name
     an instance has for it."""
 

@@ -54,6 +54,7 @@ from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.engine")
 
+_CLOSING_S = 5.0  # what was saved last is stored in that time, or not at all
 _NO_SLOTS: Ids = np.zeros(0, np.int32)
 _FEWEST_SLOTS = 2  # one to be promised and one to be saved
 _MOST_FAILURES = 4096  # blocks whose failed loads are counted
@@ -918,7 +919,13 @@ class HostSide:
         return left + sum(tier.blocks.forget() for tier in self._tiers.values())
 
     async def give_back(self) -> None:
-        """At the end: promises, and slots that nothing was saved to."""
+        """At the end: promises, and slots that nothing was saved to. What was saved is stored
+        first, if the store takes it soon."""
+        work = self._service.tiers.work
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSING_S):
+                while work.num_tasks:
+                    await work.next_change()
         for outlet in self._outlets.values():
             outlet.fail("the engine's cache was closed")
         for promise in list(self._promises):
