@@ -1,23 +1,66 @@
-"""Copies between a Hugging Face transformers cache and tierkv's paged planes, byte for byte.
+"""Hugging Face transformers on tierkv: a cache for `generate` whose prefixes outlive it, and copies
+between a DynamicCache and tierkv's paged planes.
 
-transformers keeps the KV of a layer as one tensor [batch, heads, tokens, dim] that grows; tierkv as
-blocks of tokens, [block_size, heads, dim] each, wherever the block table says.
+`TierKVCache` is what a user passes as `past_key_values`. It owns device memory for one sequence, as
+blocks that lie in a row, so that attention reads them where a load has put them:
+
+    generate -> forward: prepare    which prefix is there: device, host, storage; loads start;
+                                    the model is given the rest of the tokens
+                layer.update        waits for this layer's load, appends, hands out a view
+                settle              a load that failed? compute it again
+             -> end                 new blocks are copied to the host, and stored behind the scenes
+
+`PagedCache` is for engines: transformers keeps the KV of a layer as one tensor [batch, heads,
+tokens, dim] that grows; tierkv as blocks of tokens, [block_size, heads, dim] each, wherever the
+block table says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import inspect
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
+from types import MethodType, TracebackType
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from tierkv.cache.keys import Fingerprint
+from tierkv.cache.eviction import WritePolicy
+from tierkv.cache.keys import Fingerprint, Prompt
 from tierkv.cache.layout import Layout, Plane
-from tierkv.errors import LayoutError
+from tierkv.cache.tokens import pack
+from tierkv.clock import SystemClock
+from tierkv.embed.engine_cache import EngineCache, Found
+from tierkv.ranks.worker_planes import WorkerPlanes
+from tierkv.errors import BadRequestError, ConfigError, LayoutError, TierKVError, TransferError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import Device
+from tierkv.gpu.protocol import Planes as DevicePlanes
+from tierkv.observe import Stats
+from tierkv.pd.settings import HandoffSettings
+from tierkv.ranks.memory import EnginePlanes
+from tierkv.sched.settings import CacheSettings
+from tierkv.storage.factory import StoreSettings, open_store
+
+log = logging.getLogger("tierkv.adapters.transformers")
 
 Planes = Sequence[npt.NDArray[np.uint8]]
 Ids = npt.NDArray[np.int32]
@@ -141,3 +184,820 @@ def _states(cache: DynamicCache, layer: int) -> tuple[torch.Tensor, torch.Tensor
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# A cache to pass as `past_key_values`
+
+_FORMAT = "transformers v1"  # how the bytes of a block lie
+_ALIGNMENT = 512
+_FEWEST_TOKENS = 1024  # that a device room has place for
+_SPARE = 4  # a room that has to grow gets one part in so many more than is needed
+_MOST_KEPT = 0.75  # of the host tier, of one sequence: the rest is for what comes next
+_COPY_S = 60.0  # a copy between host and device that takes longer is a fault of the machine
+_KEEP_S = 5.0  # what has no host slot by then is not kept
+_FIND_S = 12.0  # the service itself ends a lookup after 10
+_SLOTS_S = 0.1
+_ANSWER_S = 2.0
+_SAMPLES = 64  # of each weight
+# Newer versions of transformers call the argument `cache`.
+_ARGUMENTS = ("cache", "past_key_values")
+_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+_BY_POSITION = ("position_ids", "cache_position")
+_TENSORS = frozenset({"input_ids", "attention_mask", *_BY_POSITION})
+_CHANGING_ROPE = frozenset({"dynamic", "longrope"})
+_ONE_ROW = (
+    "a TierKVCache holds one sequence: call generate for each row by itself, without beams and "
+    "with one returned sequence (each of these makes several rows)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHit:
+    """Where the KV of a prompt's tokens came from.
+
+    device: was in the model's cache still. host, storage: came from there. computed: by the model.
+    problem: why there was not more, None if nothing went wrong.
+    """
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    computed: int = 0
+    problem: str | None = None
+
+    def __add__(self, other: PromptHit) -> PromptHit:
+        return PromptHit(
+            self.device + other.device,
+            self.host + other.host,
+            self.storage + other.storage,
+            self.computed + other.computed,
+            other.problem or self.problem,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device} tokens on the device, {self.host} from host, {self.storage} from "
+            f"storage, {self.computed} computed" + (f" ({self.problem})" if self.problem else "")
+        )
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer's keys and values in device blocks that lie in a row; attention gets views of them.
+
+    wait: called with the layer's number before its blocks are read or written.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, number: int, wait: Callable[[int], None]) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self.length = 0
+        self._number = number
+        self._wait = wait
+        self._memory: Sequence[torch.Tensor] = ()
+
+    def place(self, memory: Sequence[torch.Tensor], length: int) -> None:
+        """memory: keys and values, [1, heads, tokens, dim], of which `length` tokens are there."""
+        self._memory = memory
+        self.length = length
+        self.keys, self.values = (states[:, :, :length] for states in memory)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: its memory is there before."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start, stop = self.length, self.length + key_states.shape[-2]
+        self._wait(self._number)
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            room = memory[:, :, start:stop]
+            if room.shape != states.shape or room.dtype != states.dtype:
+                raise LayoutError(
+                    f"layer {self._number} has {tuple(states.shape)} of {_name(states.dtype)} where"
+                    f" {tuple(room.shape)} of {_name(room.dtype)} belongs: give this cache only to "
+                    "the model that it was made for"
+                )
+            room.copy_(states.detach())
+        self.place(self._memory, stop)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.length + new, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # as older versions call it
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many tokens, if negative; all after so many, if positive (older versions)."""
+        if tokens_to_remove:
+            left = tokens_to_remove + (self.length if tokens_to_remove < 0 else 0)
+            self.place(self._memory, min(max(left, 0), self.length))
+
+    def reset(self) -> None:
+        self.place(self._memory, 0)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise BadRequestError(_ONE_ROW)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise BadRequestError(_ONE_ROW)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise BadRequestError(_ONE_ROW)
+
+
+class _DeviceRoom:
+    """Device memory for one sequence: of every plane its blocks in a row, all in one allocation.
+
+    like: of one token, [1, heads, 1, dim], in the order of the layout's planes.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor], layout: Layout, num_tokens: int) -> None:
+        num_blocks = -(-num_tokens // layout.block_size)
+        self.num_tokens = num_blocks * layout.block_size
+        sizes = [num_blocks * plane.block_bytes for plane in layout.planes]
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        with torch.inference_mode(mode=False):  # or nothing outside of such a mode could write it
+            memory = torch.empty(sum(padded), dtype=torch.uint8, device=like[0].device)
+        self.planes: list[torch.Tensor] = []
+        self.states: list[torch.Tensor] = []
+        for piece, size, one in zip(memory.split(padded), sizes, like, strict=True):
+            self.planes.append(piece[:size].view(num_blocks, -1))
+            by_token = piece[:size].view(one.dtype).view(self.num_tokens, *one.shape[1::2])
+            self.states.append(by_token.transpose(0, 1)[None])
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way. valid: so many tokens are right whatever becomes of it."""
+
+    key: str
+    number: int
+    valid: int
+
+
+class TierKVCache(Cache):  # type: ignore[misc]
+    """A transformers cache whose prefixes outlive the call, the process and the machine.
+
+        cache = TierKVCache.for_model(model, store="redis://127.0.0.1:6379/0")
+        model.generate(**inputs, past_key_values=cache)
+        print(cache.last_hit)
+
+    Each `generate` finds the longest prefix of its input that is in the model's cache still, in
+    host memory or in the store, computes the rest, and keeps all that it has computed, the
+    generated tokens included. What the store does not give in time is computed.
+
+    One sequence at a time: one row, no beams, no padding. What changes the meaning of token ids
+    beside the weights (images, embeddings, token types) is refused. A loop of one's own over
+    `model(...)` works inside `with cache.sequence():`; its logits are of the computed tokens.
+    """
+
+    @classmethod
+    def for_model(  # noqa: PLR0913 - where, how much, and what makes another's bytes usable
+        cls,
+        model: PreTrainedModel,
+        store: str | None = None,
+        *,
+        host_bytes: int = 4 << 30,
+        block_size: int = 64,
+        ttl_s: float | None = 86_400.0,
+        revision: str | None = None,
+        tenant: str = "",
+        settings: StoreSettings | None = None,
+        device: Device | None = None,
+    ) -> Self:
+        """An open cache for `model`. Close it, or use it in a `with`.
+
+        store: URL of docs/storage.md; None for host memory alone. host_bytes: of host memory, which
+            is pinned for a GPU. ttl_s: how long a value lives in the store.
+        revision: names the weights. If it is None their content does, which takes a pass over them:
+            models share KV if their configuration and every weight are the same.
+        tenant: what was stored under another name is not found.
+        device: that the model is on; if it is None, one is made for PyTorch's current stream.
+
+        Raises LayoutError if the model's cache is not keys and values of every token, ConfigError
+        if the model or a setting cannot be used, StoreUnavailableError if the store cannot.
+        """
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        _check_model(model)
+        like = _states_of_one_token(model)
+        fingerprint = Fingerprint(
+            f"{type(model).__name__} of {_FORMAT}",
+            _layout_of(like, block_size),
+            revision=_content_of(model) if revision is None else revision,
+            weight_dtype=_name(model.dtype),
+            tenant=tenant,
+        )
+        rules = CacheSettings(
+            block_size=block_size,
+            storage_write=WritePolicy.NONE if store is None else WritePolicy.WRITE_THROUGH,
+        )
+        device = _device_of(like[0].device) if device is None else device
+        room = _DeviceRoom(like, fingerprint.layout, _FEWEST_TOKENS)
+        planes = WorkerPlanes(device, _adopted(device, fingerprint.layout, room))
+        engine = EngineCache(
+            fingerprint,
+            [fingerprint.layout],
+            host_bytes=host_bytes,
+            cache=rules,
+            store=lambda: (
+                None
+                if store is None
+                else open_store(store, settings or StoreSettings(), SystemClock())
+            ),
+            planes=planes,
+            handoff=HandoffSettings(block_ttl_s=ttl_s),
+        )
+        most_kept = int(host_bytes * _MOST_KEPT) // fingerprint.layout.block_bytes
+        made = cls(model, like, room, fingerprint.layout, _Moves(device, planes, engine, most_kept))
+        engine.open()
+        _install(model)
+        return made
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        like: Sequence[torch.Tensor],
+        room: _DeviceRoom,
+        layout: Layout,
+        moves: _Moves,
+    ) -> None:
+        """Use `for_model`."""
+        super().__init__(layers=[PagedLayer(n, self._wait) for n in range(layout.num_layers)])
+        self.last_hit = PromptHit()
+        self._model = model
+        self._parameters = tuple(inspect.signature(model.forward).parameters)
+        self._weights = _state_of(model)
+        self._like = like
+        self._room = room
+        self._layout = layout
+        self._moves = moves
+        self._turn = threading.Lock()
+        self._fed: list[tuple[int, torch.Tensor]] = []  # where they start, [tokens]
+        self._held = np.zeros(0, np.int64)  # the tokens of the last sequence, which the room has
+        self._num_kept = 0  # so many of the sequence's first tokens lookups find
+        self._load: _Load | None = None
+        self._hit = PromptHit()  # of the forward pass under way
+        self._timer = _Timer(like[0].device)
+        self._place(0)
+
+    # A sequence
+
+    @contextmanager
+    def sequence(self) -> Iterator[Self]:
+        """What the model is given inside is one text from its first token on, and is kept when it
+        ends. `generate` does this by itself. Raises BadRequestError while another one runs,
+        ConfigError if the model is not what it was."""
+        if not self._turn.acquire(blocking=False):
+            raise BadRequestError(
+                "another generate uses this cache now: wait for it, or have a cache for each thread"
+            )
+        try:
+            self._keep()  # what the model was given outside of any
+            self._check_model()
+            self.last_hit = PromptHit()
+            self._fed.clear()
+            self._place(0)
+            try:
+                yield self
+            finally:
+                self._keep()
+        finally:
+            self._turn.release()
+
+    def reset(self) -> None:
+        """Keep what there is, and begin a new text; for those who use no `sequence`."""
+        with self.sequence():
+            pass
+
+    def prepare(
+        self, model: PreTrainedModel, args: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the model is to be called with instead, without the tokens that are cached: called
+        before each forward pass. Raises BadRequestError."""
+        if model is not self._model:
+            raise BadRequestError("this cache was made for another model")
+        given = dict(zip(self._parameters, args, strict=False)) | dict(arguments)
+        ids = _checked_ids(given)
+        start, count = self.get_seq_length(), ids.shape[1]
+        self._reserve(start + count)
+        self._fed.append((start, ids[0].detach().clone()))
+        if start == 0 or count >= self._layout.block_size:
+            _check_places(given, start, count)
+            self._hit = self._bring(start, ids[0].cpu().numpy())
+            given = _without(given, count, count - self._hit.computed)
+            if self._load is None and self._hit.computed >= self._layout.block_size:
+                self._timer.start(self._hit.computed)
+        return given
+
+    def settle(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+        """None if the forward pass has read the right KV. If a load failed: what to call the model
+        with again. Called after each."""
+        self._timer.stop()
+        load, self._load = self._load, None
+        hit, self._hit = self._hit, PromptHit()
+        if load is None or not self._moves.failed(load):
+            self.last_hit += hit
+            return None
+        start, ids = self._fed[-1]
+        device = load.valid - start
+        lost = len(ids) - device
+        log.warning("%d tokens did not load and are computed", hit.host + hit.storage)
+        self.last_hit += PromptHit(device, 0, 0, lost, "a load failed")
+        self._place(load.valid)
+        given = {**arguments, "input_ids": ids[device:][None]}
+        for name in _BY_POSITION:
+            if (places := given.get(name)) is not None:
+                every = torch.arange(load.valid, load.valid + lost, device=places.device)
+                given[name] = every.expand(*places.shape[:-1], lost)
+        return given
+
+    # What is there
+
+    @property
+    def stats(self) -> Stats:
+        """Of the tiers and the store."""
+        return self._moves.engine.stats().wait(_COPY_S)
+
+    def verify(self) -> list[str]:
+        """Recount slots, leases and promises; what is wrong, in words."""
+        return self._moves.engine.verify().wait(_COPY_S)
+
+    def close(self) -> None:
+        """Keep what there is, let writes to the store end, give the memory back. Any number of
+        times."""
+        if self._moves.is_open:
+            with self._turn:
+                self._keep()
+            self._moves.close()
+            self._held, self._num_kept = self._held[:0], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Inside
+
+    def _place(self, num_tokens: int) -> None:
+        """The room has the KV of so many tokens, and what is written next comes behind them."""
+        for number, planes in enumerate(self._layout.planes_of_layer):
+            memory = [self._room.states[plane] for plane in planes]
+            self.layers[number].place(memory, num_tokens)
+
+    def _reserve(self, num_tokens: int) -> None:
+        if num_tokens <= self._room.num_tokens:
+            return
+        old, layout = self._room, self._layout
+        self._room = _DeviceRoom(self._like, layout, num_tokens + num_tokens // _SPARE)
+        for mine, theirs in zip(self._room.states, old.states, strict=True):
+            mine[:, :, : old.num_tokens].copy_(theirs)
+        self._moves.use(self._room)
+        self._place(self.get_seq_length())
+
+    def _bring(self, start: int, new: npt.NDArray[np.int64]) -> PromptHit:
+        """Have as many of the tokens from `start` on as there are, but the last, which the model is
+        asked for; their load may be under way."""
+        size, most = self._layout.block_size, start + len(new) - 1
+        tokens, have = new, start
+        if start:
+            tokens = self._tokens(start + len(new))
+        else:
+            have = min(_num_common(self._held, new), most)
+            self._num_kept = min(self._num_kept, have)
+        hit = PromptHit(have - start, 0, 0, most + 1 - have)
+        self._place(have)
+        if have == most or start % size:  # a load brings whole blocks, and this one is being made
+            return hit
+        found, load = self._moves.load(tokens, have, most)
+        if load is None:
+            return PromptHit(hit.device, 0, 0, hit.computed, found.problem)
+        brought = min(found.num_tokens, most - have)
+        stored = min(found.storage_tokens, brought)
+        self._load = load
+        self._num_kept = max(self._num_kept, have + found.num_tokens)
+        self._place(have + brought)
+        return PromptHit(
+            hit.device, brought - stored, stored, hit.computed - brought, found.problem
+        )
+
+    def _wait(self, layer: int) -> None:
+        if self._load is not None:
+            self._moves.wait_layer(self._load, layer)
+
+    def _keep(self) -> None:
+        """What the room has is the last sequence now, of which the host gets what it has not."""
+        load, self._load = self._load, None
+        if load is not None and self._moves.failed(load):  # and the forward pass did not end
+            self._place(load.valid)
+        num_tokens = min(layer.length for layer in self.layers)
+        self._held = self._tokens(num_tokens)
+        self._place(num_tokens)
+        for computed, took in self._timer.read():
+            self._moves.engine.note_prefill(computed, took)
+        if num_tokens > self._num_kept:
+            self._num_kept = self._moves.keep(self._held, self._num_kept)
+
+    def _tokens(self, num_tokens: int) -> npt.NDArray[np.int64]:
+        """What the model was given, up to this one."""
+        found = np.zeros(max((at + len(ids) for at, ids in self._fed), default=0), np.int64)
+        if self._fed:
+            every, read = torch.cat([ids for _, ids in self._fed]).cpu().numpy(), 0
+            for start, ids in self._fed:  # a later one replaces what was cropped
+                found[start : start + len(ids)] = every[read : read + len(ids)]
+                read += len(ids)
+        return found[:num_tokens]
+
+    def _check_model(self) -> None:
+        if _state_of(self._model) != self._weights:
+            raise ConfigError(
+                "the model's weights, adapters or device have changed since this cache was made: "
+                "close it and make another one"
+            )
+
+
+class _Moves:
+    """Asks the engine cache, and waits for its answers, with deadlines.
+
+    num_most_kept: blocks of one sequence that it keeps.
+    """
+
+    def __init__(
+        self, device: Device, planes: WorkerPlanes, engine: EngineCache, num_most_kept: int
+    ) -> None:
+        self.engine = engine
+        self.is_open = True
+        self._layout = planes.layouts[0]
+        self._device = device
+        self._planes = planes
+        self._num_most_kept = num_most_kept
+        self._numbers = itertools.count()
+
+    def use(self, room: _DeviceRoom) -> None:
+        self._planes.replace(_adopted(self._device, self._layout, room))
+
+    def load(
+        self, tokens: npt.NDArray[np.int64], have: int, most: int
+    ) -> tuple[Found, _Load | None]:
+        """What there is beyond the first `have` tokens, at most `most` in all; its load has started
+        if there is any."""
+        key, size = f"prompt {next(self._numbers)}", self._layout.block_size
+        found = self._find(key, Prompt(pack(tokens), size), have)
+        stop = min(have + found.num_tokens, most)
+        first, last = have // size, -(-stop // size)
+        plan = None
+        if stop > have:
+            plan = self.engine.load(key, [range(first, last)], [first])
+        if plan is None:
+            self.engine.release(key)
+            return found, None
+        self._planes.start_loads(plan)
+        return found, _Load(key, plan.number, first * size)
+
+    def _find(self, key: str, prompt: Prompt, have: int) -> Found:
+        deadline = time.monotonic() + _FIND_S
+        while True:
+            self.engine.poll()
+            found = self.engine.lookup(key, prompt, have)
+            if found is not None:
+                return found
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Found(0, problem="the lookup took too long")
+            self.engine.wait(left)
+
+    def wait_layer(self, load: _Load, layer: int) -> None:
+        """Let the compute stream wait for a layer. That its load failed is told by `failed`."""
+        with suppress(TierKVError):
+            self._planes.wait_layer(load.number, layer, _COPY_S)
+
+    def failed(self, load: _Load) -> bool:
+        """Whether a load did not bring its blocks; it is over when this returns. Raises
+        TransferError if it does not end."""
+        deadline = time.monotonic() + _COPY_S
+        while True:
+            for key, failed in self.engine.poll().loaded:
+                if key == load.key:
+                    self.engine.release(key)
+                    return bool(failed)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferError(f"a load did not end within {_COPY_S:g} s")
+            self._planes.wait(load.number, left)
+
+    def keep(self, tokens: npt.NDArray[np.int64], num_kept: int) -> int:
+        """Copy to the host what lookups do not find, which is not the first `num_kept` tokens; how
+        many they find then. Whatever fails is not kept."""
+        size = self._layout.block_size
+        stop = min(-(-len(tokens) // size), self._num_most_kept)
+        prompt = Prompt(pack(tokens), size)
+        for first in dict.fromkeys((num_kept // size, 0)):  # all of it, if its start was evicted
+            if first >= stop:
+                return num_kept
+            try:
+                if self._save(prompt, first, stop):
+                    return min(len(tokens), stop * size)
+            except TierKVError as error:
+                log.warning("what was computed is not kept: %s", error)
+                break
+        return 0
+
+    def _save(self, prompt: Prompt, first: int, stop: int) -> bool:
+        """Whether lookups find blocks [first, stop) now."""
+        key, plans, left, num_found = f"saved {next(self._numbers)}", [], stop - first, 0
+        deadline = time.monotonic() + _KEEP_S
+        while left and time.monotonic() < deadline:
+            plan = self.engine.save(key, prompt, [range(first, stop)], [first])
+            if plan is None:  # host slots are being made free
+                self.engine.wait(_SLOTS_S)
+            else:
+                self._planes.start_saves(plan)
+                plans.append(plan.number)
+                left -= len(plan.slots()[0])
+            num_found += sum(count for _, count in self.engine.poll().stored)
+        for number in plans:
+            self._planes.wait(number, _COPY_S)
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            num_found += sum(count for _, count in self.engine.poll().stored)
+            if num_found >= stop - first - left or time.monotonic() > deadline:
+                break
+            self.engine.wait(_ANSWER_S)
+        self.engine.release(key)
+        return num_found >= stop - first
+
+    def close(self) -> None:
+        self.is_open = False
+        try:
+            self.engine.close()
+        finally:
+            self._device.close()
+
+
+class _Timer:
+    """How long the model took to compute prompts, known when the device is done with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._under_way: tuple[int, Any] | None = None
+        self._done: list[tuple[int, Any, Any]] = []
+
+    def start(self, num_tokens: int) -> None:
+        self._under_way = (num_tokens, self._now())
+
+    def stop(self) -> None:
+        if self._under_way is not None:
+            self._done.append((*self._under_way, self._now()))
+            self._under_way = None
+
+    def read(self) -> list[tuple[int, float]]:
+        """Tokens and seconds, each once; waits for the device."""
+        done, self._done = self._done, []
+        if not self._is_cuda:
+            return [(count, end - start) for count, start, end in done]
+        for _, _, end in done:
+            end.synchronize()
+        return [(count, start.elapsed_time(end) / 1e3) for count, start, end in done]
+
+    def _now(self) -> object:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+# The model: what it is, and being told of its forward passes
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config(decoder=True)
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    if kinds != {DynamicLayer}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise LayoutError(f"only full attention can be cut into blocks of tokens, not {names}")
+    if model.config.is_encoder_decoder:
+        raise LayoutError("a decoder that attends to an encoder has more than tokens in its cache")
+    parts = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    if changing := _CHANGING_ROPE & set(_rope_types(parts)):
+        raise LayoutError(
+            f"rope of type {changing.pop()} turns the same tokens otherwise in a longer text: what "
+            "is cached of a short one would be wrong in it"
+        )
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ConfigError("the model is split over several processes; this cache is for one")
+
+
+def _rope_types(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        yield from (str(value[name]) for name in ("rope_type", "type") if name in value)
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _rope_types(one)
+
+
+def _states_of_one_token(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Keys and values of each layer, [1, heads, 1, dim], as the model itself makes them."""
+    cache = DynamicCache(config=model.config)
+    taken = inspect.signature(model.forward).parameters
+    name = _ARGUMENT if _ARGUMENT in taken else "past_key_values"
+    with torch.no_grad():
+        ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+        model(input_ids=ids, use_cache=True, **{name: cache})
+    empty = [at for at, layer in enumerate(cache.layers) if not layer.is_initialized]
+    if empty:
+        raise LayoutError(f"the model keeps nothing of layers {empty} in its cache")
+    states = [one for layer in cache.layers for one in (layer.keys, layer.values)]
+    if wrong := [tuple(one.shape) for one in states if one.ndim != 4 or one.shape[::2] != (1, 1)]:  # noqa: PLR2004
+        raise LayoutError(
+            f"keys and values are [1, heads, tokens, dim], not {wrong[0]} for a token"
+        )
+    if len({one.device for one in states}) > 1:
+        raise ConfigError("the model's layers are on several devices; this cache is for one")
+    return states
+
+
+def _layout_of(states: Sequence[torch.Tensor], block_size: int) -> Layout:
+    widths = [one.numel() * one.element_size() for one in states]
+    return Layout(
+        block_size,
+        tuple(
+            Plane(at // 2, ("key", "value")[at % 2], _name(one.dtype), width * block_size, width)
+            for at, (one, width) in enumerate(zip(states, widths, strict=True))
+        ),
+    )
+
+
+def _device_of(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type != "cuda":
+        raise ConfigError(f"the model is on {device}; this cache is for CPU and CUDA")
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - only where there is a GPU
+
+    return CudaDevice(
+        device.index or 0, compute_stream=torch.cuda.current_stream(device).cuda_stream
+    )
+
+
+def _adopted(device: Device, layout: Layout, room: _DeviceRoom) -> DevicePlanes:
+    if room.planes[0].device.type == "cpu":
+        return EnginePlanes(layout, [plane.numpy() for plane in room.planes])
+    from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - only where there is a GPU
+
+    if not isinstance(device, CudaDevice):
+        raise ConfigError(f"{device.name} cannot use memory that PyTorch has allocated")
+    return device.adopt_planes(layout, room.planes)
+
+
+def _state_of(model: PreTrainedModel) -> list[object]:
+    """Another one when a weight was written or moved, or an adapter switched."""
+    version = attrgetter("_version")  # PyTorch counts the writes to a tensor
+    found: list[object] = [
+        (one.data_ptr(), 0 if one.is_inference() else version(one)) for one in model.parameters()
+    ]
+    adapters = [
+        one for one in model.modules() if isinstance(getattr(one, "disable_adapters", None), bool)
+    ]
+    return found + [(tuple(one.active_adapters), one.disable_adapters) for one in adapters]
+
+
+def _content_of(model: PreTrainedModel) -> str:
+    """A digest that differs if the configuration or any weight does: the sum of each weight's bits,
+    and some of its elements."""
+    config = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if not name.startswith("_") and name not in _NOT_CONTENT
+    }
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        if not isinstance(weight, torch.Tensor) or not weight.numel():
+            continue
+        if weight.device.type == "meta":
+            raise ConfigError(f"{name} is not in memory: say revision=, which names the weights")
+        integers = _INTEGERS[weight.element_size()]
+        bits = weight.detach().contiguous().view(-1).view(integers)
+        some = bits[:: max(len(bits) // _SAMPLES, 1)].to("cpu", torch.int64).numpy().tobytes()
+        total = bits.sum(dtype=torch.int64).item()
+        digest.update(
+            f"{name} {_name(weight.dtype)} {tuple(weight.shape)} {total} ".encode() + some
+        )
+    return digest.hexdigest()
+
+
+_NOT_CONTENT = {"transformers_version", "use_cache", "dtype", "torch_dtype"}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _num_common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
+    """How many first tokens are the same."""
+    length = min(len(left), len(right))
+    other = np.flatnonzero(left[:length] != right[:length])
+    return int(other[0]) if len(other) else length
+
+
+def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
+    """Token ids, [1, tokens]. Raises BadRequestError if they are not all that the result depends
+    on."""
+    ids = given.get("input_ids")
+    if ids is None:
+        raise BadRequestError("a TierKVCache needs input_ids: by them it knows what it holds")
+    if ids.ndim != 2 or ids.shape[0] != 1:  # noqa: PLR2004
+        raise BadRequestError(f"{_ONE_ROW}; here are {ids.shape[0]}")
+    if given.get("use_cache") is False:
+        raise BadRequestError("use_cache=False and a TierKVCache exclude each other")
+    for name, value in given.items():
+        if name in _TENSORS or value is None or isinstance(value, (Cache, bool, int, float, str)):
+            continue
+        raise BadRequestError(
+            f"{name} changes what the tokens mean, and is not part of what tierkv finds them by: "
+            "generate without this cache"
+        )
+    return ids
+
+
+def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:
+    """Raise BadRequestError if tokens are masked, or are not at the places start, start + 1, ..."""
+    mask = given.get("attention_mask")
+    if mask is not None and (mask.ndim != 2 or not bool(mask.all())):  # noqa: PLR2004
+        raise BadRequestError("a TierKVCache holds texts without padding: mask no token")
+    for name in _BY_POSITION:
+        places = given.get(name)
+        if places is not None:
+            expected = torch.arange(start, start + count, device=places.device)
+            if places.shape[-1] != count or not bool((places == expected).all()):
+                raise BadRequestError(f"{name} must be {start} to {start + count - 1}")
+
+
+def _without(given: Mapping[str, Any], count: int, num_tokens: int) -> dict[str, Any]:
+    """The arguments without the first `num_tokens` of `count` tokens."""
+    cut = {
+        name: given[name][..., num_tokens:]
+        for name in ("input_ids", *_BY_POSITION)
+        if given.get(name) is not None and given[name].shape[-1] == count
+    }
+    return {**given, **cut}
+
+
+def _install(model: PreTrainedModel) -> None:
+    """Tell the caches that `model` is given. The functions are bound to the model alone, so that a
+    copy of it is told by its own."""
+    if "generate" not in vars(model):
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, with_kwargs=True)
+        model.generate = MethodType(_generate, model)
+
+
+def _generate(self: PreTrainedModel, *args: object, **arguments: object) -> object:
+    """The model's own `generate`; a TierKVCache that it is given keeps the text."""
+    cache = _cache_in(arguments)
+    generate = type(self).generate
+    if cache is None:
+        return generate(self, *args, **arguments)
+    for name in _ARGUMENTS:
+        arguments.pop(name, None)
+    with cache.sequence():
+        return generate(self, *args, **arguments, **{_ARGUMENT: cache})
+
+
+def _before(
+    model: PreTrainedModel, args: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]] | None:
+    cache = _cache_in(arguments)
+    return None if cache is None else ((), cache.prepare(model, args, arguments))
+
+
+def _after(
+    model: PreTrainedModel, _: tuple[Any, ...], arguments: dict[str, Any], __: object
+) -> object:
+    cache = _cache_in(arguments)
+    again = None if cache is None else cache.settle(arguments)
+    return None if again is None else model.forward(**again)
+
+
+def _cache_in(arguments: Mapping[str, Any]) -> TierKVCache | None:
+    for name in _ARGUMENTS:
+        if isinstance(cache := arguments.get(name), TierKVCache):
+            return cache
+    return None

@@ -71,13 +71,15 @@ class Found:
     """What can be loaded. num_tokens: beyond those that the engine has. first_tokens: what a ticket
     says comes after the prompt. problem: why there is not more, if anything went wrong. blocks: for
     each group, which positions in the prompt are to be loaded, in its own block size. num_there: of
-    all the prompt's tokens, those the engine has included, so many are on the host."""
+    all the prompt's tokens, those the engine has included, so many are on the host. storage_tokens:
+    so many of the last ones came from storage for this lookup (a NodeHost does not say)."""
 
     num_tokens: int
     first_tokens: tuple[int, ...] = ()
     problem: str | None = None
     blocks: tuple[range, ...] = field(default=(), compare=False)
     num_there: int = field(default=0, compare=False)
+    storage_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
@@ -125,6 +127,10 @@ class LocalHost:
     def poll(self) -> list[Call[Any]]:
         """The calls that have been answered and that nobody has taken."""
         return self._embedded.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to return, or for `timeout_s`; whether it has."""
+        return self._embedded.wait(timeout_s)
 
     def take_events(self) -> list[CacheEvent]:
         return self._side.take_events()
@@ -374,6 +380,7 @@ class EngineCache:
             promise.problem,
             tuple([group.needed(num_tokens, have_tokens) for group in self.groups]),
             num_tokens,
+            promise.storage_tokens,
         )
         if not found.num_tokens:
             self._free(promise)
@@ -625,6 +632,15 @@ class EngineCache:
         return polled
 
     # What is known of all
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` or `lookup` may have news, or for `timeout_s`; which of both. For an
+        engine that has nothing else to do: poll first."""
+        return self._host.wait(timeout_s)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine took so long to compute so many prompt tokens; see Service.note_prefill."""
+        self._host.call("note_prefill", num_tokens, seconds)
 
     def read_events(self) -> list[CacheEvent]:
         """What happened to cached blocks since the last time, from any thread. Of too many the

@@ -83,7 +83,7 @@ _NUMBER_BITS = 48  # of the numbers that an engine gives its publishes
 _METHODS = frozenset(
     {
         *("promise", "count", "free", "loaded", "reserve", "keep", "publish", "finish", "fail"),
-        *("verify", "forget", "stats"),
+        *("note_prefill", "verify", "forget", "stats"),
     }
 )
 
@@ -273,6 +273,10 @@ class NodeHost:
     def poll(self) -> list[Call[Any]]:
         """The calls that have been answered and that nobody has taken."""
         return self._exchange.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to return, or for `timeout_s`; whether it has."""
+        return self._exchange.wait(timeout_s)
 
     def take_events(self) -> list[CacheEvent]:
         """Raises BadRequestError: events are the node's, about what all engines share."""

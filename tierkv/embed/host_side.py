@@ -192,7 +192,8 @@ class HostPromise:
     parts: for each group, its blocks' slots, that of the partly shared or last one included.
     lease, held: what of the index, and of each other group, is held for it.
     owner: has one entry, which whoever ends the promise takes; taking it is one step for any
-    thread. problem: why there is not more, None if nothing went wrong.
+    thread. problem: why there is not more, None if nothing went wrong. storage_tokens: were
+    brought from storage for it.
     """
 
     num_tokens: int
@@ -201,6 +202,7 @@ class HostPromise:
     held: dict[int, list[FlatBlock]] = field(default_factory=dict)
     ticket: Ticket | None = None
     problem: str | None = None
+    storage_tokens: int = 0
     num_blocks: list[int] = field(default_factory=list)  # that it counts for, by group
     timer: asyncio.TimerHandle | None = None
     owner: deque[None] = field(default_factory=lambda: deque([None]))
@@ -397,6 +399,10 @@ class HostSide:
                 async with self._fetched(first, ()) as problem:
                     done = wanted if problem is None else done
 
+    async def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """See Service.note_prefill."""
+        self._service.note_prefill(num_tokens, seconds)
+
     # What can be had in all groups
 
     def _looks(self, prompt: Prompt) -> dict[int, GroupLook]:
@@ -448,7 +454,7 @@ class HostSide:
                     length, why = await self._plan(prompt, looks, bound)
                     problem = problem or why
                 wanted = _beginning(prompt, length) if looks else prompt
-                async with self._fetched(wanted, keys) as why:
+                async with self._fetched(wanted, keys, promise) as why:
                     problem = problem or why
                     length = self._on_host(prompt, length).num_tokens
                     length = await self._longest(looks, length)
@@ -486,11 +492,11 @@ class HostSide:
 
     @asynccontextmanager
     async def _fetched(
-        self, prompt: Prompt, keys: Sequence[StoredKey]
+        self, prompt: Prompt, keys: Sequence[StoredKey], promise: HostPromise | None = None
     ) -> AsyncIterator[str | None]:
         """What storage has of a prompt for the index stays on the host in the body; why it is not
         more, if it is not all. keys: of the prompt and of what follows it, if a ticket promises
-        them."""
+        them. promise: is told how much came."""
         service = self._service
         if service.tiers.copies.storage is None or self._main is None or not prompt.num_tokens:
             yield None
@@ -502,6 +508,8 @@ class HostSide:
             policy=policy,
             promised=keys[: -(-prompt.num_tokens // prompt.block_size)],
         )
+        if promise is not None:
+            promise.storage_tokens += len(fetched.tokens)
         try:
             yield fetched.first_problem.reason if fetched.first_problem is not None else None
         finally:

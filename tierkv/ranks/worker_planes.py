@@ -97,6 +97,7 @@ class WorkerPlanes:
         self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
         self._rank = rank
         self._changed = threading.Condition()  # of what follows; held for submissions at most
+        self._hosts: Sequence[HostSlots] = ()
         self._lanes: dict[tuple[int, Direction], Lane] = {}
         self._saves = True
         self._waiting: dict[int, dict[int, BlockCopy]] = {}
@@ -120,7 +121,7 @@ class WorkerPlanes:
     def attach(self, hosts: HostSlots | Sequence[HostSlots], *, saves: bool = True) -> None:
         """Use these host slots, of each group, from now on. saves: False where another rank saves
         the same bytes; plans to save are done at once then."""
-        hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
+        hosts = self._hosts = hosts if isinstance(hosts, Sequence) else (hosts,)
         lanes = {}
         for group, (planes, host) in enumerate(zip(self._planes, hosts, strict=True)):
             for direction in Direction:
@@ -202,6 +203,24 @@ class WorkerPlanes:
             raise TransferError(problem)
         if events is not None:
             self._device.compute_stream.wait(events[layer], max(deadline - time.monotonic(), 0.0))
+
+    def wait(self, number: int, timeout_s: float) -> None:
+        """Block until a plan is over, or for `timeout_s`; `finished` tells how it ended."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: number not in self._waiting, timeout_s)
+            begun = self._open.get(number)
+            events = [one[-1] for one in begun.events.values()] if begun is not None else []
+        for event in events:
+            with suppress(GateTimeoutError, TransferError):
+                event.block_until_done(max(deadline - time.monotonic(), 0.0))
+
+    def replace(self, planes: Planes | Sequence[Planes]) -> None:
+        """The engine's tensors are others now, of the same layouts. Nothing may be under way, and
+        the planes were attached in this process."""
+        self._held.close()
+        self._planes = tuple(planes) if isinstance(planes, Sequence) else (planes,)
+        self.attach(self._hosts, saves=self._saves)
 
     def finished(self) -> list[Finished]:
         """The plans that are over now, each once. Never blocks."""
