@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs the transformers extra")
 import torch
 from transformers import DeepseekV3Config, DynamicCache, LlamaConfig, MistralConfig
 
-from tests.adapters.tiny import BLOCK, Rows, TinyEngine, alone, llama, prompt_of, rows_of
+from tests.adapters.tiny import ARGUMENT, BLOCK, Rows, TinyEngine, alone, llama, prompt_of, rows_of
 from tests.latch import CopyLatch
 from tests.redis_server import redis_server
 from tierkv.adapters.transformers import PagedCache
@@ -198,7 +198,7 @@ def test_keys_and_values_may_have_different_widths() -> None:
     model = DeepseekV3ForCausalLM(config).eval()
     cache = DynamicCache(config=config)
     with torch.no_grad():
-        model(input_ids=torch.arange(21)[None], past_key_values=cache, use_cache=True)
+        model(input_ids=torch.arange(21)[None], use_cache=True, **{ARGUMENT: cache})
     paged = PagedCache(config, block_size=8, dtype=torch.float32)
     assert {plane.token_bytes for plane in paged.layout.planes} == {16 * 4, 4 * 4}
     planes, table = _empty(paged), np.array([3, 1, 8], np.int32)

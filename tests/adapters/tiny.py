@@ -3,6 +3,7 @@ embedded service."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -23,6 +24,12 @@ from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 
 BLOCK = 64
+# Newer versions of transformers call it `cache`, and warn of the other name.
+ARGUMENT = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(LlamaForCausalLM.forward).parameters
+)
 WAIT_S = 60.0
 Rows = list[np.ndarray]
 
@@ -53,7 +60,7 @@ def forward(model: LlamaForCausalLM, cache: DynamicCache, tokens: Sequence[int])
     """Run `tokens` on top of the cache; the token that follows, greedily."""
     ids = torch.tensor([list(tokens)])
     with torch.no_grad():
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=ids, use_cache=True, **{ARGUMENT: cache}).logits
     return int(logits[0, -1].argmax())
 
 

@@ -44,9 +44,8 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from tierkv.cache.eviction import WritePolicy
-from tierkv.cache.keys import Fingerprint, Prompt
+from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane
-from tierkv.cache.tokens import pack
 from tierkv.clock import SystemClock
 from tierkv.embed.engine_cache import EngineCache, Found
 from tierkv.ranks.worker_planes import WorkerPlanes
@@ -500,7 +499,8 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._fed.append((start, ids[0].detach().clone()))
         if start == 0 or count >= self._layout.block_size:
             _check_places(given, start, count)
-            self._hit = self._bring(start, ids[0].cpu().numpy())
+            most = max(start + count - _num_logits(given), start)
+            self._hit = self._bring(start, ids[0].cpu().numpy(), most)
             given = _without(given, count, count - self._hit.computed)
             if self._load is None and self._hit.computed >= self._layout.block_size:
                 self._timer.start(self._hit.computed)
@@ -574,19 +574,19 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._moves.use(self._room)
         self._place(self.get_seq_length())
 
-    def _bring(self, start: int, new: npt.NDArray[np.int64]) -> PromptHit:
-        """Have as many of the tokens from `start` on as there are, but the last, which the model is
-        asked for; their load may be under way."""
-        size, most = self._layout.block_size, start + len(new) - 1
+    def _bring(self, start: int, new: npt.NDArray[np.int64], most: int) -> PromptHit:
+        """Have as many of the tokens from `start` on as there are, up to `most` in all: the model
+        is asked for what comes after the others. Their load may be under way."""
+        size = self._layout.block_size
         tokens, have = new, start
         if start:
             tokens = self._tokens(start + len(new))
         else:
             have = min(_num_common(self._held, new), most)
             self._num_kept = min(self._num_kept, have)
-        hit = PromptHit(have - start, 0, 0, most + 1 - have)
+        hit = PromptHit(have - start, 0, 0, start + len(new) - have)
         self._place(have)
-        if have == most or start % size:  # a load brings whole blocks, and this one is being made
+        if have >= most or start % size:  # a load brings whole blocks, and this one is being made
             return hit
         found, load = self._moves.load(tokens, have, most)
         if load is None:
@@ -798,9 +798,9 @@ def _check_model(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise LayoutError("a decoder that attends to an encoder has more than tokens in its cache")
     parts = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
-    if changing := _CHANGING_ROPE & set(_rope_types(parts)):
+    if changing := sorted(_CHANGING_ROPE & set(_rope_types(parts))):
         raise LayoutError(
-            f"rope of type {changing.pop()} turns the same tokens otherwise in a longer text: what "
+            f"rope of type {changing[0]} turns the same tokens otherwise in a longer text: what "
             "is cached of a short one would be wrong in it"
         )
     if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -935,6 +935,12 @@ def _checked_ids(given: Mapping[str, Any]) -> torch.Tensor:
             "generate without this cache"
         )
     return ids
+
+
+def _num_logits(given: Mapping[str, Any]) -> int:
+    """Of how many last tokens the caller wants logits; of those computed where it wants all."""
+    wanted = given.get("logits_to_keep")
+    return wanted if isinstance(wanted, int) and wanted > 0 else 1
 
 
 def _check_places(given: Mapping[str, Any], start: int, count: int) -> None:

@@ -1,0 +1,533 @@
+"""`generate(..., past_key_values=TierKVCache)` is `generate` alone: the same tokens and KV bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the transformers extra")
+pytest.importorskip("transformers", reason="needs the transformers extra")
+
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from tests.adapters.tiny import ARGUMENT, BLOCK, Rows, llama, prompt_of, rows_of
+from tests.latch import EVERY, CopyLatch
+from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
+from tierkv.adapters.transformers import PromptHit, TierKVCache
+from tierkv.errors import BadRequestError, ConfigError, LayoutError, StoreUnavailableError
+from tierkv.gpu.cpu import CpuDevice
+from tierkv.gpu.protocol import BlockCopy, Direction, HostSlots, Lane, Planes
+
+__all__ = ["empty_redis", "module_redis"]
+
+ROOT = Path(__file__).parents[2]
+LENGTH, NEW = 200, 12  # three full blocks and a tail of 8
+MIB = 1 << 20
+
+
+def tiny(kind: str, dtype: torch.dtype, attention: str) -> Any:
+    """A random model of this kind; the same weights in every process."""
+    if kind == "llama":
+        model = llama(dtype)
+    else:
+        torch.manual_seed(7)
+        common = {
+            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+            "num_attention_heads": 8, "max_position_embeddings": 1024, "initializer_range": 0.3,
+        }  # fmt: skip
+        if kind == "qwen3":
+            config = Qwen3Config(**common, num_key_value_heads=2, head_dim=16)
+            model = Qwen3ForCausalLM(config).to(dtype).eval()
+        else:
+            config = DeepseekV3Config(
+                **common, num_key_value_heads=8, moe_intermediate_size=16, n_routed_experts=4,
+                n_group=1, topk_group=1, num_experts_per_tok=2, q_lora_rank=16, kv_lora_rank=16,
+                qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=10, first_k_dense_replace=1,
+            )  # fmt: skip
+            model = DeepseekV3ForCausalLM(config).to(dtype).eval()
+    model.set_attn_implementation(attention)
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model
+
+
+def plain() -> Any:
+    return tiny("llama", torch.float32, "sdpa")
+
+
+def generate(model: Any, prompt: Sequence[int], new: int = NEW, **more: Any) -> list[int]:
+    """All tokens, greedily unless `more` says otherwise."""
+    ids = torch.tensor([list(prompt)])
+    found = model.generate(ids, max_new_tokens=new, **({"do_sample": False} | more))
+    tokens: list[int] = found[0].tolist()
+    return tokens
+
+
+def forward(model: Any, cache: DynamicCache, tokens: Sequence[int]) -> None:
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(tokens)]), use_cache=True, **{ARGUMENT: cache})
+
+
+def rows_alone(model: Any, pieces: Sequence[Sequence[int]], known: int = 0) -> Rows:
+    """KV bytes of a DynamicCache that was given these pieces one after the other, of which the
+    first was cropped to `known` tokens, as one is that knows them and has to compute the last."""
+    cache = DynamicCache(config=model.config)
+    for number, piece in enumerate(pieces):
+        forward(model, cache, piece)
+        if known and not number:
+            cache.crop(known - len(piece))
+    return rows_of(cache)
+
+
+def same(left: Rows, right: Rows) -> bool:
+    return len(left) == len(right) and all(map(np.array_equal, left, right))
+
+
+class HostDevice(CpuDevice):
+    """A CPU that shows its host slots and the engine's planes to whoever meddles with a copy."""
+
+    def __init__(self, meddle: Callable[[HostDevice, BlockCopy], None]) -> None:
+        super().__init__(lambda copy: meddle(self, copy))
+        self.host: HostSlots | None = None
+        self.planes: Planes | None = None
+
+    def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
+        self.host, self.planes = host, planes
+        return super().open_lane(direction, planes, host)
+
+
+def elsewhere(model: Any, cache: TierKVCache) -> None:
+    """Another text takes the device's place."""
+    generate(model, prompt_of(3 * BLOCK, seed=99), 1, past_key_values=cache)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mla"])
+def test_tokens_and_bytes_are_those_of_the_model_alone(
+    kind: str, dtype: torch.dtype, attention: str
+) -> None:
+    model, prompt = tiny(kind, dtype, attention), prompt_of(LENGTH)
+    expected = generate(model, prompt)
+    fed, steps = expected[:-1], [[token] for token in expected[LENGTH:-1]]
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        assert generate(model, prompt, past_key_values=cache) == expected
+        assert cache.last_hit == PromptHit(0, 0, 0, LENGTH)
+        assert same(rows_of(cache), rows_alone(model, [prompt, *steps])), "computed"
+        known = rows_alone(model, [prompt, prompt[-1:], *steps], LENGTH - 1)
+        assert generate(model, prompt, past_key_values=cache) == expected
+        assert cache.last_hit == PromptHit(LENGTH - 1, 0, 0, 1)
+        assert same(rows_of(cache), known), "on the device"
+        elsewhere(model, cache)
+        assert generate(model, prompt, past_key_values=cache) == expected
+        assert cache.last_hit == PromptHit(0, LENGTH - 1, 0, 1)
+        assert same(rows_of(cache), known), "from the host"
+        assert cache.get_seq_length() == len(fed)
+        assert cache.verify() == []
+
+
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, 2 * BLOCK + 1, LENGTH])
+def test_the_next_turn_finds_all_of_the_one_before(length: int) -> None:
+    model = plain()
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        first = generate(model, prompt_of(length), past_key_values=cache)
+        elsewhere(model, cache)
+        turn = first + prompt_of(30, seed=2)
+        assert generate(model, turn, past_key_values=cache) == generate(model, turn)
+        assert cache.last_hit == PromptHit(0, len(first) - 1, 0, 31)
+
+
+def test_texts_that_share_a_beginning_share_its_cache() -> None:
+    model, shared = plain(), prompt_of(2 * BLOCK + 10)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        for seed in range(4):
+            text = shared + prompt_of(50, seed=10 + seed)
+            assert generate(model, text, past_key_values=cache) == generate(model, text)
+            if seed:
+                assert cache.last_hit == PromptHit(device=len(shared), computed=50)
+
+
+def test_sampling_with_a_seed_is_that_of_the_model_alone() -> None:
+    model, prompt = plain(), prompt_of(LENGTH)
+
+    def sampled(**more: Any) -> list[int]:
+        torch.manual_seed(3)
+        return generate(model, prompt, do_sample=True, temperature=1.3, top_k=20, **more)
+
+    expected = sampled()
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        assert sampled(past_key_values=cache) == sampled(past_key_values=cache) == expected
+
+
+@pytest.mark.parametrize(
+    "way", [{"prefill_chunk_size": BLOCK}, {"prompt_lookup_num_tokens": 3}], ids=str
+)
+def test_other_ways_to_generate_are_the_same(way: dict[str, Any]) -> None:
+    model, prompt = plain(), prompt_of(2 * BLOCK) + prompt_of(2 * BLOCK)
+    expected = generate(model, prompt, 40, **way)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        for _ in range(2):
+            assert generate(model, prompt, 40, past_key_values=cache, **way) == expected
+            elsewhere(model, cache)
+        turn = expected + prompt_of(3, seed=5)
+        assert generate(model, turn, past_key_values=cache) == generate(model, turn)
+        assert cache.last_hit.computed <= 4, "what was drafted and rejected is not in it"
+
+
+def test_an_assistant_model_drafts() -> None:
+    model, assistant, prompt = plain(), plain(), prompt_of(LENGTH)
+    expected = generate(model, prompt, 30)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        for _ in range(2):
+            more = {"assistant_model": assistant, "past_key_values": cache}
+            assert generate(model, prompt, 30, **more) == expected
+        assert cache.last_hit.device > LENGTH - BLOCK
+
+
+def test_a_text_longer_than_the_devices_room_moves_to_a_larger_one() -> None:
+    model, prompt = plain(), prompt_of(960)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        assert generate(model, prompt[:900], 200, past_key_values=cache) == generate(
+            model, prompt[:900], 200
+        )
+        elsewhere(model, cache)
+        assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
+        assert cache.last_hit == PromptHit(host=900, computed=60)
+
+
+def test_a_host_tier_smaller_than_the_text_keeps_its_beginning() -> None:
+    model, prompt = plain(), prompt_of(900)
+    block = 3 * 2 * 2 * 8 * 4 * BLOCK
+    with TierKVCache.for_model(model, host_bytes=8 * block) as cache:
+        for _ in range(2):
+            assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
+            elsewhere(model, cache)
+        assert cache.verify() == []
+
+
+def test_a_loop_of_ones_own_is_one_text() -> None:
+    model, prompt = plain(), prompt_of(LENGTH)
+    expected = generate(model, prompt, 5)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache, torch.inference_mode():
+        for known in (0, LENGTH - 1):
+            with cache.sequence():
+                tokens, ids = [], torch.tensor([prompt])
+                for _ in range(5):
+                    logits = model(ids, **{ARGUMENT: cache}).logits
+                    tokens.append(int(logits[0, -1].argmax()))
+                    ids = torch.tensor([tokens[-1:]])
+                assert [*prompt, *tokens] == expected
+                assert cache.last_hit.device == known
+
+
+# Through a store
+
+
+def other_process(store: str, output: Path) -> dict[str, Any]:
+    """The facts of a fresh process that generates from the same prompt."""
+    subprocess.run(
+        [sys.executable, "-m", "tests.adapters.cache_process", store, str(output)],
+        cwd=ROOT, check=True, timeout=100,
+    )  # fmt: skip
+    facts: dict[str, Any] = json.loads(output.read_text())
+    with np.load(f"{output}.npz") as rows:
+        return facts | {"rows": [rows[name] for name in rows.files]}
+
+
+def test_a_fresh_process_finds_it_in_the_store(empty_redis: RedisServer, tmp_path: Path) -> None:
+    model, prompt = plain(), prompt_of(LENGTH)
+    expected = generate(model, prompt)
+    with TierKVCache.for_model(model, empty_redis.url, host_bytes=16 * MIB) as cache:
+        assert generate(model, prompt, past_key_values=cache) == expected
+        rows = rows_of(cache)
+    found = other_process(empty_redis.url, tmp_path / "facts")
+    assert found["tokens"] == expected
+    assert found["hit"] == {"device": 0, "host": 0, "storage": LENGTH - 1, "computed": 1}
+    last = rows_alone(model, [prompt, prompt[-1:]], LENGTH - 1)
+    for mine, theirs, computed in zip(rows, found["rows"], last, strict=True):
+        assert np.array_equal(mine[:, : LENGTH - 1], theirs[:, : LENGTH - 1])
+        assert np.array_equal(computed[:, -1], theirs[:, LENGTH - 1])
+    with empty_redis_client(empty_redis) as client:
+        lives = [client.ttl(key) for key in client.scan_iter()]
+    assert lives
+    assert min(lives) > 0, "nothing stays for ever"
+
+
+def empty_redis_client(server: RedisServer) -> Any:
+    import redis  # noqa: PLC0415 - only here
+
+    return redis.Redis(port=server.port, password=server.password)
+
+
+def test_models_of_other_weights_share_nothing(tmp_path: Path) -> None:
+    store, prompt = f"file://{tmp_path}/store", prompt_of(LENGTH)
+    model, other = plain(), plain()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[3, 5] += 1.0
+    with TierKVCache.for_model(model, store, host_bytes=16 * MIB) as cache:
+        generate(model, prompt, past_key_values=cache)
+    for one, hits in ((other, False), (plain(), True)):
+        with TierKVCache.for_model(one, store, host_bytes=16 * MIB) as cache:
+            assert generate(one, prompt, past_key_values=cache) == generate(one, prompt)
+            assert bool(cache.last_hit.storage) is hits
+    with TierKVCache.for_model(plain(), store, host_bytes=16 * MIB, tenant="other") as cache:
+        generate(plain(), prompt)
+        assert cache.last_hit == PromptHit()
+
+
+# Faults
+
+
+def test_a_redis_that_dies_hangs_or_forgets_costs_time_and_no_token() -> None:
+    model, texts = plain(), [prompt_of(LENGTH, seed=seed) for seed in range(6)]
+    expected = [generate(model, text) for text in texts]
+    with redis_server() as server:
+        with TierKVCache.for_model(model, server.url, host_bytes=16 * MIB) as cache:
+            for text, tokens in zip(texts, expected, strict=True):
+                assert generate(model, text, past_key_values=cache) == tokens
+        # Nothing on the host; what is in the store goes away in between.
+        with TierKVCache.for_model(model, server.url, host_bytes=16 * MIB) as cache:
+            began = time.monotonic()
+            for number, fault in enumerate(
+                [None, lambda: server.execute("FLUSHALL"), server.pause, None, server.kill, None]
+            ):
+                if fault is not None:
+                    fault()
+                assert generate(model, texts[number], past_key_values=cache) == expected[number]
+                assert bool(cache.last_hit.storage) is (number == 0)
+            assert time.monotonic() - began < 60
+            assert generate(model, texts[0], past_key_values=cache) == expected[0]
+            assert cache.last_hit.host == LENGTH - 1, "the host tier goes on"
+            assert cache.verify() == []
+
+
+def test_what_does_not_load_is_computed() -> None:
+    model, prompt, latch = plain(), prompt_of(LENGTH), CopyLatch()
+    expected = generate(model, prompt)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB, device=CpuDevice(latch)) as cache:
+        generate(model, prompt, past_key_values=cache)
+        generate(model, prompt[:BLOCK] + [1] * 20, 1, past_key_values=cache)
+        latch.fail_next(Direction.LOAD, 1)
+        assert generate(model, prompt, past_key_values=cache) == expected
+        assert cache.last_hit == PromptHit(BLOCK, 0, 0, LENGTH - BLOCK, "a load failed")
+        steps = [[token] for token in expected[LENGTH:-1]]
+        rows = rows_alone(model, [prompt, prompt[BLOCK:], *steps], BLOCK)
+        assert same(rows_of(cache), rows)
+        elsewhere(model, cache)
+        assert generate(model, prompt, past_key_values=cache) == expected
+        assert cache.last_hit == PromptHit(0, LENGTH - 1, 0, 1)
+        latch.fail_next(Direction.LOAD, EVERY)
+        for _ in range(5):
+            elsewhere(model, cache)
+            assert generate(model, prompt, past_key_values=cache) == expected
+        latch.fail_next(Direction.LOAD, 0)
+        assert cache.verify() == []
+
+
+def test_what_is_not_saved_is_not_found() -> None:
+    model, prompt, latch = plain(), prompt_of(LENGTH), CopyLatch()
+    with TierKVCache.for_model(model, host_bytes=16 * MIB, device=CpuDevice(latch)) as cache:
+        latch.fail_next(Direction.OFFLOAD, EVERY)
+        generate(model, prompt, past_key_values=cache)
+        elsewhere(model, cache)
+        latch.fail_next(Direction.OFFLOAD, 0)
+        assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
+        assert cache.last_hit.computed == LENGTH
+        assert cache.verify() == []
+
+
+def test_a_generate_that_is_broken_off_keeps_what_it_had() -> None:
+    class Stop(BaseStreamer):  # type: ignore[misc]
+        count = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.count += 1
+            if self.count == 6:
+                raise KeyboardInterrupt
+
+        def end(self) -> None:
+            """Not reached."""
+
+    model, prompt = plain(), prompt_of(LENGTH)
+    expected = generate(model, prompt)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, prompt, past_key_values=cache, streamer=Stop())
+        elsewhere(model, cache)
+        turn = expected[: LENGTH + 6]
+        assert generate(model, turn, past_key_values=cache) == generate(model, turn)
+        assert cache.last_hit.host >= LENGTH + 3
+        assert cache.verify() == []
+
+
+# Controls: were the cached bytes not used, or used at the wrong place, the tests above would not
+# notice that they are wrong.
+
+
+def meddled(meddle: Callable[[HostDevice, BlockCopy], None]) -> tuple[bool, bool]:
+    """Whether tokens, and bytes, are right after a hit on the host with whose copies somebody has
+    meddled."""
+    model, prompt = plain(), prompt_of(LENGTH)
+    expected = generate(model, prompt)
+    steps = [[token] for token in expected[LENGTH:-1]]
+    rows = rows_alone(model, [prompt, prompt[-1:], *steps], LENGTH - 1)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB, device=HostDevice(meddle)) as cache:
+        generate(model, prompt, past_key_values=cache)
+        elsewhere(model, cache)
+        tokens = generate(model, prompt, past_key_values=cache)
+        assert cache.last_hit.host == LENGTH - 1
+        return tokens == expected, same(rows_of(cache), rows)
+
+
+def test_nothing_meddled_with_is_right() -> None:
+    assert meddled(lambda device, copy: None) == (True, True)
+
+
+def test_a_zeroed_tail_is_noticed() -> None:
+    def zero_tail(device: HostDevice, copy: BlockCopy) -> None:
+        if copy.direction is Direction.LOAD and device.host is not None:
+            device.host.array[copy.slot_ids[-1]] = 0
+
+    assert meddled(zero_tail) == (False, False)
+
+
+def test_swapped_blocks_are_noticed_in_the_bytes() -> None:
+    def swap(device: HostDevice, copy: BlockCopy) -> None:
+        if copy.direction is Direction.LOAD and device.host is not None:
+            one, two = copy.slot_ids[:2]
+            device.host.array[[one, two]] = device.host.array[[two, one]]
+
+    assert not meddled(swap)[1]
+
+
+def test_a_stale_save_is_noticed() -> None:
+    def too_early(device: HostDevice, copy: BlockCopy) -> None:
+        if copy.direction is Direction.OFFLOAD and device.planes is not None:
+            for plane in device.planes.arrays:  # as they were before the last block was computed
+                plane[copy.block_ids[-1]] = 0
+
+    assert meddled(too_early) == (False, False)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}],
+    ids=str,
+)
+def test_rows_are_refused_in_a_sentence(arguments: dict[str, Any]) -> None:
+    model, prompt = plain(), prompt_of(20)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        with pytest.raises(BadRequestError, match="one sequence"):
+            generate(model, prompt, past_key_values=cache, **arguments)
+        with pytest.raises(BadRequestError, match="one sequence"):
+            model.generate(
+                torch.zeros((3, 9), dtype=torch.long), max_new_tokens=2, past_key_values=cache
+            )
+        assert generate(model, prompt, past_key_values=cache) == generate(model, prompt)
+
+
+def test_what_tokens_do_not_say_is_refused() -> None:
+    model = plain()
+    ids = torch.tensor([prompt_of(20)])
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        with pytest.raises(BadRequestError, match="padding"):
+            model.generate(ids, attention_mask=mask, max_new_tokens=2, past_key_values=cache)
+        with pytest.raises(BadRequestError, match="input_ids"):
+            model(inputs_embeds=torch.zeros(1, 3, 64), **{ARGUMENT: cache})
+        with pytest.raises(BadRequestError, match="labels changes"):
+            model(input_ids=ids, labels=ids, **{ARGUMENT: cache})
+        with pytest.raises(BadRequestError, match="position_ids must be 0 to 19"):
+            model(input_ids=ids, position_ids=torch.arange(5, 25)[None], **{ARGUMENT: cache})
+        with pytest.raises(BadRequestError, match="use_cache"):
+            model(input_ids=ids, use_cache=False, **{ARGUMENT: cache})
+        with pytest.raises(BadRequestError, match="another model"):
+            plain_with_hooks().generate(ids, max_new_tokens=2, past_key_values=cache)
+
+
+def plain_with_hooks() -> Any:
+    model = plain()
+    TierKVCache.for_model(model, host_bytes=16 * MIB).close()
+    return model
+
+
+def test_weights_that_change_are_noticed() -> None:
+    model, prompt = plain(), prompt_of(20)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        generate(model, prompt, past_key_values=cache)
+        with torch.no_grad():
+            model.lm_head.weight *= 2
+        with pytest.raises(ConfigError, match="have changed"):
+            generate(model, prompt, past_key_values=cache)
+
+
+def test_one_generate_at_a_time() -> None:
+    model = plain()
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache, cache.sequence():
+        found: list[str] = []
+
+        def other() -> None:
+            try:
+                generate(model, prompt_of(20), past_key_values=cache)
+            except BadRequestError as error:
+                found.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(60)
+        assert "another generate" in found[0]
+
+
+def test_a_copy_of_the_model_is_its_own() -> None:
+    model, prompt = plain(), prompt_of(20)
+    with TierKVCache.for_model(model, host_bytes=16 * MIB) as cache:
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.lm_head.weight.neg_()
+        assert generate(twin, prompt) != generate(model, prompt)
+        with pytest.raises(BadRequestError, match="another model"):
+            generate(twin, prompt, past_key_values=cache)
+
+
+def test_models_whose_cache_is_not_tokens_are_refused() -> None:
+    common = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64,
+              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    windows = MistralForCausalLM(MistralConfig(**common, sliding_window=8))
+    with pytest.raises(LayoutError, match="full attention"):
+        TierKVCache.for_model(windows)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    changing = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
+    with pytest.raises(LayoutError, match="rope of type dynamic"):
+        TierKVCache.for_model(changing)
+
+
+def test_a_store_that_cannot_be_used_is_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="storage URL"):
+        TierKVCache.for_model(plain(), "nonsense")
+    with pytest.raises(StoreUnavailableError):
+        TierKVCache.for_model(plain(), "redis://127.0.0.1:1/0")
