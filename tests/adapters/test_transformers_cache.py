@@ -1,4 +1,4 @@
-"""`generate(..., past_key_values=TierKVCache)` is `generate` alone: the same tokens and KV bytes."""
+"""`generate` with a TierKVCache is `generate` alone: the same tokens and KV bytes."""
 
 from __future__ import annotations
 

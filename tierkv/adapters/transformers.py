@@ -48,7 +48,6 @@ from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane
 from tierkv.clock import SystemClock
 from tierkv.embed.engine_cache import EngineCache, Found
-from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.errors import BadRequestError, ConfigError, LayoutError, TierKVError, TransferError
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.gpu.protocol import Device
@@ -56,6 +55,7 @@ from tierkv.gpu.protocol import Planes as DevicePlanes
 from tierkv.observe import Stats
 from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.memory import EnginePlanes
+from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.storage.factory import StoreSettings, open_store
 
