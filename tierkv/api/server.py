@@ -131,6 +131,7 @@ async def _serve_engines(
     async with guard.running(), at_socket.listening():
         with told_to_end(lambda: None) as told:
             log.info("waiting at %s for the first engine", path)
+            # Both are this function's: one is awaited, and the other cancelled, below.
             first = asyncio.ensure_future(at_socket.first())
             ending = asyncio.ensure_future(told.wait())
             await asyncio.wait({first, ending}, return_when=asyncio.FIRST_COMPLETED)

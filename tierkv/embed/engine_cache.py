@@ -320,7 +320,7 @@ class EngineCache:
             shared = [slots for slots in self._host.slots if isinstance(slots, SharedSlots)]
             try:
                 self._socket.open(self._layouts, shared, life=self._host.life)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: nobody calls `close` on what did not open
                 self.close()
                 raise
 

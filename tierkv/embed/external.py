@@ -226,7 +226,7 @@ class NodeHost:
         except (LinkClosedError, StoreCorruptError) as error:
             self._open.close()
             raise ConfigError(f"the node at {self._path} did not answer: {error}") from error
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody closes what did not open
             self._open.close()
             raise
         self.life = descriptors[-1]  # closed with all that is open
@@ -250,7 +250,7 @@ class NodeHost:
             except ConfigError as error:
                 if time.monotonic() > deadline:
                     raise ConfigError(f"there is no node at {self._path}: {error}") from error
-                time.sleep(_ASK_AGAIN_S)
+                time.sleep(_ASK_AGAIN_S)  # a socket that is not there yet has nothing to wait for
 
     @property
     def is_open(self) -> bool:
