@@ -79,6 +79,10 @@ class StoreRefusedError(StoreUnavailableError):
     """The store answers, and refuses this, such as any change: go on with what it gives."""
 
 
+class StoreDownError(StoreUnavailableError):
+    """The store failed at once several times, so it is left alone: it is not slow, but gone."""
+
+
 class StoreCorruptError(StoreError):
     """A stored value is not what was written: drop the key, compute instead."""
 

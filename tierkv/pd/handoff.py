@@ -27,6 +27,7 @@ from tierkv.errors import (
     DuplicateRequestError,
     HandoffError,
     OwnershipError,
+    StoreDownError,
     StoreRefusedError,
     StoreUnavailableError,
     TierKVError,
@@ -141,8 +142,8 @@ async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
         began = time()
         try:
             return await work()
-        except StoreRefusedError:
-            raise  # it answers, and says no
+        except (StoreRefusedError, StoreDownError):
+            raise  # it answers, and says no; or is gone, and claimers compute without it by then
         except StoreUnavailableError:
             is_slow = time() - began > _PATIENCE_S / 2
             until = time() + _PATIENCE_S if is_slow else min(until, time() + _PATIENCE_S)

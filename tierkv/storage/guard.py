@@ -30,7 +30,13 @@ from typing import TypeVar
 from tierkv.cache.keys import lists_tails, tells_of_blocks
 from tierkv.clock import Clock
 from tierkv.config import Fixed
-from tierkv.errors import ConfigError, StoreRefusedError, StoreUnavailableError, TierKVError
+from tierkv.errors import (
+    ConfigError,
+    StoreDownError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    TierKVError,
+)
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.protocol import (
     BreakerState,
@@ -54,6 +60,7 @@ _MAX_TOKENS = 10.0
 _MAX_JITTER_S = 0.02
 # A failure that took longer was a deadline, and a second one is not what the caller waits for.
 _RETRY_WITHIN_S = 0.1
+_SLOW_FOR_S = 5.0  # a store that took long is slow, not gone, for so long
 # After its deadline an operation is cancelled; one that has not ended so long after is stuck.
 _STUCK_S = 0.05
 # What a value costs beside its bytes, as bytes: 0.16 ms at 100 MB/s. 10,000 small ones took 0.4 s.
@@ -128,6 +135,7 @@ class GuardedStore(StoreWrapper):
         self._opened = asyncio.Event()
         self._is_late = asyncio.Event()  # something took long: see how long a round trip takes
         self._latency_s = 0.0  # of a round trip; 0 while that is short
+        self._slow_at = -math.inf  # when something last took long, on the clock
         self._reads = SlotGate(settings.max_reads)
         self._writes = WriteQueue(
             self._write,
@@ -394,6 +402,7 @@ class GuardedStore(StoreWrapper):
             """Reads may be answered while writes hang, so that the breaker does not open."""
             nonlocal is_stuck
             is_stuck = True
+            self._slow_at = self._clock.monotonic()
             self._fail(late(), of_read=not writes)
             if writes:
                 self._num_stuck += 1
@@ -407,6 +416,7 @@ class GuardedStore(StoreWrapper):
             async with asyncio.timeout(deadline_s):
                 yield
         except TimeoutError as error:
+            self._slow_at = self._clock.monotonic()
             if not is_stuck:
                 self._fail(late(), of_read=not writes)
             raise StoreUnavailableError(late()) from error
@@ -418,6 +428,7 @@ class GuardedStore(StoreWrapper):
         finally:
             stuck.cancel()
             if self._is_long(loop.time() - began_at):
+                self._slow_at = self._clock.monotonic()
                 self._is_late.set()
             self._num_stuck -= is_stuck and writes
 
@@ -442,9 +453,9 @@ class GuardedStore(StoreWrapper):
             raise self._left_alone()
 
     def _left_alone(self) -> StoreUnavailableError:
-        return StoreUnavailableError(
-            f"{self.url} is left alone, since it failed: {self._breaker.reason}"
-        )
+        text = f"{self.url} is left alone, since it failed: {self._breaker.reason}"
+        is_slow = self._clock.monotonic() - self._slow_at <= _SLOW_FOR_S
+        return StoreUnavailableError(text) if is_slow else StoreDownError(text)
 
     def _judge(self, failures: Sequence[str], num_items: int, *, of_read: bool = True) -> None:
         """A batch that failed whole is a failure; one answered whole a success."""
