@@ -71,7 +71,9 @@ def node(folder: Path, *, store: str = "none", **environ: str) -> Iterator[NodeP
             [*program, *options, *listening], cwd=ROOT, stderr=log, env=os.environ | sizes | environ
         )
     try:
-        yield NodeProcess(folder, process)
+        at = NodeProcess(folder, process)
+        yield at
+        until(lambda: bool(at.log), "it listens to signals")
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0, (folder / "log").read_text()
     finally:
