@@ -640,7 +640,6 @@ def test_a_reset_forgets_every_group_and_events_name_it_and_what_the_engine_call
 # Against a model that remembers all
 
 
-@pytest.mark.slow  # found 0 of 4 tokens once beside a busy machine: cause not known yet
 @pytest.mark.parametrize("store", [None, "memory://"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(MODELS)), st.data())
@@ -652,7 +651,7 @@ def test_lookups_find_what_a_model_that_remembers_every_block_finds(
     groups = MODELS[model]
     saved: Saved = [{} for _ in groups]
     with hybrid(groups, store) as on:
-        was_reset = False
+        was_reset, deadline = False, time.monotonic() + PATIENCE_S
         for step in range(data.draw(st.integers(1, 5))):
             tokens = data.draw(st.sampled_from([[1], [2]])) * data.draw(st.integers(0, 14))
             tokens += data.draw(st.sampled_from([[3], [4]])) * data.draw(st.integers(1, 14))
@@ -661,15 +660,24 @@ def test_lookups_find_what_a_model_that_remembers_every_block_finds(
                 on.save(tokens, ids)
                 remember(saved, groups, tokens, ids)
             if store is not None and data.draw(st.booleans()):
-                assert on.findings() == []  # all is stored
+                assert on.findings() == []
                 on.cache.reset().wait(PATIENCE_S)
                 was_reset = True
             most = longest_saved(saved, groups, tokens)
             least = longest_saved(saved, groups, tokens, by_key=was_reset)
-            found = on.lookup(f"{step}", tokens).num_tokens
-            on.cache.release(f"{step}")
+            found = look(on, f"{step}", tokens)
+            while found < least and was_reset and time.monotonic() < deadline:
+                found = look(
+                    on, f"{step}", tokens
+                )  # a block was on its way to the store at a reset
             assert least <= found <= most
             on.check(f"{step}", tokens, found)
+
+
+def look(on: Hybrid, key: str, tokens: list[int]) -> int:
+    found = on.lookup(key, tokens).num_tokens
+    on.cache.release(key)
+    return found
 
 
 def draw_ids(data: st.DataObject, group: CacheGroup, length: int) -> list[int]:
