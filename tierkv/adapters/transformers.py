@@ -454,6 +454,7 @@ class TierKVCache(Cache):  # type: ignore[misc]
         self._load: _Load | None = None
         self._hit = PromptHit()  # of the forward pass under way
         self._timer = _Timer(like[0].device)
+        self._stream = _stream_of(like[0].device)
         self._place(0)
 
     # A sequence
@@ -492,6 +493,11 @@ class TierKVCache(Cache):  # type: ignore[misc]
         before each forward pass. Raises BadRequestError."""
         if model is not self._model:
             raise BadRequestError("this cache was made for another model")
+        if _stream_of(self._like[0].device) != self._stream:
+            raise BadRequestError(
+                "the model runs on another CUDA stream than the one on which this cache was made: "
+                "copies would not be in order with it; make the cache on the stream that computes"
+            )
         given = dict(zip(self._parameters, args, strict=False)) | dict(arguments)
         ids = _checked_ids(given)
         start, count = self.get_seq_length(), ids.shape[1]
@@ -855,9 +861,12 @@ def _device_of(device: torch.device) -> Device:
         raise ConfigError(f"the model is on {device}; this cache is for CPU and CUDA")
     from tierkv.gpu.cuda_device import CudaDevice  # noqa: PLC0415 - only where there is a GPU
 
-    return CudaDevice(
-        device.index or 0, compute_stream=torch.cuda.current_stream(device).cuda_stream
-    )
+    return CudaDevice(device.index or 0, compute_stream=_stream_of(device))
+
+
+def _stream_of(device: torch.device) -> int:
+    """The stream on which PyTorch computes there now, as CUDA's handle; 0 on a CPU."""
+    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _adopted(device: Device, layout: Layout, room: _DeviceRoom) -> DevicePlanes:
