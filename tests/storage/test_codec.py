@@ -17,8 +17,6 @@ from tierkv.storage.codec import (
     DamagedValueError,
     PlainCodec,
     ValueIdentity,
-    check,
-    encode_header,
 )
 
 LAYOUT = bytes(range(100, 132))
@@ -27,18 +25,17 @@ payloads = st.binary(min_size=0, max_size=4_096)
 
 
 def encode(payload: bytes) -> bytes:
-    return encode_header(payload, layout_digest=LAYOUT, key_digest=KEY, num_tokens=16)
+    return PlainCodec().encode(payload, ValueIdentity(LAYOUT, KEY, 16))[0]
 
 
 def damage_of(header: bytes, payload: bytes, **expected: bytes | int) -> Damage | None:
+    identity = ValueIdentity(
+        bytes(expected.get("layout_digest", LAYOUT)),
+        bytes(expected.get("key_digest", KEY)),
+        int(expected.get("num_tokens", 16)),
+    )
     try:
-        check(
-            memoryview(header),
-            memoryview(payload),
-            layout_digest=bytes(expected.get("layout_digest", LAYOUT)),
-            key_digest=bytes(expected.get("key_digest", KEY)),
-            num_tokens=int(expected.get("num_tokens", 16)),
-        )
+        PlainCodec().decode(header, memoryview(payload), identity)
     except DamagedValueError as error:
         return error.damage
     return None
@@ -120,16 +117,15 @@ def test_values_of_two_blocks_cannot_be_mixed() -> None:
 
 def test_buffers_of_any_element_are_read_as_bytes() -> None:
     payload = bytes(range(64))
-    header = encode_header(
-        memoryview(payload).cast("I"), layout_digest=LAYOUT, key_digest=KEY, num_tokens=16
-    )
+    identity = ValueIdentity(LAYOUT, KEY, 16)
+    header, _ = PlainCodec().encode(memoryview(payload).cast("I"), identity)
     assert damage_of(header, payload) is None
 
 
 @pytest.mark.parametrize(("layout", "key"), [(15, 32), (16, 31), (16, 33)])
 def test_digests_of_other_sizes_are_refused(layout: int, key: int) -> None:
     with pytest.raises(AssertionError):
-        encode_header(b"", layout_digest=bytes(layout), key_digest=bytes(key), num_tokens=1)
+        ValueIdentity(bytes(layout), bytes(key), 1)
 
 
 def test_the_documents_test_vector_is_what_is_written() -> None:
@@ -138,12 +134,8 @@ def test_the_documents_test_vector_is_what_is_written() -> None:
     assert vector is not None
     value = bytes.fromhex(vector[1])
     payload = bytes(range(16))
-    header = encode_header(
-        payload,
-        layout_digest=bytes(range(0x10, 0x20)),
-        key_digest=bytes(range(0x20, 0x40)),
-        num_tokens=3,
-    )
+    identity = ValueIdentity(bytes(range(0x10, 0x20)), bytes(range(0x20, 0x40)), 3)
+    header, _ = PlainCodec().encode(payload, identity)
     assert value == header + payload
 
 

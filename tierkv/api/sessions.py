@@ -43,8 +43,6 @@ from tierkv.service import Service
 from tierkv.service.session import Session
 from tierkv.tasks import deadline, task_group
 
-# Does the work of an id once: who asks again, at the same time or later, gets the first result.
-
 T = TypeVar("T")
 
 
@@ -472,8 +470,6 @@ class Sessions:
         held.ends_as = held.ends_as or State.EXPIRED
         held.open().end(reason="the engine that computed it was not heard of any more")
 
-
-# The pins of each tenant, as their names and ends; what they hold, the cache knows.
 
 MOST_PINS = 10_000  # of one tenant
 

@@ -197,10 +197,6 @@ class FlatBlocks:
         return len(self._blocks)
 
     @property
-    def capacity(self) -> int:
-        return self._pool.capacity
-
-    @property
     def num_holds(self) -> int:
         return sum(block.holders for block in self._blocks.values())
 

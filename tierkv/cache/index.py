@@ -44,15 +44,6 @@ from tierkv.cache.node import (
 )
 from tierkv.errors import BadRequestError, OwnershipError
 
-# The radix tree's shape and its books: nodes, splits, holders, copies, eviction queues.
-#
-#     root ── [b0 b1 b2] ─┬─ [b3 b4]        a node holds a run of blocks; children branch off
-#                         ├─ [b3' b4' b5']   at its end; a tail is a child with a partial block
-#                         └─ (tail, 5 tokens)
-#
-# Every change keeps the counts of `TreeNode`, `Space` and the eviction orders right; what a
-# change means is the business of `Index`.
-
 
 class Spaces:
     """The roots of the tree, one for each fingerprint's space, and the queues of what may go.
@@ -156,7 +147,15 @@ _READY: Final = CopyState.READY
 
 
 class Tree:
-    """Nodes and what is counted about them, below the roots of all spaces."""
+    """Nodes and what is counted about them, below the roots of all spaces.
+
+        root ── [b0 b1 b2] ─┬─ [b3 b4]        a node holds a run of blocks; children branch off
+                            ├─ [b3' b4' b5']   at its end; a tail is a child with a partial block
+                            └─ (tail, 5 tokens)
+
+    Every change keeps the counts of `TreeNode`, `Space` and the eviction orders right; what a
+    change means is the business of `Index`.
+    """
 
     def __init__(self, spaces: Spaces, block_size: int) -> None:
         self.block_size = block_size
@@ -409,9 +408,6 @@ def _extras_of(prompt: Prompt, start: int, stop: int) -> dict[int, bytes] | None
     """The extra keys of blocks [start, stop), None if there are none."""
     extras = prompt.extras  # of which there may be many more than these blocks
     return {i: e for i in range(start, stop) if (e := extras.get(i))} or None
-
-
-# The longest cached run of a prompt: walks the tree, changes nothing.
 
 
 class PartialMatch(NamedTuple):

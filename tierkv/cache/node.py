@@ -18,8 +18,6 @@ import numpy.typing as npt
 from tierkv.cache.keys import DIGEST_BYTES, TOKEN_BYTES
 from tierkv.errors import ConfigError, OutOfBlocksError, OwnershipError
 
-# Which slots of one tier are free: numbers only, no bytes.
-
 Ids = npt.NDArray[np.int32]
 _INT32: Final = np.dtype(np.int32)
 _INTP: Final = np.dtype(np.intp)
@@ -207,14 +205,6 @@ class BlockPool:
         return wrong
 
 
-# One tier's copies of a run of blocks: a slot and a state each, held as compactly as they allow.
-#
-# Nearly all runs have one state throughout, so that is kept as one value, `uniform`, and an array
-# of states only while blocks differ. Slots are packed int32, or none while nothing is there: bytes
-# are cut in a quarter of the time that small NumPy arrays take, and what is given out stays as it
-# was.
-
-
 class CopyState(IntEnum):
     """Independent per tier: a block's device copy knows nothing of its host copy.
 
@@ -280,7 +270,13 @@ _AFTER: dict[Change, States] = {
 
 class TierCopies:
     """num_present: blocks with a slot, whole or incoming. uniform: the state of every block, None
-    if they differ."""
+    if they differ.
+
+    Nearly all runs have one state throughout, so that is kept as one value, `uniform`, and an array
+    of states only while blocks differ. Slots are packed int32, or none while nothing is there:
+    bytes are cut in a quarter of the time that small NumPy arrays take, and what is given out stays
+    as it was.
+    """
 
     __slots__ = ("_slots", "_states", "num_blocks", "num_present", "uniform")
 

@@ -47,20 +47,20 @@ from tierkv.gpu.protocol import (
 )
 from tierkv.gpu.units import MAX_BLOCKS, Order, Unit
 
-# Blocks of another process's GPU memory, straight into this one's: CUDA IPC.
-#
-#     their planes --gather--> rows of staging --scatter--> our planes
-#
-# The kernels are the lanes' own, on one stream; the rows lie on this process's GPU. Where the other
-# process uses another GPU, gather reads it over NVLink or PCIe.
-
-
 _STAGING_BYTES = 64 << 20
 _NUM_CTAS = 64
 
 
 class CudaSharing:
-    """See Sharing. place: the GPU's UUID."""
+    """See Sharing. place: the GPU's UUID.
+
+    Blocks of another process's GPU memory, straight into this one's: CUDA IPC.
+
+        their planes --gather--> rows of staging --scatter--> our planes
+
+    The kernels are the lanes' own, on one stream; the rows lie on this process's GPU. Where the
+    other process uses another GPU, gather reads it over NVLink or PCIe.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

@@ -310,8 +310,6 @@ def as_given(sentence: str) -> str:
     return _IN_WORDS.sub("'", sentence)
 
 
-# Asks who calls, before any route is reached, and whether that caller may.
-
 log = logging.getLogger("tierkv.auth")
 
 PRINCIPAL = web.RequestKey("principal", Principal)

@@ -217,8 +217,6 @@ async def _expected(request: web.BaseRequest) -> None:
     request.writer.output_size = 0  # of the answer, of which this is no part
 
 
-# The OpenAPI 3.1 document, made from the route table and the types of its bodies and answers.
-
 Json = dict[str, Any]
 
 _REFS = "#/components/schemas/{name}"

@@ -38,8 +38,6 @@ from tierkv.http.process import watching
 from tierkv.http.settings import ListenSection, TlsSection
 from tierkv.tasks import background
 
-# The sockets a server listens on, TCP or Unix, and the TLS context of the TCP ones.
-
 BACKLOG = 1024
 _OTHER_FILES = 1024  # descriptors for all that is not a client: stores, files, libraries
 _PROBE_S = 1.0

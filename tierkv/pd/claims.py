@@ -40,8 +40,6 @@ from tierkv.sched.scheduler import Scheduler
 from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import background, deadline
 
-# Brings the rest of a claimed prompt through staging slots, where the host tier has no room.
-
 _LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
 
 
@@ -169,8 +167,6 @@ class Portions:
             direct_tokens=matched.direct_tokens + straight,
         )
 
-
-# A decode node waits for a ticket: by hints, and by looking where no hint can come.
 
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 0.1

@@ -53,8 +53,6 @@ from tierkv.tasks import abandonable, task_group
 from tierkv.transfer.mover import Movement
 from tierkv.transfer.storage_io import StorageIO
 
-# Host slots set aside for publishing, so that a hand-off never waits for the cache's own room.
-
 GROUP_BLOCKS = 32
 NUM_GROUPS = 2  # one is filled from the device while another goes to storage
 STAGING_BLOCKS = GROUP_BLOCKS * NUM_GROUPS

@@ -635,9 +635,6 @@ def _not_taken(url: str, what: str, outcome: PutOutcome) -> StoreUnavailableErro
     return kind(f"{url} did not take {what}: {outcome.reason}")
 
 
-# What became of the tickets that this node published: claimed by whom, or out of time.
-
-
 @dataclass(slots=True)
 class HandoffStats:
     """Counts since the start.

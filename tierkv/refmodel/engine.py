@@ -36,8 +36,6 @@ from tierkv.service import Service
 from tierkv.service.session import Session
 from tierkv.tasks import outlast
 
-# One generation: what is asked for, how far it is, what came out.
-
 Tokens1D = npt.NDArray[np.int32]
 OnTokens = Callable[[Sequence[int]], None]
 

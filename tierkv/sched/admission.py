@@ -38,8 +38,6 @@ from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
 
-# Loads of cached blocks under way: who shares them, and what a failure takes down.
-
 
 @dataclass(slots=True, eq=False)
 class Load:

@@ -27,8 +27,6 @@ from tierkv.storage.protocol import PutStatus
 from tierkv.transfer.mover import Movement, Mover
 from tierkv.transfer.storage_io import StorageIO
 
-# Stored keys of cached blocks, and how far a prompt goes on in storage beyond what is cached.
-
 # Blocks whose keys are made, and asked for, at once: 20 ms of the loop's time at most. Of a prompt
 # that was never stored, no more than these are made.
 PIECE_BLOCKS = 2048

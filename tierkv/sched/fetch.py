@@ -28,8 +28,6 @@ from tierkv.storage.protocol import GetOutcome, GetStatus
 from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import SharedTail, StorageIO
 
-# Brings groups of stored blocks, and a stored tail, into host slots and the index.
-
 NO_ROOM = GetOutcome(GetStatus.MISS, "the host tier has no room")
 
 

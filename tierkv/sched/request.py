@@ -30,12 +30,6 @@ from tierkv.gpu.protocol import Event
 from tierkv.sched.worth import HEDGE, Prefill, Regret
 from tierkv.transfer.mover import LayerGate, Movement
 
-# Blocks that running requests are computing right now, so that others may wait for them.
-#
-# A promise is found by where the next of its blocks hangs in the tree: who has matched up to there
-# and goes on with the same block shares at least that one. An owner may be slow, fail or leave, so
-# every wait has an end of its own.
-
 _Key = tuple[str, int, bytes, bytes]  # space, node, extra keys and tokens of the next block
 _MAX_CAUTION = 6
 
@@ -99,6 +93,10 @@ class Computing:
 
     prefill: what computing takes; each promise that is kept shows it. As long as no engine tells
     it, nobody waits.
+
+    A promise is found by where the next of its blocks hangs in the tree: who has matched up to
+    there and goes on with the same block shares at least that one. An owner may be slow, fail or
+    leave, so every wait has an end of its own.
     """
 
     def __init__(

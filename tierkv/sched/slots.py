@@ -17,8 +17,6 @@ from tierkv.errors import ShuttingDownError
 from tierkv.sched.worth import Allowance
 from tierkv.tasks import task_group
 
-# Tasks that the tiers own, and who is told when slots may have become available.
-
 log = logging.getLogger("tierkv.tiers")
 STORE_PATIENCE_S = 0.25  # how long who needs room waits for a store to be done with blocks
 CLOSING_PATIENCE_S = 5.0  # how often closing says what it still waits for

@@ -38,8 +38,6 @@ from tierkv.tasks import outlast
 from tierkv.transfer.mover import Mover
 from tierkv.transfer.tier import StorageTier
 
-# The memory of a service: planes on the device, slots on the host; taken and given back.
-
 
 class Memory:
     """Owns the device's planes and the host slots. `take_planes` replaces `planes`; `host` never

@@ -15,7 +15,7 @@ from tierkv.clock import Clock, SystemClock
 from tierkv.errors import HandoffError, ShuttingDownError, StoreUnavailableError, TierKVError
 from tierkv.gpu.protocol import Device, Event, HostSlots, Planes
 from tierkv.observe import Lookup, Stats, Timelines
-from tierkv.pd.claims import ClaimPolicy, Claims
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.pd.handoff import Handoff, Published, PublishStream
 from tierkv.pd.settings import HandoffSettings
 from tierkv.pd.tickets import ClaimProblem, Ticket, TicketStatus, TicketView, look_at
@@ -32,8 +32,6 @@ from tierkv.storage.protocol import Store
 from tierkv.tasks import failures_told_to, task_group
 from tierkv.transfer.storage_io import StorageIO
 from tierkv.transfer.tier import StorageOptions, StorageTier, StoreState
-
-# Publishes that outlive whoever asked for them.
 
 handoff_log = logging.getLogger("tierkv.handoff")
 
@@ -541,10 +539,6 @@ class Service:
     def handoff(self) -> Handoff | None:
         """None without a storage tier to hand over through."""
         return self._parts.handoff if self.tiers.copies.storage is not None else None
-
-    @property
-    def claims(self) -> Claims | None:
-        return self._parts.claims if self.tiers.copies.storage is not None else None
 
     def _the_handoff(self) -> Handoff:
         """Raises HandoffError without a storage tier."""

@@ -166,8 +166,6 @@ class StoreWrapper:
         return await self._ask(lambda store: store.usage(prefix))
 
 
-# A few threads of one store, for work that blocks, and a wait that outlasts a cancel.
-
 Item = TypeVar("Item")
 
 
@@ -269,8 +267,6 @@ class WorkerThreads:
             self._in_flight -= futures
 
 
-# Bytes between values and the caller's scattered buffers, without a copy in between.
-
 # As much as Linux reads ahead, unless told otherwise. Values of 2 MiB that were not in memory came
 # at 1.4 GB/s in such pieces, with their checksums, and at 0.9 in one, when no byte of what was read
 # ahead is asked for before all of it is there; those in memory at 7.8 and 11.
@@ -350,8 +346,6 @@ def cut_buffers(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[tuple[m
         pieces.append(tuple(piece))
     return pieces
 
-
-# Why a server cannot be reached, and what to do about it, in one sentence.
 
 _NOBODY_THERE = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
 

@@ -261,21 +261,6 @@ def _checksum(fields: Buffer, payload: Buffer) -> bytes:
 _PLAIN = PlainCodec()
 
 
-def encode_header(
-    payload: Buffer, *, layout_digest: bytes, key_digest: bytes, num_tokens: int
-) -> bytes:
-    """The HEADER_BYTES of PlainCodec that go in front of `payload`."""
-    return _PLAIN.encode(payload, ValueIdentity(layout_digest, key_digest, num_tokens))[0]
-
-
-def check(
-    header: Buffer, payload: Buffer, *, layout_digest: bytes, key_digest: bytes, num_tokens: int
-) -> None:
-    """Return if header and payload are the value that PlainCodec wrote for these arguments."""
-    identity = ValueIdentity(layout_digest, key_digest, num_tokens)
-    _PLAIN.decode(header, memoryview(payload), identity)
-
-
 # Codecs for a store that others can write to: each tenant's values are made with its key.
 #
 #     signed  | fields, 72 | BLAKE3 with key, 16 | payload |
@@ -499,15 +484,6 @@ class SealedCodec(_KeyedCodec):
         return self._aes_gcm(_derive(self._key, b"tierkv sealed value v1" + identity.key_digest))
 
 
-# Small values, such as tickets, for a store that others can write to, bound to their names.
-#
-#     signed  | TKVS, version 1, flags 1 | BLAKE3 with key, 32 | content |
-#     sealed  | TKVS, version 1, flags 2 | nonce, 12 | content, AES-256-GCM | tag, 16 |
-#
-# Finds what was forged, changed, or filed under another name; not what is old: who can write to the
-# store can put back a value that once had this name, or remove it. A value says itself until when
-# it counts.
-
 _HEAD = struct.Struct("<4sHH")
 _MAGIC = b"TKVS"
 _VERSION = 1
@@ -517,7 +493,17 @@ _FORGED_SMALL = "the value was not made with this key and for this name, or was 
 
 
 class SmallCodec:
-    """Safe from several threads. Where the store is trusted, a value is its content as it is."""
+    """Safe from several threads. Where the store is trusted, a value is its content as it is.
+
+    Small values, such as tickets, for a store that others can write to, bound to their names.
+
+        signed  | TKVS, version 1, flags 1 | BLAKE3 with key, 32 | content |
+        sealed  | TKVS, version 1, flags 2 | nonce, 12 | content, AES-256-GCM | tag, 16 |
+
+    Finds what was forged, changed, or filed under another name; not what is old: who can write to
+    the store can put back a value that once had this name, or remove it. A value says itself until
+    when it counts.
+    """
 
     def __init__(self, trust: Trust, key: bytes | None) -> None:
         """key: 32 bytes that every node of the deployment has; None where none is needed. Raises
@@ -585,16 +571,15 @@ def _as_it_is(_: str, content: bytes) -> bytes:
     return content
 
 
-# msgpack for what goes to other processes: small, framed, versioned, checksummed records.
-#
-# record   | magic, 4 bytes | version, u16 | xxh3_128 of all the rest | msgpack body |
-
 T = TypeVar("T")
 _RECORD_HEAD = struct.Struct("<4sH16s")
 
 
 def seal(magic: bytes, version: int, record: object) -> bytes:
-    """`record` (a msgspec struct or plain values) as one framed value."""
+    """`record` (a msgspec struct or plain values) as one framed value.
+
+    record   | magic, 4 bytes | version, u16 | xxh3_128 of all the rest | msgpack body |
+    """
     body: bytes = msgpack.packb(msgspec.to_builtins(record, builtin_types=(bytes,)))
     return _RECORD_HEAD.pack(magic, version, _record_checksum(magic, version, body)) + body
 

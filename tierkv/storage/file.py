@@ -65,16 +65,6 @@ from tierkv.storage.protocol import (
 )
 from tierkv.tasks import background
 
-# Values as files: the blocking half of the file store, run in its threads.
-#
-# A file holds a value's bytes and nothing else. Its modification time is when the value expires, 0
-# (1970) for never; so expiry costs no byte, is there the moment the file is, and shows in a listing
-# without opening the file. A file copied without its times counts as expired.
-#
-# A visible file never changes. It becomes visible by `rename`, over the old one if there is one.
-# Whoever does that or removes a file because of what it is (there already, or expired) holds the
-# lock of its directory while looking and acting.
-
 _ALIGNMENT = 4096
 _CHUNK_BYTES = 4 << 20
 # Smaller values are not worth a trip to the disk each.
@@ -102,6 +92,14 @@ class ValueFiles:
 
     syncs: each value is on the disk itself before it is visible, and its directory entry when put
         returns. direct: large values are written past the page cache.
+
+    A file holds a value's bytes and nothing else. Its modification time is when the value expires,
+    0 (1970) for never; so expiry costs no byte, is there the moment the file is, and shows in a
+    listing without opening the file. A file copied without its times counts as expired.
+
+    A visible file never changes. It becomes visible by `rename`, over the old one if there is one.
+    Whoever does that or removes a file because of what it is (there already, or expired) holds the
+    lock of its directory while looking and acting.
     """
 
     def __init__(
@@ -468,15 +466,6 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-# Hints between the processes that share a directory: files that come and go at once, seen by the
-# kernel's inotify.
-#
-#     store/.notify/3f9c...e1.b12     told: made and removed at once; the name is topic and message
-#
-# The event outlives the file, so nothing stays behind. A directory shared between machines tells
-# only those on the same machine; the others look.
-
-
 DIRECTORY = ".notify"
 _EVENT = struct.Struct("iIII")
 _CREATED, _OVERFLOW, _IGNORED = 0x100, 0x4000, 0x8000
@@ -490,7 +479,15 @@ _MOST_TELLING = 1024  # more at a time are lost: the disk hangs
 
 
 class FileNotifier:
-    """`Notifier` of the processes that have the directory `root` on one machine."""
+    """`Notifier` of the processes that have the directory `root` on one machine.
+
+    Hints are files that come and go at once, seen by the kernel's inotify.
+
+        store/.notify/3f9c...e1.b12     made and removed at once; the name is topic and message
+
+    The event outlives the file, so nothing stays behind. A directory shared between machines tells
+    only those on the same machine; the others look.
+    """
 
     def __init__(self, root: Path) -> None:
         self._directory = root / DIRECTORY

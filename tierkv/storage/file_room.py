@@ -27,17 +27,6 @@ from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, StoreUnavailableError
 from tierkv.storage.protocol import ListPage, StoredValue, Usage, check_name, is_name
 
-# Where a file store keeps the value of a name, and the way back.
-#
-#     a:b:c:d     ->  a,b / 7 / e / c,d          directory per prefix and fingerprint, fan-out, leaf
-#     a:b         ->  a / 0 / 3 / b
-#     a           ->  , / 9 / c / a
-#
-# A field of a name starts with a letter or digit and holds no comma, no plus and no slash, so no
-# part of a path is "." or "..", no two names share a path, and names of the store's own (which
-# start with a dot) are never the path of a value. A leaf too long for one file name goes on in a
-# directory whose name ends in a plus.
-
 NEVER_NS = 0
 # A value's access time is written at most once in this time, and says no more than this.
 USE_GRAIN_S = 60.0
@@ -55,6 +44,15 @@ def relative_path(name: str) -> tuple[str, ...]:
     """The path of the value called `name`, as its parts below the store's directory.
 
     256 directories at the end of two levels: with a million values, 4,000 files in each.
+
+        a:b:c:d     ->  a,b / 7 / e / c,d          a directory per prefix, fan-out, leaf
+        a:b         ->  a / 0 / 3 / b
+        a           ->  , / 9 / c / a
+
+    A field of a name starts with a letter or digit and holds no comma, no plus and no slash, so no
+    part of a path is "." or "..", no two names share a path, and names of the store's own (which
+    start with a dot) are never the path of a value. A leaf too long for one file name goes on in a
+    directory whose name ends in a plus.
     """
     return _path_of(check_name(name))
 
@@ -224,17 +222,6 @@ def _may_hold(group: str, prefix: str) -> bool:
     return start.startswith(prefix) or prefix.startswith(start)
 
 
-# Where one running file store writes what is not yet whole, and how the dead's is cleared away.
-#
-#     .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
-#                        / 0, 1, ...  values being written
-#                        / added      see `UsedBytes`
-#
-# It is on the same file system as the values, so a rename makes a value visible at once. One
-# directory for the leftovers, rather than beside the values, makes clearing up independent of how
-# many values there are; a lock, rather than a process id, also tells the dead from the living
-# between containers, and survives process ids used again.
-
 WRITERS = ".writers"
 _LOCK = "lock"
 # Another process can clear a directory away before we have locked it; that it does so again and
@@ -249,6 +236,15 @@ class Scratch:
     """A directory of our own below `root`, cleared when closed or, at the latest, by a successor.
 
     All methods block. `new_path` and `renew` are safe from several threads.
+
+        .writers / 3f9c... / lock       locked by the kernel for as long as the process lives
+                           / 0, 1, ...  values being written
+                           / added      see `UsedBytes`
+
+    It is on the same file system as the values, so a rename makes a value visible at once. One
+    directory for the leftovers, rather than beside the values, makes clearing up independent of how
+    many values there are; a lock, rather than a process id, also tells the dead from the living
+    between containers, and survives process ids used again.
     """
 
     def __init__(self, root: Path) -> None:

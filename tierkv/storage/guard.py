@@ -749,8 +749,6 @@ class NegativeCache:
             meanwhile.has_cleared = True
 
 
-# Writes that wait for a store: bounded in bytes, the least valuable dropped first.
-
 # One write at the store: enough for its connections, few enough to end soon.
 _BATCH_BYTES = 16 << 20
 _BATCH_ITEMS = 64

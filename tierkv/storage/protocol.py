@@ -26,11 +26,6 @@ from typing import Protocol
 from tierkv.cache.keys import NameRun
 from tierkv.errors import BadRequestError
 
-# Telling those who wait that something is there: hints, never the thing itself.
-#
-# A message may be lost, come twice, or come late. So whoever listens looks into the store first,
-# looks again whenever it hears something, and now and then when it hears nothing.
-
 LOOK = ""  # nothing is known but that it is worth looking
 _MESSAGE = re.compile(r"[A-Za-z0-9]{0,32}")
 _MAX_WAITING = 64
@@ -70,7 +65,13 @@ class Listener:
 
 
 class Notifier(Protocol):
-    """Hints about topics (names, as a store takes them) between the users of one store."""
+    """Hints about topics (names, as a store takes them) between the users of one store.
+
+    Telling those who wait that something is there: hints, never the thing itself.
+
+    A message may be lost, come twice, or come late. So whoever listens looks into the store first,
+    looks again whenever it hears something, and now and then when it hears nothing.
+    """
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Its lifetime, within that of its store. What goes wrong in it is never raised."""

@@ -189,8 +189,6 @@ def _settle(event: Event, future: asyncio.Future[None]) -> bool:
     return True
 
 
-# The layer gate: lets the engine start on layer i as soon as that layer's bytes have arrived.
-
 Submission = Future[tuple[Event, ...]]  # one event per layer, known once the copy is submitted
 
 

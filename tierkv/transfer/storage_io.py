@@ -40,11 +40,6 @@ from tierkv.storage.protocol import (
 )
 from tierkv.tasks import background
 
-# Which values a block is in storage, and which bytes of which host slots each of them holds.
-#
-# A node that is not split has one value per block, as large as its slot. One of n ranks has n, a
-# slice for each rank, and finds the blocks of nodes of other sizes under the names of their slices.
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -67,6 +62,12 @@ class Slices:
     names: of the whole layout's fingerprint. scheme: how blocks are split; None if this node does
     not know, and then it finds only its own size's. peer_sizes: other sizes to look for; those
     whose slices cannot be put together here are `foreign_sizes`.
+
+    Which values a block is in storage, and which bytes of which host slots each of them holds.
+
+    A node that is not split has one value per block, as large as its slot. One of n ranks has n, a
+    slice for each rank, and finds the blocks of nodes of other sizes under the names of their
+    slices.
     """
 
     def __init__(
@@ -160,17 +161,6 @@ def _names(names: Names, size: int) -> list[Names]:
     return [replace(names, shard=Shard(rank, size).name) for rank in range(size)]
 
 
-# The tails that hang under a block, listed in storage: how a prompt finds another prompt's tail.
-#
-# A tail's own name is known only to a prompt that ends exactly where it ends. The list, one small
-# value for each parent block, tells the others: a longer prompt, a shorter one, one that goes
-# another way after a few tokens.
-#
-# A list is never a reason for a wrong byte: an entry is believed only if its tokens give its
-# digest, and the tail's value is checked like any other. It is never a reason to fail either: one
-# that is lost, damaged or not written in time is a tail less that is found. Of two nodes that add
-# to one list at once, one entry can be lost.
-
 MAX_TAILS = 8  # of one parent; the ones noted last
 _MAX_LIST_BYTES = 256 << 10
 _NOT_A_BLOCK = 0  # token count in the header: no block has none, so none is taken for a list
@@ -193,7 +183,19 @@ class _Entry(msgspec.Struct, array_like=True, frozen=True):
 
 class TailLists:
     """Lists of one store. codecs: of a fingerprint, by its short form. ttl_s: as the blocks'.
-    used: told the names of lists that are to live on, as what they list does."""
+    used: told the names of lists that are to live on, as what they list does.
+
+    The tails that hang under a block, listed in storage: how a prompt finds another prompt's tail.
+
+    A tail's own name is known only to a prompt that ends exactly where it ends. The list, one small
+    value for each parent block, tells the others: a longer prompt, a shorter one, one that goes
+    another way after a few tokens.
+
+    A list is never a reason for a wrong byte: an entry is believed only if its tokens give its
+    digest, and the tail's value is checked like any other. It is never a reason to fail either: one
+    that is lost, damaged or not written in time is a tail less that is found. Of two nodes that add
+    to one list at once, one entry can be lost.
+    """
 
     def __init__(  # noqa: PLR0913 - what a StorageIO has
         self,

@@ -52,12 +52,6 @@ from tierkv.storage.codec import Codec, PlainCodec
 from tierkv.tasks import task_group
 from tierkv.transfer.storage_io import Slices, StorageIO
 
-# The prefill node's side: claimers ask it, on connections of their own, where the blocks of its
-# tickets lie.
-#
-# What an answer holds belongs to the claimer's connection: it ends with it, whoever ends it, or
-# when the claimer has asked for nothing more for a while.
-
 log = logging.getLogger("tierkv.handoff")
 
 _MAX_CLAIMERS = 256
@@ -70,6 +64,12 @@ class DirectServer:
 
     host, port: the address; port 0 takes a free one. held_s: seconds that the blocks of an answer
         stay leased at most.
+
+    The prefill node's side: claimers ask it, on connections of their own, where the blocks of its
+    tickets lie.
+
+    What an answer holds belongs to the claimer's connection: it ends with it, whoever ends it, or
+    when the claimer has asked for nothing more for a while.
     """
 
     def __init__(self, answers: Answers, *, host: str, port: int, held_s: float) -> None:

@@ -55,11 +55,6 @@ from tierkv.storage.protocol import (
     check_ttl,
 )
 
-# The blocking half of the Mooncake store, run in its threads: values by its client's batch calls.
-#
-# A call ends when no byte of its values is on its way any more. A provider that is frozen holds one
-# call for a halt; those that a caller has behind it are given up.
-
 # For one call's headers, tails and slices that are put together, which lie outside the pools. What
 # is beyond that stays where it is: over TCP it goes all the same.
 _SCRATCH_BYTES = 4 << 20
@@ -78,7 +73,13 @@ Pieces = Sequence[memoryview]
 
 
 class MooncakeValues:
-    """Blocking, safe from several threads. Connected when made, until `close`."""
+    """Blocking, safe from several threads. Connected when made, until `close`.
+
+    The blocking half of the Mooncake store, run in its threads: values by its client's batch calls.
+
+    A call ends when no byte of its values is on its way any more. A provider that is frozen holds
+    one call for a halt; those that a caller has behind it are given up.
+    """
 
     def __init__(
         self,

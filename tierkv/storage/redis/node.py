@@ -68,8 +68,6 @@ from tierkv.storage.redis.wire import (
     WireStats,
 )
 
-# Values and questions as commands to a Redis server, and what its replies mean for them.
-
 # Of servers that take no values now and give them all the same: full, cannot save, too few
 # replicas, a replica; from us, who may only read; of this size (proto-max-bulk-len).
 TAKES_NOTHING = re.compile(

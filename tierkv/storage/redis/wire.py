@@ -26,8 +26,6 @@ from tierkv.storage.base import why_unreachable
 from tierkv.storage.protocol import Digest
 from tierkv.storage.redis.resp import NotRedisError, Refused, Replies, Reply
 
-# A non-blocking socket to a Redis server, plain or TLS, that reads into many buffers at once.
-
 _MAX_PORT = 65_535
 _MAX_PIECES = 1024  # UIO_MAXIOV
 # What an address of a host has before the next is tried too. RFC 8305 advises 0.25 s, and no less
