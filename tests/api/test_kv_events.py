@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,17 @@ import msgspec
 import pytest
 
 from tests.api.nodes import process, run_to_end
-from tests.latch import finish, until
+from tests.embed.test_groups import FULL, WINDOW, Hybrid, hybrid, tokens_of
+from tests.latch import PATIENCE_S, finish, until
 from tests.redis_server import free_port
 from tests.world import World, world
-from tierkv.api import events
-from tierkv.api.events import KvEventPublisher
-from tierkv.api.settings import EventForm, EventsSection, NodeSettings
+from tierkv.api.settings import NodeSettings
 from tierkv.cache.eviction import WritePolicy
 from tierkv.config import load
-from tierkv.errors import ConfigError
+from tierkv.errors import BadRequestError, ConfigError
 from tierkv.sched.events import Happening
+from tierkv.service import kv_events
+from tierkv.service.kv_events import EventForm, EventsSection, KvEventPublisher
 
 zmq = pytest.importorskip("zmq")
 zmq_asyncio = pytest.importorskip("zmq.asyncio")
@@ -44,11 +46,16 @@ class BlockStored(Event):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(Event):
     block_hashes: list[bytes | int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(Event):
@@ -112,10 +119,9 @@ async def publishing(
 ) -> AsyncIterator[tuple[Router, KvEventPublisher]]:
     """A publisher of that world's events, and a router that hears all from now on."""
     endpoint = f"ipc://{folder}/events"
-    publisher = KvEventPublisher(
-        here.service, EventsSection(endpoint=endpoint, **settings), "node-a"
-    )
-    async with router(endpoint) as reader, publisher.running():
+    publisher = here_publisher(here, EventsSection(endpoint=endpoint, **settings))
+    service = here.service
+    async with router(endpoint) as reader, publisher.running(service.events, service.index):
         first = asyncio.create_task(reader.read())
         base = 10_000
         while not first.done():  # a subscription takes a moment to arrive
@@ -129,6 +135,10 @@ async def publishing(
             await here.service.forget()
         await reader.until("CPU", 0)
         yield Router(reader.socket, number=reader.number), publisher
+
+
+def here_publisher(here: World, settings: EventsSection) -> KvEventPublisher:
+    return KvEventPublisher(settings, "node-a", {"": here.service.fingerprint})
 
 
 def tokens(count: int, base: int = 0) -> list[int]:
@@ -182,11 +192,11 @@ async def test_tokens_are_told_to_nobody_unless_asked_for(tmp_path: Path) -> Non
 
 async def test_the_older_form_has_fields_in_order_and_numbers_for_keys(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
-    form = {"form": EventForm.ARRAY, "token_ids": True}
     told: list[list[Any]] = []
     async with world(device_blocks=64) as here, router(endpoint) as reader:
-        settings = EventsSection(endpoint=endpoint, **form)  # type: ignore[arg-type]
-        async with KvEventPublisher(here.service, settings, "node-a").running():
+        settings = EventsSection(endpoint=endpoint, form=EventForm.ARRAY, token_ids=True)
+        publisher = here_publisher(here, settings)
+        async with publisher.running(here.service.events, here.service.index):
             hearing = asyncio.ensure_future(reader.socket.recv_multipart())
             while not hearing.done():  # a subscription takes a moment to arrive
                 await here.run(tokens(8))
@@ -235,7 +245,7 @@ async def test_what_was_missed_is_replayed(tmp_path: Path) -> None:
 async def test_events_that_are_lost_leave_a_gap_and_all_is_told_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "_QUEUED_EVENTS", 2)
+    monkeypatch.setattr(kv_events, "_QUEUED_EVENTS", 2)
     async with (
         world(device_blocks=64) as here,
         publishing(tmp_path, here) as (reader, publisher),
@@ -251,6 +261,136 @@ async def test_events_that_are_lost_leave_a_gap_and_all_is_told_again(
             await reader.read()
         await reader.until("GPU", 4)  # what is there, whatever was told
         assert reader.gaps == 1
+
+
+# An engine that gives its blocks names of its own
+
+GROUPS = [WINDOW, FULL]  # the index is not that of the first
+
+
+def names_of(length: int, group: int, base: int = 0) -> list[bytes]:
+    """What an engine calls the full blocks of a prompt."""
+    count = length // GROUPS[group].block_size
+    return [bytes([group]) * 24 + (base + at).to_bytes(8, "big") for at in range(count)]
+
+
+def all_names(length: int, base: int = 0) -> list[list[bytes]]:
+    return [names_of(length, group, base) for group in range(len(GROUPS))]
+
+
+@dataclass
+class Heard:
+    """All that a router is told, by a plain socket."""
+
+    socket: Any
+    told: list[Any] = field(default_factory=list)
+
+    def until(self, is_enough: Callable[[], bool], unpack: Any = Batch) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not is_enough():
+            assert time.monotonic() < end, self.told
+            if self.socket.poll(50):
+                _, _, batch = self.socket.recv_multipart()
+                if unpack is Batch:
+                    self.told += msgspec.msgpack.decode(batch, type=Batch).events
+                else:
+                    self.told += msgspec.msgpack.decode(batch)[1]
+
+
+@contextmanager
+def engine_telling(
+    folder: Path, form: EventForm = EventForm.MAP, **more: Any
+) -> Iterator[tuple[Hybrid, Heard]]:
+    """An engine in this process, and a router that hears all from now on."""
+    section = EventsSection(endpoint=f"ipc://{folder}/events", form=form, token_ids=True)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as socket,
+        hybrid(GROUPS, kv_events=section, **more) as engine,
+    ):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.subscribe(b"")
+        socket.connect(section.endpoint)
+        number = 500
+        while not socket.poll(10):  # a subscription takes a moment to arrive
+            engine.save(tokens_of(8, number))
+            number += 1
+        engine.cache.reset().wait(PATIENCE_S)
+        while socket.poll(200):
+            socket.recv_multipart()
+        yield engine, Heard(socket)
+
+
+def test_an_engines_own_hashes_are_what_routers_are_told(tmp_path: Path) -> None:
+    tokens = tokens_of(18)
+    names = [[*names_of(18, group), None] for group in range(len(GROUPS))]
+    with engine_telling(tmp_path) as (engine, heard):
+        engine.save(tokens, external_ids=names)
+        stored = lambda group: [  # noqa: E731
+            one for one in heard.told if isinstance(one, BlockStored) and one.group_idx == group
+        ]
+        heard.until(lambda: sum(len(one.block_hashes) for one in heard.told) == 8)
+        assert [len(one.block_hashes) for one in stored(1)] == [4]
+        [full] = stored(1)
+        assert (full.block_hashes, full.parent_block_hash) == (names_of(18, 1), None)
+        assert (full.token_ids, full.block_size, full.medium) == (tokens[:16], 4, "CPU")
+        assert (full.kv_cache_spec_kind, full.kv_cache_spec_sliding_window) == (
+            "full_attention",
+            None,
+        )
+        windows = {one.block_hashes[0]: one for one in stored(0)}
+        assert sorted(windows) == names_of(18, 0)
+        last = windows[names_of(18, 0)[-1]]
+        assert last.parent_block_hash == names_of(18, 0)[-2]
+        assert (last.kv_cache_spec_kind, last.kv_cache_spec_sliding_window) == ("sliding_window", 8)
+        longer = [*tokens[:16], *tokens_of(4, 9)]
+        engine.save(longer, external_ids=all_names(20))
+        heard.until(lambda: stored(1)[-1].parent_block_hash is not None)
+        assert stored(1)[-1].parent_block_hash == full.block_hashes[-1]
+        heard.told.clear()
+        engine.cache.reset().wait(PATIENCE_S)
+        heard.until(lambda: sum(len(one.block_hashes) for one in heard.told) == 10)
+        gone = {
+            (one.group_idx, name)
+            for one in heard.told
+            if isinstance(one, BlockRemoved)
+            for name in one.block_hashes
+        }
+        assert gone == {(group, name) for group in range(2) for name in names_of(20, group)}
+
+
+def test_blocks_that_come_from_storage_have_the_names_that_the_lookup_gave(tmp_path: Path) -> None:
+    store, tokens = (tmp_path / "store").as_uri(), tokens_of(16)
+    with hybrid(GROUPS, store) as first:
+        first.save(tokens)
+    with engine_telling(tmp_path, store=store) as (engine, heard):
+        with pytest.raises(BadRequestError, match="each of 2 groups"):
+            engine.cache.lookup("b", engine.prompt(tokens), external_ids=[[]])
+        found = engine.lookup("b", tokens, external_ids=all_names(40))  # more than there are
+        assert found.num_tokens == 16
+        heard.until(lambda: len([one for one in heard.told if one.group_idx == 1]) >= 1)
+        told = [name for one in heard.told if one.group_idx == 1 for name in one.block_hashes]
+        assert told == names_of(16, 1)
+        engine.cache.release("b")
+
+
+@pytest.mark.parametrize("form", [EventForm.ARRAY, EventForm.MAP_INT])
+def test_names_are_numbers_where_routers_want_them(tmp_path: Path, form: EventForm) -> None:
+    names: list[list[Any]] = all_names(16)
+    names[1] = [*names[1][:2], 1 << 63, "a text"]
+    with engine_telling(tmp_path, form) as (engine, heard):
+        engine.save(tokens_of(16), external_ids=names)
+        of_full: list[Any] = []
+
+        def is_told() -> bool:
+            maps = [one for one in heard.told if isinstance(one, dict)]
+            arrays = [one for one in heard.told if isinstance(one, list) and len(one) > 9]
+            of_full[:] = [one["block_hashes"] for one in maps if one.get("group_idx") == 1]
+            of_full.extend(one[1] for one in arrays if one[8:11] == [None, 1, "full_attention"])
+            return bool(of_full)
+
+        heard.until(is_told, unpack=None)
+        assert of_full == [[0, 1, 1 << 63, int.from_bytes(b"a text", "big")]]
 
 
 async def test_a_node_publishes_and_its_end_clears_all(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from tierkv.ranks.memory import EnginePlanes
 from tierkv.ranks.worker_planes import WorkerPlanes
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
+from tierkv.service.kv_events import EventsSection
 from tierkv.storage.base import StoreWrapper
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.protocol import Store
@@ -219,6 +220,7 @@ def hybrid(
     write: WritePolicy = WritePolicy.WRITE_THROUGH,
     model: str = "hybrid",
     counting: list[Counting] | None = None,
+    kv_events: EventsSection | None = None,
 ) -> Iterator[Hybrid]:
     latch = CopyLatch()
     arrays = [
@@ -252,6 +254,7 @@ def hybrid(
         store=make,
         planes=planes,
         settings=options or EngineCacheSettings(save_blocks=32),
+        kv_events=kv_events,
     )
     with cache:
         engine = Hybrid(cache, planes, arrays, latch)

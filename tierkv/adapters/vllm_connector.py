@@ -501,7 +501,10 @@ class _SchedulerSide:
         if prompt is None:
             return None
         name = request.request_id
-        found = self.cache.lookup(name, prompt, num_computed, ticket=tracked.claims)
+        names = self._hashes(request, *self._whole(prompt)) if self._tells else ()
+        found = self.cache.lookup(
+            name, prompt, num_computed, ticket=tracked.claims, external_ids=names
+        )
         if found is None:
             return None
         if found.problem is not None and tracked.claims is not None:
@@ -720,6 +723,11 @@ class _SchedulerSide:
         if not unsaved:
             tracked.saved = [max(pair) for pair in zip(firsts, stops, strict=True)]
         return not unsaved
+
+    def _whole(self, prompt: Prompt) -> tuple[list[range], list[int]]:
+        """By group, a place for each block of a prompt, from the first on."""
+        sizes = [group.block_size for group in self._groups]
+        return [range(-(-prompt.num_tokens // size)) for size in sizes], [0] * len(sizes)
 
     def _hashes(
         self, request: Request, block_ids: Sequence[Sequence[int]], firsts: Sequence[int]

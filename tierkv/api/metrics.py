@@ -142,7 +142,7 @@ class NodeCollector(Collector):
 
 
 def _kv_events(node: Node) -> Iterator[Metric]:
-    publisher = node.publisher
+    publisher = node.service.publisher
     yield counter(
         "tierkv_kv_event_batches",
         "Batches of cache events published for routers",

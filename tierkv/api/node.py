@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from tierkv.api.events import EventFeed, KvEventPublisher
+from tierkv.api.events import EventFeed
 from tierkv.api.sessions import Once, PinBook, PromptMovements, Sessions, backing_up, prefetching
 from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
 from tierkv.api.types import GenerateAnswer
@@ -77,6 +77,7 @@ class Node:
             storage=_storage_options(settings),
             name=self.name,
             beside=external.sizes.beside() if external else (),
+            kv_events=settings.events,
         )
         self._model = None if external else self._reference()
         self._working = Working(
@@ -90,7 +91,6 @@ class Node:
         self.backups = PromptMovements(self.service, "backup", backing_up(self.service))
         self.pins = PinBook(self.service, lambda: asyncio.get_running_loop().time())
         self.feed = EventFeed(self.service)
-        self.publisher = KvEventPublisher(self.service, settings.events, self.name)
         self.answers: Once[GenerateAnswer] = Once(
             most=_MOST_ANSWERS,
             ttl_s=_ANSWERS_TTL_S,
@@ -143,7 +143,6 @@ class Node:
                 self.prefetches.running(),
                 self.backups.running(),
                 self.feed.running(),
-                self.publisher.running(),
                 self.heartbeat.running(),
                 self.live.running(),
             ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import Enum
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.refmodel.config import ModelConfig
 from tierkv.refmodel.engine import EngineSettings
 from tierkv.sched.settings import CacheSettings
+from tierkv.service.kv_events import EventsSection
 from tierkv.storage.factory import StorageSettings
 
 NO_STORAGE = "none"
-_ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}|ipc://.+")
 
 
 class Role(Enum):
@@ -74,49 +73,6 @@ class NodeSection(ListenSection, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError("node.name must be printable, on one line")
 
 
-class EventForm(Enum):
-    """How an event is encoded: as a map of its fields, with hashes of 32 bytes (vLLM) or their last
-    8 as a number (SGLang); or its fields in order, with numbers, as both did before."""
-
-    MAP = "map"
-    MAP_INT = "map_int"
-    ARRAY = "array"
-
-
-class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cache events for routers, over ZeroMQ (extra `events`).
-
-    endpoint: where they are published, such as tcp://127.0.0.1:5557 or ipc:///run/tierkv; "" for
-        nowhere. replay: where missed ones are asked for; "" for nowhere. Anybody who reaches either
-        may read, so other than loopback addresses need node.allow_insecure_bind.
-    form: map (hashes of 32 bytes), map_int (hashes as numbers) or array (fields in order).
-    token_ids: tell each block's tokens, too. They are the content of prompts.
-    """
-
-    endpoint: str = ""
-    replay: str = ""
-    form: EventForm = EventForm.MAP
-    token_ids: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("endpoint", "replay"):
-            given = getattr(self, name)
-            if given and not _ENDPOINT.fullmatch(given):
-                raise ConfigError(
-                    f"events.{name} {given!r} is no address to listen on: tcp://HOST:PORT, with * "
-                    "for every address of this machine, or ipc://PATH"
-                )
-        if self.replay and not self.endpoint:
-            raise ConfigError("events.replay is of no use without events.endpoint")
-
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
-        found = [_ENDPOINT.fullmatch(one) for one in (self.endpoint, self.replay)]
-        hosts = [one["host"].strip("[]") for one in found if one and one["host"]]
-        return all(host == "localhost" or _is_loopback(host) for host in hosts)
-
-
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The config file of `tierkv serve`: each field is a table in it."""
 
@@ -141,13 +97,6 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"events.endpoint {self.events.endpoint} can be reached from other machines, and "
                 "nobody is asked who they are there: --insecure allows it, on a private network"
             )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:  # a name, or every address
-        return False
 
 
 def default_storage_url(environ: Mapping[str, str]) -> str:

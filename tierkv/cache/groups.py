@@ -10,7 +10,7 @@ of them are needed.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
@@ -195,6 +195,9 @@ class FlatBlocks:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __iter__(self) -> Iterator[FlatBlock]:
+        return iter(self._blocks.values())
 
     @property
     def num_holds(self) -> int:

@@ -39,7 +39,6 @@ from tierkv.embed.external import NodeHost
 from tierkv.embed.host_side import (
     Copied,
     EngineCacheSettings,
-    ExternalId,
     HostPromise,
     HostSide,
     HostSizes,
@@ -54,9 +53,10 @@ from tierkv.pd.settings import HandoffSettings
 from tierkv.ranks.link import Plan
 from tierkv.ranks.memory import SharedCpuDevice, SharedSlots, side_by_side
 from tierkv.ranks.worker_planes import Finished, RankSocket, WorkerPlanes
-from tierkv.sched.events import CacheEvent
+from tierkv.sched.events import CacheEvent, ExternalId
 from tierkv.sched.settings import CacheSettings
 from tierkv.service import Service
+from tierkv.service.kv_events import EventsSection
 from tierkv.storage.protocol import Store
 from tierkv.transfer.tier import StorageOptions
 
@@ -234,10 +234,13 @@ class EngineCache:
         handoff: HandoffSettings | None = None,
         storage: StorageOptions | None = None,
         embed: EmbedSettings | None = None,
+        kv_events: EventsSection | None = None,
         name: str = "tierkv",
     ) -> None:
         """cache: the rules of the tiers; its sizes are `host_bytes` and no device. node: the tiers
-        are another process's, which has what is said here of memory, store and their rules.
+        are another process's, which has what is said here of memory, store, routers and their
+        rules. kv_events: where routers are told what the tiers hold, by the engine's own hashes
+        where it gives them.
 
         Raises ConfigError if the groups are not the fingerprint's, there is no room for two blocks
         of each, or the ranks' shards do not make them up.
@@ -275,6 +278,7 @@ class EngineCache:
                     storage=storage,
                     name=name,
                     beside=sizes.beside(),
+                    kv_events=kv_events,
                 )
 
             embedded = Embedded(build, embed or EmbedSettings(max_calls=_MOST_CALLS))
@@ -347,14 +351,18 @@ class EngineCache:
         *,
         ticket: str | None = None,
         expires_s: float | None = None,
+        external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> Found | None:
         """How many tokens of `prompt` beyond the first `have_tokens` can be loaded, the whole of it
         allowed; None: ask again in the next step. No device block is needed.
 
         What is promised is held on the host until it is loaded, `release`d, or has expired. The
         sum of promises is bounded: who finds no room is told to ask again until there is.
-        ticket: wait for this one, and for all that it promises.
+        ticket: wait for this one, and for all that it promises. external_ids: for each group, what
+        the engine calls its blocks from the first on, for events about what is brought for this.
         """
+        if external_ids and len(external_ids) != len(self.groups):
+            raise BadRequestError(f"external ids are given for each of {len(self.groups)} groups")
         failure = self._failure
         if failure is not None:
             return Found(0, problem=failure)
@@ -369,7 +377,7 @@ class EngineCache:
         if known.promise is None:
             if known.nothing is not None and time.monotonic() < known.asks_again_at:
                 return known.nothing
-            self._ask(known, expires)
+            self._ask(known, expires, external_ids)
         promise = known.promise
         if promise is None:
             return known.nothing
@@ -388,11 +396,13 @@ class EngineCache:
             known.nothing, known.asks_again_at = found, time.monotonic() + expires
         return found
 
-    def _ask(self, known: _Known, expires_s: float) -> None:
+    def _ask(
+        self, known: _Known, expires_s: float, names: Sequence[Sequence[ExternalId | None]]
+    ) -> None:
         if known.call is None:
             known.nothing = None
             known.call = self._host.call(
-                "promise", known.prompt, known.ticket, expires_s, known.limit
+                "promise", known.prompt, known.ticket, expires_s, known.limit, names
             )
         if not known.call.is_done:
             return

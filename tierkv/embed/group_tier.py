@@ -420,16 +420,16 @@ class GroupTier:
     def _evicted(self, block: FlatBlock) -> None:
         self._tell(Happening.EVICTED, block)
 
+    def runs(self) -> list[BlockRun]:
+        """All its blocks, as events tell them, each by itself."""
+        return [_run(block, self.number) for block in self.blocks]
+
     def _tell(self, what: Happening, block: FlatBlock) -> None:
-        parent = block.parent if block.position else b""
-        key = block.key
-        run = BlockRun(
-            key.space,
-            block.position,
-            [key.digest],
-            parent,
-            block.tokens,
-            key.is_tail,
-            self.number,
-        )
-        self._service.events.tell_run(what, "host", run)
+        self._service.events.tell_run(what, "host", _run(block, self.number))
+
+
+def _run(block: FlatBlock, group: int) -> BlockRun:
+    parent, key = block.parent if block.position else b"", block.key
+    return BlockRun(
+        key.space, block.position, [key.digest], parent, block.tokens, key.is_tail, group
+    )

@@ -45,7 +45,7 @@ from tierkv.pd.claims import Watch
 from tierkv.pd.handoff import Handoff, Published
 from tierkv.pd.tickets import PROGRESS, ClaimProblem, OpenTicket, Ticket, check_written
 from tierkv.sched.copies import GROUP_BLOCKS, path_keys
-from tierkv.sched.events import CacheEvent, Happening
+from tierkv.sched.events import CacheEvent, ExternalId, Happening
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
@@ -61,8 +61,6 @@ _MOST_FAILURES = 4096  # blocks whose failed loads are counted
 _MOST_ROUNDS = 4  # in which a lookup is planned anew because storage has lost something meanwhile
 _LAST_WORD_S = 0.5
 _LEAST_NAMES = 65_536  # blocks whose names by the engine are remembered, at least
-
-ExternalId = str | int | bytes
 
 
 class EngineCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -306,7 +304,6 @@ class HostSide:
         self._lent: dict[int, Ids] = {}  # slots that are reserved for saves, or being written
         self._failures: OrderedDict[bytes, int] = OrderedDict()
         self._outlets: dict[int, _Outlet] = {}
-        self._names: OrderedDict[bytes, ExternalId] = OrderedDict()
         self._max_events = max_events
         self._listening = ExitStack()
 
@@ -320,28 +317,33 @@ class HostSide:
 
     def begin(self, service: Service) -> None:
         """Listen to events from now on."""
-        subscription = service.events.subscribe(self._max_events)
+        events = service.events
+        events.groups, events.indexed = self._groups, self._main or 0
+        events.beside = lambda: [run for tier in self._tiers.values() for run in tier.runs()]
+        events.most_names = _LEAST_NAMES + 4 * sum(host.num_slots for host in self.slots)
+        subscription = events.subscribe(self._max_events)
         self._events = self._listening.enter_context(subscription)
 
     def take_events(self) -> list[CacheEvent]:
         """Those since the last time, with the engine's names of their blocks; any thread."""
-        events = self._events.take()
-        if not self._names:
-            return events
-        named = [tuple(map(self._names.get, event.digests)) for event in events]
-        return [
-            msgspec.structs.replace(event, external_ids=names) if any_of(names) else event
-            for event, names in zip(events, named, strict=True)
-        ]
+        return self._events.take()
 
     # Promises
 
     async def promise(
-        self, prompt: Prompt, ticket_id: str | None, expires_s: float, limit: int | None = None
+        self,
+        prompt: Prompt,
+        ticket_id: str | None,
+        expires_s: float,
+        limit: int | None = None,
+        external_ids: Sequence[Sequence[ExternalId | None]] = (),
     ) -> HostPromise:
         """Bring to the host what storage has of `prompt`, and hold what is there then, `limit`
-        tokens at most. Raises HandoffError if the ticket does not come or is another prompt's.
-        Cancelling it leaves nothing held."""
+        tokens at most. external_ids: by group, what the engine calls its blocks from the first on.
+        Raises HandoffError if the ticket does not come or is another prompt's. Cancelling it leaves
+        nothing held."""
+        for number, names in enumerate(external_ids):
+            self._note_names(prompt, number, range(len(names)), names)
         ticket: Ticket | None = None
         keys: Sequence[StoredKey] = ()
         if ticket_id is not None:
@@ -671,7 +673,8 @@ class HostSide:
         unused: list[tuple[int, ...]] = [()] * len(self._groups)
         for some in copied:
             if some.external_ids:
-                self._note_names(prompt, some)
+                positions = some.positions.tolist()
+                self._note_names(prompt, some.group, positions, some.external_ids)
             if some.group == self._main:
                 count, left = self._keep(prompt, int(some.positions[0]), some.slots)
             else:
@@ -707,18 +710,21 @@ class HostSide:
         tiers.work.capacity_changed()
         return len(slots), tuple(slots[~owned].tolist())
 
-    def _note_names(self, prompt: Prompt, some: Copied) -> None:
+    def _note_names(
+        self,
+        prompt: Prompt,
+        group: int,
+        positions: Iterable[int],
+        names: Sequence[ExternalId | None],
+    ) -> None:
         """What the engine calls blocks, for events about them."""
-        if some.group == self._main:
+        if group == self._main:
             keys: Sequence[StoredKey] = self._service.tiers.prompt_keys(prompt)
         else:
-            keys = self._tiers[some.group].look(prompt).keys
-        for at, name in zip(some.positions.tolist(), some.external_ids, strict=True):
-            if name is not None:
-                self._names[keys[at].digest] = name
-                self._names.move_to_end(keys[at].digest)
-        while len(self._names) > _LEAST_NAMES + 4 * sum(host.num_slots for host in self.slots):
-            self._names.popitem(last=False)
+            keys = self._tiers[group].look(prompt).keys
+        for at, name in zip(positions, names, strict=True):
+            if name is not None and at < len(keys):
+                self._service.events.note_name(keys[at].digest, name)
 
     async def give(self, slots: Sequence[Iterable[int]]) -> None:
         """By group, slots that were reserved, and that nothing writes any more."""
@@ -953,10 +959,6 @@ class _Ahead:
     def ready(self, num_blocks: int | None) -> None:
         self.num_blocks = num_blocks
         self.came.set()
-
-
-def any_of(names: Sequence[ExternalId | None]) -> bool:
-    return any(name is not None for name in names)
 
 
 async def _give_up(handoff: Handoff, opened: OpenTicket, failure: str) -> None:

@@ -7,18 +7,21 @@ told how many, so that it can start again from a listing instead of being wrong.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
 import msgspec
 
+from tierkv.cache.groups import CacheGroup
 from tierkv.cache.index import segments
 from tierkv.cache.node import TreeNode
 from tierkv.errors import BadRequestError
 
 DEFAULT_CAPACITY = 4096  # events that may wait for one subscriber
+
+ExternalId = str | int | bytes  # what an engine calls a block of its own
 
 
 class Happening(Enum):
@@ -36,7 +39,7 @@ class CacheEvent(msgspec.Struct, frozen=True):
     if they begin the prompt. tokens: theirs, packed int32, where a subscriber wants them. is_tail:
     the one block is a prompt's partial last one. group: which of an engine's groups of blocks.
     external_ids: of each of the blocks, what the engine calls it, None where it did not say; ()
-    if it said nothing of them.
+    if it said nothing of them. external_parent: what it calls the block before them.
     """
 
     number: int
@@ -50,25 +53,8 @@ class CacheEvent(msgspec.Struct, frozen=True):
     tokens: bytes = b""
     is_tail: bool = False
     group: int = 0
-    external_ids: tuple[str | int | bytes | None, ...] = ()
-
-    @classmethod
-    def of(cls, number: int, kind: Happening, tier: str, run: BlockRun) -> CacheEvent:
-        stop = run.start + len(run.digests)
-        digests = tuple(run.digests)
-        return cls(
-            number,
-            kind,
-            tier,
-            run.space,
-            run.start,
-            stop,
-            digests,
-            run.parent,
-            run.tokens,
-            run.is_tail,
-            run.group,
-        )
+    external_ids: tuple[ExternalId | None, ...] = ()
+    external_parent: ExternalId | None = None
 
 
 class BlockRun(msgspec.Struct, frozen=True):
@@ -134,9 +120,19 @@ class Subscription:
 
 class CacheEvents:
     """All subscribers of one service. digests_of: the keys of path blocks [start, stop) of a node,
-    asked for only while somebody listens."""
+    asked for only while somebody listens.
+
+    groups: of an engine's blocks, () for the service's own layout alone; indexed: which of them is
+    in the index. beside: the blocks of the others that are on the host now. most_names: of blocks,
+    that are kept; then the oldest go.
+    """
 
     def __init__(self, digests_of: Callable[[TreeNode, int, int], list[bytes]]) -> None:
+        self.groups: Sequence[CacheGroup] = ()
+        self.indexed = 0
+        self.beside: Callable[[], Iterable[BlockRun]] = tuple
+        self.most_names = 0
+        self._names: OrderedDict[bytes, ExternalId] = OrderedDict()
         self._digests_of = digests_of
         self._subscriptions: list[Subscription] = []
         self._number = 0
@@ -185,13 +181,46 @@ class CacheEvents:
                     parent,
                     part.tokens_of(i, j) if wants_tokens else b"",
                     part.is_tail,
+                    self.indexed,
                 )
             )
         return runs
 
+    def note_name(self, digest: bytes, name: ExternalId) -> None:
+        """Events about the block of this key say from now on what its engine calls it."""
+        self._names[digest] = name
+        self._names.move_to_end(digest)
+        while len(self._names) > self.most_names:
+            self._names.popitem(last=False)
+
+    def event(self, kind: Happening, tier: str, run: BlockRun) -> CacheEvent:
+        """Of `run`, with the number of the last one told."""
+        names: tuple[ExternalId | None, ...] = ()
+        parent = None
+        if self._names:
+            names = tuple(map(self._names.get, run.digests))
+            parent = self._names.get(run.parent)
+            if all(name is None for name in names):
+                names = ()
+        return CacheEvent(
+            number=self._number,
+            kind=kind,
+            tier=tier,
+            space=run.space,
+            start=run.start,
+            stop=run.start + len(run.digests),
+            digests=tuple(run.digests),
+            parent=run.parent,
+            tokens=run.tokens,
+            is_tail=run.is_tail,
+            group=run.group,
+            external_ids=names,
+            external_parent=parent,
+        )
+
     def tell_run(self, kind: Happening, tier: str, run: BlockRun) -> None:
         """Of `runs`, by now or earlier: the index may have forgotten its blocks."""
         self._number += 1
-        event = CacheEvent.of(self._number, kind, tier, run)
+        event = self.event(kind, tier, run)
         for subscription in self._subscriptions:
             subscription.put(event)

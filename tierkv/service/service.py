@@ -26,6 +26,7 @@ from tierkv.sched.fetch import Fetched
 from tierkv.sched.request import Request, RequestSpec
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
+from tierkv.service.kv_events import EventsSection, KvEventPublisher
 from tierkv.service.parts import MadeOf, Memory, Parts, check, host_memory, opened, sleep, wake
 from tierkv.storage import maintenance
 from tierkv.storage.protocol import Store
@@ -128,6 +129,7 @@ class Service:
 
     beside: fingerprints of blocks of other layouts, and how many host slots each has; the tiers do
         not know them, `groups` has their memory; see EngineCache.
+    kv_events: where routers are told what is cached, if anywhere.
     """
 
     def __init__(  # noqa: PLR0913 - what a service is made of
@@ -142,6 +144,7 @@ class Service:
         name: str = "tierkv",
         clock: Clock | None = None,
         beside: Sequence[tuple[Fingerprint, int]] = (),
+        kv_events: EventsSection | None = None,
     ) -> None:
         made_of = MadeOf(device, fingerprint, settings, handoff, name, clock or SystemClock())
         self.ranks = check(made_of)
@@ -153,6 +156,7 @@ class Service:
         self.groups: Sequence[GroupMemory] = ()
         self._beside = tuple(beside)
         self.publishings = Publishings()
+        self.publisher = KvEventPublisher(kv_events or EventsSection(), name, self._fingerprints)
         self.timelines = Timelines()
         self.is_ready = False
         self.is_draining = False
@@ -179,10 +183,11 @@ class Service:
             opened(self._made_of, self._memory, self._storage_tier) as parts,
         ):
             self._adopt(parts)
-            self.is_ready = True
             try:
-                async with self.publishings.running():
-                    yield
+                async with self.publisher.running(self.events, self.index):
+                    self.is_ready = True
+                    async with self.publishings.running():
+                        yield
             finally:
                 self.is_ready = False
                 self.drain()

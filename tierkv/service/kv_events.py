@@ -1,0 +1,311 @@
+"""The cache's events for routers, in batches over ZeroMQ.
+
+A batch is three frames: topic, number (8 bytes, big-endian), and msgpack [time, [event ...], rank]:
+the format that vLLM publishes and that SGLang, Dynamo and llm-d share. Numbers count up by one; a
+gap means that batches are lost. A second socket (ROUTER) answers a number (after an empty frame)
+with all batches from it on that are still kept, and with the number -1 at their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from enum import Enum
+from ipaddress import ip_address
+from itertools import groupby
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tierkv.cache.groups import GroupKind
+from tierkv.cache.index import Index
+from tierkv.cache.keys import Fingerprint
+from tierkv.cache.node import CopyState, Tier, TreeNode
+from tierkv.errors import ConfigError, how_to_install
+from tierkv.sched.events import CacheEvent, CacheEvents, ExternalId, Happening
+from tierkv.tasks import background
+
+log = logging.getLogger("tierkv.events")
+
+_ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):\d{1,5}|ipc://.+")
+
+
+class EventForm(Enum):
+    """How an event is encoded: as a map of its fields, with hashes of 32 bytes (vLLM) or their last
+    8 as a number (SGLang); or its fields in order, with numbers, as both did before."""
+
+    MAP = "map"
+    MAP_INT = "map_int"
+    ARRAY = "array"
+
+
+class EventsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cache events for routers, over ZeroMQ (extra `events`).
+
+    endpoint: where they are published, such as tcp://127.0.0.1:5557 or ipc:///run/tierkv; "" for
+        nowhere. replay: where missed ones are asked for; "" for nowhere. Anybody who reaches either
+        may read, so other than loopback addresses need node.allow_insecure_bind.
+    form: map (hashes of 32 bytes), map_int (hashes as numbers) or array (fields in order).
+    token_ids: tell each block's tokens, too. They are the content of prompts.
+    """
+
+    endpoint: str = ""
+    replay: str = ""
+    form: EventForm = EventForm.MAP
+    token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "replay"):
+            given = getattr(self, name)
+            if given and not _ENDPOINT.fullmatch(given):
+                raise ConfigError(
+                    f"events.{name} {given!r} is no address to listen on: tcp://HOST:PORT, with * "
+                    "for every address of this machine, or ipc://PATH"
+                )
+        if self.replay and not self.endpoint:
+            raise ConfigError("events.replay is of no use without events.endpoint")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        found = [_ENDPOINT.fullmatch(one) for one in (self.endpoint, self.replay)]
+        hosts = [one["host"].strip("[]") for one in found if one and one["host"]]
+        return all(host == "localhost" or _is_loopback(host) for host in hosts)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name, or every address
+        return False
+
+
+_MOST_BLOCKS = 1024  # of one batch, which takes a millisecond to encode
+_QUEUED_EVENTS = 65_536  # that wait to be published; then the oldest are lost
+_KEPT_BATCHES = 10_000  # for replays, as vLLM keeps them
+_KEPT_BYTES = 64 << 20
+_LINGER_MS = 500  # for subscribers to be sent the last batch when the node ends
+_REPLAYED_AT_ONCE = 64  # batches between two turns of the loop
+_NUMBER_BYTES = 8
+_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+_REQUEST_FRAMES = 3  # who asks, an empty one, the first number
+_RANK = 0
+_MEDIUM = {"device": "GPU", "host": "CPU", "storage": "STORAGE"}  # vLLM's words, as the next ones
+_KIND = {
+    GroupKind.FULL: "full_attention",
+    GroupKind.WINDOW: "sliding_window",
+    GroupKind.STATE: "mamba",
+}
+_CLEARED: dict[str, Any] = {"type": "AllBlocksCleared"}
+
+
+class KvEventPublisher:
+    """Publishes what the cache holds to routers. Use it inside `running()`.
+
+    Whole blocks only: routers know no others. Blocks that an engine has given its own hashes are
+    told by these. The first batch says that nothing is cached, and so does the last. Where events
+    came faster than they were sent, the numbers have a gap, everything is declared gone, and what
+    is cached is told again. num_batches: sent. num_lost: events that were dropped.
+
+    name: of the node, for the topic. fingerprints: of the spaces, "" for the service's own.
+    """
+
+    def __init__(
+        self, settings: EventsSection, name: str, fingerprints: Mapping[str, Fingerprint]
+    ) -> None:
+        self.num_batches = 0
+        self.num_lost = 0
+        self._settings = settings
+        self._name = name
+        self._fingerprints = fingerprints
+        self._topic = b""
+        self._number = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+
+    @asynccontextmanager
+    async def running(self, events: CacheEvents, index: Index) -> AsyncIterator[None]:
+        """Listens; says at the end that all is gone. Does nothing without an endpoint. Raises
+        ConfigError if an address cannot be listened on or the package is missing."""
+        if not self._settings.endpoint:
+            yield
+            return
+        self._events, self._index = events, index
+        self._topic = f"kv@{self._name}@{self._fingerprints[''].model}".encode()
+        zmq = _zmq()
+        with zmq.asyncio.Context() as context:
+            publisher = context.socket(zmq.PUB, socket_class=zmq.Socket)
+            replayer = context.socket(zmq.ROUTER)
+            try:
+                publisher.setsockopt(zmq.SNDHWM, _KEPT_BATCHES)
+                replayer.setsockopt(zmq.SNDHWM, _KEPT_BATCHES + 1)
+                _bind(zmq, publisher, "endpoint", self._settings.endpoint)
+                work = {"tierkv-kv-events": self._publish(publisher)}
+                if self._settings.replay:
+                    _bind(zmq, replayer, "replay", self._settings.replay)
+                    work["tierkv-kv-replays"] = self._replay(replayer)
+                self._send(publisher, [_CLEARED])
+                log.info("cache events are published at %s", self._settings.endpoint)
+                async with background(work):
+                    yield
+                self._send(publisher, [_CLEARED])
+            finally:
+                publisher.close(linger=_LINGER_MS)
+                replayer.close(linger=0)
+
+    async def _publish(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
+        wants_tokens = self._settings.token_ids
+        with self._events.subscribe(_QUEUED_EVENTS, wants_tokens=wants_tokens) as subscription:
+            async for event in subscription:
+                waiting = [event, *subscription.take()]
+                num_lost = subscription.num_dropped - self.num_lost
+                if num_lost:
+                    log.warning("%d cache events were lost: all is told again", num_lost)
+                    self.num_lost = subscription.num_dropped
+                    self._number += 1  # the gap by which a router knows
+                    self._send(publisher, [_CLEARED])
+                    await self._tell_all(publisher)
+                    continue
+                for batch in _batches(waiting):
+                    self._send(publisher, [self._encoded(one) for one in batch])
+                    await asyncio.sleep(0)
+
+    async def _tell_all(self, publisher: Any) -> None:  # noqa: ANN401 - ZeroMQ's
+        """What is cached now. What happens meanwhile is queued, and told after it."""
+        nodes = [child for root in self._index.spaces.roots() for child in root.children.values()]
+        while nodes:
+            node = nodes.pop()
+            if node.parent is None or node.parent.children.get(node.key) is not node:
+                continue  # it went meanwhile
+            nodes.extend(node.children.values())
+            for tier, first, stop in () if node.is_tail else _ready(node):
+                for run in self._events.runs(node, first, stop):
+                    told = self._events.event(Happening.STORED, tier, run)
+                    self._send(publisher, [self._encoded(told)])
+            await asyncio.sleep(0)
+        for run in self._events.beside():
+            if not run.is_tail:
+                told = self._events.event(Happening.STORED, "host", run)
+                self._send(publisher, [self._encoded(told)])
+
+    def _encoded(self, event: CacheEvent) -> dict[str, Any]:
+        """Fields in the format's order. Those after `lora_name`, and `medium` when a block is
+        removed, are told of engines whose blocks are of several kinds, as vLLM does."""
+        groups = self._events.groups
+        group = groups[event.group] if groups else None
+        is_plain = group is None or (len(groups) == 1 and group.kind is GroupKind.FULL)
+        names = event.external_ids or (None,) * len(event.digests)
+        hashes = [self._hash(*both) for both in zip(names, event.digests, strict=True)]
+        if event.kind is Happening.EVICTED:
+            removed = {
+                "type": "BlockRemoved",
+                "block_hashes": hashes,
+                "medium": _MEDIUM[event.tier],
+            }
+            return removed if is_plain else removed | {"group_idx": event.group}
+        own = self._fingerprints[""]
+        tokens = event.tokens if self._settings.token_ids else b""
+        stored = {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "parent_block_hash": (
+                self._hash(event.external_parent, event.parent) if event.parent else None
+            ),
+            "token_ids": np.frombuffer(tokens, "<i4").tolist(),
+            "block_size": (group or own.layout).block_size,
+            "lora_id": None,
+            "medium": _MEDIUM[event.tier],
+            "lora_name": self._fingerprints.get(event.space, own).adapter or None,
+        }
+        if group is None or is_plain:
+            return stored
+        return stored | {
+            "extra_keys": None,
+            "group_idx": event.group,
+            "kv_cache_spec_kind": _KIND[group.kind],
+            "kv_cache_spec_sliding_window": group.window or None,
+        }
+
+    def _hash(self, name: ExternalId | None, digest: bytes) -> bytes | int:
+        """name: what the engine calls the block; a text is told as its UTF-8 bytes."""
+        given = digest if name is None else name.encode() if isinstance(name, str) else name
+        if isinstance(given, int) or self._settings.form is EventForm.MAP:
+            return given
+        return int.from_bytes(given[-_NUMBER_BYTES:], "big")
+
+    def _send(self, publisher: Any, events: list[dict[str, Any]]) -> None:  # noqa: ANN401
+        """Never waits: a subscriber that is too slow for its queue misses it, and sees a gap."""
+        in_order = self._settings.form is EventForm.ARRAY
+        told = [list(event.values()) for event in events] if in_order else events
+        batch = msgspec.msgpack.encode([time.time(), told, _RANK])
+        number = self._number.to_bytes(_NUMBER_BYTES, "big")
+        publisher.send_multipart((self._topic, number, batch))
+        self._kept.append((self._number, batch))
+        self._kept_bytes += len(batch)
+        while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+        self._number += 1
+        self.num_batches += 1
+
+    async def _replay(self, replayer: Any) -> None:  # noqa: ANN401 - ZeroMQ's
+        while True:
+            frames = await replayer.recv_multipart()
+            if len(frames) != _REQUEST_FRAMES or len(frames[-1]) != _NUMBER_BYTES:
+                log.warning("a replay was asked for in %d frames that are no request", len(frames))
+                continue
+            client, first = frames[0], int.from_bytes(frames[-1], "big")
+            kept = [(number, batch) for number, batch in self._kept if number >= first]
+            for at, (number, batch) in enumerate(kept):
+                told = number.to_bytes(_NUMBER_BYTES, "big")
+                await replayer.send_multipart((client, b"", self._topic, told, batch))
+                if at % _REPLAYED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            await replayer.send_multipart((client, b"", b"", _END, b""))
+
+
+def _zmq() -> Any:  # noqa: ANN401 - a module that may be missing
+    try:
+        import zmq.asyncio  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"events.endpoint needs ZeroMQ: {how_to_install('events')}") from error
+    return zmq
+
+
+def _bind(zmq: Any, socket: Any, name: str, address: str) -> None:  # noqa: ANN401 - ZeroMQ's
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"events.{name} {address} cannot be listened on: {error}") from error
+
+
+def _batches(events: list[CacheEvent]) -> Iterator[list[CacheEvent]]:
+    """Of whole blocks, in order; each of one event or of at most _MOST_BLOCKS blocks."""
+    batch: list[CacheEvent] = []
+    num_blocks = 0
+    for event in events:
+        if event.is_tail:
+            continue
+        if batch and num_blocks + len(event.digests) > _MOST_BLOCKS:
+            yield batch
+            batch, num_blocks = [], 0
+        batch.append(event)
+        num_blocks += len(event.digests)
+    if batch:
+        yield batch
+
+
+def _ready(node: TreeNode) -> Iterator[tuple[str, int, int]]:
+    """Runs of the node's path blocks that are whole on a tier: its name, the first, the end."""
+    for tier in Tier:
+        at = node.start
+        for state, group in groupby(node.copies[tier].states.tolist()):
+            stop = at + len(list(group))
+            if state == CopyState.READY:
+                yield tier.name.lower(), at, stop
+            at = stop
