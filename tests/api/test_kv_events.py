@@ -326,9 +326,11 @@ def test_an_engines_own_hashes_are_what_routers_are_told(tmp_path: Path) -> None
     names = [[*names_of(18, group), None] for group in range(len(GROUPS))]
     with engine_telling(tmp_path) as (engine, heard):
         engine.save(tokens, external_ids=names)
-        stored = lambda group: [  # noqa: E731
-            one for one in heard.told if isinstance(one, BlockStored) and one.group_idx == group
-        ]
+
+        def stored(group: int) -> list[BlockStored]:
+            found = [one for one in heard.told if isinstance(one, BlockStored)]
+            return [one for one in found if one.group_idx == group]
+
         heard.until(lambda: sum(len(one.block_hashes) for one in heard.told) == 8)
         assert [len(one.block_hashes) for one in stored(1)] == [4]
         [full] = stored(1)
