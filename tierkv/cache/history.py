@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
+
+import msgspec
 
 from tierkv.cache.index import segments
 from tierkv.cache.keys import Prompt
@@ -22,7 +23,7 @@ class Fate(Enum):
     FAILED = "the transfer failed"
 
 
-class HistoryEvent(NamedTuple):
+class HistoryEvent(msgspec.Struct, frozen=True):
     """at: seconds on the caller's clock. tier: its name, "storage" included."""
 
     fate: Fate
@@ -38,14 +39,15 @@ _Key = tuple[str, int, int]
 _BEFORE = 32  # blocks
 _MOST_BACK = 8192  # blocks before one that are looked at
 _MOST_RUNS = 3
+_NO_EXTRAS: Mapping[int, bytes] = {}
 
 
-class _Kept(NamedTuple):
+class _Kept(msgspec.Struct, frozen=True):
     """tokens, extras: of the blocks that an event is about, from its own on; of one block none."""
 
     event: HistoryEvent
     tokens: bytes = b""
-    extras: Mapping[int, bytes] = {}
+    extras: Mapping[int, bytes] = _NO_EXTRAS
 
 
 class History:
@@ -63,25 +65,28 @@ class History:
         """Blocks about which something is remembered."""
         return len(self._events)
 
-    def evicted(self, node: TreeNode, first: int, stop: int, tier: Tier, at: float) -> None:
+    def evicted(self, node: TreeNode, first: int, stop: int, tier: Tier, at_s: float) -> None:
         """Run blocks [first, stop) of `node` went from `tier`; before they are dropped."""
-        block = node.start + first
-        parts = segments(node, max(block - _BEFORE, 0), block + 1)
-        tokens = b"".join([part.tokens_of(start, stop) for part, start, stop in parts])
-        extras = [
-            (number, extra)
-            for part, start, stop in parts
-            if part.extras
-            for number in range(part.start + start, part.start + stop)
-            if (extra := part.extra(number))
-        ]
-        key = (node.space.name, block, hash((tokens, *extras)))
-        event = HistoryEvent(Fate.EVICTED, _NAMES[tier], at)
-        if stop - first > 1:
-            run = node.tokens_of(first, stop)
-            self._keep(key, _Kept(event, run, dict(node.extras) if node.extras else {}))
+        block, width = node.start + first, node.token_bytes // node.num_blocks
+        back = min(block, _BEFORE)
+        if back <= first and not node.extras:  # all that is hashed lies in the run, as mostly
+            at = node.packed_at + first * width
+            mark = hash(node.packed[at - back * width : at + width])
         else:
-            self._keep(key, _Kept(event))
+            parts = segments(node, block - back, block + 1)
+            tokens = b"".join([part.tokens_of(start, stop) for part, start, stop in parts])
+            extras = [
+                (number, extra)
+                for part, start, stop in parts
+                if part.extras
+                for number in range(part.start + start, part.start + stop)
+                if (extra := part.extra(number))
+            ]
+            mark = hash((tokens, *extras) if extras else tokens)
+        event = HistoryEvent(Fate.EVICTED, _NAMES[tier], at_s)
+        run = node.tokens_of(first, stop) if stop - first > 1 else b""
+        extras_of_run = dict(node.extras) if run and node.extras else _NO_EXTRAS
+        self._keep((node.space.name, block, mark), _Kept(event, run, extras_of_run))
 
     def record(self, prompt: Prompt, block: int, event: HistoryEvent) -> None:
         self._keep(self._key(prompt, block), _Kept(event))
@@ -115,9 +120,11 @@ class History:
     def _key(self, prompt: Prompt, block: int) -> _Key:
         first, width = max(block - _BEFORE, 0), prompt.block_token_bytes
         tokens = prompt.tokens[first * width : (block + 1) * width]
-        blocks = range(first, block + 1) if prompt.extras else ()
-        extras = [(number, extra) for number in blocks if (extra := prompt.extra(number))]
-        return prompt.space, block, hash((tokens, *extras))
+        if not prompt.extras:
+            return prompt.space, block, hash(tokens)
+        numbers = range(first, block + 1)
+        extras = [(number, extra) for number in numbers if (extra := prompt.extra(number))]
+        return prompt.space, block, hash((tokens, *extras) if extras else tokens)
 
     def _keep(self, key: _Key, kept: _Kept) -> None:
         """Of a block the newest event, and those about longer runs, which tell of later blocks."""

@@ -510,9 +510,10 @@ class AgeCounts:
     total_ticks: int = 0
 
     def add(self, ticks: int, count: int = 1) -> None:
-        """So many are so old."""
+        """So many are so old, or, where a count was ahead of the clock, of now."""
         self.counts[bisect_left(_BOUNDS, ticks)] += count
-        self.total_ticks += ticks * count
+        if ticks > 0:
+            self.total_ticks += ticks * count
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic
+from typing import TypeGuard
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from tierkv.cache.index import Index, Lease, Match
 from tierkv.cache.keys import Prompt
-from tierkv.cache.node import AgeCounts, Change, CopyState, Ids, Tier
+from tierkv.cache.node import AgeCounts, Change, CopyState, Ids, Space, Tier
 from tierkv.errors import (
     BadRequestError,
     OutOfBlocksError,
@@ -33,7 +34,15 @@ from tierkv.sched.explain import MISS_REASONS, why_missed
 from tierkv.sched.fair_queue import Waiting, WaitingLine
 from tierkv.sched.fetch import Fetched
 from tierkv.sched.planner import AdmissionPlan, plan_admission
-from tierkv.sched.request import Computing, Matched, PromiseWait, Request, RequestSpec, Running
+from tierkv.sched.request import (
+    NOTHING,
+    Computing,
+    Matched,
+    PromiseWait,
+    Request,
+    RequestSpec,
+    Running,
+)
 from tierkv.sched.tenants import Limits, TenantLimits
 from tierkv.sched.tiers import Tiers
 from tierkv.transfer.mover import Movement
@@ -237,16 +246,15 @@ class SchedulerStats:
 _NO_SLOTS = np.empty(0, np.int32)
 
 
-@dataclass(slots=True)
-class _Held:
+class _Held(msgspec.Struct):
     """What a start has taken. slots: nothing moves into them; into private ones, `movements`."""
 
     lease: Lease
     source: Lease | None
-    slots: Ids = field(default_factory=lambda: _NO_SLOTS)
-    private: Ids = field(default_factory=lambda: _NO_SLOTS)
-    loads: list[Load] = field(default_factory=list)
-    movements: list[Movement] = field(default_factory=list)
+    slots: Ids = _NO_SLOTS
+    private: Ids = _NO_SLOTS
+    loads: list[Load] = []
+    movements: list[Movement] = []
 
 
 class Starts:
@@ -283,21 +291,18 @@ class Starts:
             self._valued_tokens = found
         return counts
 
-    def try_start(self, waiting: Waiting, plan: AdmissionPlan) -> Request:
+    def try_start(self, spec: RequestSpec, plan: AdmissionPlan, fetched: Fetched | None) -> Request:
         """Raises OutOfBlocksError, with nothing held, if it has to wait."""
-        spec, index = waiting.spec, self._index
-        if not waiting.uses_partial:
-            plan = msgspec.structs.replace(plan, match=replace(plan.match, partial=None))
-        match = plan.match
+        index, match = self._index, plan.match
         index.at(monotonic())
         lease = index.hold(match.node, match.num_blocks)
         partial = match.partial
         source = index.hold(partial.node, partial.block + 1) if partial else None
         held = _Held(lease, source)
         try:
-            slots = held.slots = self.take(spec.prompt, plan.num_slots)
+            slots = held.slots = self.take(lease.node.space, plan.num_loads + plan.num_private)
             if not match.num_blocks and source is None:
-                request = self._made(waiting, match, lease, slots.copy(), Matched(), [])
+                request = self._made(spec, match, lease, slots.copy(), NOTHING, ())
                 return self._begin(request, match, [])
             held.slots, private = slots[: plan.num_loads], slots[plan.num_loads :]
             held.private = private
@@ -317,8 +322,8 @@ class Starts:
             index.count_hit(lease)
             cached = index.slots(Tier.DEVICE, lease.node, 0, match.num_blocks)
             table = np.concatenate([cached, private])
-            matched = _matched(match, waiting.fetched, index.block_size, source)
-            request = self._made(waiting, match, lease, table, matched, movements)
+            matched = _matched(match, fetched, index.block_size, source)
+            request = self._made(spec, match, lease, table, matched, movements)
         except BaseException:  # no room, or a bug
             self._give_back(held)
             raise
@@ -357,15 +362,15 @@ class Starts:
             return None
         lease = self._index.hold(match.node, stop)
         try:
-            load = self._loads.start(lease, stop - count, stop, self.take(prompt, count))
+            slots = self.take(lease.node.space, count)
+            load = self._loads.start(lease, stop - count, stop, slots)
         finally:
             self._index.release(lease)
         self._loads.let_go(load)
         return load.movement
 
-    def take(self, prompt: Prompt, count: int) -> Ids:
+    def take(self, space: Space, count: int) -> Ids:
         """Device slots within the tenant's quota, of which private blocks are a part too."""
-        space = self._index.spaces.root_of(prompt).space
         if not space.has_quota:
             return self._tiers.eviction.take(Tier.DEVICE, count)
         reserved = self._running.of_tenant(space.name).num_private
@@ -373,7 +378,7 @@ class Starts:
 
     def _made(  # noqa: PLR0917 - what was found
         self,
-        waiting: Waiting,
+        spec: RequestSpec,
         match: Match,
         lease: Lease,
         table: Ids,
@@ -381,10 +386,9 @@ class Starts:
         movements: Sequence[Movement],
     ) -> Request:
         """table: the request's own array, which the pool does not hand on."""
-        spec = waiting.spec
-        is_private = np.empty(len(table), np.bool_)
-        is_private[: match.num_blocks] = False
-        is_private[match.num_blocks :] = True
+        is_private = np.ones(len(table), np.bool_)
+        if match.num_blocks:
+            is_private[: match.num_blocks] = False
         return Request(
             spec=spec,
             prompt=spec.prompt,
@@ -424,12 +428,14 @@ class Starts:
             )
         if match.device_blocks:
             self._tiers.copies.write_down(request.lease.node, match.device_blocks)
-        self.stats.admitted_requests += 1
-        self.stats.prompt_tokens += spec.prompt.num_tokens
-        self.stats.device_hit_tokens += matched.device_tokens
-        self.stats.host_hit_tokens += matched.host_tokens
-        self.stats.storage_hit_tokens += matched.storage_tokens
-        self.stats.direct_hit_tokens += matched.direct_tokens
+        stats = self.stats
+        stats.admitted_requests += 1
+        stats.prompt_tokens += spec.prompt.num_tokens
+        if matched is not NOTHING:
+            stats.device_hit_tokens += matched.device_tokens
+            stats.host_hit_tokens += matched.host_tokens
+            stats.storage_hit_tokens += matched.storage_tokens
+            stats.direct_hit_tokens += matched.direct_tokens
 
     def _copy_partial(self, partial: _Partial) -> Movement:
         source, mover = partial.source, self._tiers.mover
@@ -559,7 +565,7 @@ class Growth:
 
     def _is_free(self, request: Request) -> bool:
         """Whether nothing but the device's room limits how it may grow, and nobody waits for it."""
-        is_limited = self._index.spaces.root_of(request.prompt).space.has_quota
+        is_limited = request.lease.node.space.has_quota
         return not (self.extending or is_limited) and self._limits_of(request.spec).are_none
 
     def _has_grown(self, request: Request, count: int) -> bool:
@@ -592,7 +598,7 @@ class Growth:
         more = self._missing(request, tokens)
         total = len(request.block_table) + more
         limits = self._limits_of(request.spec)
-        space = self._index.spaces.root_of(request.prompt).space
+        space = request.lease.node.space
         for most, what in (
             (self._tiers.slots.pools[Tier.DEVICE].capacity, "the device holds"),
             (space.quota[Tier.DEVICE], "its tenant's quota"),
@@ -609,7 +615,7 @@ class Growth:
     def _try_extend(self, request: Request, count: int) -> Ids | None:
         while True:
             try:
-                return self._starts.take(request.prompt, count)
+                return self._starts.take(request.lease.node.space, count)
             except OutOfBlocksError as error:
                 if isinstance(error, OverQuotaError):
                     self._short_of_quota.add(request)
@@ -655,25 +661,26 @@ class SharedWaits:
         self._stats = stats
         self._on_timeout = on_timeout
 
-    def worth_a_wait(self, waiting: Waiting, plan: AdmissionPlan) -> PromiseWait | None:
-        """What to stand aside for; None if it is better to start now, which `started` is told."""
-        waiting.passes_by = None
-        spec = waiting.spec
+    def possible(
+        self, spec: RequestSpec, match: Match, give_up_at: float | None = None
+    ) -> PromiseWait | None:
+        """What could be waited for; `is_worth_it` says whether that is better than to start now.
+        give_up_at: when the last such wait of the request ends, on the loop's clock."""
         if not spec.uses_cache or not self._computing.num_promises:
             return None
         now = asyncio.get_running_loop().time()
-        if waiting.give_up_at is not None and now >= waiting.give_up_at:
+        if give_up_at is not None and now >= give_up_at:
             return None
         stop = spec.max_cached_tokens // spec.prompt.block_size
-        wait = self._computing.possible_wait(plan.match, spec.prompt, stop, now)
-        if wait is None or self._computing.is_worth_it(wait):
-            return wait
-        waiting.passes_by = wait
-        return None
+        return self._computing.possible_wait(match, spec.prompt, stop, now)
 
-    def started(self, waiting: Waiting) -> None:
-        if waiting.passes_by is not None:
-            self._computing.passed_by(waiting.passes_by)
+    def is_worth_it(self, wait: PromiseWait | None) -> TypeGuard[PromiseWait]:
+        return wait is not None and self._computing.is_worth_it(wait)
+
+    def started(self, wait: PromiseWait | None) -> None:
+        """A request has, without this wait, if there was one."""
+        if wait is not None:
+            self._computing.passed_by(wait)
 
     def park(self, waiting: Waiting, wait: PromiseWait) -> None:
         """It is in line, and stands aside from now on."""
@@ -724,7 +731,6 @@ class Admissions:
     ) -> None:
         self._tiers = tiers
         self._index = tiers.index
-        self._device_pool = tiers.slots.pools[Tier.DEVICE]
         self._line = line
         self._running = running
         self._starts = starts
@@ -742,35 +748,30 @@ class Admissions:
     def is_paused(self) -> bool:
         return bool(self.pauses)
 
-    def admit_or_join(self, waiting: Waiting) -> Request | None:
-        """The request, if nobody is before it and it fits; else it is in line, and its outcome
-        tells. Raises what makes it unfit."""
-        if self._is_first(waiting):
-            try:
-                plan = plan_admission(self._index, self._device_pool, waiting.spec)
-                wait = self._shared_waits.worth_a_wait(waiting, plan)
-                if wait is None:
-                    request = self._starts.try_start(waiting, plan)
-                    self._shared_waits.started(waiting)
-                    self._line.given(waiting.tenant, waiting.spec.num_blocks)
-                    return request
-            except OutOfBlocksError:
-                pass
-            else:
-                self._line.join(waiting)
-                self._shared_waits.park(waiting, wait)
-                return None
+    def admit_now(self, spec: RequestSpec, fetched: Fetched | None) -> Request | None:
+        """The request, if nobody is before it, it fits, and it is not better off waiting for
+        blocks that another one computes; else it has to `join`. Raises what makes it unfit."""
+        if self.pauses or self._is_pumping or len(self._line) or not self._has_turn(spec):
+            return None
+        plan = plan_admission(self._index, spec)
+        wait = self._shared_waits.possible(spec, plan.match)
+        if self._shared_waits.is_worth_it(wait):
+            return None
+        try:
+            request = self._starts.try_start(spec, plan, fetched)
+        except OutOfBlocksError:
+            return None
+        self._shared_waits.started(wait)
+        self._line.given(spec.prompt.space, spec.num_blocks)
+        return request
+
+    def join(self, waiting: Waiting) -> None:
+        """It is in line from now on, and its outcome tells."""
         self._line.join(waiting)
-        if self.is_paused:
+        if self.pauses:
             waiting.release_fetched()
         if not self._is_stuck_still():
             self.pump()
-        return None
-
-    def _is_first(self, waiting: Waiting) -> bool:
-        """Whether it would have the next turn, with nobody else in line."""
-        is_open = not (self.is_paused or self._is_pumping or len(self._line))
-        return is_open and self._may_go(waiting)
 
     def pump(self) -> None:
         """Give turns while there is somebody to admit."""
@@ -813,14 +814,7 @@ class Admissions:
             if waiting is None:
                 return num_turns
             try:
-                self._limits.check(waiting.spec)
-                plan = plan_admission(self._index, self._device_pool, waiting.spec)
-                wait = self._shared_waits.worth_a_wait(waiting, plan)
-                if wait is not None:
-                    self._shared_waits.park(waiting, wait)
-                    continue
-                request = self._starts.try_start(waiting, plan)
-                self._shared_waits.started(waiting)
+                request = self._start_or_park(waiting)
             except OverQuotaError:
                 if self._is_busy(waiting.tenant) or not self._unblock(waiting, waiting.tenant):
                     self._over_quota.add(waiting.tenant)
@@ -835,9 +829,26 @@ class Admissions:
                 self._line.leave(waiting)
                 waiting.outcome.set_exception(error)
                 continue
-            self._line.admitted(waiting, waiting.spec.num_blocks)
-            waiting.outcome.set_result(request)
+            if request is not None:
+                self._line.admitted(waiting, waiting.spec.num_blocks)
+                waiting.outcome.set_result(request)
         return most
+
+    def _start_or_park(self, waiting: Waiting) -> Request | None:
+        """The request, or None if it stands aside now. Raises OutOfBlocksError, or what makes it
+        unfit."""
+        spec = waiting.spec
+        self._limits.check(spec)
+        plan = plan_admission(self._index, spec)
+        wait = self._shared_waits.possible(spec, plan.match, waiting.give_up_at)
+        if self._shared_waits.is_worth_it(wait):
+            self._shared_waits.park(waiting, wait)
+            return None
+        if not waiting.uses_partial:
+            plan.match.partial = None
+        request = self._starts.try_start(spec, plan, waiting.fetched)
+        self._shared_waits.started(wait)
+        return request
 
     def _next(self) -> Waiting | None:
         """The first in line whose tenant may have one more running."""
@@ -848,12 +859,15 @@ class Admissions:
         return None
 
     def _may_go(self, waiting: Waiting) -> bool:
-        spec = waiting.spec
+        return waiting.outcome.done() or self._has_turn(waiting.spec)
+
+    def _has_turn(self, spec: RequestSpec) -> bool:
+        """Whether nothing of its tenant's stands before it; also if it will be refused."""
         limits, space = self._limits.of(spec), spec.prompt.space
         if limits.are_none and not self._over_quota and not self._growth.extending:
             return True
-        if waiting.outcome.done() or not limits.allow(1, spec.num_blocks):
-            return True  # it leaves the line
+        if not limits.allow(1, spec.num_blocks):
+            return True
         if space in self._over_quota or self._growth.holds_up(space):
             return False
         use = self._running.of_tenant(space)

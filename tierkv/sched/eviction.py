@@ -123,14 +123,17 @@ class Eviction:
             self._stay_within_quota(tier, space, count, reserved)
         pool, order, rule = self._pools[tier], self.index.spaces.order[tier], self.rules[tier]
         freed: list[Ids] = []
+        num_freed = 0
         missing = self._missing(tier, count)
-        while missing > 0 and (leaf := order.leaf_to_go(missing, rule)) is not None:
+        while missing > num_freed and (leaf := order.leaf_to_go(missing - num_freed, rule)):
             freed.append(self._drop(tier, *leaf))  # as nearly all go
-            missing -= len(freed[-1])
-        steps = plan_eviction(order, tier, missing, rule) if missing > 0 else []
-        if not any(step.must_copy for step in steps):
-            freed += [self._drop(tier, *step.victim) for step in steps]
-        if sum(map(len, freed)) + pool.num_free >= count:
+            num_freed += len(freed[-1])
+        if missing > num_freed:
+            steps = plan_eviction(order, tier, missing - num_freed, rule)
+            if not any(step.must_copy for step in steps):
+                freed += [self._drop(tier, *step.victim) for step in steps]
+                num_freed = sum(map(len, freed))
+        if num_freed + pool.num_free >= count:
             slots = pool.exchange(freed, count)
         else:
             for part in freed:
@@ -248,19 +251,17 @@ class Eviction:
         """Evict these blocks; the slots that are nobody's now, see `free_of`."""
         now = monotonic()  # the loop's clock, in a quarter of the time
         self.history.evicted(node, start, stop, tier, now)
-        other = node.copies[1 - tier]
-        kept = other.present_in(start, stop) if other.num_present else 0
-        stats = self.stats
+        other, stats = node.device if tier is HOST else node.host, self.stats
+        kept = other.present_in(start, stop) if other is not None and other.num_present else 0
         if forgotten := stop - start - kept:
             stats.forgotten_blocks += forgotten
-            stats.lifetimes.add(max(int(now * TICKS_PER_S) - node.born, 0), forgotten)
+            stats.lifetimes.add(int(now * TICKS_PER_S) - node.born, forgotten)
         if tier is HOST:
             stats.evicted_host_blocks += stop - start
         else:
             stats.evicted_device_blocks += stop - start
-        first = node.start
         if self._events.has_listeners:
-            name = tier.name.lower()
+            name, first = tier.name.lower(), node.start
             self._events.tell(Happening.EVICTED, name, node, first + start, first + stop)
         return self._slots.free_of(tier, self.index.drop(tier, node, start, stop))
 
@@ -277,7 +278,7 @@ class Eviction:
             self.history.evicted(part, first, part.num_blocks, tier, now)
             forgotten = part.num_blocks - first
             self.stats.forgotten_blocks += forgotten
-            self.stats.lifetimes.add(max(int(now * TICKS_PER_S) - part.born, 0), forgotten)
+            self.stats.lifetimes.add(int(now * TICKS_PER_S) - part.born, forgotten)
             pending += part.children.values()
         if self._events.has_listeners:
             self._tell_forgotten(node, start)

@@ -192,9 +192,9 @@ class FairQueue(Generic[E]):
 class Waiting:
     """A request that is not admitted yet. fetched: what was brought from storage for it.
 
-    wait: for blocks that another request computes; timer: ends it. passes_by: one that it does not
-    want if it can start now. give_up_at: when the last such wait of this request ends, seconds on
-    the loop's clock, None before the first. parked_at: when the last one began.
+    wait: for blocks that another request computes; timer: ends it. give_up_at: when the last such
+    wait of this request ends, seconds on the loop's clock, None before the first. parked_at: when
+    the last one began.
     """
 
     spec: RequestSpec
@@ -203,7 +203,6 @@ class Waiting:
     number: int = -1  # in the order of arrival, once it is in line
     uses_partial: bool = True  # False once that has stood in the request's own way
     wait: PromiseWait | None = None
-    passes_by: PromiseWait | None = None
     timer: asyncio.TimerHandle | None = None
     give_up_at: float | None = None
     parked_at: float = 0.0

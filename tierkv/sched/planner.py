@@ -26,14 +26,9 @@ class AdmissionPlan(msgspec.Struct, frozen=True):
     num_loads: int
     num_private: int
 
-    @property
-    def num_slots(self) -> int:
-        return self.num_loads + self.num_private
 
-
-def plan_admission(index: Index, device_pool: BlockPool, spec: RequestSpec) -> AdmissionPlan:
-    """Raises RequestTooLargeError if no state of the cache could ever admit the request."""
-    check_size(index, device_pool, spec)
+def plan_admission(index: Index, spec: RequestSpec) -> AdmissionPlan:
+    """Of a request that the device is large enough for, see `check_size`."""
     match = index.match(spec.prompt, spec.max_cached_tokens if spec.uses_cache else 0)
     return AdmissionPlan(
         match=match,

@@ -54,8 +54,7 @@ class Decisions:
     recompute_late: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Promise:
+class Promise(msgspec.Struct, eq=False):
     """Blocks [first, stop) of `prompt`, which its request computes. first grows with each commit.
 
     begun: seconds on the loop's clock; from then on it computes. begun_at: the block it began with.
@@ -124,7 +123,9 @@ class Computing:
             return None
         key = _key(node, first, prompt)
         promise = Promise(prompt, first, prompt.num_blocks, now, key, first)
-        self._regret.allow(self.prefill.seconds((prompt.num_blocks - first) * prompt.block_size))
+        if self.prefill.is_told:  # else nobody waits
+            num_tokens = (prompt.num_blocks - first) * prompt.block_size
+            self._regret.allow(self.prefill.seconds(num_tokens))
         self._promises.setdefault(key, []).append(promise)
         self.num_promises += 1
         return promise
@@ -250,7 +251,9 @@ class Computing:
 
 
 def _key(node: TreeNode, block: int, prompt: Prompt) -> _Key:
-    return node.space.name, node.uid, prompt.extra(block), prompt.block(block)
+    width = prompt.block_size * TOKEN_BYTES
+    tokens = prompt.tokens[block * width : (block + 1) * width]
+    return prompt.space, node.uid, prompt.extras.get(block, b""), tokens
 
 
 def _shared(promise: Promise, prompt: Prompt, at: int, stop: int) -> int:
@@ -395,6 +398,9 @@ class Matched(msgspec.Struct, frozen=True):
     @property
     def total_tokens(self) -> int:
         return self.device_tokens + self.host_tokens + self.storage_tokens + self.direct_tokens
+
+
+NOTHING = Matched()
 
 
 class RequestState(Enum):

@@ -373,18 +373,26 @@ class Scheduler:
         other up by what they had fetched. Raises DuplicateRequestError, RequestTooLargeError,
         ShuttingDownError, RequestAbortedError. Cancelling it leaves nothing behind.
         """
-        outcome: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
-        waiting = Waiting(spec, fetched, outcome)
         try:
             self.check(spec)
             with tracing.span("queue") as span:
-                request = self._admissions.admit_or_join(waiting)
+                request = self._admissions.admit_now(spec, fetched)
                 if request is None:
-                    request = await outcome
+                    request = await self._in_turn(spec, fetched)
                 if span is not None:
                     span.set_attributes(msgspec.structs.asdict(request.matched))
                     span.set_attribute("missed", request.missed)
             return request
+        finally:
+            if fetched is not None:
+                fetched.release()
+
+    async def _in_turn(self, spec: RequestSpec, fetched: Fetched | None) -> Request:
+        outcome: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
+        waiting = Waiting(spec, fetched, outcome)
+        try:
+            self._admissions.join(waiting)
+            return await outcome
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.leave(waiting)
@@ -412,7 +420,7 @@ class Scheduler:
         """Device slots for blocks of `prompt` that somebody else brings, within its tenant's quota.
         Raises OutOfBlocksError with none taken."""
         self.index.at(monotonic())
-        return self._starts.take(prompt, count)
+        return self._starts.take(self.index.spaces.root_of(prompt).space, count)
 
     def abort(self, request_id: str) -> bool:
         """Nobody wants this request any more; whether there was one.

@@ -119,12 +119,13 @@ class Line:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    is_of_one_size: bool = False  # all samples are, but for rounding
 
     def add(self, units: float, seconds: float) -> None:
         """One more sample. One that is far off begins anew: a tier that broke, or came back, is
         another tier, and an average over both would be wrong for a long time."""
         least = most = self.seconds(units)
-        if self.x and self._is_of_one_size:
+        if self.x and self.is_of_one_size:
             # Until the fixed part can be told from the rest, nothing is a surprise that lies
             # between all and nothing of it: else small and big ones in turn would begin anew for
             # ever.
@@ -134,11 +135,12 @@ class Line:
         if not (self.x and is_expected):
             self.weight = self.x = self.y = self.xx = self.xy = 0.0
         decay = self.decay
-        self.weight = self.weight * decay + 1.0
-        self.x = self.x * decay + units
+        self.weight = weight = self.weight * decay + 1.0
+        self.x = x = self.x * decay + units
         self.y = self.y * decay + seconds
-        self.xx = self.xx * decay + units * units
+        self.xx = xx = self.xx * decay + units * units
         self.xy = self.xy * decay + units * seconds
+        self.is_of_one_size = xx * weight - x * x <= 1e-9 * x * x
 
     @property
     def is_known(self) -> bool:
@@ -146,12 +148,12 @@ class Line:
 
     def seconds(self, units: float) -> float:
         """What `units` are expected to take; 0 as long as nothing is known."""
-        if not self.is_known:
+        if not self.weight:
             return 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         if not mean_x:
             return mean_y  # nothing ever came: all that is known is how long that took
-        if self._is_of_one_size:
+        if self.is_of_one_size:
             return units * mean_y / mean_x  # no fixed part can be told apart
         slope = (self.xy - self.x * mean_y) / (self.xx - self.x * mean_x)
         if slope <= 0:
@@ -163,13 +165,8 @@ class Line:
         """As `seconds`, but as long as the fixed part cannot be told from the rest, with all or
         with nothing of it, whichever is less."""
         expected = self.seconds(units)
-        is_open = self.is_known and self._is_of_one_size
+        is_open = self.is_known and self.is_of_one_size
         return min(expected, self.y / self.weight) if is_open else expected
-
-    @property
-    def _is_of_one_size(self) -> bool:
-        mean_x = self.x / self.weight
-        return self.xx / self.weight - mean_x**2 <= 1e-9 * mean_x**2  # that much is rounding
 
 
 class Prefill:
