@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 from tests.faulty import FaultyStore
@@ -31,6 +32,7 @@ from tierkv.storage import base, guard
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.transfer import mover
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -189,13 +191,25 @@ def simulate(work: Coroutine[Any, Any, T]) -> T:
             return runner.run(work)
 
 
+def simulated(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test of which nothing leaves this thread; see `simulate`."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        simulate(test(*args, **kwargs))
+
+    return run
+
+
 @asynccontextmanager
-async def simulated_world(rng: random.Random, **settings: Any) -> AsyncIterator[World]:
+async def simulated_world(
+    rng: random.Random | None = None, /, **settings: Any
+) -> AsyncIterator[World]:
     """A running node with a memory store. rng: how far copies come. settings: of CacheSettings."""
     latch, clock, who = CopyLatch(), LoopClock(), fingerprint()
     store = FaultyStore(MemoryStore(MemorySettings(), clock))
     service = Service(
-        _Device(rng, latch),
+        _Device(rng or random.Random(1), latch),
         who,
         CacheSettings(block_size=who.layout.block_size, **settings),
         HandoffSettings(),

@@ -11,10 +11,8 @@ import aiohttp
 import pytest
 
 from tests.api.nodes import Process, process, run_to_end
-from tests.e2e.exact import text
 from tests.latch import finish
 from tests.redis_server import free_port
-from tierkv.refmodel.model import decode as decode_text
 
 LONG = {"prompt": "hello", "max_tokens": 20_000}
 SOME = {"prompt": "hello", "max_tokens": 1500}
@@ -81,29 +79,6 @@ async def test_an_idle_node_ends_at_once_even_with_open_connections(tmp_path: Pa
         writer.close()
 
 
-async def test_two_nodes_hand_a_prompt_over_through_files(tmp_path: Path) -> None:
-    config = tmp_path / "node.toml"
-    config.write_text('[handoff]\ndirect = "off"\n')  # or they come from memory
-    store = ("--config", config, "--storage", f"file://{tmp_path / 'store'}")
-    prompt = decode_text(text(333))
-    async with (
-        process(tmp_path, "--role", "prefill", *store) as prefill,
-        process(tmp_path, "--role", "decode", "--name", "d", *store) as decode,
-    ):
-        body = {"prompt": prompt, "ticket_id": "t"}
-        published = await prefill.client.post("/v1/prefill", body)
-        assert published.body["num_blocks"] == 21
-        claimed = await decode.client.post("/v1/decode", body)
-        alone = await decode.client.post("/v1/generate", {"prompt": prompt, "use_cache": False})
-        assert claimed.body["tokens"] == alone.body["tokens"]
-        assert claimed.body["matched"]["storage"] == 333
-        assert claimed.body["computed_tokens"] == 0
-        for node in (prefill, decode):
-            assert (await node.client.get("/v1/verify")).body == {"findings": []}
-            node.terminate()
-            assert await node.ended() == 0
-
-
 async def test_nodes_without_settings_share_the_users_cache_directory(tmp_path: Path) -> None:
     body = {"prompt": "hello there", "ticket_id": "t"}
     async with process(tmp_path) as one:
@@ -111,33 +86,6 @@ async def test_nodes_without_settings_share_the_users_cache_directory(tmp_path: 
     async with process(tmp_path) as other:
         assert (await other.client.post("/v1/decode", body)).status == 200
     assert (tmp_path / "cache" / "tierkv" / "store").is_dir()
-
-
-async def test_a_prompt_outlives_a_decode_node_killed_while_it_claims(tmp_path: Path) -> None:
-    store = ("--storage", f"file://{tmp_path / 'store'}")
-    body = {"prompt": decode_text(text(2000)), "ticket_id": "t"}
-    async with process(tmp_path, "--role", "prefill", *store) as prefill:
-        await prefill.client.post("/v1/prefill", body)
-    for _ in range(3):
-        async with (
-            process(tmp_path, "--role", "decode", *store) as decode,
-            asyncio.TaskGroup() as group,
-        ):
-            group.create_task(unanswered(decode, body | {"max_tokens": 2000}))
-            await running(decode, 1)
-            decode.process.kill()
-    async with process(tmp_path, "--role", "decode", *store) as decode:
-        claimed = await decode.client.post("/v1/decode", body)
-        alone = await decode.client.post(
-            "/v1/generate", {"prompt": body["prompt"], "use_cache": False}
-        )
-        assert claimed.body["tokens"] == alone.body["tokens"]
-
-
-async def unanswered(of: Process, body: dict[str, object]) -> None:
-    """Claim from a node that does not live to answer."""
-    with pytest.raises(aiohttp.ClientError):
-        await of.client.post("/v1/decode", body)
 
 
 # What cannot be started

@@ -111,25 +111,6 @@ async def test_an_id_that_was_used_for_something_else_is_refused() -> None:
         await on.settle()
 
 
-async def test_one_that_waits_for_the_same_id_takes_over_when_the_first_has_gone() -> None:
-    async with here() as on:
-        full = {"tokens": list(range(64 * 16)), "request_id": "all"}
-        await on.client.post("/v1/requests", full)
-        body = admission("r")
-        async with half_open(on, body):
-            await until(lambda: on.node.service.stats().waiting_requests == 1, "the first")
-            second = asyncio.ensure_future(
-                on.client.ask("POST", "/v1/requests", data=body, headers={"Content-Type": JSON})
-            )
-            await until(lambda: on.node.num_working == 2, "the second")
-        await asyncio.sleep(0)
-        await on.client.ask("DELETE", "/v1/requests/all")
-        assert (await second).status == 200
-        assert on.node.desk.num_open == 1
-        await on.client.ask("DELETE", "/v1/requests/r")
-        await on.settle()
-
-
 NONSENSE: list[tuple[str, bytes]] = [
     (JSON, b""),
     (JSON, b"\xff\xfe"),
@@ -199,15 +180,6 @@ async def test_a_large_list_of_tokens_is_read_as_exactly_as_a_small_one(
         assert large.status == status
         assert large.code
         assert small.status == (200 if inner == "1" else status)
-
-
-async def test_a_large_list_is_the_same_tokens_as_packed_ones() -> None:
-    async with here() as on:
-        tokens = [random.Random(1).randrange(256) for _ in range(200_000)]
-        body = {"tokens": tokens}
-        assert len(json.dumps(body)) > LARGE_BYTES
-        found = await on.client.post("/v1/lookup", body)
-        assert found.body["num_tokens"] == 200_000
 
 
 async def test_ten_megabytes_of_json_do_not_stop_the_loop() -> None:

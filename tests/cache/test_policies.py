@@ -12,9 +12,7 @@ from tierkv.cache.eviction import (
     CostAware,
     EvictionKind,
     EvictionPolicy,
-    Lfu,
     Lru,
-    S3Fifo,
     Slru,
     make_policy,
 )
@@ -65,63 +63,6 @@ def test_a_soft_pin_outweighs_any_number_of_hits(kind: EvictionKind) -> None:
     assert not cache.has(2)
 
 
-def test_lru_lets_the_least_recently_used_go() -> None:
-    cache = Cached(Lru())
-    cache.use(1)
-    cache.use(2)
-    cache.use(1)
-    cache.evict(1)
-    assert cache.has(1)
-    assert not cache.has(2)
-
-
-def test_lfu_lets_the_least_often_matched_go_however_recent() -> None:
-    cache = Cached(Lfu())
-    for _ in range(3):
-        cache.use(1)
-    cache.use(2)
-    cache.evict(1)
-    assert cache.has(1)
-    assert not cache.has(2)
-
-
-def test_slru_keeps_what_was_matched_from_a_long_scan() -> None:
-    cache = Cached(Slru(max_protected=8), capacity=20)
-    cache.use(1, 2)
-    cache.use(1, 2)
-    for number in range(100, 150):  # none of these ever comes again
-        cache.use(number)
-        cache.evict(max(0, 5 - cache.pools[Tier.DEVICE].num_free))
-        cache.check()
-    assert cache.has(1, 2)
-
-
-def test_slru_bounds_what_it_protects_and_the_oldest_falls_back() -> None:
-    cache = Cached(Slru(max_protected=2))
-    for number in range(6):
-        cache.use(number)
-        cache.use(number)
-    cache.check()
-    cache.use(50)
-    cache.evict(4)
-    cache.check()
-    assert [number for number in range(6) if cache.has(number)] == [4, 5]
-
-
-def test_slru_protects_what_fell_back_again_only_once_it_is_matched() -> None:
-    cache = Cached(Slru(max_protected=1))
-    for number in (1, 2):  # the second one sends the first one back
-        cache.use(number)
-        cache.use(number)
-    order = cache.index.spaces.order[Tier.DEVICE]
-    first, second = (cache.index.match(Prompt.of([number], 1)).node for number in (1, 2))
-    cache.index.release(cache.index.hold(first, 1))  # used last, and not matched
-    assert [victim.node for victim in order.victims(2)] == [first, second]
-    cache.use(1)
-    assert [victim.node for victim in order.victims(2)] == [second, first]
-    cache.check()
-
-
 def test_the_cost_aware_policy_keeps_what_is_dear_to_recompute() -> None:
     cache = Cached(CostAware(linear_blocks=4))
     long = tuple(range(100, 140))
@@ -143,43 +84,6 @@ def test_the_cost_aware_policy_ages_what_is_not_used_any_more() -> None:
         if not number % 20:
             cache.check()
     assert not cache.has(*long)
-
-
-def test_s3fifo_lets_newcomers_that_nobody_matches_go_before_what_is_shared() -> None:
-    cache = Cached(S3Fifo(20), capacity=20)
-    cache.use(1, 2)
-    cache.use(1, 2)
-    for number in range(100, 150):  # none of these ever comes again
-        cache.use(number)
-        cache.evict(max(0, 5 - cache.pools[Tier.DEVICE].num_free))
-        cache.check()
-    assert cache.has(1, 2)
-
-
-def test_s3fifo_saves_a_run_once_for_each_round_in_which_it_was_matched() -> None:
-    cache = Cached(S3Fifo(4), capacity=20)
-    for number in range(4):
-        cache.use(number)
-    cache.use(0)  # the oldest, but matched
-    cache.evict(1)
-    assert [number for number in range(4) if cache.has(number)] == [0, 2, 3]
-    cache.evict(3)
-    assert not any(cache.has(number) for number in range(4))  # its second chance is used up
-    cache.check()
-
-
-def test_s3fifo_remembers_who_went_and_takes_it_into_the_main_queue() -> None:
-    cache = Cached(S3Fifo(10), capacity=20)
-    cache.use(1)
-    cache.use(2)
-    cache.evict(1)
-    assert not cache.has(1)
-    cache.use(1)  # came back
-    for number in range(50, 54):
-        cache.use(number)
-    cache.evict(3)
-    assert cache.has(1)
-    cache.check()
 
 
 @pytest.mark.parametrize("kind", EvictionKind)

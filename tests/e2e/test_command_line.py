@@ -73,20 +73,6 @@ def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> 
     assert found.stderr == "error: No space left on device\n"
 
 
-def test_every_command_explains_itself() -> None:
-    names = [line.split()[0] for line in help_of() if line.startswith("  ") and line.split()]
-    commands = names[names.index("demo") :]
-    assert {"demo", "gateway", "serve", "storage", "token"} <= set(commands)
-    for name in ("demo", "doctor", "gateway", "generate", "lookup", "serve", "stats", "storage"):
-        assert any("--help" in line for line in help_of(name))
-
-
-def help_of(*command: str) -> list[str]:
-    found = CliRunner().invoke(main, [*command, "--help"], prog_name="tierkv")
-    assert found.exit_code == 0, found.output
-    return found.stdout.splitlines()
-
-
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="has no /dev/zero")
 def test_a_prompt_file_without_an_end_is_refused_after_the_limit() -> None:
     assert "more than 100000 tokens" in told("demo", "--prompt-file", "/dev/zero").stderr

@@ -152,18 +152,6 @@ async def test_a_decode_node_killed_in_the_middle_of_a_claim_loses_nothing(
             assert answer["computed_tokens"] == 0
 
 
-async def test_a_claim_that_comes_before_its_prefill_waits_for_it(tmp_path: Path) -> None:
-    prompt = text(700)
-    async with pair(f"file://{tmp_path / 'store'}", tmp_path) as (nodes, p, d):
-        body = {"prompt": decode_text(prompt), "ticket_id": "early"}
-        async with asyncio.TaskGroup() as tasks:
-            claim = tasks.create_task(
-                nodes.post(d, "/v1/decode", body | {"max_tokens": 6, "deadline_s": 60})
-            )
-            await nodes.post(p, "/v1/prefill", body)
-        assert tuple(claim.result()["tokens"]) == truth(prompt, 6).tokens
-
-
 async def test_sigterm_in_the_middle_of_requests_ends_with_status_0(tmp_path: Path) -> None:
     own = f"file://{tmp_path / 'store'}"
     async with cluster(own, tmp_path) as nodes, nodes.node("both", "both") as n:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -235,7 +234,7 @@ async def test_what_went_below_a_run_that_was_forgotten_is_explained_too() -> No
 
 def test_until_the_engine_tells_its_speed_a_store_that_hangs_costs_no_more_than_a_try() -> None:
     async def scene() -> float:
-        async with simulated_world(random.Random(1), device_blocks=32, host_blocks=32) as here:
+        async with simulated_world(device_blocks=32, host_blocks=32) as here:
             here.the_store.hold()
             started = loop_time()
             request = await here.admit(tokens(40))

@@ -4,14 +4,13 @@ write_back a host that is shrunk no more than the store does not take."""
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.latch import finish
-from tests.simulated import simulate, simulated_world
+from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
@@ -60,7 +59,7 @@ async def test_a_sleep_that_keeps_nothing_forgets_no_copy_that_the_host_has() ->
 async def full_host(rule: WritePolicy = BACK) -> AsyncIterator[World]:
     """Two prompts of 10 blocks that share the first 4 are on the host only, 16 blocks."""
     async with simulated_world(
-        random.Random(1), device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=rule
+        device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=rule
     ) as here:
         await here.run(tokens(40))
         await here.run(tokens(16) + tokens(24, 100))
@@ -77,18 +76,16 @@ async def num_stored(here: World) -> int:
     return sum(found)
 
 
-def test_a_host_that_shrinks_stores_first_what_write_back_promises() -> None:
-    async def scene() -> None:
-        async with full_host() as here:
-            await here.service.resize(Tier.HOST, 2)
-            left = here.service.index.spaces.root.space.used[Tier.HOST]
-            assert await num_stored(here) + left >= 16, "nothing is nowhere"
-            assert await num_stored(here) >= 14
-            await here.service.resize(Tier.HOST, 16)
-            here.service.note_prefill(1000, 1000.0)
-            assert (await here.run(tokens(40))).total_tokens == 39, "every byte is compared"
-
-    simulate(scene())
+@simulated
+async def test_a_host_that_shrinks_stores_first_what_write_back_promises() -> None:
+    async with full_host() as here:
+        await here.service.resize(Tier.HOST, 2)
+        left = here.service.index.spaces.root.space.used[Tier.HOST]
+        assert await num_stored(here) + left >= 16, "nothing is nowhere"
+        assert await num_stored(here) >= 14
+        await here.service.resize(Tier.HOST, 16)
+        here.service.note_prefill(1000, 1000.0)
+        assert (await here.run(tokens(40))).total_tokens == 39, "every byte is compared"
 
 
 def test_a_host_that_shrinks_stores_a_large_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,101 +101,87 @@ def test_a_host_that_shrinks_stores_a_large_run_in_pieces(monkeypatch: pytest.Mo
     simulate(scene())
 
 
-def test_a_host_that_shrinks_stores_nothing_where_the_rule_does_not_say_so() -> None:
-    async def scene() -> None:
-        async with full_host(NONE) as here:
-            await here.service.resize(Tier.HOST, 2)
-            assert await num_stored(here) == 0
-
-    simulate(scene())
+@simulated
+async def test_a_host_that_shrinks_stores_nothing_where_the_rule_does_not_say_so() -> None:
+    async with full_host(NONE) as here:
+        await here.service.resize(Tier.HOST, 2)
+        assert await num_stored(here) == 0
 
 
-def test_a_host_that_shrinks_stores_also_what_would_be_nobodys_without_the_blocks_that_go() -> None:
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=16,
-            host_blocks=16,
-            host_write=THROUGH,
-            storage_write=BACK,
-        ) as here:
-            books = here.service.tiers.slots
-            slots = here.service.tiers.eviction.take(Tier.HOST, 16)
-            low = slots[slots < 8]
-            books.lend(Tier.HOST, low)
-            books.give(Tier.HOST, slots[slots >= 8])
-            await here.run(tokens(32))
-            books.unlend(Tier.HOST, low)
-            books.give(Tier.HOST, low)
-            await here.run(tokens(40))  # the last two where they could stay
-            await here.service.sleep(keeps_blocks=False)
-            await here.service.resize(Tier.HOST, 8)
-            assert await here.the_store.exists(here.names(tokens(40))) == 10
-
-    simulate(scene())
+@simulated
+async def test_a_host_that_shrinks_stores_what_would_be_nobodys_without_the_blocks_that_go() -> (
+    None
+):
+    async with simulated_world(
+        device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=BACK
+    ) as here:
+        books = here.service.tiers.slots
+        slots = here.service.tiers.eviction.take(Tier.HOST, 16)
+        low = slots[slots < 8]
+        books.lend(Tier.HOST, low)
+        books.give(Tier.HOST, slots[slots >= 8])
+        await here.run(tokens(32))
+        books.unlend(Tier.HOST, low)
+        books.give(Tier.HOST, low)
+        await here.run(tokens(40))  # the last two where they could stay
+        await here.service.sleep(keeps_blocks=False)
+        await here.service.resize(Tier.HOST, 8)
+        assert await here.the_store.exists(here.names(tokens(40))) == 10
 
 
-def test_a_store_that_hangs_holds_no_shrink_up() -> None:
-    async def scene() -> None:
-        async with full_host() as here:
-            here.the_store.hold_writes()
-            began = asyncio.get_running_loop().time()
-            await here.service.resize(Tier.HOST, 2)
-            assert asyncio.get_running_loop().time() - began < LEAVING_PATIENCE_S + 0.1
-            assert here.service.stats().host.capacity == 2
-            here.the_store.release()
-            await here.settle()
-            assert await num_stored(here) == 0
-
-    simulate(scene())
+@simulated
+async def test_a_store_that_hangs_holds_no_shrink_up() -> None:
+    async with full_host() as here:
+        here.the_store.hold_writes()
+        began = asyncio.get_running_loop().time()
+        await here.service.resize(Tier.HOST, 2)
+        assert asyncio.get_running_loop().time() - began < LEAVING_PATIENCE_S + 0.1
+        assert here.service.stats().host.capacity == 2
+        here.the_store.release()
+        await here.settle()
+        assert await num_stored(here) == 0
 
 
-def test_a_shrink_waits_for_a_slow_store_as_long_as_that_takes_something() -> None:
-    async def scene() -> None:
-        async with full_host() as here:
-            here.the_store.delay_s = 0.8 * LEAVING_PATIENCE_S
-            await here.service.resize(Tier.HOST, 2)
-            here.the_store.delay_s = 0.0
-            assert await num_stored(here) >= 14
-
-    simulate(scene())
+@simulated
+async def test_a_shrink_waits_for_a_slow_store_as_long_as_that_takes_something() -> None:
+    async with full_host() as here:
+        here.the_store.delay_s = 0.8 * LEAVING_PATIENCE_S
+        await here.service.resize(Tier.HOST, 2)
+        here.the_store.delay_s = 0.0
+        assert await num_stored(here) >= 14
 
 
-def test_a_store_that_refuses_holds_no_shrink_up() -> None:
-    async def scene() -> None:
-        async with full_host() as here:
-            here.the_store.fail_next(1000)
-            began = asyncio.get_running_loop().time()
-            await here.service.resize(Tier.HOST, 2)
-            assert asyncio.get_running_loop().time() - began < 0.1
-            here.the_store.fail_next(0)
-            await here.settle()
-
-    simulate(scene())
+@simulated
+async def test_a_store_that_refuses_holds_no_shrink_up() -> None:
+    async with full_host() as here:
+        here.the_store.fail_next(1000)
+        began = asyncio.get_running_loop().time()
+        await here.service.resize(Tier.HOST, 2)
+        assert asyncio.get_running_loop().time() - began < 0.1
+        here.the_store.fail_next(0)
+        await here.settle()
 
 
-def test_what_stays_after_a_shrink_was_cancelled_is_stored_when_it_goes() -> None:
-    async def scene() -> None:
-        async with full_host() as here:
-            here.the_store.hold_writes()
-            shrinks = asyncio.ensure_future(here.service.resize(Tier.HOST, 2))
-            await here.the_store.until_held(1)
-            shrinks.cancel()
-            await asyncio.wait([shrinks])
-            await asyncio.sleep(2 * LEAVING_PATIENCE_S)
-            await here.settle()
-            assert await num_stored(here) == 0
-            here.the_store.release()
-            here.the_store.delay_s = 0.5 * LEAVING_PATIENCE_S
-            shrinks = asyncio.ensure_future(here.service.resize(Tier.HOST, 2))
-            await asyncio.sleep(0.1)
-            shrinks.cancel()
-            await here.settle()
-            here.the_store.delay_s = 0.0
-            assert await num_stored(here) <= 4, "no more than the store had in hand"
-            left = here.service.index.spaces.root.space.used[Tier.HOST]
-            assert left == 16
-            await here.service.resize(Tier.HOST, 2)
-            assert await num_stored(here) >= 14
-
-    simulate(scene())
+@simulated
+async def test_what_stays_after_a_shrink_was_cancelled_is_stored_when_it_goes() -> None:
+    async with full_host() as here:
+        here.the_store.hold_writes()
+        shrinks = asyncio.ensure_future(here.service.resize(Tier.HOST, 2))
+        await here.the_store.until_held(1)
+        shrinks.cancel()
+        await asyncio.wait([shrinks])
+        await asyncio.sleep(2 * LEAVING_PATIENCE_S)
+        await here.settle()
+        assert await num_stored(here) == 0
+        here.the_store.release()
+        here.the_store.delay_s = 0.5 * LEAVING_PATIENCE_S
+        shrinks = asyncio.ensure_future(here.service.resize(Tier.HOST, 2))
+        await asyncio.sleep(0.1)
+        shrinks.cancel()
+        await here.settle()
+        here.the_store.delay_s = 0.0
+        assert await num_stored(here) <= 4, "no more than the store had in hand"
+        left = here.service.index.spaces.root.space.used[Tier.HOST]
+        assert left == 16
+        await here.service.resize(Tier.HOST, 2)
+        assert await num_stored(here) >= 14

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import AsyncExitStack
 
 import pytest
 
 from tests.latch import finish, turns, until
-from tests.simulated import simulate, simulated_world
+from tests.simulated import simulated, simulated_world
 from tests.world import world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
@@ -182,24 +181,22 @@ async def test_a_pin_ends_when_its_time_is_up(is_soft: bool) -> None:
 
 
 @pytest.mark.parametrize("is_soft", [True, False])
-def test_a_pin_that_is_replaced_neither_holds_anything_nor_ends_the_one_in_its_place(
+@simulated
+async def test_a_pin_that_is_replaced_neither_holds_anything_nor_ends_the_one_in_its_place(
     is_soft: bool,
 ) -> None:
-    async def scene() -> None:
-        async with simulated_world(random.Random(1), device_blocks=16, host_write=NONE) as here:
-            first, second = tokens(16), tokens(16, 100)
-            await here.run(first)
-            await here.run(second)
-            here.service.pin("it", here.prompt(first), 1.0, is_soft=is_soft)
-            here.service.pin("it", here.prompt(second), 100.0, is_soft=is_soft)
-            await asyncio.sleep(10.0)
-            nodes = list(here.service.index.spaces.nodes())
-            assert [bool(node.holders or node.soft_pins) for node in nodes].count(True) == 1
-            assert here.service.unpin("it"), "the first one's time is not the second one's"
-            assert here.service.reset() == 0
-            assert here.service.verify() == []
-
-    simulate(scene())
+    async with simulated_world(device_blocks=16, host_write=NONE) as here:
+        first, second = tokens(16), tokens(16, 100)
+        await here.run(first)
+        await here.run(second)
+        here.service.pin("it", here.prompt(first), 1.0, is_soft=is_soft)
+        here.service.pin("it", here.prompt(second), 100.0, is_soft=is_soft)
+        await asyncio.sleep(10.0)
+        nodes = list(here.service.index.spaces.nodes())
+        assert [bool(node.holders or node.soft_pins) for node in nodes].count(True) == 1
+        assert here.service.unpin("it"), "the first one's time is not the second one's"
+        assert here.service.reset() == 0
+        assert here.service.verify() == []
 
 
 async def test_after_a_reset_what_a_request_holds_is_offered_to_storage_again() -> None:

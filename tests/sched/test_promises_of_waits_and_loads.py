@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
@@ -11,7 +10,7 @@ from tests.latch import finish, turns, until
 from tests.sched.test_events import everything
 from tests.sched.test_fetch import filled, tokens
 from tests.sched.test_loads import with_host_copies
-from tests.simulated import simulate, simulated_world
+from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.gpu.protocol import Direction
@@ -39,7 +38,7 @@ def test_of_a_wait_in_vain_its_own_length_counts(owner_takes_s: float) -> None:
     """Short ones cost little, so that after each only twice as many chances pass by."""
 
     async def scene() -> list[bool]:
-        async with simulated_world(random.Random(1), device_blocks=64, host_write=NONE) as here:
+        async with simulated_world(device_blocks=64, host_write=NONE) as here:
             here.service.note_prefill(40, COMPUTE_S)
             await asyncio.sleep(1000.0)
             return [await second_waits(here, owner_takes_s=owner_takes_s) for _ in range(7)]
@@ -57,63 +56,55 @@ async def fetched_nothing(here: World, policy: FetchPolicy, base: int) -> float:
     return time() - began
 
 
-def test_who_waits_for_another_ones_fetch_waits_on_the_same_account() -> None:
-    async def scene() -> None:
-        async with simulated_world(random.Random(1), device_blocks=64, host_write=NONE) as here:
-            here.service.note_prefill(40, COMPUTE_S)
-            here.the_store.delay_s = 0.05
-            waited = 0.0
-            for number in range(100):
-                async with asyncio.TaskGroup() as group:
-                    some = [
-                        group.create_task(
-                            fetched_nothing(here, FetchPolicy.BEST_EFFORT, 100 * number)
-                        )
-                        for _ in range(4)
-                    ]
-                waited += sum(one.result() for one in some)
-            assert COMPUTE_S < waited <= (SHARE * 400 + MOST_IN_VAIN + 1) * COMPUTE_S
-            await here.settle()
-
-    simulate(scene())
+@simulated
+async def test_who_waits_for_another_ones_fetch_waits_on_the_same_account() -> None:
+    async with simulated_world(device_blocks=64, host_write=NONE) as here:
+        here.service.note_prefill(40, COMPUTE_S)
+        here.the_store.delay_s = 0.05
+        waited = 0.0
+        for number in range(100):
+            async with asyncio.TaskGroup() as group:
+                some = [
+                    group.create_task(fetched_nothing(here, FetchPolicy.BEST_EFFORT, 100 * number))
+                    for _ in range(4)
+                ]
+            waited += sum(one.result() for one in some)
+        assert COMPUTE_S < waited <= (SHARE * 400 + MOST_IN_VAIN + 1) * COMPUTE_S
+        await here.settle()
 
 
-def test_who_could_not_compute_instead_waits_on_no_account() -> None:
-    async def scene() -> None:
-        async with simulated_world(random.Random(1), device_blocks=64, host_write=NONE) as here:
-            here.service.note_prefill(40, COMPUTE_S)
-            here.the_store.delay_s = 0.2
-            for number in range(20):
-                assert await fetched_nothing(here, FetchPolicy.WAIT_COMPLETE, 100 * number) >= 0.2
-            assert await fetched_nothing(here, FetchPolicy.BEST_EFFORT, 9_000) >= 0.2, "it asks"
-            await here.settle()
-
-    simulate(scene())
+@simulated
+async def test_who_could_not_compute_instead_waits_on_no_account() -> None:
+    async with simulated_world(device_blocks=64, host_write=NONE) as here:
+        here.service.note_prefill(40, COMPUTE_S)
+        here.the_store.delay_s = 0.2
+        for number in range(20):
+            assert await fetched_nothing(here, FetchPolicy.WAIT_COMPLETE, 100 * number) >= 0.2
+        assert await fetched_nothing(here, FetchPolicy.BEST_EFFORT, 9_000) >= 0.2, "it asks"
+        await here.settle()
 
 
-def test_what_came_whole_is_not_late_for_the_tail_of_another_prompt_that_was_looked_for() -> None:
-    async def scene() -> None:
-        rules = {"host_write": THROUGH, "storage_write": THROUGH}
-        async with simulated_world(random.Random(1), device_blocks=64, **rules) as here:
-            await here.run(tokens(16))
-            here.service.reset()
-            here.service.note_prefill(40, COMPUTE_S)
-            found: list[str] = []
+@simulated
+async def test_what_came_whole_is_not_late_for_another_prompts_tail_that_was_looked_for() -> None:
+    rules = {"host_write": THROUGH, "storage_write": THROUGH}
+    async with simulated_world(device_blocks=64, **rules) as here:
+        await here.run(tokens(16))
+        here.service.reset()
+        here.service.note_prefill(40, COMPUTE_S)
+        found: list[str] = []
 
-            async def never(name: str, *, max_bytes: int) -> bytes | None:
-                found.append(name)
-                await asyncio.sleep(1000.0 + max_bytes)
-                raise AssertionError("nobody waits for so long")
+        async def never(name: str, *, max_bytes: int) -> bytes | None:
+            found.append(name)
+            await asyncio.sleep(1000.0 + max_bytes)
+            raise AssertionError("nobody waits for so long")
 
-            here.the_store.get = never  # type: ignore[method-assign]
-            request = await here.admit([*tokens(16), 77])
-            assert request.matched.storage_tokens == 16
-            assert [name.endswith(":tails") for name in found] == [True]
-            assert here.service.stats().decisions.recompute_late == 0
-            here.service.end(request)
-            await here.settle()
-
-    simulate(scene())
+        here.the_store.get = never  # type: ignore[method-assign]
+        request = await here.admit([*tokens(16), 77])
+        assert request.matched.storage_tokens == 16
+        assert [name.endswith(":tails") for name in found] == [True]
+        assert here.service.stats().decisions.recompute_late == 0
+        here.service.end(request)
+        await here.settle()
 
 
 async def test_runs_that_go_while_others_are_forgotten_in_slices_are_let_be(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.latch import until
-from tests.simulated import simulate, simulated_world
+from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
@@ -33,7 +32,6 @@ def prompt_of(number: int) -> list[int]:
 async def filled(policy: FetchPolicy, **settings: Any) -> AsyncIterator[World]:
     """A node whose store has every prompt, and which has none and knows nothing."""
     async with simulated_world(
-        random.Random(1),
         device_blocks=128,
         host_blocks=256,
         host_write=THROUGH,
@@ -114,26 +112,20 @@ def test_a_node_learns_that_its_store_has_become_slow_or_fast() -> None:
     assert max(fast_again[-10:]) < 0.1, "it was tried again"
 
 
-def test_a_node_fetches_long_prompts_though_short_ones_could_not_wait_for_the_store() -> None:
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=256,
-            host_blocks=256,
-            host_write=THROUGH,
-            storage_write=THROUGH,
-        ) as here:
-            short = [list(range(at, at + 8)) for at in range(10_000, 10_080, 8)]
-            long = [list(range(at, at + 400)) for at in range(0, 4000, 400)]
-            for prompt in (*short, *long):
-                await here.run(prompt)
-            here.service.reset()
-            here.service.note_prefill(1000, 1.0)
-            here.the_store.delay_s = 0.02  # a short one is computed in 8 ms, a long one in 400
-            found = []
-            for less, more in zip(short, long, strict=True):
-                await here.run(less)
-                found.append((await here.run(more)).storage_tokens)
-            assert found == [399] * 10
-
-    simulate(scene())
+@simulated
+async def test_a_node_fetches_long_prompts_though_short_ones_could_not_wait_for_the_store() -> None:
+    async with simulated_world(
+        device_blocks=256, host_blocks=256, host_write=THROUGH, storage_write=THROUGH
+    ) as here:
+        short = [list(range(at, at + 8)) for at in range(10_000, 10_080, 8)]
+        long = [list(range(at, at + 400)) for at in range(0, 4000, 400)]
+        for prompt in (*short, *long):
+            await here.run(prompt)
+        here.service.reset()
+        here.service.note_prefill(1000, 1.0)
+        here.the_store.delay_s = 0.02  # a short one is computed in 8 ms, a long one in 400
+        found = []
+        for less, more in zip(short, long, strict=True):
+            await here.run(less)
+            found.append((await here.run(more)).storage_tokens)
+        assert found == [399] * 10

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.simulated import simulate, simulated_world
+from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
@@ -44,125 +44,102 @@ async def longest_admission(here: World, num_requests: int, num_tokens: int = 16
 
 @pytest.mark.parametrize("storage_write", list(WritePolicy))
 @pytest.mark.parametrize("host_write", list(WritePolicy))
-def test_a_store_slower_than_the_engine_keeps_no_request_waiting_whatever_is_written_when(
+@simulated
+async def test_a_store_slower_than_the_engine_keeps_no_request_waiting_whatever_is_written_when(
     host_write: WritePolicy, storage_write: WritePolicy
 ) -> None:
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=16,
-            host_blocks=24,
-            host_write=host_write,
-            storage_write=storage_write,
-        ) as here:
-            here.service.note_prefill(1000, 0.01)
-            here.the_store.delay_s = 3.0
-            assert await longest_admission(here, 40) < STORE_PATIENCE_S + 0.05
-            here.the_store.delay_s = 0.0
-
-    simulate(scene())
+    async with simulated_world(
+        device_blocks=16, host_blocks=24, host_write=host_write, storage_write=storage_write
+    ) as here:
+        here.service.note_prefill(1000, 0.01)
+        here.the_store.delay_s = 3.0
+        assert await longest_admission(here, 40) < STORE_PATIENCE_S + 0.05
+        here.the_store.delay_s = 0.0
 
 
 @pytest.mark.parametrize("storage_write", [THROUGH, WritePolicy.WRITE_BACK])
 @pytest.mark.parametrize("num_tokens", [16, 48, 64])
-def test_a_store_whose_writes_hang_keeps_a_quarter_of_the_host_and_no_request(
+@simulated
+async def test_a_store_whose_writes_hang_keeps_a_quarter_of_the_host_and_no_request(
     num_tokens: int, storage_write: WritePolicy
 ) -> None:
     """Also where each request takes most of the device, or all of it."""
-
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=16,
-            host_blocks=16 if storage_write is WritePolicy.WRITE_BACK else 64,
-            host_write=THROUGH,
-            storage_write=storage_write,
-        ) as here:
-            here.service.note_prefill(1000, 0.01)
-            here.the_store.hold_writes()
-            async with asyncio.timeout(100):
-                assert await longest_admission(here, 30, num_tokens) < STORE_PATIENCE_S + 0.05
-            assert here.service.tiers.copies.storing.most_in_flight <= 16 * here.layout.block_bytes
-            assert here.service.verify() == []
-            here.the_store.release()
-            await here.settle()
-
-    simulate(scene())
+    async with simulated_world(
+        device_blocks=16,
+        host_blocks=16 if storage_write is WritePolicy.WRITE_BACK else 64,
+        host_write=THROUGH,
+        storage_write=storage_write,
+    ) as here:
+        here.service.note_prefill(1000, 0.01)
+        here.the_store.hold_writes()
+        async with asyncio.timeout(100):
+            assert await longest_admission(here, 30, num_tokens) < STORE_PATIENCE_S + 0.05
+        assert here.service.tiers.copies.storing.most_in_flight <= 16 * here.layout.block_bytes
+        assert here.service.verify() == []
+        here.the_store.release()
+        await here.settle()
 
 
-def test_host_slots_that_a_store_reads_are_nobody_elses_though_their_blocks_were_evicted() -> None:
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=16,
-            host_blocks=16,
-            host_write=THROUGH,
-            storage_write=THROUGH,
-        ) as here:
-            here.the_store.hold_writes()
-            first, others = tokens(16), [tokens(16, base) for base in (100, 200, 300, 400, 500)]
-            await computed(here, first)
-            here.service.reset()
-            assert here.service.verify() == []
-            assert here.service.stats().host.free == 12
-            for ids in others:
-                await computed(here, ids)
-            assert here.service.verify() == []
-            here.the_store.release()
-            await here.settle()
-            here.service.reset()
-            assert here.service.stats().host.free == 16
-            here.service.note_prefill(1000, 1000.0)
-            assert (await here.run(first)).storage_tokens == 15, "every byte of it is compared"
-
-    simulate(scene())
+@simulated
+async def test_host_slots_that_a_store_reads_are_nobody_elses_though_their_blocks_went() -> None:
+    async with simulated_world(
+        device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=THROUGH
+    ) as here:
+        here.the_store.hold_writes()
+        first, others = tokens(16), [tokens(16, base) for base in (100, 200, 300, 400, 500)]
+        await computed(here, first)
+        here.service.reset()
+        assert here.service.verify() == []
+        assert here.service.stats().host.free == 12
+        for ids in others:
+            await computed(here, ids)
+        assert here.service.verify() == []
+        here.the_store.release()
+        await here.settle()
+        here.service.reset()
+        assert here.service.stats().host.free == 16
+        here.service.note_prefill(1000, 1000.0)
+        assert (await here.run(first)).storage_tokens == 15, "every byte of it is compared"
 
 
-def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> None:
+@simulated
+async def test_a_host_slot_that_two_writes_read_is_free_after_the_second() -> None:
     """As when a store was attached anew while it was written to the one before."""
-
-    async def scene() -> None:
-        async with simulated_world(random.Random(1), device_blocks=16, host_blocks=4) as here:
-            tiers = here.service.tiers
-            slots = tiers.eviction.take(Tier.HOST, 2)
-            first, second = slots.copy(), slots[:1].copy()
-            tiers.slots.begin_reading(first)
-            tiers.slots.begin_reading(second)
-            assert len(tiers.slots.free_of(Tier.HOST, slots)) == 0
-            waits = asyncio.ensure_future(tiers.work.next_change())
-            await asyncio.sleep(0)
-            tiers.slots.end_reading(first)
-            await asyncio.wait_for(waits, 1)  # for room that there may be now
-            assert here.service.stats().host.free == 3
-            assert tiers.slots.lent(Tier.HOST).tolist() == second.tolist()
-            tiers.slots.end_reading(second)
-            assert here.service.stats().host.free == 4
-
-    simulate(scene())
+    async with simulated_world(device_blocks=16, host_blocks=4) as here:
+        tiers = here.service.tiers
+        slots = tiers.eviction.take(Tier.HOST, 2)
+        first, second = slots.copy(), slots[:1].copy()
+        tiers.slots.begin_reading(first)
+        tiers.slots.begin_reading(second)
+        assert len(tiers.slots.free_of(Tier.HOST, slots)) == 0
+        waits = asyncio.ensure_future(tiers.work.next_change())
+        await asyncio.sleep(0)
+        tiers.slots.end_reading(first)
+        await asyncio.wait_for(waits, 1)  # for room that there may be now
+        assert here.service.stats().host.free == 3
+        assert tiers.slots.lent(Tier.HOST).tolist() == second.tolist()
+        tiers.slots.end_reading(second)
+        assert here.service.stats().host.free == 4
 
 
-def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_instead() -> None:
-    async def scene() -> None:
-        rules = {"host_write": THROUGH, "storage_write": NONE}
-        async with simulated_world(
-            random.Random(1), device_blocks=16, host_blocks=4, **rules
-        ) as here:
-            await here.run(tokens(16))
-            tiers, index = here.service.tiers, here.service.index
-            read = index.slots(Tier.HOST, index.match(here.prompt(tokens(16))).node, 2, 4)
-            tiers.slots.begin_reading(read)
-            assert tiers.eviction.available(Tier.HOST) == 2
-            with pytest.raises(OutOfBlocksError):
-                tiers.eviction.take(Tier.HOST, 3)
-            assert index.spaces.root.space.used == [4, 4], "all or nothing"
-            slots = tiers.eviction.take(Tier.HOST, 1)
-            assert not set(slots.tolist()) & set(read.tolist())
-            tiers.slots.end_reading(read)
-            tiers.slots.give(Tier.HOST, slots)
-            assert here.service.stats().host.free == 4 - index.spaces.root.space.used[1]
-            assert here.service.verify() == []
-
-    simulate(scene())
+@simulated
+async def test_host_slots_that_a_store_reads_are_not_counted_on_and_others_go_instead() -> None:
+    rules = {"host_write": THROUGH, "storage_write": NONE}
+    async with simulated_world(device_blocks=16, host_blocks=4, **rules) as here:
+        await here.run(tokens(16))
+        tiers, index = here.service.tiers, here.service.index
+        read = index.slots(Tier.HOST, index.match(here.prompt(tokens(16))).node, 2, 4)
+        tiers.slots.begin_reading(read)
+        assert tiers.eviction.available(Tier.HOST) == 2
+        with pytest.raises(OutOfBlocksError):
+            tiers.eviction.take(Tier.HOST, 3)
+        assert index.spaces.root.space.used == [4, 4], "all or nothing"
+        slots = tiers.eviction.take(Tier.HOST, 1)
+        assert not set(slots.tolist()) & set(read.tolist())
+        tiers.slots.end_reading(read)
+        tiers.slots.give(Tier.HOST, slots)
+        assert here.service.stats().host.free == 4 - index.spaces.root.space.used[1]
+        assert here.service.verify() == []
 
 
 async def computed(here: World, ids: list[int]) -> None:
@@ -173,33 +150,27 @@ async def computed(here: World, ids: list[int]) -> None:
     await asyncio.sleep(0.1)
 
 
-def test_what_was_evicted_while_the_store_had_it_is_told_as_stored() -> None:
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=16,
-            host_blocks=16,
-            host_write=THROUGH,
-            storage_write=THROUGH,
-        ) as here:
-            with here.service.events.subscribe() as events:
-                here.the_store.hold_writes()
-                await computed(here, tokens(10))
-                here.service.reset()
-                await computed(here, tokens(6) + [9] * 12)
-                here.the_store.release()
-                await here.settle()
-                told: set[tuple[int, bytes]] = set()
-                with suppress(TimeoutError):
-                    while True:
-                        async with asyncio.timeout(0.001):
-                            event = await anext(events)
-                        if event.tier == "storage":
-                            told.update(enumerate(event.digests, event.start))
-            assert set(enumerate(key.digest for key in here.keys(tokens(10)))) <= told
-            assert set(enumerate(key.digest for key in here.keys(tokens(6) + [9] * 12))) <= told
-
-    simulate(scene())
+@simulated
+async def test_what_was_evicted_while_the_store_had_it_is_told_as_stored() -> None:
+    async with simulated_world(
+        device_blocks=16, host_blocks=16, host_write=THROUGH, storage_write=THROUGH
+    ) as here:
+        with here.service.events.subscribe() as events:
+            here.the_store.hold_writes()
+            await computed(here, tokens(10))
+            here.service.reset()
+            await computed(here, tokens(6) + [9] * 12)
+            here.the_store.release()
+            await here.settle()
+            told: set[tuple[int, bytes]] = set()
+            with suppress(TimeoutError):
+                while True:
+                    async with asyncio.timeout(0.001):
+                        event = await anext(events)
+                    if event.tier == "storage":
+                        told.update(enumerate(event.digests, event.start))
+        assert set(enumerate(key.digest for key in here.keys(tokens(10)))) <= told
+        assert set(enumerate(key.digest for key in here.keys(tokens(6) + [9] * 12))) <= told
 
 
 async def total_time(here: World, *, uses_cache: bool) -> float:
@@ -229,11 +200,7 @@ async def total_time(here: World, *, uses_cache: bool) -> float:
 def test_a_full_device_is_hardly_slower_for_a_store_that_takes_longer_than_the_engine() -> None:
     async def scene(rule: WritePolicy, *, uses_cache: bool) -> float:
         async with simulated_world(
-            random.Random(1),
-            device_blocks=64,
-            host_blocks=256,
-            host_write=rule,
-            storage_write=rule,
+            device_blocks=64, host_blocks=256, host_write=rule, storage_write=rule
         ) as here:
             here.service.note_prefill(1000, 1.0)
             here.the_store.delay_s = 1.0
@@ -248,7 +215,6 @@ def test_a_full_device_is_hardly_slower_for_a_store_that_takes_longer_than_the_e
 def test_write_back_goes_at_the_speed_of_the_engine_not_of_a_store_that_takes_less() -> None:
     async def scene(*, uses_cache: bool) -> float:
         async with simulated_world(
-            random.Random(1),
             device_blocks=64,
             host_blocks=64,
             host_write=BACK,
@@ -266,99 +232,73 @@ def test_write_back_goes_at_the_speed_of_the_engine_not_of_a_store_that_takes_le
     )  # four wait at once
 
 
-def test_of_a_host_that_became_smaller_the_store_has_a_quarter_too() -> None:
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=64,
-            host_blocks=64,
-            host_write=NONE,
-            storage_write=THROUGH,
-        ) as here:
-            await here.service.resize(Tier.HOST, 16)
-            here.service.note_prefill(1000, 0.01)
-            here.the_store.hold_writes()
-            async with asyncio.timeout(100):
-                assert await longest_admission(here, 30) < 0.05
-            assert here.service.tiers.copies.storing.most_in_flight <= 4 * here.layout.block_bytes
-            here.the_store.release()
-            await here.settle()
-
-    simulate(scene())
+@simulated
+async def test_of_a_host_that_became_smaller_the_store_has_a_quarter_too() -> None:
+    async with simulated_world(
+        device_blocks=64, host_blocks=64, host_write=NONE, storage_write=THROUGH
+    ) as here:
+        await here.service.resize(Tier.HOST, 16)
+        here.service.note_prefill(1000, 0.01)
+        here.the_store.hold_writes()
+        async with asyncio.timeout(100):
+            assert await longest_admission(here, 30) < 0.05
+        assert here.service.tiers.copies.storing.most_in_flight <= 4 * here.layout.block_bytes
+        here.the_store.release()
+        await here.settle()
 
 
-def test_blocks_that_a_store_is_slow_to_take_leave_the_device_at_once() -> None:
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=16,
-            host_blocks=16,
-            host_write=NONE,
-            storage_write=THROUGH,
-        ) as here:
-            for base, delay_s in ((0, 1.0), (100, 100.0)):
-                here.the_store.delay_s = delay_s
-                request = await here.admit(tokens(8, base), uses_cache=False)
-                await here.prefill(request, tokens(8, base))
-                here.service.end(request)
-                await asyncio.sleep(0.1)
-            here.service.note_prefill(1000, 0.01)
-            began = asyncio.get_running_loop().time()
-            request = await here.admit(tokens(56, 1000), uses_cache=False)
-            assert asyncio.get_running_loop().time() - began < 0.1
+@simulated
+async def test_blocks_that_a_store_is_slow_to_take_leave_the_device_at_once() -> None:
+    async with simulated_world(
+        device_blocks=16, host_blocks=16, host_write=NONE, storage_write=THROUGH
+    ) as here:
+        for base, delay_s in ((0, 1.0), (100, 100.0)):
+            here.the_store.delay_s = delay_s
+            request = await here.admit(tokens(8, base), uses_cache=False)
+            await here.prefill(request, tokens(8, base))
             here.service.end(request)
-
-    simulate(scene())
-
-
-def test_what_was_evicted_while_it_waited_for_the_store_is_offered_again_when_it_comes_back() -> (
-    None
-):
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=16,
-            host_blocks=8,
-            host_write=NONE,
-            storage_write=THROUGH,
-        ) as here:
-            here.service.note_prefill(1000, 0.01)
-            here.the_store.hold_writes()
-            await longest_admission(here, 12)
-            here.the_store.release()
-            await here.settle()
-            prompts = [tokens(16, 100 * number) for number in range(12)]
-            stored = [await here.the_store.exists(here.names(ids)) for ids in prompts]
-            assert 0 < stored.count(4) < 12, "some had gone from the host when their turn came"
-            lost = prompts[stored.index(0)]
-            await here.run(lost)
-            assert await here.the_store.exists(here.names(lost)) == 4
-            assert here.service.verify() == []
-
-    simulate(scene())
+            await asyncio.sleep(0.1)
+        here.service.note_prefill(1000, 0.01)
+        began = asyncio.get_running_loop().time()
+        request = await here.admit(tokens(56, 1000), uses_cache=False)
+        assert asyncio.get_running_loop().time() - began < 0.1
+        here.service.end(request)
 
 
-def test_what_left_the_host_before_its_turn_at_the_store_is_not_believed_to_be_stored() -> None:
-    async def scene() -> None:
-        async with simulated_world(
-            random.Random(1),
-            device_blocks=16,
-            host_blocks=8,
-            host_write=NONE,
-            storage_write=THROUGH,
-        ) as here:
-            here.service.note_prefill(1000, 0.01)
-            here.the_store.hold_writes()
-            await longest_admission(here, 12)
-            here.the_store.release()
-            await here.settle()
-            for number in range(12):
-                ids = tokens(16, 100 * number)
-                match = here.service.index.match(here.prompt(ids))
-                for node in match.node.path():
-                    names = here.names(ids)[node.start : node.end]
-                    believed = node.stored_in(0, node.num_blocks).tolist()
-                    there = [bool(await here.the_store.exists([name])) for name in names]
-                    assert not any(b and not t for b, t in zip(believed, there, strict=True))
+@simulated
+async def test_what_was_evicted_while_it_waited_for_the_store_is_offered_again_later() -> None:
+    async with simulated_world(
+        device_blocks=16, host_blocks=8, host_write=NONE, storage_write=THROUGH
+    ) as here:
+        here.service.note_prefill(1000, 0.01)
+        here.the_store.hold_writes()
+        await longest_admission(here, 12)
+        here.the_store.release()
+        await here.settle()
+        prompts = [tokens(16, 100 * number) for number in range(12)]
+        stored = [await here.the_store.exists(here.names(ids)) for ids in prompts]
+        assert 0 < stored.count(4) < 12, "some had gone from the host when their turn came"
+        lost = prompts[stored.index(0)]
+        await here.run(lost)
+        assert await here.the_store.exists(here.names(lost)) == 4
+        assert here.service.verify() == []
 
-    simulate(scene())
+
+@simulated
+async def test_what_left_the_host_before_its_turn_at_the_store_is_not_believed_stored() -> None:
+    async with simulated_world(
+        device_blocks=16, host_blocks=8, host_write=NONE, storage_write=THROUGH
+    ) as here:
+        here.service.note_prefill(1000, 0.01)
+        here.the_store.hold_writes()
+        await longest_admission(here, 12)
+        here.the_store.release()
+        await here.settle()
+        for number in range(12):
+            ids = tokens(16, 100 * number)
+            match = here.service.index.match(here.prompt(ids))
+            for node in match.node.path():
+                names = here.names(ids)[node.start : node.end]
+                believed = node.stored_in(0, node.num_blocks).tolist()
+                there = [bool(await here.the_store.exists([name])) for name in names]
+                assert not any(b and not t for b, t in zip(believed, there, strict=True))

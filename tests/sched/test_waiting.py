@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.latch import until
-from tests.simulated import simulate
+from tests.simulated import simulated
 from tests.world import GQA, World, world
 from tierkv.cache.keys import Prompt
 from tierkv.sched.fair_queue import MAX_PASSED_OVER, Waiting, WaitingLine
@@ -187,26 +187,22 @@ async def test_a_tenant_at_its_limit_with_thousands_waiting_costs_others_nothing
     assert looks == 2
 
 
-def test_however_often_it_waits_for_others_a_request_waits_as_long_as_its_first_wait_allows() -> (
-    None
-):
-    async def scene() -> None:
-        loop, line, waits = asyncio.get_running_loop(), WaitingLine(), one("waits")
-        began, ups = loop.time(), list[float]()
-        promises: list[Promise] = []
-        line.join(waits)
-        for starts, patience_s, ends in ((0.0, 1.0, 1.0), (0.5, 0.2, 0.7), (0.6, 1.0, 1.0)):
-            await asyncio.sleep(began + starts - loop.time())
-            line.come_back(waits)
-            promise = Promise(waits.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
-            promises.append(promise)
-            wait = PromiseWait(promise, 5, patience_s)
-            line.stand_aside(waits, wait, loop.time(), lambda: ups.append(loop.time() - began))
-            assert waits.timer is not None
-            assert waits.timer.when() == pytest.approx(began + ends)
-        await asyncio.sleep(3.0)
-        assert ups == [pytest.approx(1.0)], "waits that were left have ended with that"
+@simulated
+async def test_however_often_it_waits_for_others_a_request_waits_as_long_as_at_first() -> None:
+    loop, line, waits = asyncio.get_running_loop(), WaitingLine(), one("waits")
+    began, ups = loop.time(), list[float]()
+    promises: list[Promise] = []
+    line.join(waits)
+    for starts, patience_s, ends in ((0.0, 1.0, 1.0), (0.5, 0.2, 0.7), (0.6, 1.0, 1.0)):
+        await asyncio.sleep(began + starts - loop.time())
         line.come_back(waits)
-        assert [promise.num_waiting for promise in promises] == [0, 0, 0], "nobody waits for them"
-
-    simulate(scene())
+        promise = Promise(waits.spec.prompt, 0, 9, 0.0, ("", 0, b"", b""), 0)
+        promises.append(promise)
+        wait = PromiseWait(promise, 5, patience_s)
+        line.stand_aside(waits, wait, loop.time(), lambda: ups.append(loop.time() - began))
+        assert waits.timer is not None
+        assert waits.timer.when() == pytest.approx(began + ends)
+    await asyncio.sleep(3.0)
+    assert ups == [pytest.approx(1.0)], "waits that were left have ended with that"
+    line.come_back(waits)
+    assert [promise.num_waiting for promise in promises] == [0, 0, 0], "nobody waits for them"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
 from tests.latch import finish
 from tests.sched.test_fetch import filled, tokens
-from tests.simulated import simulate, simulated_world
+from tests.simulated import simulate, simulated, simulated_world
 from tests.world import World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.sched.worth import MOST_IN_VAIN, SHARE
@@ -31,7 +30,7 @@ async def waits(here: World, prompt: list[int]) -> float:
 
 
 async def waits_for_nothing() -> float:
-    async with simulated_world(random.Random(1), device_blocks=32, host_blocks=32) as here:
+    async with simulated_world(device_blocks=32, host_blocks=32) as here:
         here.service.note_prefill(40, COMPUTE_S)
         here.the_store.delay_s = 0.05  # of each operation, far less than it might be waited for
         waited = 0.0
@@ -43,7 +42,7 @@ async def waits_for_nothing() -> float:
 
 async def waits_for_damage() -> float:
     rules = {"host_write": THROUGH, "storage_write": THROUGH}
-    async with simulated_world(random.Random(1), device_blocks=32, host_blocks=32, **rules) as here:
+    async with simulated_world(device_blocks=32, host_blocks=32, **rules) as here:
         await here.run(tokens(40))
         here.service.note_prefill(40, COMPUTE_S)
         waited = 0.0
@@ -65,27 +64,23 @@ def test_a_store_that_answers_in_time_and_brings_nothing_costs_little_in_the_lon
     assert COMPUTE_S < waited <= most, "it is tried at first, and now and then"
 
 
-def test_a_store_that_brings_something_after_all_is_used_again() -> None:
-    async def scene() -> None:
-        rules = {"host_write": THROUGH, "storage_write": THROUGH}
-        async with simulated_world(
-            random.Random(1), device_blocks=32, host_blocks=32, **rules
-        ) as here:
-            here.service.note_prefill(40, COMPUTE_S)
-            here.the_store.delay_s = 0.05
-            for number in range(100):
-                await waits(here, tokens(40, 100 * number + 1000))
-            here.the_store.delay_s = 0.0
-            await here.run(tokens(40))
-            here.the_store.delay_s = 0.05
-            found = []
-            for _ in range(60):
-                here.service.reset()
-                found.append((await here.run(tokens(40))).storage_tokens)
-            assert found[-10:] == [39] * 10
-            assert sum(map(bool, found)) > 30
-
-    simulate(scene())
+@simulated
+async def test_a_store_that_brings_something_after_all_is_used_again() -> None:
+    rules = {"host_write": THROUGH, "storage_write": THROUGH}
+    async with simulated_world(device_blocks=32, host_blocks=32, **rules) as here:
+        here.service.note_prefill(40, COMPUTE_S)
+        here.the_store.delay_s = 0.05
+        for number in range(100):
+            await waits(here, tokens(40, 100 * number + 1000))
+        here.the_store.delay_s = 0.0
+        await here.run(tokens(40))
+        here.the_store.delay_s = 0.05
+        found = []
+        for _ in range(60):
+            here.service.reset()
+            found.append((await here.run(tokens(40))).storage_tokens)
+        assert found[-10:] == [39] * 10
+        assert sum(map(bool, found)) > 30
 
 
 async def test_what_storage_does_not_have_is_not_said_to_have_come_too_late() -> None:

@@ -6,7 +6,6 @@ In simulated time: where nobody would ever be woken, the test fails at once, wit
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -33,7 +32,7 @@ def tokens(count: int, base: int = 0) -> list[int]:
 def play(scene: Scene, **settings: object) -> None:
     async def run() -> None:
         chosen = {"device_blocks": 16, "host_blocks": 16, "host_write": NONE} | settings
-        async with simulated_world(random.Random(1), **chosen) as here:
+        async with simulated_world(**chosen) as here:
             async with asyncio.timeout(1000):
                 await scene(here)
             await here.settle()

@@ -35,7 +35,6 @@ from tests.storage.values import Taken, cancelled_after, content_of, get_one, la
 from tierkv.cli.storage import storage
 from tierkv.clock import SystemClock
 from tierkv.errors import (
-    ConfigError,
     StoreCorruptError,
     StoreRefusedError,
     StoreUnavailableError,
@@ -77,23 +76,6 @@ async def refusal(url: str, settings: RedisSettings = PATIENT) -> str:
         async with redis_store(url, settings).running():
             pass
     return str(caught.value)
-
-
-async def test_a_port_nobody_listens_on_is_reported_at_once() -> None:
-    port = free_port()
-    with ends_within(0.1):
-        sentence = await refusal(f"redis://:s3cret@127.0.0.1:{port}")
-    assert f"redis://127.0.0.1:{port}/0 cannot be reached" in sentence
-    assert "s3cret" not in sentence
-
-
-@pytest.mark.parametrize("host", ["a" * 64 + ".example", "a..example", ".example"])
-async def test_a_host_that_can_be_no_name_is_reported_as_any_other(host: str) -> None:
-    assert "correct the host's name" in await refusal(f"redis://{host}:6379")
-
-
-async def test_a_socket_that_is_not_there_is_reported_at_once(tmp_path: Path) -> None:
-    assert "cannot be reached" in await refusal(f"unix://{tmp_path}/nothing.sock")
 
 
 async def test_a_black_hole_costs_one_deadline() -> None:
@@ -181,25 +163,6 @@ def mortal_redis() -> Iterator[RedisServer]:
     """A server of the test's own, to be killed."""
     with redis_server() as server:
         yield server
-
-
-async def test_a_server_killed_in_the_middle_is_noticed_before_the_deadline(
-    mortal_redis: RedisServer,
-) -> None:
-    store = redis_store(mortal_redis.url)  # its deadline is 10 s
-    async with store.running():
-        await put_one(store, "t:f:a:0", content_of("a", 1_000_000))
-        mortal_redis.pause()
-        with ends_within(0.5):
-            async with asyncio.TaskGroup() as group:
-                got = group.create_task(get_one(store, "t:f:a:0", 1_000_000))
-                put = group.create_task(put_one(store, "t:f:b:0", bytes(3_000_000)))
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                mortal_redis.kill()
-        assert got.result()[0] is GetStatus.FAILED
-        assert put.result() is PutStatus.FAILED
-        assert "cannot be reached" in await refused(store.ping())
 
 
 async def test_connections_the_server_closed_while_idle_cost_nobody_an_answer(
@@ -291,15 +254,6 @@ async def test_addresses_and_passwords_of_any_spelling_reach_the_server(tmp_path
             assert login not in store.url
 
 
-@pytest.mark.parametrize("login", ["", ":s3cret@", "someone:s3cret@"])
-async def test_a_wrong_password_is_named_as_the_cause(
-    locked_redis: RedisServer, login: str
-) -> None:
-    sentence = await refusal(f"redis://{login}127.0.0.1:{locked_redis.port}")
-    assert "check user, password and database" in sentence
-    assert "s3cret" not in sentence
-
-
 async def test_a_user_without_the_rights_gets_an_outcome_that_says_so(
     locked_redis: RedisServer,
 ) -> None:
@@ -313,10 +267,6 @@ async def test_a_user_without_the_rights_gets_an_outcome_that_says_so(
         assert (await get_one(store, "t:f:nothing:0", 1))[0] is GetStatus.MISS
         assert (await get_one(store, "u:f:nothing:0", 1))[0] is GetStatus.FAILED
         assert "permissions" in await refused(store.exists(["t:f:a:0"]))
-
-
-async def test_a_database_that_is_not_there_is_reported(empty_redis: RedisServer) -> None:
-    assert "refused to log us in" in await refusal(f"redis://127.0.0.1:{empty_redis.port}/99")
 
 
 async def test_other_kinds_of_values_and_strange_keys_are_damage_or_not_there(
@@ -336,32 +286,6 @@ async def test_other_kinds_of_values_and_strange_keys_are_damage_or_not_there(
     assert [value.name for value in (await store.list("t:f:", limit=100)).values] == ["t:f:a:0"]
     assert await store.usage("t:") == Usage(1, 5)
     assert await store.delete(["t:f:list:0"]) == 1
-
-
-async def test_a_thousand_cancels_mix_up_no_replies_and_cost_no_connections(
-    store: RedisStore, empty_redis: RedisServer
-) -> None:
-    sizes = {name: random.choice((10, 1_000, 200_000)) for name in NAMES}
-    await store.put([PutItem(name, (content_of(name, sizes[name]),)) for name in NAMES])
-    await store.exists(NAMES)
-    before = await connections_made(empty_redis)
-    for _ in range(1_000):
-        chosen = random.sample(NAMES, 3)
-        items = [landing(name, sizes[name])[0] for name in chosen]
-        await cancelled_after(random.randrange(40), store.get_into(items))
-        name = random.choice(NAMES)
-        assert await get_one(store, name, sizes[name]) == (
-            GetStatus.HIT,
-            content_of(name, sizes[name]),
-        )
-    # Each question of this test's own is a connection too.
-    assert await connections_made(empty_redis) - before <= 5
-
-
-async def connections_made(server: RedisServer) -> int:
-    stats = await asyncio.to_thread(server.execute, "INFO", "stats")
-    assert isinstance(stats, dict)
-    return int(stats["total_connections_received"])
 
 
 async def test_connections_are_bounded_and_closed_at_the_end(empty_redis: RedisServer) -> None:
@@ -638,18 +562,6 @@ async def test_a_write_over_tls_that_was_held_up_goes_on_though_less_may_be_sent
                 await asyncio.sleep(0.001)
         assert await asyncio.wait_for(received, 30) == content
         pipe.close()
-
-
-async def test_tls_files_that_are_none_are_named(tmp_path: Path) -> None:
-    files = TlsFiles(ca=str(tmp_path / "nothing.pem"))
-    with pytest.raises(ConfigError, match=r"nothing\.pem"):
-        async with redis_store("rediss://127.0.0.1:1", RedisSettings(tls=files)).running():
-            pass
-
-
-async def test_a_get_of_nothing_known_is_a_miss(store: RedisStore) -> None:
-    outcomes = await store.get_into([GetItem("t:f:a:0", ()), landing("t:f:b:0", 5)[0]])
-    assert [outcome.status for outcome in outcomes] == [GetStatus.MISS] * 2
 
 
 async def test_a_caller_that_goes_while_its_connection_is_made_gets_its_buffers_untouched(
