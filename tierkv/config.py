@@ -77,6 +77,16 @@ def load_traced(
         raise ConfigError(f"{where}: {error}") from error
 
 
+def from_mapping(kind: type[T], given: Mapping[str, Any], where: str) -> T:
+    """Settings of type `kind` from what an engine was given for them, `where`. Raises ConfigError
+    if a name is unknown or a value is not of its type."""
+    _refuse_unknown(kind, given, where)
+    try:
+        return msgspec.convert(given, kind)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
 def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     """The values of nested tables, by "table.key"."""
     found: dict[str, Any] = {}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.redis_server import RedisServer, empty_redis, module_redis, redis_server
-from tierkv.embed.page_storage import PageStorage
+from tierkv.embed.page_storage import PagePool, PageStorage
 from tierkv.errors import ConfigError, LayoutError, ShuttingDownError, StoreUnavailableError
 
 __all__ = ["empty_redis", "module_redis"]
@@ -22,6 +24,12 @@ def pages_of(seed: int, num_pages: int = 8, page_bytes: int = 3000) -> np.ndarra
     return np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), dtype=np.uint8)
 
 
+def opened(url: str, pages: np.ndarray, **settings: float) -> tuple[PageStorage, PagePool]:
+    storage = PageStorage(url, **settings)  # type: ignore[arg-type]
+    storage.open()
+    return storage, storage.pool(_ENGINE, pages)
+
+
 @pytest.fixture(params=["redis", "file"])
 def url(request: pytest.FixtureRequest, empty_redis: RedisServer, tmp_path: Path) -> str:
     return empty_redis.url if request.param == "redis" else f"file://{tmp_path}/pages"
@@ -32,9 +40,8 @@ def written(url: str) -> tuple[str, list[bytes], np.ndarray]:
     """A store with eight pages that an engine, closed since, has stored."""
     pages = pages_of(1)
     keys = [bytes([n]) * 36 for n in range(8)]
-    storage = PageStorage(url, pages, _ENGINE)
-    storage.open()
-    assert storage.store(keys, range(8)).result(_WAIT_S) == [True] * 8
+    storage, pool = opened(url, pages)
+    assert pool.store(keys, range(8)).result(_WAIT_S) == [True] * 8
     storage.close()
     return url, keys, pages
 
@@ -44,12 +51,11 @@ def test_what_one_engine_stored_another_reads_to_the_byte(
 ) -> None:
     url, keys, pages = written
     there = np.zeros((16, pages.shape[1]), np.uint8)
-    storage = PageStorage(url, there, _ENGINE)
-    storage.open()
+    storage, pool = opened(url, there)
     other = b"never stored"
-    assert storage.present([keys[3], other, keys[0]]).result(_WAIT_S) == [True, False, True]
+    assert pool.present([keys[3], other, keys[0]]).result(_WAIT_S) == [True, False, True]
     wanted, rows = [keys[5], other, keys[2]], [9, 1, 14]
-    assert storage.load(wanted, rows).result(_WAIT_S) == [True, False, True]
+    assert pool.load(wanted, rows).result(_WAIT_S) == [True, False, True]
     assert (there[9] == pages[5]).all()
     assert (there[14] == pages[2]).all()
     untouched = [row for row in range(16) if row not in rows]
@@ -62,70 +68,132 @@ def test_engines_that_differ_never_see_each_others_pages(
     written: tuple[str, list[bytes], np.ndarray], differs: str
 ) -> None:
     url, keys, pages = written
-    storage = PageStorage(url, np.zeros_like(pages), _ENGINE | {differs: "another"})
+    storage = PageStorage(url)
     storage.open()
-    assert storage.present(keys).result(_WAIT_S) == [False] * 8
-    assert storage.load(keys, range(8)).result(_WAIT_S) == [False] * 8
+    pool = storage.pool(_ENGINE | {differs: "another"}, np.zeros_like(pages))
+    assert pool.present(keys).result(_WAIT_S) == [False] * 8
+    assert pool.load(keys, range(8)).result(_WAIT_S) == [False] * 8
     storage.close()
 
 
 def test_a_damaged_page_is_a_miss_and_the_others_are_read(empty_redis: RedisServer) -> None:
     pages, keys = pages_of(2), [bytes([n]) * 32 for n in range(8)]
-    storage = PageStorage(empty_redis.url, pages, _ENGINE)
-    storage.open()
-    storage.store(keys[:1], [0]).result(_WAIT_S)
+    storage, pool = opened(empty_redis.url, pages)
+    pool.store(keys[:1], [0]).result(_WAIT_S)
     names = empty_redis.execute("KEYS", "*")
     assert isinstance(names, list)
-    storage.store(keys[1:], range(1, 8)).result(_WAIT_S)
+    pool.store(keys[1:], range(1, 8)).result(_WAIT_S)
     empty_redis.execute("SETRANGE", names[0], 1000, b"\x00\xff\x00")
     before = pages.copy()
     pages[:] = 0
-    assert storage.load(keys, range(8)).result(_WAIT_S) == [False] + [True] * 7
+    assert pool.load(keys, range(8)).result(_WAIT_S) == [False] + [True] * 7
     assert (pages[1:] == before[1:]).all()
-    assert storage.stats.damaged_blocks == 1
+    assert pool.stats.damaged_blocks == 1
     storage.close()
 
 
 def test_a_server_that_dies_is_a_miss_and_not_an_error() -> None:
     with redis_server() as server:
         pages, keys = pages_of(3), [bytes([n]) * 32 for n in range(8)]
-        storage = PageStorage(server.url, pages, _ENGINE, deadline_s=1.0)
-        storage.open()
-        storage.store(keys, range(8)).result(_WAIT_S)
+        storage, pool = opened(server.url, pages, deadline_s=1.0)
+        pool.store(keys, range(8)).result(_WAIT_S)
         server.kill()
-        assert storage.present(keys).result(_WAIT_S) == [False] * 8
-        assert storage.load(keys, range(8)).result(_WAIT_S) == [False] * 8
-        assert storage.store(keys, range(8)).result(_WAIT_S) == [False] * 8
+        assert pool.present(keys).result(_WAIT_S) == [False] * 8
+        assert pool.load(keys, range(8)).result(_WAIT_S) == [False] * 8
+        assert pool.store(keys, range(8)).result(_WAIT_S) == [False] * 8
         storage.close()
 
 
 def test_closing_lets_what_is_under_way_end_and_refuses_what_comes_later(url: str) -> None:
     pages, keys = pages_of(4, 200), [bytes([n]) * 32 for n in range(200)]
-    storage = PageStorage(url, pages, _ENGINE)
-    storage.open()
-    future = storage.store(keys, range(200))
+    storage, pool = opened(url, pages)
+    future = pool.store(keys, range(200))
     storage.close()
     assert future.result(0) == [True] * 200
     with pytest.raises(ShuttingDownError):
-        storage.present(keys).result(0)
+        pool.present(keys).result(0)
     storage.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "tierkv-pages"]
 
 
 def test_a_store_that_is_not_there_is_said_when_opening() -> None:
-    storage = PageStorage("redis://127.0.0.1:1/0", pages_of(5), _ENGINE)
+    storage = PageStorage("redis://127.0.0.1:1/0")
     with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1"):
         storage.open()
     storage.close()
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_page_of_several_parts_counts_only_whole(empty_redis: RedisServer, part: int) -> None:
+    keys, values = [bytes([n]) * 32 for n in range(8)], pages_of(7, page_bytes=3000)
+    states = np.zeros((8, 640), np.uint8)[:, :500]  # rows that do not touch
+    states[:] = pages_of(8, page_bytes=500)
+    storage = PageStorage(empty_redis.url, ttl_s=600.0)
+    storage.open()
+    pool = storage.pool(_ENGINE, values, states)
+    assert pool.store(keys, range(8)).result(_WAIT_S) == [True] * 8
+    names = empty_redis.execute("KEYS", f"*:{part}of2")
+    assert isinstance(names, list)
+    assert len(names) == 8
+    assert 0 < int(str(empty_redis.execute("TTL", names[0]))) <= 600
+    before = values.copy(), states.copy()
+    values[:], states[:] = 0, 0
+    empty_redis.execute("DEL", names[0])
+    there = pool.present(keys).result(_WAIT_S)
+    assert sorted(there) == [False] + [True] * 7
+    assert pool.count(keys).result(_WAIT_S) == there.index(False)
+    assert pool.load(keys, range(8)).result(_WAIT_S) == there
+    assert (values[there] == before[0][there]).all()
+    assert (states[there] == before[1][there]).all()
+    storage.close()
+
+
+def test_pools_of_one_storage_are_apart_and_cleared_apart(url: str) -> None:
+    keys, pages = [bytes([n]) * 32 for n in range(8)], pages_of(9)
+    storage, one = opened(url, pages)
+    other = storage.pool(_ENGINE | {"pool": "window"}, pages)
+    one.store(keys, range(8)).result(_WAIT_S)
+    assert other.count(keys).result(_WAIT_S) == 0
+    other.store(keys, range(8)).result(_WAIT_S)
+    assert one.clear().result(_WAIT_S) == 8
+    assert one.present(keys).result(_WAIT_S) == [False] * 8
+    assert other.count(keys).result(_WAIT_S) == 8
+    storage.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_leaves_no_call_waiting() -> None:
+    storage, pool = opened("memory://", pages_of(10))
+
+    async def end_the_thread() -> list[bool]:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        return []
+
+    futures = [storage.run(end_the_thread())]
+    futures += [pool.present([b"1"]) for _ in range(100)]
+    assert not wait(futures, _WAIT_S).not_done
+    assert isinstance(pool.present([b"1"]).exception(0), ShuttingDownError)
+    storage.close()
+
+
 def test_wrong_use_is_refused_with_its_reason() -> None:
     with pytest.raises(ConfigError, match="storage URL"):
-        PageStorage("nonsense", pages_of(6), _ENGINE)
+        PageStorage("nonsense")
+    for wrong in ({"ttl_s": 0.0}, {"deadline_s": 0.0}, {"prefix": "a b"}):
+        with pytest.raises(ConfigError):
+            PageStorage("memory://", **wrong)
+    storage = PageStorage("memory://")
+    with pytest.raises(ShuttingDownError):
+        storage.pool(_ENGINE, pages_of(6))
+    storage.open()
     with pytest.raises(ConfigError, match="model"):
-        PageStorage("memory://", pages_of(6), {})
+        storage.pool({}, pages_of(6))
     with pytest.raises(LayoutError, match="num_pages"):
-        PageStorage("memory://", pages_of(6)[0], _ENGINE)
-    storage = PageStorage("memory://", pages_of(6), _ENGINE)
+        storage.pool(_ENGINE, pages_of(6)[0])
+    with pytest.raises(LayoutError, match="as many rows"):
+        storage.pool(_ENGINE, pages_of(6), pages_of(6, 7))
+    pool = storage.pool(_ENGINE, pages_of(6))
     with pytest.raises(LayoutError, match="2 keys for 1 pages"):
-        storage.load([b"a", b"b"], [1])
+        pool.load([b"a", b"b"], [1])
+    storage.close()

@@ -2,7 +2,8 @@
 
 SGLang copies pages between GPU and its own host memory; this backend keeps the host memory's pages
 in Redis, files or Mooncake, so that they outlive the process and other instances find them. Made
-for SGLang 0.5.23 (`sglang.srt.mem_cache.hicache_storage.HiCacheStorage`), its interface v1:
+for SGLang 0.5.23 (`sglang.srt.mem_cache.hicache_storage.HiCacheStorage`), its interfaces v1 and,
+for models with several pools, v2:
 
     python -m sglang.launch_server --model-path ... --enable-hierarchical-cache \\
         --hicache-mem-layout page_first_direct --hicache-storage-backend dynamic \\
@@ -13,90 +14,164 @@ for SGLang 0.5.23 (`sglang.srt.mem_cache.hicache_storage.HiCacheStorage`), its i
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import sglang
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
 )
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_context
 
-from tierkv.embed.page_storage import PageStorage
+from tierkv.config import from_mapping
+from tierkv.embed.page_storage import PagePool, Pages, PageStorage
 from tierkv.errors import ConfigError, LayoutError, TierKVError
+from tierkv.storage.factory import StoreSettings
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host import HostKVCache
 
 log = logging.getLogger("tierkv.adapters.sglang")
 
-# A read or write has the deadlines of the store's settings; nothing waits longer than this.
-_MOST_S = 120.0
+_T = TypeVar("_T")
+_Ints = npt.NDArray[np.int64]
 _NOT_V1 = 'tierkv is a backend of interface v1: put "interface_v1": 1 into the extra config'
+# What SGLang and its other parts read of the extra config.
+_OF_SGLANG = {
+    "allocator", "backend_name", "class_name", "file_storage_path", "interface_v1", "module_path",
+}  # fmt: skip
+# What decides on the bytes of a page beside what pools say, by its name among SGLang's arguments.
+_ARGUMENTS = (
+    "revision", "quantization", "dtype", "kv_cache_dtype", "speculative_algorithm",
+    "speculative_draft_model_path", "speculative_draft_model_revision",
+)  # fmt: skip
+
+
+class HiCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the extra config may say beside SGLang's own.
+
+    store: the store's URL (docs/storage.md).
+    ttl_s: how long a page lives there after its last use, None for as long as the store keeps it.
+    deadline_s: after so long a question counts as "not there".
+    revision: of the weights, if instances with other weights share the store under the same name.
+    tenant: instances of different tenants never find each other's pages.
+    prefix: of all names in the store.
+    settings: of the store: the tables of docs/storage.md, such as {"redis": {"timeout_s": 0.5}}.
+    """
+
+    store: str
+    ttl_s: float | None = 86_400.0
+    deadline_s: float = 2.0
+    revision: str = ""
+    tenant: str = ""
+    prefix: str = "tierkv"
+    settings: StoreSettings = StoreSettings()
 
 
 class TierKVHiCache(HiCacheStorage):
-    """Pages of SGLang's host pool in a tierkv store, one value per piece of a page.
-
-    In the extra config: store (a URL of docs/storage.md), and where wanted ttl_s (how long a page
-    lives there), deadline_s (after so long a question counts as "not there") and revision (of the
-    weights, where two share a model's name).
+    """Pages of SGLang's host pools in a tierkv store; `HiCacheSettings` has what may be set.
 
     SGLang calls from several threads of its own, which may wait. What fails is a miss and is
     computed: no call here raises for a store that does not answer. Each rank keeps its own heads'
-    pages; a model whose ranks hold the same bytes (MLA) has them once, written by SGLang's rank 0.
+    pages; of pools whose bytes are the same on all ranks (MLA) there is one copy, SGLang's rank
+    0's.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
-        """Raises ConfigError if the extra config names no store or another interface."""
+        """Opens the store. Raises ConfigError if the extra config is wrong, StoreUnavailableError
+        if the store cannot be used."""
         extra: Mapping[str, Any] = storage_config.extra_config or {}
         if not extra.get("interface_v1"):
             raise ConfigError(_NOT_V1)
-        if not isinstance(extra.get("store"), str):
+        if not extra.get("store"):
             raise ConfigError('the extra config names no store: "store": "redis://HOST:PORT/0"')
-        self._config = storage_config
-        self._extra = extra
-        self._pages: PageStorage | None = None
-        self._first = 0  # address of the pool's memory
-        self._piece_bytes = 0
-        self._pieces_per_page = 0
+        given = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
+        own = from_mapping(HiCacheSettings, given, "--hicache-storage-backend-extra-config")
+        self.registered_pools: dict[str, HostKVCache] = {}
+        self._config, self._own = storage_config, own
+        self._pages: dict[str, _HostPages] = {}
+        self._metrics = StorageMetrics()
+        self._metrics_lock = threading.Lock()
+        self._storage = PageStorage(
+            own.store,
+            settings=own.settings,
+            ttl_s=own.ttl_s,
+            deadline_s=own.deadline_s,
+            prefix=own.prefix,
+        )
+        try:
+            self._storage.open()
+        except TierKVError:
+            self._storage.close()
+            raise
+        log.info("SGLang's pages are kept in %s", self._storage.url)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Open the store for the pool's pages. Raises LayoutError if they are not in one tensor,
-        StoreUnavailableError if the store cannot be used."""
+        """Raises LayoutError, with what to do, if the pool's pages cannot be stored."""
         super().register_mem_pool_host(mem_pool_host)
-        memory = getattr(mem_pool_host, "kv_buffer", None)
-        if not isinstance(memory, torch.Tensor) or not memory.is_contiguous():
-            raise LayoutError(
-                f"the pages of {type(mem_pool_host).__name__} are not in one tensor; pools of full "
-                "attention and MLA are supported"
-            )
-        page = torch.arange(mem_pool_host.page_size)
-        pointers, sizes = mem_pool_host.get_page_buffer_meta(page)
-        if len(set(sizes)) != 1:
-            raise LayoutError(f"the pieces of a page differ in size: {sorted(set(sizes))}")
-        self._first, self._piece_bytes = memory.data_ptr(), sizes[0]
-        self._pieces_per_page = len(pointers)
-        pieces = memory.view(-1).view(torch.uint8).numpy().reshape(-1, self._piece_bytes)
-        self._pages = PageStorage(
-            self._extra["store"],
-            pieces,
-            _identity(self._config, mem_pool_host) | {"revision": str(self._extra.get("revision"))},
-            ttl_s=self._extra.get("ttl_s"),
-            deadline_s=self._extra.get("deadline_s", 2.0),
-        )
-        self._pages.open()
-        log.info("SGLang's pages are kept in %s", self._pages.url)
+        self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+
+    def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
+        """Raises LayoutError, with what to do, if the pool's pages cannot be stored."""
+        if self.registered_pools.get(host_pool_name) is host_pool:
+            return  # the pool of full attention comes both ways
+        config = self._config
+        ranks = _ranks_of(config, host_pool, host_pool_name)
+        pages = _HostPages(host_pool, len(ranks))
+        identity = _identity(config, self._own, host_pool, host_pool_name)
+        for rank, parts in zip(ranks, pages.parts_by_rank, strict=False):
+            sizes = [part.shape[1] for part in parts]
+            of_rank = {"rank": rank, "part_bytes": str(sizes)}
+            pages.pools.append(self._storage.pool(identity | of_rank, *parts))
+        self._pages[host_pool_name] = pages
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """How many pages, from the first on, are there whole."""
-        there = self._whole(keys, self._open().present(self._named(keys)))
-        return there.index(False) if False in there else len(there)
+        names = _names(keys)
+        asked = [pool.count(names) for pool in self._pools(PoolName.KV)]
+        return min([_answer(future, 0) for future in asked], default=len(keys))
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """For how many pages, from the first on, every pool has those that it needs."""
+        num_pages = self.batch_exists(keys)
+        hits: dict[str, int] = {PoolName.KV: num_pages} if num_pages else {}
+        restorable = set(range(1, num_pages + 1))
+        names = _names(keys[:num_pages])
+        # Block groups hold pages in another form too, so that none is ever needed.
+        needed = [t for t in pool_transfers or () if t.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
+        asked = [[pool.present(names) for pool in self._pools(t.name)] for t in needed]
+        for transfer, futures in zip(needed, asked, strict=True):
+            ends = _ends(_all_of(futures, num_pages), transfer)
+            if ends:
+                hits[transfer.name] = max(ends)
+            restorable &= ends
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v1(
         self,
@@ -104,7 +179,8 @@ class TierKVHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._whole(keys, self._open().load(self._named(keys), self._ids(host_indices)))
+        transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
+        return self.batch_get_v2([transfer])[PoolName.KV]
 
     def batch_set_v1(
         self,
@@ -112,7 +188,18 @@ class TierKVHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        return self._whole(keys, self._open().store(self._named(keys), self._ids(host_indices)))
+        transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
+        return self.batch_set_v2([transfer])[PoolName.KV]
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return self._move(transfers, PagePool.load, "prefetch")
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return self._move(transfers, PagePool.store, "backup")
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -143,48 +230,215 @@ class TierKVHiCache(HiCacheStorage):
     ) -> bool:
         raise ConfigError(_NOT_V1)
 
+    def clear(self) -> bool:
+        """Forget every stored page of this model, layout and rank, other instances' too. False if
+        the store does not answer; some may be left then."""
+        futures = [pool.clear() for pages in self._pages.values() for pool in pages.pools]
+        return -1 not in [_answer(future, -1) for future in futures]
+
+    def get_stats(self) -> StorageMetrics:
+        """Pages and GB/s of each call since this was asked last; nothing unless SGLang was started
+        with metrics."""
+        with self._metrics_lock:
+            metrics, self._metrics = self._metrics, StorageMetrics()
+        return metrics
+
     def close(self) -> None:
         """Let what is under way end, and close the store."""
-        if self._pages is not None:
-            self._pages.close()
+        self._storage.close()
 
-    def _named(self, keys: Sequence[str]) -> list[bytes]:
-        pieces = range(self._pieces_per_page)
-        return [f"{key}:{piece}".encode() for key in keys for piece in pieces]
+    def _pools(self, name: str) -> list[PagePool]:
+        """Where the pages of SGLang's pool `name` are; empty for one that holds no bytes."""
+        if name not in self._pages:
+            raise ConfigError(f"SGLang has registered no host pool {str(name)!r}")
+        return self._pages[name].pools
 
-    def _ids(self, host_indices: torch.Tensor) -> list[int]:
-        pointers, _ = self.mem_pool_host.get_page_buffer_meta(host_indices)
-        return [(pointer - self._first) // self._piece_bytes for pointer in pointers]
+    def _move(
+        self,
+        transfers: Sequence[PoolTransfer],
+        act: Callable[[PagePool, Sequence[bytes], Sequence[int]], Future[list[bool]]],
+        kind: str,
+    ) -> dict[str, list[bool]]:
+        """All pools at once. Returns when the store no longer touches any page, and not before: who
+        was told "no" may use it for something else at once."""
+        began_at = time.perf_counter()
+        started: list[tuple[PoolTransfer, list[Future[list[bool]]] | None]] = []
+        for transfer in transfers:
+            keys = transfer.keys or []
+            futures = None
+            try:
+                pools = self._pools(transfer.name)
+                rows = self._pages[transfer.name].rows(transfer.host_indices, len(keys))
+                futures = [act(pool, _names(keys), rows) for pool in pools]
+            except Exception as error:  # noqa: BLE001 - others are under way, and are waited for
+                log.error("%d pages of %s were not moved: %s", len(keys), transfer.name, error)
+            started.append((transfer, futures))
+        results, moved, num_bytes = {}, 0, 0
+        for transfer, futures in started:
+            count = len(transfer.keys or [])
+            good = [False] * count if futures is None else _all_of(futures, count)
+            results[str(transfer.name)] = good
+            if futures:
+                moved += sum(good)
+                num_bytes += sum(good) * self._pages[transfer.name].page_bytes
+        if moved and self._config.enable_storage_metrics:
+            with self._metrics_lock:
+                gb_per_s = num_bytes / (time.perf_counter() - began_at) / 1e9
+                getattr(self._metrics, f"{kind}_pgs").append(moved)
+                getattr(self._metrics, f"{kind}_bandwidth").append(gb_per_s)
+        return results
 
-    def _open(self) -> PageStorage:
-        if self._pages is None:
-            raise ConfigError("SGLang has not registered its host pool yet")
-        return self._pages
 
-    def _whole(self, keys: Sequence[str], future: Future[list[bool]]) -> list[bool]:
-        """For each page whether all of its pieces are good."""
+class _HostPages:
+    """Where the pages of one of SGLang's host pools lie: part p of page n `strides[p]` bytes behind
+    that of page n - 1. pools: of the parts of each of `num_ranks`, those of a page split by heads.
+
+    Raises LayoutError, with what to do, if the pool does not say so.
+    """
+
+    def __init__(self, pool: HostKVCache, num_ranks: int) -> None:
+        self._pool, self._num_ranks = pool, num_ranks
+        self.pools: list[PagePool] = []
+        self.parts_by_rank: list[list[Pages]] = []
+        self.page_bytes = 0
+        self._first = self._strides = np.zeros(0, np.int64)
+        self._count = count = pool.size // pool.page_size
         try:
-            pieces = future.result(_MOST_S)
-        except (TierKVError, TimeoutError) as error:
-            log.warning("a call to %s failed: %s", self._open().url, error)
-            return [False] * len(keys)
-        per_page = self._pieces_per_page
-        return [all(pieces[at : at + per_page]) for at in range(0, len(pieces), per_page)]
+            first, sizes = self._at(0)
+            if not len(first):
+                return  # no bytes: pools beside it have them
+            second, last = self._at(1)[0], self._at(count - 1)[0]
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            raise LayoutError(f"{self._where}: {error}") from error
+        self._first, self._strides = first, second - first
+        is_even = (first + (count - 1) * self._strides == last).all()
+        if not is_even or (self._strides < sizes).any():
+            raise LayoutError(f"{self._where}: its pages do not lie one after the other")
+        self.page_bytes = int(sizes.sum())
+        parts = [
+            _memory(int(address), count, int(stride), int(size))
+            for address, stride, size in zip(first, self._strides, sizes, strict=True)
+        ]
+        per_rank = len(parts) // num_ranks
+        self.parts_by_rank = [parts[at : at + per_rank] for at in range(0, len(parts), per_rank)]
+
+    def rows(self, host_indices: torch.Tensor | None, num_pages: int) -> list[int]:
+        """Which pages these are. Raises LayoutError if they are not `num_pages` whole ones."""
+        count = 0 if host_indices is None else len(host_indices)
+        if host_indices is None or count != num_pages * self._pool.page_size:
+            raise LayoutError(f"{count} slots are not {num_pages} pages of {self._pool.page_size}")
+        if not self.pools or not num_pages:
+            return []
+        parts = len(self._first)
+        pointers, _ = self._meta(host_indices)
+        at = pointers.reshape(num_pages, parts)
+        rows = (at[:, 0] - self._first[0]) // self._strides[0]
+        if (self._first + rows[:, None] * self._strides != at).any():
+            raise LayoutError(f"{self._where}: slots {host_indices[:4].tolist()} ... begin no page")
+        return list(map(int, rows))
+
+    def _at(self, page: int) -> tuple[_Ints, _Ints]:
+        size = self._pool.page_size
+        return self._meta(torch.arange(page * size, (page + 1) * size))
+
+    def _meta(self, host_indices: torch.Tensor) -> tuple[_Ints, _Ints]:
+        """Address and bytes of each part of each page, of which SGLang's pools of no bytes say
+        nothing."""
+        if self._num_ranks > 1:
+            meta = self._pool.get_split_heads_page_buffer_meta(host_indices, self._num_ranks)
+        else:
+            meta = self._pool.get_page_buffer_meta(host_indices)
+        pointers, sizes = meta or ([], [])
+        return np.array(pointers, np.int64), np.array(sizes, np.int64)
+
+    @property
+    def _where(self) -> str:
+        pool = self._pool
+        return (
+            f"pages of {type(pool).__name__} cannot be stored from layout {pool.layout}; most can "
+            "from --hicache-mem-layout page_first_direct"
+        )
 
 
-def _identity(config: HiCacheStorageConfig, pool: HostKVCache) -> dict[str, str]:
-    """What makes pages of one instance usable in another: all that shapes their bytes."""
-    rank = "" if config.is_mla_model else f"{config.tp_rank} of {config.tp_size}"
+def _memory(address: int, count: int, stride: int, size: int) -> Pages:
+    """`count` ranges of memory, `stride` bytes apart, which stay somebody else's."""
+    memory = (ctypes.c_uint8 * ((count - 1) * stride + size)).from_address(address)
+    return np.ndarray((count, size), np.uint8, memoryview(memory), strides=(stride, 1))
+
+
+def _names(keys: Sequence[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def _answer(future: Future[_T], failed: _T) -> _T:
+    try:
+        return future.result()
+    except Exception as error:  # noqa: BLE001 - whatever fails in a cache is a miss to its engine
+        log.warning("a call to the store failed: %s", error)
+        return failed
+
+
+def _all_of(futures: Sequence[Future[list[bool]]], num_pages: int) -> list[bool]:
+    """For each page whether it is good in all of these."""
+    none = [False] * num_pages
+    answers = [_answer(future, none) for future in futures]
+    return (
+        [all(of_page) for of_page in zip(*answers, strict=True)] if answers else [True] * num_pages
+    )
+
+
+def _ends(there: Sequence[bool], transfer: PoolTransfer) -> set[int]:
+    """The lengths at which a prefix can end as far as one pool is concerned, in pages."""
+    is_window = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+    window = max(1, len(transfer.keys or ())) if is_window else len(there)
+    ends, run = set(), 0
+    for end, is_there in enumerate(there, 1):
+        run = run + 1 if is_there else 0
+        if run >= min(window, end):
+            ends.add(end)
+    return ends
+
+
+def _ranks_of(config: HiCacheStorageConfig, pool: HostKVCache, name: str) -> list[str]:
+    """Of which ranks this rank's pages are: of itself; of several where SGLang splits pages by
+    heads, so that another number of ranks finds them; of "any" where all hold the same bytes."""
+    has_heads = isinstance(pool, MHATokenToKVPoolHost)
+    if config.is_mla_model and not has_heads and name != PoolName.MAMBA:
+        return ["any"]
+    split = 1
+    if has_heads and config.should_split_heads and config.tp_lcm_size:
+        split = config.tp_lcm_size // config.tp_size
+    size = config.tp_size * split
+    return [f"{config.tp_rank * split + n} of {size}" for n in range(split)]
+
+
+def _identity(
+    config: HiCacheStorageConfig, own: HiCacheSettings, pool: HostKVCache, name: str
+) -> dict[str, str]:
+    """What makes pages of one instance usable in another: all that shapes their bytes. Prompts'
+    namespaces (cache_salt, LoRA) are in SGLang's keys."""
     return {
-        "engine": "sglang",
+        # What lies where within a page is private to SGLang's pools, and changes with them.
+        "engine": f"sglang {sglang.__version__}",
+        "pool": f"{name} {type(pool).__name__}",
         "model": config.model_name or "",
-        "dtype": str(pool.dtype),
-        "layout": pool.layout,
-        "format": str(getattr(pool, "storage_format_tag", None)),
+        "weights": own.revision,
+        "tenant": own.tenant,
+        "dtypes": f"{pool.dtype} {getattr(pool, 'temporal_dtype', '')}",
+        "layout": f"{pool.layout} {envs.SGLANG_USE_HND_KVCACHE.get()} "
+        f"{envs.SGLANG_AITER_KV_CACHE_LAYOUT.get()}",
+        "format": str(pool.storage_format_tag),
         "page_size": str(pool.page_size),
-        "layers": f"{pool.start_layer} to {pool.end_layer}",
-        "bytes_per_token": str(pool.size_per_token),
-        "ranks": f"tp {rank} pp {config.pp_rank} of {config.pp_size} "
+        "layers": str([getattr(pool, side, None) for side in ("start_layer", "end_layer")]),
+        "ranks": f"pp {config.pp_rank} of {config.pp_size} "
         f"cp {config.attn_cp_rank} of {config.attn_cp_size} "
         f"dcp {config.dcp_rank} of {config.dcp_size}",
-    }
+    } | {argument: _argument(argument) for argument in _ARGUMENTS}
+
+
+def _argument(name: str) -> str:
+    """What SGLang was started with; "" in a process that was not started by its command."""
+    try:
+        return str(get_context().config_leaf(name))
+    except ValueError:
+        return ""

@@ -84,15 +84,16 @@ class TierKVTier(SecondaryTierManager):
         self._events: list[OffloadingEvent] = []
         identity = _identity(offloading_spec) | {"revision": revision}
         pages = np.asarray(primary_kv_view).view(np.uint8)
-        self._pages = PageStorage(store, pages, identity, ttl_s=ttl_s, deadline_s=deadline_s)
-        self._pages.open()
+        self._storage = PageStorage(store, ttl_s=ttl_s, deadline_s=deadline_s)
+        self._storage.open()
+        self._pages = self._storage.pool(identity, pages)
         self._verdicts: dict[OffloadKey, bool | None] = {}  # None: asked for, not known yet
         self._num_asking: Counter[OffloadKey] = Counter()  # requests that are not finished
         self._asked_by: dict[str, set[OffloadKey]] = {}
         self._to_ask: list[OffloadKey] = []
         self._asked: list[tuple[list[OffloadKey], Future[list[bool]]]] = []
         self._jobs: dict[int, tuple[TransferJob, list[OffloadKey], Future[list[bool]]]] = {}
-        log.info("vLLM's chunks are kept in %s", self._pages.url)
+        log.info("vLLM's chunks are kept in %s", self._storage.url)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -152,7 +153,7 @@ class TierKVTier(SecondaryTierManager):
         wait([future for _, _, future in self._jobs.values()])
 
     def shutdown(self) -> None:
-        self._pages.close()
+        self._storage.close()
 
     def _hear(self) -> None:
         """Take the answers that have come."""
