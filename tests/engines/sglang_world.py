@@ -167,8 +167,8 @@ class World:
         self.controller = HybridCacheController(
             SimpleNamespace(get_kvcache=lambda: device), HostPoolGroup(entries), PAGE, group,
             threading.Event(), io_backend="direct", storage_backend=backend,
-            prefetch_threshold=PAGE, model_name=model, storage_backend_extra_config=settings | extra,
-            enable_storage_metrics=True,
+            prefetch_threshold=PAGE, model_name=model, enable_storage_metrics=True,
+            storage_backend_extra_config=settings | extra,
         )  # fmt: skip
 
     @property
@@ -201,7 +201,8 @@ class World:
         return [self.page(name, int(slot)) for slot in slots[::size]]
 
     def hashes(self, tokens: Sequence[int], **namespace: str) -> list[str]:
-        return get_storage_hash_str(radix_key(tokens, **namespace), None, page_size=PAGE)
+        key = radix_key(tokens, **namespace)
+        return list(get_storage_hash_str(key, None, page_size=PAGE))
 
     def _transfers(self, hashes: Sequence[str]) -> list[PoolTransfer]:
         """What a model of this kind needs beside KV."""
