@@ -59,10 +59,10 @@ def with_ranks(rank: int = 0, size: int = 1) -> None:
     get_parallel().override_permanently(**values, attn_dp_rank=0, attn_dp_size=1, dcp_size=1)
 
 
-def device_mha(num_heads: int = 2, **more: Any) -> MHATokenToKVPool:
+def device_mha(num_heads: int = 2, tokens: int = TOKENS) -> MHATokenToKVPool:
     return MHATokenToKVPool(
-        size=TOKENS, page_size=PAGE, dtype=torch.bfloat16, head_num=num_heads, head_dim=16,
-        layer_num=LAYERS, device="cpu", enable_memory_saver=False, enable_alt_stream=False, **more,
+        size=tokens, page_size=PAGE, dtype=torch.bfloat16, head_num=num_heads, head_dim=16,
+        layer_num=LAYERS, device="cpu", enable_memory_saver=False, enable_alt_stream=False,
     )  # fmt: skip
 
 
@@ -99,11 +99,13 @@ def host_paged(name: str, item_bytes: int, layout: str) -> DeepSeekV4PagedHostPo
     )
 
 
-def host_pools(kind: str, layout: str = "page_first_direct") -> tuple[Any, dict[PoolName, Any]]:
+def host_pools(
+    kind: str, layout: str = "page_first_direct", tokens: int = TOKENS
+) -> tuple[Any, dict[PoolName, Any]]:
     """A model's device pool of full attention, and its host pools; KV is the first."""
     if kind == "full":
         device = device_mha()
-        return device, {PoolName.KV: host_mha(layout, device=device)}
+        return device, {PoolName.KV: host_mha(layout, device=device, tokens=tokens)}
     if kind == "hybrid":  # sliding windows and Mamba states beside full attention
         device = device_mha()
         return device, {
@@ -145,13 +147,14 @@ class Prefetched:
 
 
 class World:
-    """One rank of one instance. window: pages of the sliding window."""
+    """One rank of one instance. window: pages of the sliding window. tokens: of full attention's
+    host pool, where there is no other."""
 
     def __init__(
         self, url: str, kind: str = "full", *, layout: str = "page_first_direct", window: int = 2,
-        group: Any = None, model: str = "llama", backend: str = "dynamic", **extra: Any,
+        group: Any = None, model: str = "llama", tokens: int = TOKENS, **extra: Any,
     ) -> None:  # fmt: skip
-        device, self.pools = host_pools(kind, layout)
+        device, self.pools = host_pools(kind, layout, tokens)
         self.kind, self.window = kind, window
         entries = [
             PoolEntry(name, pool, device, lambda layer: layer, name is PoolName.KV)
@@ -166,7 +169,7 @@ class World:
         }
         self.controller = HybridCacheController(
             SimpleNamespace(get_kvcache=lambda: device), HostPoolGroup(entries), PAGE, group,
-            threading.Event(), io_backend="direct", storage_backend=backend,
+            threading.Event(), io_backend="direct", storage_backend="dynamic",
             prefetch_threshold=PAGE, model_name=model, enable_storage_metrics=True,
             storage_backend_extra_config=settings | extra,
         )  # fmt: skip
@@ -291,6 +294,14 @@ class World:
                 slots[transfer.name] = transfer.host_indices[: count * size]
         result.slots = slots
         return result
+
+    def give_back(self, slots: dict[PoolName, torch.Tensor]) -> None:
+        """As when SGLang evicts from its host memory."""
+        given = set()
+        for name, indices in slots.items():
+            if indices.data_ptr() not in given and len(indices):
+                self.pools[name].free(indices)
+            given.add(indices.data_ptr())
 
     def prefetch(self, tokens: Sequence[int], name: str = "r", **namespace: str) -> Prefetched:
         """What a request with this prompt finds and gets."""
