@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.api.nodes import here
+from tests.latch import until
 from tests.redis_server import RedisServer, redis_server
 from tests.storage.values import content_of, get_one, put_one
 from tierkv.clock import SystemClock
 from tierkv.storage.factory import StoreSettings, open_guarded_store
+from tierkv.storage.file import FileSettings
 from tierkv.storage.guard import ResilienceSettings
 from tierkv.storage.protocol import BreakerState, GetStatus, PutItem, PutStatus
 from tierkv.storage.redis.url import RedisSettings
@@ -25,6 +29,11 @@ FAULTS = {
     "no permission": (
         ("ACL", "SETUSER", "default", "-set"),
         ("ACL", "SETUSER", "default", "+set"),
+        "NOPERM ",
+    ),
+    "no key to write to": (
+        ("ACL", "SETUSER", "default", "resetkeys", "%R~*"),
+        ("ACL", "SETUSER", "default", "resetkeys", "~*"),
         "NOPERM ",
     ),
     "a replica": (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "READONLY "),
@@ -64,8 +73,26 @@ async def test_a_store_that_takes_no_writes_is_degraded_and_says_why_until_it_do
         assert await get_one(store, "t:f:a:0", 4) == (GetStatus.HIT, b"kept")
         assert store.health.circuit is BreakerState.CLOSED
         await asyncio.to_thread(server.execute, *end)
-        assert await put_one(store, "t:f:d:0", b"x") is PutStatus.STORED
+        await until(lambda: not store.health.write_refusal, "nobody writes, and it is seen")
         assert (await told())[0] == "ok"
+        assert await put_one(store, "t:f:d:0", b"x") is PutStatus.STORED
+
+
+async def test_of_a_layered_store_the_part_that_takes_no_writes_is_named(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    near = f"file://{tmp_path}"
+    files = FileSettings(capacity_bytes=1 << 20, min_free_bytes=1 << 60)
+    settings = replace(SETTINGS, file=files)
+    store = open_guarded_store(f"layered:{near}|{server.url}", settings, SystemClock())
+    async with here(store=store) as on:
+        assert await put_one(store, "t:f:a:0", b"kept") is PutStatus.STORED
+        await until(lambda: bool(store.health.write_refusal), "the near copy is refused")
+        answer = await on.client.get("/readyz?verbose")
+        assert answer.body["status"] == "degraded"
+        detail = answer.body["parts"]["storage"]["detail"]
+        assert detail.startswith(f"{near} takes no writes: ")
+        assert "bytes of values (capacity_bytes), at least" in detail
 
 
 async def test_writes_that_are_skipped_for_a_while_repeat_the_stores_own_first_reason(

@@ -116,7 +116,7 @@ async def test_the_rights_that_are_documented_are_enough_and_end_at_the_prefix(
         assert await store.touch(OURS, ttl_s=50.0) == len(OURS)
         assert await put_one(store, OURS[0], b"new", keep_existing=False) is PutStatus.STORED
         assert await store.get(OURS[0], max_bytes=3) == b"new"
-        assert await put_one(store, "u:f:b:0", b"x") is PutStatus.FAILED
+        assert await put_one(store, "u:f:b:0", b"x") is PutStatus.FULL
         assert (await get_one(store, "u:f:a:0", 1))[0] is GetStatus.FAILED
         for refused in (store.delete(["u:f:a:0"]), store.list("t:", limit=5)):
             with pytest.raises(StoreUnavailableError, match="permission"):

@@ -174,9 +174,14 @@ class Node:
     def check_engine(self) -> None:
         """Raise NoEngineError if nobody but this node may write its memory."""
         if not self._is_engine_attached:
+            who = (
+                "engines come to this node at its socket (node.engine_socket)"
+                if self._model is None
+                else "this node computes with its own model"
+            )
             raise NoEngineError(
-                "this node computes with its own model: requests of other engines are not "
-                "admitted, committed or published here, since nobody else can have written their KV"
+                f"{who}: requests of other engines are not admitted, committed or published over "
+                "HTTP, since nobody else can have written their KV"
             )
 
     def prompt(

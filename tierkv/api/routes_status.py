@@ -233,7 +233,9 @@ async def _of_store(node: Node, state: StoreState) -> Part:
             f"{state.reason}"
         )
     if state.write_refusal:
-        return Health.DEGRADED, f"{state.url} takes no writes: {state.write_refusal}"
+        return Health.DEGRADED, (
+            f"{state.part or state.url} takes no writes: {state.write_refusal}"
+        )
     store = node.service.store
     if state.tenant or store is None:
         return Health.OK, state.url

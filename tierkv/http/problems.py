@@ -113,7 +113,7 @@ ERRORS: tuple[tuple[type[TierKVError], int, str, str], ...] = (
     (FieldError, 422, "invalid_body", "The body's fields are wrong"),
     (MediaTypeError, 415, "unsupported_media_type", "The body's type is not supported"),
     (BodyTimeoutError, 408, "body_timeout", "The body did not arrive in time"),
-    (NoEngineError, 409, "no_engine", "No engine is attached to this node"),
+    (NoEngineError, 409, "no_engine", "No engine serves this over HTTP here"),
     (WrongRoleError, 409, "wrong_role", "Another node does this"),
     (UnknownIdError, 404, "unknown_id", "There is nothing of this id"),
     (TooManyError, 429, "too_many", "There are too many of these"),

@@ -442,10 +442,12 @@ class Room:
             if is_room:
                 self._add(num_bytes)
                 return ""
-        return (
-            f"{num_bytes} bytes do not fit: at most {self._capacity_bytes} bytes of values, at "
-            f"least {self._min_free_bytes} bytes free on the disk"
-        )
+        limits = {
+            "at most {} bytes of values (capacity_bytes)": self._capacity_bytes,
+            "at least {} bytes free on the disk (min_free_bytes)": self._min_free_bytes,
+        }
+        told = ", ".join(limit.format(value) for limit, value in limits.items() if value)
+        return f"{num_bytes} bytes do not fit: {told}"
 
     def is_too_small_for(self, num_bytes: int) -> bool:
         return self._capacity_bytes is not None and num_bytes > self._capacity_bytes

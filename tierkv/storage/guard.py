@@ -146,6 +146,9 @@ class GuardedStore(StoreWrapper):
         self._num_stuck = 0  # of the batches of writes at the store
         self._full_until = 0.0
         self._write_refusal = ""  # the store's own reason, until it stores something
+        self._refused = asyncio.Event()  # while there is one
+        self._refused_bytes = 0
+        self._probe_name = ""
         self._missing = NegativeCache(settings.negative_ttl_s, settings.negative_names, clock)
         self._tokens = _MAX_TOKENS if settings.retries_per_operation else 0.0  # for retries
         self._random = random.Random()
@@ -159,6 +162,8 @@ class GuardedStore(StoreWrapper):
         part, circuit, reason = "", breaker.state, breaker.reason
         if breaker.is_closed and inner.circuit not in (None, BreakerState.CLOSED):
             part, circuit, reason = inner.part, inner.circuit, inner.reason
+        elif inner.write_refusal and not self._write_refusal:
+            part = inner.part
         return StoreHealth(
             circuit=circuit,
             part=part,
@@ -183,6 +188,7 @@ class GuardedStore(StoreWrapper):
         just answered, whatever it was left for."""
         self._breaker = Breaker(self._settings.failures_to_open, self._clock)
         self._opened, self._is_late = asyncio.Event(), asyncio.Event()  # of this loop
+        self._refused, self._write_refusal = asyncio.Event(), ""
         async with (
             self._opened_patiently(),
             task_group() as tasks,
@@ -190,6 +196,7 @@ class GuardedStore(StoreWrapper):
                 {
                     "tierkv-store-probe": self._keep_probing(),
                     "tierkv-store-latency": self._keep_measuring(),
+                    "tierkv-store-write-probe": self._keep_probing_writes(),
                 }
             ),
             self._writes.running(),
@@ -374,11 +381,15 @@ class GuardedStore(StoreWrapper):
                 self._full_until = self._clock.monotonic() + self._settings.full_pause_s
                 was_taken = not self._write_refusal
                 self._write_refusal = outcome.reason.removeprefix(f"{item.name}: ")
+                self._refused_bytes = item.num_bytes
+                self._probe_name = f"{item.name.partition(':')[0]}:probe"
+                self._refused.set()
                 if was_taken:
                     _log.warning("%s takes no writes: %s", self.url, self._write_refusal)
                 return
         if self._write_refusal and any(one.status is PutStatus.STORED for one in outcomes):
             self._write_refusal = ""
+            self._refused.clear()
             _log.warning("%s takes writes again", self.url)
 
     # Deadlines and retries
@@ -513,6 +524,19 @@ class GuardedStore(StoreWrapper):
             await asyncio.sleep(self._settings.probe_interval_s)
             if self._latency_s:
                 self._is_late.set()
+
+    async def _keep_probing_writes(self) -> None:
+        """While the store takes no writes, see whether it takes one of that size: a node that is
+        known to be degraded may be asked to write nothing."""
+        while True:
+            await self._refused.wait()
+            await asyncio.sleep(self._settings.probe_interval_s)
+            value, name = bytes(self._refused_bytes), self._probe_name
+            ttl_s = self._settings.probe_interval_s
+            [put] = await self._write([PutItem(name, (value,), ttl_s=ttl_s, keep_existing=False)])
+            if put.status is PutStatus.STORED:
+                with suppress(StoreUnavailableError):
+                    await self.delete([name])
 
     @asynccontextmanager
     async def _opened_patiently(self) -> AsyncIterator[None]:

@@ -71,7 +71,7 @@ from tierkv.storage.redis.wire import (
 # Of servers that take no values now and give them all the same: full, cannot save, too few
 # replicas, a replica; from us, who may only read; of this size (proto-max-bulk-len).
 TAKES_NOTHING = re.compile(
-    "OOM |MISCONF |NOREPLICAS |READONLY |NOPERM .* to run |ERR Protocol error: invalid bulk length"
+    "OOM |MISCONF |NOREPLICAS |READONLY |NOPERM |ERR Protocol error: invalid bulk length"
 )
 
 
