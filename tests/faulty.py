@@ -20,7 +20,7 @@ from tierkv.storage.protocol import (
 )
 
 T = TypeVar("T")
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class FaultyStore(StoreWrapper):

@@ -13,7 +13,7 @@ from tierkv.errors import GateTimeoutError, TransferError
 from tierkv.gpu.protocol import BlockCopy, Direction
 
 T = TypeVar("T")
-PATIENCE_S = 20.0  # after so long a test that waits has failed
+PATIENCE_S = 120.0  # after so long a test that waits has failed
 EVERY = 1 << 30  # a count of copies that fail, until it is set to 0
 
 

@@ -103,10 +103,16 @@ def all_above_zero(table: str, settings: msgspec.Struct, *names: str) -> None:
             raise ConfigError(f"{table}.{name} must be a number above 0")
 
 
+_MOST_BYTES = 1 << 20
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            raw = file.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            raise ConfigError(f"the config file {path} has more than {_MOST_BYTES} bytes")
+        return tomllib.loads(raw.decode())
     except FileNotFoundError as error:
         raise ConfigError(f"the config file {path} does not exist") from error
     except OSError as error:

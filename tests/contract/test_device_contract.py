@@ -27,7 +27,7 @@ from tierkv.gpu.protocol import (
 )
 
 NUM_BLOCKS, NUM_SLOTS = 9, 11
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 @dataclass

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from tierkv.demo.processes import NodeProcess, gateway, node, together
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
+MOST_S = 0.25
 CONFIG = """
 [cache]
 device_blocks = 512
@@ -115,6 +117,7 @@ async def watched(folder: Path) -> AsyncIterator[Watched]:
             "tierkv-nodes": [address(one) for one in (prefill, decode, small, mortal)],
             "tierkv-gateway": [address(front), address(other)],
         }
+        await skip_if_too_slow(http, [one for addresses in jobs.values() for one in addresses])
         server = await stack.enter_async_context(prometheus(folder, jobs))
         fleet = Watched(redis, prefill, decode, small, mortal, front, other, server, http, set())
         await some_load(fleet)
@@ -133,6 +136,21 @@ async def watched(folder: Path) -> AsyncIterator[Watched]:
         with suppress(AssertionError):
             await server.until(is_quiet, "no alert")
         yield fleet
+
+
+async def skip_if_too_slow(http: aiohttp.ClientSession, addresses: list[str]) -> None:
+    """Prometheus looks at all of them each half second: where that is most of what the machine can
+    do, alerts are right to fire."""
+
+    async def look() -> float:
+        began = time.monotonic()
+        for one in addresses:
+            async with http.get(f"http://{one}/metrics") as response:
+                await response.read()
+        return time.monotonic() - began
+
+    if (took_s := min([await look() for _ in range(3)])) > MOST_S:
+        pytest.skip(f"a look at all processes takes this machine {took_s:.2f} s, above {MOST_S} s")
 
 
 async def some_load(on: Watched) -> None:

@@ -17,7 +17,7 @@ from tierkv.errors import ConfigError, LayoutError, ShuttingDownError, StoreUnav
 __all__ = ["empty_redis", "module_redis"]
 
 _ENGINE = {"model": "llama", "dtype": "bfloat16"}
-_WAIT_S = 20.0
+_WAIT_S = 120.0
 
 
 def pages_of(seed: int, num_pages: int = 8, page_bytes: int = 3000) -> np.ndarray:

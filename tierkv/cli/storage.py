@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -17,7 +16,7 @@ from tierkv.cli.output import Progressing, json_option, print_json, progress
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError, TierKVError
 from tierkv.storage import maintenance
-from tierkv.storage.codec import parse_key
+from tierkv.storage.codec import read_key
 from tierkv.storage.factory import StoreSettings, open_store, urls_in
 from tierkv.storage.file import FileStore
 from tierkv.storage.guard import ResilienceSettings
@@ -312,7 +311,7 @@ def verify(
     a value is damaged and was not removed, or could not be read, or one of several stores did not
     answer.
     """
-    key = None if key_file is None else parse_key(Path(key_file).read_text("ascii", "replace"))
+    key = None if key_file is None else read_key(key_file)
 
     async def check(store: Store, told: Progressing) -> tuple[str, maintenance.Verified]:
         found = await maintenance.verify(

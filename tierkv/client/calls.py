@@ -29,7 +29,7 @@ from tierkv.client.errors import (
 from tierkv.client.http import Body, Http, Reply
 from tierkv.client.routes import Repeat, RouteCall
 from tierkv.client.streams import Events, EventStream, TokenStream
-from tierkv.errors import ConfigError, HandoffError, TierKVError
+from tierkv.errors import BadRequestError, ConfigError, HandoffError, TierKVError
 from tierkv.http.bodies import EVENT_STREAM, JSON, MSGPACK
 from tierkv.tasks import deadline
 
@@ -174,7 +174,11 @@ class Calls:
         if question.body is None:
             return path + question.query, None, headers
         headers["Content-Type"] = MSGPACK
-        return path + question.query, [msgspec.msgpack.encode(_packed(question.body))], headers
+        try:
+            body = msgspec.msgpack.encode(_packed(question.body))
+        except OverflowError as error:
+            raise BadRequestError("a number has more than 64 bits, which no node takes") from error
+        return path + question.query, [body], headers
 
     def _read(self, call: RouteCall[A], reply: Reply) -> A:
         if reply.status >= _FIRST_ERROR:

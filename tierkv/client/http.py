@@ -26,7 +26,7 @@ Body = Sequence[bytes]
 
 _PIECE_BYTES = 64 << 10
 _UNIX = "unix:"
-_KEEP_S = 5.0  # below a node's own 10 s: a pooled connection is not closed as it is used again
+_KEEP_S = 5.0  # below a node's own 75 s: a pooled connection is not closed as it is used again
 _CONNECT_S = 10.0  # all else is under the deadline of each call
 _MAX_ANSWER_BYTES = 256 << 20
 

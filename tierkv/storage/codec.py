@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import msgpack
@@ -332,6 +333,19 @@ class TenantCodecs:
             key = self._key and _derive(self._key, b"tierkv tenant v1" + fingerprint.encode())
             codec = self._codecs[fingerprint] = codec_for(self._trust, key)
         return codec
+
+
+_MOST_KEY_FILE_BYTES = 4096  # of which a key takes 64
+
+
+def read_key(path: str | Path) -> bytes:
+    """As `parse_key` of a file. Raises ConfigError if it cannot be read or holds no key."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_MOST_KEY_FILE_BYTES).decode("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the key file {path} cannot be read") from error
+    return parse_key(text)
 
 
 def parse_key(text: str) -> bytes:

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from tierkv.clock import Clock
 from tierkv.config import Fixed
 from tierkv.errors import ConfigError
-from tierkv.storage.codec import SmallCodec, TenantCodecs, Trust, parse_key
+from tierkv.storage.codec import SmallCodec, TenantCodecs, Trust, parse_key, read_key
 from tierkv.storage.file import FileSettings, FileStore
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater
@@ -217,10 +217,6 @@ class StorageSettings:
         return SmallCodec(self.trust, self._read_key())
 
     def _read_key(self) -> bytes | None:
-        text = self.key
         if self.key_file:
-            try:
-                text = Path(self.key_file).read_text(encoding="ascii")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"the key file {self.key_file} cannot be read") from error
-        return parse_key(text) if text else None
+            return read_key(self.key_file)
+        return parse_key(self.key) if self.key else None
