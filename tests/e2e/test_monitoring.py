@@ -31,7 +31,7 @@ from tierkv.demo.processes import NodeProcess, gateway, node, together
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
-MOST_S = 0.25
+MOST_S = 0.15
 CONFIG = """
 [cache]
 device_blocks = 512
