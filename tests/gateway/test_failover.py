@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.gateway.scripted import ScriptedNode, Stage, answer_to, stage, text_of
-from tests.latch import until
+from tests.latch import PATIENCE_S, until
 from tierkv.gateway.nodes import NodeState
 from tierkv.gateway.settings import DeadlineSection, HealthSection, LimitsSection
 
@@ -397,3 +397,15 @@ async def test_no_node_is_blamed_while_the_gateways_own_loop_was_late() -> None:
         assert asked.result().is_whole
         assert [node.num_failures for node in nodes] == [0, 0]
         assert on.prefill[0].paths() + on.decode[0].paths() == ["/v1/prefill", "/v1/decode"]
+
+
+async def test_a_gateway_that_is_always_late_finds_a_frozen_node_all_the_same() -> None:
+    health = HealthSection(probe_interval_s=0.02, probe_timeout_s=0.1)
+    async with stage(prefill=1, decode=2, health=health) as on:
+        frozen, other = on.gateway.backend.nodes.all[1:]
+        on.decode[0].is_frozen = True
+        async with asyncio.timeout(PATIENCE_S):
+            while not frozen.num_failures:  # noqa: ASYNC110 - the loop is to turn now and then
+                block_the_loop(0.06)
+                await asyncio.sleep(0.005)
+        assert other.num_failures == 0
