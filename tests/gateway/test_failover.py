@@ -405,7 +405,7 @@ async def test_a_gateway_that_is_always_late_finds_a_frozen_node_all_the_same() 
         frozen, other = on.gateway.backend.nodes.all[1:]
         on.decode[0].is_frozen = True
         async with asyncio.timeout(PATIENCE_S):
-            while not frozen.num_failures:  # noqa: ASYNC110 - the loop is to turn now and then
+            while not frozen.num_failures:
                 block_the_loop(0.06)
                 await asyncio.sleep(0.005)
         assert other.num_failures == 0
