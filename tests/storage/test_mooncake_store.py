@@ -36,6 +36,7 @@ from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.handoff import STAGING_BLOCKS
 from tierkv.pd.settings import HandoffSettings
 from tierkv.sched.settings import CacheSettings
+from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
 from tierkv.storage.factory import StoreSettings, open_store
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
@@ -191,14 +192,15 @@ async def test_blocks_go_between_the_stores_memory_and_slots_that_its_client_was
     """Over RDMA nothing else is reached, headers included."""
     store: Store = open_store(empty_mooncake.url, StoreSettings(), SystemClock())
     if form == "resilient":
-        store = GuardedStore(store, ResilienceSettings(timeout_s=5.0), SystemClock())
+        store = GuardedStore(store, ResilienceSettings(timeout_s=60.0), SystemClock())
     at_start = store if form != "attached" else MemoryStore(MemorySettings(), SystemClock())
     cache = CacheSettings(
         block_size=BLOCK,
         device_blocks=32,
         host_blocks=32,
         storage_write=WritePolicy.WRITE_THROUGH,
-        fetch_deadline_s=5.0,
+        fetch_policy=FetchPolicy.WAIT_COMPLETE,
+        fetch_deadline_s=60.0,
     )
     service = Service(CpuDevice(), fingerprint(), cache, HandoffSettings(), at_start)
     tokens = list(range(4 * BLOCK + 1))
@@ -236,7 +238,8 @@ async def test_blocks_in_host_memory_that_came_into_use_later_go_and_come_withou
         host_max_blocks=32,
         host_write=WritePolicy.WRITE_THROUGH,
         storage_write=WritePolicy.WRITE_THROUGH,
-        fetch_deadline_s=5.0,
+        fetch_policy=FetchPolicy.WAIT_COMPLETE,
+        fetch_deadline_s=60.0,
     )
     service = Service(CpuDevice(), fingerprint(), cache, HandoffSettings(), store)
     tokens = list(range(12 * BLOCK + 1))
