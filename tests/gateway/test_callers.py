@@ -106,9 +106,27 @@ LOAD_GENERATORS_SEND: dict[str, Any] = {
     "logprobs": None,
     "ignore_eos": True,
     "min_tokens": 8,
-    "stream_options": {"include_usage": True},
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "stream": True,
 }
+CHATS_SEND: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "reasoning_effort": None,
+    "chat_template_kwargs": {},
+    "logprobs": False,
+    "metadata": {"run": "1"},
+    "store": False,
+    "service_tier": "auto",
+}
+NULLS = ("max_tokens", "temperature", "top_k", "min_tokens", "stop", "seed", "stream", "n", "user")
 
 
 async def test_fields_that_change_nothing_are_accepted() -> None:
@@ -118,6 +136,31 @@ async def test_fields_that_change_nothing_are_accepted() -> None:
         assert asked.usage is not None
         greedy = await on.caller.ask({"prompt": PROMPT, "top_p": 0.9})
         assert greedy.text == text_of(answer_to(PROMPT.encode(), 8))
+        assert (await on.caller.ask({"prompt": PROMPT, **dict.fromkeys(NULLS)})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [
+        *[(field, value, 200) for field, value in CHATS_SEND.items()],
+        ("tools", [{"type": "function", "function": {"name": "f"}}], 400),
+        ("tool_choice", "required", 400),
+        ("response_format", {"type": "json_object"}, 400),
+        ("reasoning_effort", "high", 400),
+        ("logprobs", True, 400),
+    ],
+)
+async def test_what_a_chat_asks_beyond_text_is_refused_and_what_changes_nothing_is_not(
+    field: str, value: object, status: int
+) -> None:
+    async with stage() as on:
+        url = on.caller.url + "/v1/chat/completions"
+        body = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 4, field: value}
+        async with on.caller.session.post(url, json=body) as response:
+            assert response.status == status
+            assert (
+                status == 200 or (await response.json(content_type=None))["error"]["param"] == field
+            )
 
 
 async def test_no_stop_text_counts_before_min_tokens() -> None:

@@ -23,34 +23,43 @@ _DEFAULT_TOKENS = 16
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool = False
+    """continuous_usage_stats: what load generators of vLLM ask for; usage is told once, last."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of completions may ask.
 
-    Fields that the reference model cannot serve are known, and refused unless they change nothing.
-    seed: without one, a random seed; the same seed gives the same answer. Not of OpenAI: top_k;
-    min_tokens, before which no stop text counts; ignore_eos, which changes nothing for a model that
-    has no last token.
+    Fields that the reference model cannot serve are known, and refused unless they change nothing;
+    null is as if left out. seed: without one, a random seed; the same seed gives the same answer.
+    Not of OpenAI: top_k, where 0 and -1 are all; min_tokens, before which no stop text counts;
+    ignore_eos and skip_special_tokens, which change nothing for a model that has neither.
     """
 
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = 1.0
-    top_k: int = 0
+    top_k: int | None = 0
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    min_tokens: int = 0
+    min_tokens: int | None = 0
     ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
     n: int | None = 1
     top_p: float | None = 1.0
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    min_p: float | None = 0.0
     logit_bias: dict[str, float] | None = None
     user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = False
+    service_tier: str | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -59,7 +68,12 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def with_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def of_most_likely(self) -> int:
+        """Of how many of the most likely tokens one is sampled; 0: of all."""
+        return 0 if self.top_k in (None, -1) else self.top_k or 0
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises InvalidRequestError."""
@@ -75,23 +89,27 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def check(self) -> None:
         """Raise InvalidRequestError if what it asks for cannot be had."""
         is_greedy = self.temperature == 0 or self.top_k == 1
+        min_p = 0 if is_greedy else self.min_p
         self.refuse_unless(
             ("n", self.n, 1),
             ("top_p", 1 if is_greedy else self.top_p, 1),
             ("presence_penalty", self.presence_penalty, 0),
             ("frequency_penalty", self.frequency_penalty, 0),
+            ("repetition_penalty", self.repetition_penalty, 1),
+            ("min_p", min_p, 0),
+            ("store", self.store, False),
             ("logit_bias", self.logit_bias or None, None),
         )
         if self.most_tokens < 1:
             raise InvalidRequestError("max_tokens must be at least 1", param="max_tokens")
-        if not 0 <= self.min_tokens <= self.most_tokens:
+        if not 0 <= (self.min_tokens or 0) <= self.most_tokens:
             raise InvalidRequestError("min_tokens must be in 0..max_tokens", param="min_tokens")
         if self.temperature is not None and not 0 <= self.temperature <= _MOST_TEMPERATURE:
             raise InvalidRequestError("temperature must be in 0..2", param="temperature")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InvalidRequestError("top_p must be above 0 and at most 1", param="top_p")
-        if self.top_k < 0:
-            raise InvalidRequestError("top_k must not be negative", param="top_k")
+        if self.of_most_likely < 0:
+            raise InvalidRequestError("top_k must be -1 or more", param="top_k")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options need stream", param="stream_options")
 
@@ -100,7 +118,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for field, value, neutral in fields:
             if value is not None and value != neutral:
                 raise InvalidRequestError(
-                    f"{field} {value!r} is not supported: leave it out", param=field
+                    f"{field} {value!r:.80} is not supported: leave it out", param=field
                 )
 
     def jobs(
@@ -114,7 +132,7 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 tokens=tokens,
                 max_tokens=self.most_tokens,
                 temperature=1.0 if self.temperature is None else self.temperature,
-                top_k=self.top_k,
+                top_k=self.of_most_likely,
                 seed=seed,
                 authorization=authorization,
             )
@@ -167,6 +185,13 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
+    tools: list[object] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, object] | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -180,8 +205,16 @@ class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True
         """As of CompletionBody: one."""
         del most_prompts
         self.check()
+        without_tools = self.tool_choice in ("none", "auto")
         self.refuse_unless(
-            ("logprobs", self.logprobs, False), ("top_logprobs", self.top_logprobs or None, None)
+            ("logprobs", self.logprobs, False),
+            ("top_logprobs", self.top_logprobs or None, None),
+            ("tools", self.tools or None, None),
+            ("tool_choice", None if without_tools else self.tool_choice, None),
+            ("response_format", self.response_format, {"type": "text"}),
+            ("modalities", self.modalities, ["text"]),
+            ("reasoning_effort", self.reasoning_effort, None),
+            ("chat_template_kwargs", self.chat_template_kwargs or None, None),
         )
         if not self.messages:
             raise InvalidRequestError("give at least one message", param="messages")

@@ -119,7 +119,7 @@ class CompletionRoutes:
             prompts.clear()
             given = request[bodies.REQUEST_ID], request.headers.get("Authorization")
             answers = [
-                PromptAnswer(job, backend, stops, min_tokens=body.min_tokens)
+                PromptAnswer(job, backend, stops, min_tokens=body.min_tokens or 0)
                 async for job in in_turns(body.jobs(packed, *given))
             ]
             writer = _Writer(request, settings.gateway.model, shape)
