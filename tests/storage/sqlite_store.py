@@ -10,7 +10,7 @@ from typing import TypeVar
 from tierkv.clock import Clock
 from tierkv.errors import BadRequestError, StoreCorruptError, StoreUnavailableError
 from tierkv.storage import protocol as p
-from tierkv.storage.base import BaseStore, WorkerThreads, copy_into, num_leading
+from tierkv.storage.base import BaseStore, WorkerThreads, copy_into
 
 T = TypeVar("T")
 Rows = list[tuple[str, int, float | None]]
@@ -69,9 +69,6 @@ class SqliteStore(BaseStore):
     async def present(self, names: Sequence[str]) -> list[bool]:
         p.check_names(names)
         return await self._do(lambda: [self._value(name) is not None for name in names])
-
-    async def exists(self, names: Sequence[str]) -> int:
-        return num_leading(await self.present(names))
 
     async def get_into(self, items: Sequence[p.GetItem]) -> list[p.GetOutcome]:
         try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.api.nodes import process
 from tests.storage.sqlite_store import SqliteStore
 from tests.storage.values import get_one, put_one
 from tierkv.clock import SystemClock
@@ -26,6 +29,34 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     return tmp_path
+
+
+async def test_nodes_hand_over_through_the_store_that_is_documented(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "storage.md").read_text()
+    found = re.search(
+        r"`folder = \"my_package:FolderStore\"`.+?```python\n(.+?)```", page, re.DOTALL
+    )
+    assert found
+    site = package / "site"
+    (site / "my_package.py").write_text(found[1])
+    with (site / "my_package-1.dist-info" / "entry_points.txt").open("a") as names:
+        names.write("folder = my_package:FolderStore\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    (package / "node.toml").write_text('[handoff]\ndirect = "off"\n')
+    options = ("--config", package / "node.toml", "--storage", f"folder://{package}/values")
+    body = {"prompt": "What a store of one's own keeps. " * 4, "ticket_id": "t"}
+    async with (
+        process(package, "--role", "prefill", *options) as prefill,
+        process(package, "--role", "decode", *options) as decode,
+    ):
+        published = await prefill.client.post("/v1/prefill", body)
+        assert published.status == 200, published.body
+        claimed = await decode.client.post("/v1/decode", body)
+        assert claimed.body["matched"]["storage"] == len(body["prompt"])
+        alone = await decode.client.post("/v1/generate", {"prompt": body["prompt"]})
+        assert claimed.body["tokens"] == alone.body["tokens"]
 
 
 async def test_a_package_brings_a_store_by_the_scheme_of_its_url(package: Path) -> None:

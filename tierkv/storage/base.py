@@ -50,8 +50,8 @@ def num_leading(are_there: Sequence[bool]) -> int:
 
 
 class BaseStore(ABC):
-    """A `Store` that has one copy of each value, no breaker, no way to tell its users, and no use
-    for what lies where. Its other operations are its own."""
+    """A `Store` that has one copy of each value, no breaker, no way to list them or to tell its
+    users, and no use for what lies where. Its other operations are its own."""
 
     @property
     def health(self) -> StoreHealth:
@@ -72,7 +72,22 @@ class BaseStore(ABC):
         """Does not know."""
 
     @abstractmethod
+    async def present(self, names: Sequence[str]) -> list[bool]: ...
+
+    async def exists(self, names: Sequence[str]) -> int:
+        return num_leading(await self.present(names))
+
+    @abstractmethod
     async def delete(self, names: Sequence[str]) -> int: ...
+
+    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
+        check_prefix(prefix)
+        check_limit(limit)
+        raise StoreUnavailableError(f"this store cannot list its values, {cursor=} or not")
+
+    async def usage(self, prefix: str) -> Usage:
+        check_prefix(prefix)
+        raise StoreUnavailableError("this store cannot list its values")
 
     async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
         await self.delete(names)

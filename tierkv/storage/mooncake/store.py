@@ -43,15 +43,11 @@ from tierkv.storage.protocol import (
     GetItem,
     GetOutcome,
     GetStatus,
-    ListPage,
     PutItem,
     PutOutcome,
     PutStatus,
-    Usage,
-    check_limit,
     check_name,
     check_names,
-    check_prefix,
     check_ttl,
 )
 
@@ -512,17 +508,6 @@ class MooncakeStore(BaseStore):
         """Values live for as long as they are used; returns how many there are."""
         check_ttl(ttl_s)
         return sum(await self.present(names))
-
-    async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
-        """Raises StoreUnavailableError: Mooncake does not tell."""
-        check_prefix(prefix)
-        check_limit(limit)
-        raise StoreUnavailableError(f"{self.url} cannot list its values, {cursor=} or not")
-
-    async def usage(self, prefix: str) -> Usage:
-        """Raises StoreUnavailableError: Mooncake does not tell."""
-        check_prefix(prefix)
-        raise StoreUnavailableError(f"{self.url} cannot list its values")
 
     def _opened(self) -> MooncakeValues:
         if self._values is None:
