@@ -80,6 +80,10 @@ class BaseStore(ABC):
     @abstractmethod
     async def delete(self, names: Sequence[str]) -> int: ...
 
+    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
+        await self.delete(names)
+        return [False] * len(names)
+
     async def list(self, prefix: str, *, limit: int, cursor: str | None = None) -> ListPage:
         check_prefix(prefix)
         check_limit(limit)
@@ -88,10 +92,6 @@ class BaseStore(ABC):
     async def usage(self, prefix: str) -> Usage:
         check_prefix(prefix)
         raise StoreUnavailableError("this store cannot list its values")
-
-    async def forget_damaged(self, names: Sequence[str]) -> list[bool]:
-        await self.delete(names)
-        return [False] * len(names)
 
 
 class StoreWrapper:
