@@ -36,7 +36,8 @@ def pytest_asyncio_loop_factories(
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: object) -> None:
     """A test that reaches its time limit ends its worker: say so where the test is named."""
-    limit_s = sched.config.getini("timeout")  # type: ignore[attr-defined]
+    config = sched.config  # type: ignore[attr-defined]
+    limit_s = config.getoption("timeout") or config.getini("timeout")
     report.longrepr = (
         f"{report.longrepr}\n{crashitem} ended its worker, as a test does that reaches its time "
         f"limit, which is {limit_s} s unless it has one of its own; the others went on"

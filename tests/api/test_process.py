@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from pathlib import Path
@@ -68,6 +69,38 @@ async def test_a_second_signal_does_not_wait(number: signal.Signals, tmp_path: P
         assert (await work).code == "shutting_down"
         assert await node.ended() == 0
     assert "second signal" in await asyncio.to_thread(node.log_text)
+
+
+PLANTED = """
+import asyncio, pathlib
+from tierkv.storage.guard import GuardedStore
+
+async def fails(self):
+    while not pathlib.Path({now!r}).exists():
+        await asyncio.sleep(0.01)
+    raise RuntimeError("nobody thought of this")
+
+GuardedStore._keep_probing = fails
+"""
+
+
+async def test_a_node_whose_lifetime_fails_says_why_before_it_closes_and_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = tmp_path / "now"
+    (tmp_path / "sitecustomize.py").write_text(PLANTED.format(now=str(now)))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    async with process(tmp_path) as node, asyncio.TaskGroup() as group:
+        work = group.create_task(node.client.post("/v1/generate", LONG))
+        await running(node, 1)
+        now.touch()
+        assert "nobody thought of this" in (await work).body["detail"]
+        async with asyncio.timeout(40):  # below node.close_limit_s
+            assert await node.process.wait() == 1
+    said = await asyncio.to_thread(node.log_text)
+    assert "CRITICAL tierkv.service" in said[: said.index("nobody thought of this")]
+    assert "still uses this node's memory" not in said
 
 
 async def test_an_idle_node_ends_at_once_even_with_open_connections(tmp_path: Path) -> None:

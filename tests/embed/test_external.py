@@ -24,11 +24,11 @@ from tests.embed.engine_rank import StepMessage
 from tests.embed.tp_engine import BLOCKS, ROOT, Rank, TpEngine
 from tests.latch import PATIENCE_S
 from tests.world import BLOCK, GQA
-from tierkv.api.types import GenerateBody
+from tierkv.api.types import AdmitBody, GenerateBody
 from tierkv.cache.groups import CacheGroup, GroupKind
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, Plane
-from tierkv.client import Client
+from tierkv.client import Client, RemoteError
 from tierkv.embed import EngineCache, Finished, NodeHost, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Found
 from tierkv.errors import ConfigError, TierKVError
@@ -330,6 +330,16 @@ def test_an_engine_outlives_its_node_and_says_why_nothing_is_found(tmp_path: Pat
             until(lambda: "has gone" in str(on.lookup("b", TOKENS).problem))
             assert cache.load("b", [THERE]) is None
         assert os.listdir(at.folder)
+
+
+def test_over_http_nobody_says_what_is_in_the_memory_of_engines(tmp_path: Path) -> None:
+    with node(tmp_path / "node") as at, engine(at, "one") as on:
+        on.compute(TOKENS, HERE)
+        with at.client() as client:
+            with pytest.raises(RemoteError, match="engines come to this node at its socket"):
+                client.admit(AdmitBody(tokens=TOKENS))
+            with pytest.raises(RemoteError, match="no model of its own"):
+                client.generate(GenerateBody(tokens=TOKENS))
 
 
 def test_a_node_that_no_engine_has_come_to_ends_when_told(tmp_path: Path) -> None:
