@@ -164,7 +164,6 @@ class _Device(CpuDevice):
     def __init__(self, rng: random.Random, latch: CopyLatch) -> None:
         super().__init__(latch)
         self._rng = rng
-        self._within = _AtOnce()  # type: ignore[assignment]
 
     def open_lane(self, direction: Direction, planes: Planes, host: HostSlots) -> Lane:
         return _Lane(self._rng, direction, planes, host, self._before_copy)

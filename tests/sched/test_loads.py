@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -409,15 +408,15 @@ async def test_a_write_through_copy_waits_for_the_kernels_that_wrote_the_blocks(
         assert (await here.run([*tokens(8), 1])).host_tokens == 8  # checks every byte
 
 
-@dataclass(frozen=True, slots=True)
 class _Late(Movement):
     """Ends, for the scheduler, when the test says so."""
 
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, real: Movement) -> None:
+        super().__init__(real.submission, real.num_bytes)
+        self.real = real
 
-    async def done(self) -> None:
-        await self.told.wait()
-        await Movement.done(self)
+    def tell(self) -> None:
+        self.end(TransferError("late") if self.real.has_failed else None)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -431,9 +430,7 @@ async def test_blocks_are_not_on_the_device_before_those_above_them_are(
 
         def loads_late(*args: Any) -> Movement:
             real = load(*args)
-            late.append(
-                _Late(real.submission, real.num_bytes, real._ended, real._on_end)  # noqa: SLF001
-            )
+            late.append(_Late(real))
             return late[-1]
 
         monkeypatch.setattr(here.service.mover, "load", loads_late)
@@ -443,12 +440,12 @@ async def test_blocks_are_not_on_the_device_before_those_above_them_are(
         prompt = here.prompt(tokens(16))
         assert len(late) == 2
         await until(lambda: here.service.mover.num_in_flight == 0, "the copies")
-        late[1].told.set()
+        late[1].tell()
         await turns(20)
         match = here.service.index.match(prompt)
         assert (match.device_blocks, match.loading_blocks) == (0, 4)
         assert here.service.verify() == []
-        late[0].told.set()
+        late[0].tell()
         if fails:  # the first copy, and with it what hangs below
             with pytest.raises(TransferError):
                 await finish(here.service.commit(second, pack([*tokens(16), 71])))

@@ -243,6 +243,7 @@ def test_so_it_is_where_each_prompt_takes_several_groups(
 ) -> None:
     for module in (copies, fetch):
         monkeypatch.setattr(module, "GROUP_BLOCKS", 2)
+    monkeypatch.setattr(copies, "PIECE_BYTES", 0)
     monkeypatch.setattr(lifecycle, "_SLICE", 2)
     simulate(run(seed))
 

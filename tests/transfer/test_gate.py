@@ -12,7 +12,8 @@ import pytest
 from tests.latch import ManualEvent, finish, turns, until
 from tierkv.errors import DeviceFailedError, GateTimeoutError, TransferError
 from tierkv.gpu.cpu import CpuDevice
-from tierkv.transfer.mover import EventPoller, LayerGate, Submission, submitted
+from tierkv.gpu.protocol import Event
+from tierkv.transfer.mover import EventPoller, LayerGate, submitted
 
 LAYERS = 3
 
@@ -135,7 +136,7 @@ async def test_a_timeout_leaves_the_copy_and_the_gate_as_they_are(poller: EventP
 
 
 async def test_a_cancelled_waiter_does_not_cancel_the_submission(poller: EventPoller) -> None:
-    submission: Submission = Future()
+    submission: Future[tuple[Event, ...]] = Future()
     gate = LayerGate(LAYERS, [submission], poller)
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(gate.layer(0, 20))
@@ -152,7 +153,7 @@ async def test_a_cancelled_waiter_does_not_cancel_the_submission(poller: EventPo
 
 
 async def test_a_copy_that_is_not_submitted_yet_is_not_open(poller: EventPoller) -> None:
-    submission: Submission = Future()
+    submission: Future[tuple[Event, ...]] = Future()
     gate = LayerGate(LAYERS, [submission], poller)
     assert not gate.is_open(0)
     with pytest.raises(GateTimeoutError):

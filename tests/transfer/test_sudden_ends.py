@@ -16,6 +16,7 @@ from tests.latch import CopyLatch, ManualEvent, finish, turns
 from tests.layouts import LAYOUTS
 from tierkv.errors import TransferError
 from tierkv.gpu.cpu import CpuDevice, CpuEvent
+from tierkv.gpu.protocol import Event
 from tierkv.transfer.mover import EventPoller, LayerGate, Mover, Submission, submitted
 
 LAYOUT = LAYOUTS["fp8"]
@@ -93,7 +94,7 @@ async def test_a_poller_whose_body_breaks_looks_on_until_all_events_are_done() -
 
 def _failed(kind: str, error: TransferError) -> Submission:
     if kind == "not submitted":
-        future: Submission = Future()
+        future: Future[tuple[Event, ...]] = Future()
         future.set_exception(error)
         return future
     if kind == "copied":

@@ -34,6 +34,7 @@ from tierkv.cache.node import (
     Change,
     CopyState,
     Ids,
+    Mask,
     Quota,
     Segment,
     Space,
@@ -589,6 +590,11 @@ class Index:
             return np.zeros(0, np.int32)
         parts = [n.copies[tier].slots[i:j] for n, i, j in segments(node, start, stop)]
         return np.concatenate(parts)
+
+    def is_in(self, state: CopyState, tier: Tier, node: TreeNode, start: int, stop: int) -> Mask:
+        """Which of blocks [start, stop) on the path to `node` are in `state`."""
+        found = [part.copies[tier].is_in(state, i, j) for part, i, j in segments(node, start, stop)]
+        return found[0] if len(found) == 1 else np.concatenate([*found, np.zeros(0, np.bool_)])
 
     def states(self, tier: Tier, node: TreeNode, start: int, stop: int) -> list[CopyState]:
         return [

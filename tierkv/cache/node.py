@@ -294,7 +294,7 @@ class TierCopies:
         """uint8 [num_blocks], CopyState values; to be read only."""
         if self._states is not None:
             return self._states
-        return np.full(self.num_blocks, self.uniform, np.uint8)
+        return np.full(self.num_blocks, int(self.uniform or 0), np.uint8)
 
     @property
     def slots(self) -> Ids:
@@ -362,7 +362,8 @@ class TierCopies:
         is_whole = start == 0 and stop == self.num_blocks
         had = self.slots[start:stop]
         if self._states is None:
-            after = advance(CopyState(self.uniform or 0), change)
+            assert self.uniform is not None, "it is, where no states are kept"
+            after = advance(self.uniform, change)
             if is_whole:
                 self.uniform = after
             else:

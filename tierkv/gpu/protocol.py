@@ -51,6 +51,26 @@ class Event(Protocol):
         `timeout_s`, and what `is_done` raises."""
 
 
+class FailedEvent:
+    """The event of what did not even begin."""
+
+    position = 0
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    @property
+    def line(self) -> object:
+        return self
+
+    @property
+    def is_done(self) -> bool:
+        raise self._error
+
+    def block_until_done(self, timeout_s: float) -> None:  # noqa: ARG002 - the protocol's
+        raise self._error
+
+
 class Stream(Protocol):
     """Work of the engine or of a lane, done in the order it was submitted."""
 

@@ -35,6 +35,7 @@ from tierkv.gpu.protocol import (
     Device,
     Direction,
     Event,
+    FailedEvent,
     HostSlots,
     Ids,
     Lane,
@@ -271,28 +272,6 @@ class RankedEvent:
                 continue  # it is named below, after the others
         if not self.is_done:
             raise GateTimeoutError(f"the ranks did not finish within {timeout_s:g} s")
-
-
-class FailedEvent:
-    """The event of what a rank did not even begin."""
-
-    def __init__(self, error: TransferError) -> None:
-        self._error = error
-
-    @property
-    def line(self) -> object:
-        return self
-
-    @property
-    def position(self) -> int:
-        return 0
-
-    @property
-    def is_done(self) -> bool:
-        raise self._error
-
-    def block_until_done(self, timeout_s: float) -> None:  # noqa: ARG002 - the protocol's
-        raise self._error
 
 
 class RankedStream:

@@ -27,7 +27,6 @@ from tierkv.errors import (
     OutOfBlocksError,
     OverQuotaError,
     RequestTooLargeError,
-    TransferError,
 )
 from tierkv.sched.events import Happening
 from tierkv.sched.explain import MISS_REASONS, why_missed
@@ -86,7 +85,8 @@ class _Partial:
 
     def is_on_device(self, index: Index) -> bool:
         stop = self.source.num_blocks
-        return index.states(Tier.DEVICE, self.source.node, stop - 1, stop)[0] is CopyState.READY
+        node = self.source.node
+        return bool(index.is_in(CopyState.READY, Tier.DEVICE, node, stop - 1, stop)[0])
 
 
 class HostLoads:
@@ -161,7 +161,8 @@ class HostLoads:
         self._by_number[load.number] = load
         self._numbers()[slots] = load.number
         self._tiers.copies.num_loads += 1
-        self._tiers.work.start(self._follow(load), "tierkv-load", space=path.node.space.name)
+        end = self._tiers.work.begin(path.node.space.name)
+        load.movement.when_ended(lambda: self._settle(load, end))
         return load
 
     def let_go(self, load: Load) -> None:
@@ -169,17 +170,17 @@ class HostLoads:
         load.num_users -= 1
         self._give_if_unused(load)
 
-    async def _follow(self, load: Load) -> None:
-        try:
-            await load.movement.done()
-            arrived = True
-        except TransferError:
-            self._tiers.eviction.stats.failed_transfers += 1
-            arrived = False
+    def _settle(self, load: Load, end: Callable[[], None]) -> None:
+        """Its copy has ended; those above it go first. Whoever waits for the copy hears of it when
+        the index knows, where there are none."""
         for upper in load.above:
-            await asyncio.shield(upper.settled)
+            if not upper.settled.done():
+                upper.settled.add_done_callback(lambda _: self._settle(load, end))
+                return
         self._tiers.copies.num_loads -= 1
-        if arrived and not load.is_failed:
+        has_failed = load.movement.has_failed
+        self._tiers.eviction.stats.failed_transfers += has_failed
+        if not (has_failed or load.is_failed):
             self._forget(load)
             self._index.change(Tier.DEVICE, load.lease.node, load.first, load.stop, Change.ARRIVE)
             node = load.lease.node
@@ -189,7 +190,7 @@ class HostLoads:
         self._index.release(load.lease)
         load.settled.set_result(None)
         self._give_if_unused(load)
-        self._tiers.work.capacity_changed()
+        end()
 
     def _fail(self, load: Load) -> None:
         """Take the blocks off the device, those below them first. The slots stay lent: copies and

@@ -121,6 +121,7 @@ def _end_token(prompt: Prompt, match: Match, num_keys: int) -> int:
 
 
 GROUP_BLOCKS = 32  # how many blocks a background copy or a fetch moves at a time
+PIECE_BYTES = 8 << 20  # or more of small ones, if a copy to the host: 0.15 ms of PCIe 5
 LEAVING_PATIENCE_S = 1.0  # how long a host that shrinks waits for a store to take such a group
 _SHARE_BEING_STORED = 4  # one of so many host slots, see Tiers
 _MOST_TO_STORE = 4096  # groups that wait for the store; what comes then is not stored this time
@@ -349,13 +350,14 @@ class Copies:
         try:
             at = first
             while at < stop:
-                end = min(at + GROUP_BLOCKS, stop)
+                end = min(at + max(GROUP_BLOCKS, PIECE_BYTES // self._block_bytes), stop)
                 async with self.background.room((end - at) * self._block_bytes):
                     is_whole = await self._host_copy(node, at, end)
                 if to_storage and not is_whole:
                     is_whole = await self._copied_by_others(node, at, end)
                 if to_storage and is_whole and self.storing.num_waiting < _MOST_TO_STORE:
-                    to_store.append((at, end))
+                    groups = range(at, end, GROUP_BLOCKS)
+                    to_store += [(one, min(one + GROUP_BLOCKS, end)) for one in groups]
                 elif to_storage:
                     index.unmark_stored(node, at, end)
                 at = end
@@ -447,15 +449,16 @@ class Copies:
 
     async def _copied_by_others(self, node: TreeNode, first: int, stop: int) -> bool:
         """Whether path blocks [first, stop) are all on the host, once nobody copies them there."""
-        while CopyState.INCOMING in (states := self._index.states(Tier.HOST, node, first, stop)):
+        path = Tier.HOST, node, first, stop
+        while self._index.is_in(CopyState.INCOMING, *path).any():
             await self._work.next_change()
-        return all(state is CopyState.READY for state in states)
+        return bool(self._index.is_in(CopyState.READY, *path).all())
 
     async def _host_copy(self, node: TreeNode, first: int, stop: int) -> bool:
         """Give path blocks [first, stop) a host copy where they have none; whether all have."""
-        states = self._index.states(Tier.HOST, node, first, stop)
-        missing = np.array([state == CopyState.ABSENT for state in states], np.bool_)
-        complete = CopyState.INCOMING not in states
+        missing = self._index.is_in(CopyState.ABSENT, Tier.HOST, node, first, stop)
+        ready = self._index.is_in(CopyState.READY, Tier.HOST, node, first, stop)
+        complete = bool((missing | ready).all())
         for start, end in runs_of(missing):
             try:  # the first of them are of use without the others
                 slots = self._eviction.take_some(Tier.HOST, end - start, node.space)

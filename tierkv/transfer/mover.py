@@ -10,8 +10,7 @@ from bisect import insort
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from operator import add
+from operator import add, attrgetter
 
 import msgspec
 
@@ -27,6 +26,7 @@ from tierkv.gpu.protocol import (
     Device,
     Direction,
     Event,
+    FailedEvent,
     HostSlots,
     Ids,
     Lane,
@@ -53,12 +53,19 @@ _MOST_NAP_S = 0.001
 _NAP_SHARE = 0.01
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Pending:
-    position: int
-    event: Event = field(compare=False)
-    future: asyncio.Future[None] = field(compare=False)
-    is_long: bool = field(compare=False)
+Tell = Callable[[TransferError | None], None]
+
+
+class _Pending(msgspec.Struct, eq=False):
+    """tell: called once, when `event` is done, or has failed with that."""
+
+    event: Event
+    tell: Tell
+    is_long: bool
+
+    @property
+    def position(self) -> int:
+        return self.event.position
 
 
 class EventPoller:
@@ -101,15 +108,33 @@ class EventPoller:
         Cancelling the future cancels nothing else; the work behind the event goes on.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if _settle(event, future):
-            return future
+
+        def tell(error: TransferError | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        if (outcome := _outcome(event)) is not None:
+            tell(outcome[0])
+        else:
+            self.then(event, tell, is_long=is_long)
+        return future
+
+    def then(self, event: Event, tell: Tell, *, is_long: bool = False) -> None:
+        """Call `tell`, on the loop, in a later turn of it, when `event` is done, or has failed with
+        what `tell` is given. is_long: as in `done`. An error that `tell` raises is the poller's."""
         if not self._is_running:
             raise ShuttingDownError("the event poller is not running")
-        line = self._lines.setdefault(event.line, [])
-        insort(line, _Pending(event.position, event, future, is_long))
+        line = self._lines.get(event.line)
+        if line is None:
+            self._lines[event.line] = [_Pending(event, tell, is_long)]
+        else:
+            insort(line, _Pending(event, tell, is_long), key=attrgetter("position"))
         self._num_pending += 1
         self._tell()
-        return future
 
     def _tell(self) -> None:
         self._eager_until = time.monotonic() + _EAGER_S
@@ -123,8 +148,7 @@ class EventPoller:
             self._is_running = False
             lines, self._lines, self._num_pending = self._lines, {}, 0
             for one in (one for line in lines.values() for one in line):
-                if not one.future.done():
-                    one.future.set_exception(DeviceFailedError(f"the poller failed: {error!r}"))
+                one.tell(DeviceFailedError(f"the poller failed: {error!r}"))
             raise
 
     async def _poll_on(self, watcher: ThreadPoolExecutor) -> None:
@@ -149,47 +173,53 @@ class EventPoller:
 
     def _look(self) -> None:
         for key, line in list(self._lines.items()):
-            num_settled = 0
-            while num_settled < len(line) and _settle(
-                line[num_settled].event, line[num_settled].future
-            ):
-                num_settled += 1
-            del line[:num_settled]
-            self._num_pending -= num_settled
-            if not line:
-                del self._lines[key]
+            while line and (outcome := _outcome(line[0].event)) is not None:
+                one = line.pop(0)
+                self._num_pending -= 1
+                if not line:
+                    del self._lines[key]
+                one.tell(outcome[0])
 
     def _watch(self, firsts: Sequence[_Pending]) -> None:
         """On the watching thread: return when one of these is done or failed, or there is news."""
         began = time.monotonic()
         least_s = _LONG_NAP_S if all(one.is_long for one in firsts) else _LEAST_NAP_S
-        while not self._has_news and not any(_has_ended(one.event) for one in firsts):
+        while not self._has_news and not any(_outcome(one.event) for one in firsts):
             nap_s = _NAP_SHARE * (time.monotonic() - began)
             time.sleep(min(max(nap_s, least_s), _MOST_NAP_S))
 
 
-def _has_ended(event: Event) -> bool:
-    try:
-        return event.is_done
-    except TransferError:
-        return True
+_DONE = (None,)
 
 
-def _settle(event: Event, future: asyncio.Future[None]) -> bool:
-    """Resolve `future` if `event` is done or failed; whether there is nothing left to look at."""
+def _outcome(event: Event) -> tuple[TransferError | None] | None:
+    """What it failed with, or that it did not; None as long as there is more to look at."""
     try:
-        if not event.is_done:
-            return False
+        return _DONE if event.is_done else None
     except TransferError as error:
-        if not future.done():
-            future.set_exception(error)
+        return (error,)
+
+
+class _Known(msgspec.Struct, eq=False):
+    """The outcome of a submission, as that of a future that is done."""
+
+    events: tuple[Event, ...]
+    error: TierKVError | None = None
+
+    def done(self) -> bool:
         return True
-    if not future.done():
-        future.set_result(None)
-    return True
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:  # noqa: ARG002
+        return self.error
+
+    def result(self) -> tuple[Event, ...]:
+        if self.error is not None:
+            raise self.error
+        return self.events
 
 
-Submission = Future[tuple[Event, ...]]  # one event per layer, known once the copy is submitted
+# One event per layer, known once the copy is submitted.
+Submission = _Known | Future[tuple[Event, ...]]
 
 
 class LayerGate:
@@ -233,8 +263,9 @@ class LayerGate:
         try:
             async with asyncio.timeout(timeout_s):
                 for submission in self._submissions:
-                    events = await asyncio.shield(asyncio.wrap_future(submission))
-                    await self._poller.done(events[layer])
+                    if isinstance(submission, Future) and not submission.done():
+                        await asyncio.shield(asyncio.wrap_future(submission))
+                    await self._poller.done(_events(submission, 0.0)[layer])
         except TimeoutError as error:
             raise GateTimeoutError(f"layer {layer} did not arrive in {timeout_s:g} s") from error
 
@@ -251,9 +282,7 @@ def _events(submission: Submission, timeout_s: float) -> tuple[Event, ...]:
 
 def submitted(events: tuple[Event, ...]) -> Submission:
     """A movement that is on its way already."""
-    future: Submission = Future()
-    future.set_result(events)
-    return future
+    return _Known(events)
 
 
 _SHORT_BYTES = 16 << 20  # PCIe 5 moves them in 0.3 ms
@@ -282,44 +311,45 @@ class LayerTimes(msgspec.Struct, frozen=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
 class Movement:
     """A copy that is being submitted, is on its way, or has ended."""
 
-    submission: Submission
-    num_bytes: int
-    _ended: asyncio.Future[None]
-    _on_end: list[Callable[[], None]] = field(default_factory=list)
+    __slots__ = ("_error", "_on_end", "has_ended", "num_bytes", "submission")
+
+    def __init__(self, submission: Submission, num_bytes: int) -> None:
+        self.submission = submission
+        self.num_bytes = num_bytes
+        self.has_ended = False
+        self._error: TransferError | None = None
+        self._on_end: list[Callable[[], object]] = []
 
     async def done(self) -> None:
         """Return when every byte has arrived; raise TransferError if it failed. Cancelling the
         wait does not touch the copy."""
-        await asyncio.shield(self._ended)
+        if not self.has_ended:
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._on_end.append(lambda: None if ended.done() else ended.set_result(None))
+            await ended
+        if self._error is not None:
+            raise self._error.with_traceback(None)
 
-    def when_ended(self, call: Callable[[], None]) -> None:
+    def when_ended(self, call: Callable[[], object]) -> None:
         """Call `call` on the loop as soon as the copy has ended, well or not."""
-        if self._ended.done():
+        if self.has_ended:
             call()
         else:
             self._on_end.append(call)
 
     def end(self, error: TransferError | None) -> None:
         """Called once, by the mover."""
-        if error is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(error)
+        self.has_ended, self._error = True, error
         for call in self._on_end:
             call()
 
     @property
-    def has_ended(self) -> bool:
-        return self._ended.done()
-
-    @property
     def has_failed(self) -> bool:
         """Whether it has ended without all of its bytes."""
-        return self._ended.done() and self._ended.exception() is not None
+        return self._error is not None
 
 
 class Mover:
@@ -333,9 +363,8 @@ class Mover:
         self.poller = EventPoller()
         self._lanes: dict[Direction, Lane] = {}
         self._submitter: ThreadPoolExecutor | None = None
-        self._tasks: asyncio.TaskGroup | None = None
-        self._following: set[asyncio.Task[None]] = set()  # one per movement
         self.num_in_flight = 0
+        self._all_ended: asyncio.Future[None] | None = None  # who closes it waits for that
         self.bytes_moved = {Direction.LOAD: 0, Direction.OFFLOAD: 0}
         none = (0.0,) * planes.layout.num_layers
         self.layer_times = LayerTimes(0, none, none)
@@ -347,11 +376,13 @@ class Mover:
         self._submitter = ThreadPoolExecutor(1, thread_name_prefix="tierkv-submit")
         try:
             await self._open_lanes()
-            async with self.poller.running(), task_group() as self._tasks:
+            async with self.poller.running():
                 try:
                     yield
-                finally:  # an error of the body would cancel what follows the copies
-                    await outlast(self._following, on_cancel=lambda: None)
+                finally:
+                    while self.num_in_flight:
+                        self._all_ended = asyncio.get_running_loop().create_future()
+                        await outlast({self._all_ended}, on_cancel=lambda: None)
         finally:
             # Blocks the loop on purpose: memory must not be freed under a copy in flight.
             with _closing(self._lanes.values()):
@@ -423,58 +454,61 @@ class Mover:
         return LayerGate(self._planes.layout.num_layers, movements, self.poller)
 
     def _move(self, copy: BlockCopy) -> Movement:
-        submission: Submission = Future()
         try:
-            submission.set_result(self._lanes[copy.direction].submit(copy))
+            submission = _Known(self._lanes[copy.direction].submit(copy))
         except TierKVError as error:
-            submission.set_exception(error)
+            submission = _Known((), error)
         return self._follow(submission, len(copy) * self._block_bytes, copy.direction)
 
     def _follow(self, submission: Submission, num_bytes: int, counts: Direction | None) -> Movement:
-        assert self._tasks is not None, "the mover is running"
+        """It ends in a later turn of the loop, and in the poller's task: a bug in what is done then
+        is one of the service's life."""
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-        ended.add_done_callback(_retrieve)
-        movement = Movement(submission, num_bytes, ended)
+        movement, began = Movement(submission, num_bytes), loop.time()
         self.num_in_flight += 1
-        following = self._tasks.create_task(
-            self._await_end(movement, counts, loop.time()), name="tierkv-movement"
-        )
-        self._following.add(following)
-        following.add_done_callback(self._following.discard)
+
+        def is_submitted() -> None:
+            error, is_long = submission.exception(), num_bytes > _SHORT_BYTES
+            if isinstance(error, TierKVError) and not isinstance(error, TransferError):
+                error = TransferError(str(error))
+            events = (FailedEvent(error),) if error else submission.result()
+            try:
+                if counts is Direction.LOAD and not error and began >= self._times_from:
+                    self._time_layers(events, began, is_long=is_long)
+                self.poller.then(events[-1], end, is_long=is_long)
+            except ShuttingDownError as failure:  # the poller has failed, and so does the service
+                loop.call_soon(end, TransferError(str(failure)))
+
+        def end(error: TransferError | None) -> None:
+            self.num_in_flight -= 1
+            if error is None and counts is not None:
+                self.bytes_moved[counts] += num_bytes
+            movement.end(error)
+            if not self.num_in_flight and self._all_ended is not None:
+                self._all_ended.set_result(None)
+                self._all_ended = None
+
+        if isinstance(submission, _Known):
+            is_submitted()
+        else:
+            submission.add_done_callback(lambda _: loop.call_soon_threadsafe(is_submitted))
         return movement
 
-    async def _await_end(self, movement: Movement, counts: Direction | None, began: float) -> None:
-        error: TransferError | None = None
-        try:
-            submission = movement.submission
-            is_known = submission.done()
-            events = submission.result() if is_known else await asyncio.wrap_future(submission)
-            is_long = movement.num_bytes > _SHORT_BYTES
-            if counts is Direction.LOAD and began >= self._times_from:
-                await self._time_layers(events, began, is_long=is_long)
-            else:
-                await self.poller.done(events[-1], is_long=is_long)
-        except TransferError as failure:
-            error = failure
-        except TierKVError as failure:
-            error = TransferError(str(failure))
-        self.num_in_flight -= 1
-        if error is None and counts is not None:
-            self.bytes_moved[counts] += movement.num_bytes
-        movement.end(error)
-
-    async def _time_layers(self, events: Sequence[Event], began: float, *, is_long: bool) -> None:
-        """Return when the last of a load's events is done."""
+    def _time_layers(self, events: Sequence[Event], began: float, *, is_long: bool) -> None:
+        """Note when each layer of a load is there; one load at a time is looked at."""
         loop, ready_s = asyncio.get_running_loop(), []
         self._times_from = math.inf
-        try:
-            for event in events:
-                await self.poller.done(event, is_long=is_long)
+
+        def there(error: TransferError | None) -> None:
+            if error is None:
                 ready_s.append(loop.time() - began)
-        finally:
-            self._times_from = loop.time() + _TIMED_EVERY_S
-        self.layer_times = self.layer_times.and_one(ready_s)
+            if len(ready_s) == len(events):
+                self.layer_times = self.layer_times.and_one(ready_s)
+            if error is not None or len(ready_s) == len(events):
+                self._times_from = loop.time() + _TIMED_EVERY_S
+
+        for event in events:
+            self.poller.then(event, there, is_long=is_long)
 
 
 @contextmanager
@@ -484,9 +518,3 @@ def _closing(lanes: Iterable[Lane]) -> Iterator[None]:
         for lane in lanes:
             stack.callback(lane.close)
         yield
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    """A failed movement nobody waits for any more is no news: its bookkeeping has been done."""
-    if not future.cancelled():
-        future.exception()
