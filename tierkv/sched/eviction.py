@@ -99,11 +99,12 @@ class Eviction:
         """
         if tier is HOST:  # whoever takes device slots has told the time just before
             self.index.at(monotonic())
-        leaving, pool = self._slots.leaving.get(tier), self._pools[tier]
-        is_free = count <= pool.num_free and space is None and leaving is None
-        if is_free and not self._watermarks[tier].low:
+        pool = self._pools[tier]
+        is_simple = space is None and not self._slots.leaving and not self._watermarks[tier].low
+        if is_simple and count <= pool.num_free:
             return pool.allocate(count)
         slots = self._take(tier, count, space, reserved)
+        leaving = self._slots.leaving.get(tier)
         while leaving is not None and (goes := slots >= leaving.first).any():
             self._slots.retire(tier, slots[goes])
             asyncio.get_running_loop().call_soon(

@@ -468,7 +468,8 @@ class Request(msgspec.Struct, eq=False):
     def grow(self, slots: Ids) -> None:
         """Add private blocks at the end of the table. Both arrays have room for as many again, so
         that a request that grows block by block does not copy them each time."""
-        start, stop = len(self.block_table), len(self.block_table) + len(slots)
+        start = len(self.block_table)
+        stop = start + len(slots)
         if self.room is None or len(self.room[0]) < stop:
             room = np.empty(2 * stop, np.int32), np.ones(2 * stop, np.bool_)
             room[0][:start], room[1][:start] = self.block_table, self.is_private
@@ -530,7 +531,8 @@ class Request(msgspec.Struct, eq=False):
 
     def check_wanted(self) -> None:
         """Raise OwnershipError if it has ended, RequestAbortedError if it should end."""
-        self.check_running()
+        if self.state is not RequestState.RUNNING:
+            self.check_running()
         if self.is_aborted:
             raise RequestAbortedError(f"request {self.request_id!r} was aborted")
 

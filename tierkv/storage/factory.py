@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from tierkv.clock import Clock
@@ -23,6 +23,9 @@ from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import Store
 from tierkv.storage.redis.url import ACCEPTED as REDIS_ACCEPTED
 from tierkv.storage.redis.url import REDIS_SCHEMES, RedisSettings, parse_redis_url
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 # Under it, by the scheme of its URLs, a package names a function that takes a URL and a Clock and
 # returns a Store (docs/storage.md, "A store of your own").
@@ -120,6 +123,8 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
 def _brought(scheme: str) -> EntryPoint | None:
     """What another package brings for URLs of `scheme`. Reads the installed packages' metadata: a
     few milliseconds, for a scheme that is not our own."""
+    from importlib.metadata import entry_points  # noqa: PLC0415 - 2 MiB that few nodes need
+
     return next(iter(entry_points(group=ENTRY_POINTS, name=scheme)), None)
 
 

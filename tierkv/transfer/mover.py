@@ -157,6 +157,7 @@ class EventPoller:
             if not self._lines:
                 self._wake.clear()
                 await self._wake.wait()
+                self._look()  # some are done by now
                 continue
             if time.monotonic() < self._eager_until and self._may_be_eager():
                 await asyncio.sleep(0)
