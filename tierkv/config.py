@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
@@ -95,12 +95,29 @@ def flat(table: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     return found
 
 
-def all_above_zero(table: str, settings: msgspec.Struct, *names: str) -> None:
+def all_above_zero(table: str, settings: object, *names: str) -> None:
     """Raise ConfigError unless each of these is a number above 0: TOML has nan and inf, too."""
+    _check_all(table, settings, names, "a number above 0", lambda number: number > 0)
+
+
+def none_negative(table: str, settings: object, *names: str) -> None:
+    """Raise ConfigError unless each of these is a number, and not below 0."""
+    _check_all(table, settings, names, "a number not below 0", lambda number: number >= 0)
+
+
+def all_at_least_one(table: str, settings: object, *names: str) -> None:
+    """Raise ConfigError unless each of these counts is 1 or more."""
+    _check_all(table, settings, names, "at least 1", lambda number: number >= 1)
+
+
+def _check_all(
+    table: str, settings: object, names: Sequence[str], what: str, is_right: Callable[[float], bool]
+) -> None:
     for name in names:
-        value: float = getattr(settings, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{table}.{name} must be a number above 0")
+        number: float = getattr(settings, name)
+        if not (math.isfinite(number) and is_right(number)):
+            key = f"{table}.{name}" if table else name
+            raise ConfigError(f"{key} must be {what}, not {number}")
 
 
 _MOST_BYTES = 1 << 20

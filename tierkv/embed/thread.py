@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from weakref import WeakSet
 import msgspec
 import uvloop
 
-from tierkv.config import all_above_zero
+from tierkv.config import all_above_zero, all_at_least_one, none_negative
 from tierkv.embed.exchange import AbortedError, Call, Exchange, Work
 from tierkv.embed.requests import Requests
 from tierkv.errors import ConfigError, DeviceFailedError, ShuttingDownError, TierKVError
@@ -52,11 +51,9 @@ class EmbedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.max_calls < 1:
-            raise ConfigError("embed.max_calls must be at least 1")
+        all_at_least_one("embed", self, "max_calls")
         all_above_zero("embed", self, "load_timeout_s", "open_deadline_s", "close_deadline_s")
-        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
-            raise ConfigError("embed.grace_s must be a number that is not negative")
+        none_negative("embed", self, "grace_s")
 
 
 log = logging.getLogger("tierkv.embed")

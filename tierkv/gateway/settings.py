@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tierkv.client.http import client_tls, node_url
-from tierkv.config import Fixed, all_above_zero
+from tierkv.config import Fixed, all_above_zero, all_at_least_one, none_negative
 from tierkv.errors import ConfigError
 from tierkv.http.settings import AuthSection, ListenSection, TlsSection
 
@@ -60,11 +60,8 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_attempts: Fixed[int] = 8
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_batch", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"limits.{name} must be at least 1")
-        if self.max_queued < 0:
-            raise ConfigError("limits.max_queued must not be negative")
+        all_at_least_one("limits", self, "max_running", "max_batch", "max_attempts")
+        none_negative("limits", self, "max_queued")
         all_above_zero("limits", self, "queue_timeout_s")
 
 

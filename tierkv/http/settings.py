@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
-from tierkv.config import Fixed, all_above_zero
+from tierkv.config import Fixed, all_above_zero, all_at_least_one, none_negative
 from tierkv.errors import ConfigError
 
 _MAX_PORT = 65_535
@@ -49,17 +47,11 @@ class ListenSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"{table}.port must be in 0..{_MAX_PORT}, not {self.port}")
         if not self.host:
             raise ConfigError(f"{table}.host is empty: name an address, such as 127.0.0.1")
-        if not (math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0):
-            raise ConfigError(f"{table}.drain_grace_s must be a number that is not negative")
-        for name in (
-            *("max_body_bytes", "max_prompt_tokens", "max_work_bytes", "max_connections"),
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{table}.{name} must be at least 1")
-        all_above_zero(
-            *(table, self),
-            *("idle_timeout_s", "head_timeout_s", "body_timeout_s", "send_timeout_s"),
-        )
+        none_negative(table, self, "drain_grace_s")
+        all_at_least_one(table, self, "max_body_bytes", "max_prompt_tokens")
+        all_at_least_one(table, self, "max_work_bytes", "max_connections")
+        all_above_zero(table, self, "idle_timeout_s", "head_timeout_s")
+        all_above_zero(table, self, "body_timeout_s", "send_timeout_s")
 
 
 class AuthSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

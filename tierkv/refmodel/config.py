@@ -8,7 +8,7 @@ from typing import Literal
 
 from tierkv.cache.layout import Layout, attention_layout
 from tierkv.cache.shards import ShardScheme
-from tierkv.config import Fixed
+from tierkv.config import Fixed, all_at_least_one
 from tierkv.errors import ConfigError
 
 VOCAB_SIZE = 256
@@ -48,17 +48,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.name or not self.revision:
             raise ConfigError("the reference model needs a name and a revision")
-        for field, number in (
-            ("num_layers", self.num_layers),
-            ("num_heads", self.num_heads),
-            ("num_kv_heads", self.num_kv_heads),
-            ("head_dim", self.head_dim),
-            ("hidden", self.hidden),
-            ("ffn", self.ffn),
-            ("max_positions", self.max_positions),
-        ):
-            if number < 1:
-                raise ConfigError(f"{field} must be at least 1, not {number}")
+        all_at_least_one("", self, "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        all_at_least_one("", self, "hidden", "ffn", "max_positions")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must be a multiple of "

@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from tierkv import tracing
 from tierkv.cache.keys import TOKEN_BYTES, Prompt, count, pack, unpack
-from tierkv.config import Fixed, all_above_zero
+from tierkv.config import Fixed, all_above_zero, all_at_least_one
 from tierkv.errors import (
     BadRequestError,
-    ConfigError,
     DeviceFailedError,
     HandoffError,
     TransferError,
@@ -187,8 +186,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     load_timeout_s: Fixed[float] = 30.0
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigError(f"engine.chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        all_at_least_one("engine", self, "chunk_tokens")
         all_above_zero("engine", self, "load_timeout_s")
 
 

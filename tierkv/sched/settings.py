@@ -6,7 +6,7 @@ import msgspec
 
 from tierkv.cache.eviction import EvictionKind, EvictionPolicy, WritePolicy, make_policy
 from tierkv.cache.node import Quota, check_quota
-from tierkv.config import Fixed, all_above_zero
+from tierkv.config import Fixed, all_above_zero, all_at_least_one
 from tierkv.errors import ConfigError
 from tierkv.sched.eviction import Watermarks
 from tierkv.sched.tenants import Limits
@@ -90,18 +90,9 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self.watermarks()  # refuses what cannot be
         self.limits()
         check_quota(self.quota())
-        for name, least in (
-            ("block_size", 1),
-            ("device_blocks", 1),
-            ("host_blocks", 1),
-            ("host_after_hits", 1),
-            ("storage_after_hits", 1),
-            ("background_copy_bytes", 1),
-            ("max_tenants", 1),
-            ("tensor_parallel", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"cache.{name} must be at least {least}")
+        all_at_least_one("cache", self, "block_size", "device_blocks", "host_blocks", "max_tenants")
+        all_at_least_one("cache", self, "host_after_hits", "storage_after_hits", "tensor_parallel")
+        all_at_least_one("cache", self, "background_copy_bytes")
         if self.host_slots < self.host_blocks:
             raise ConfigError("cache.host_max_blocks must be at least cache.host_blocks, or 0")
         all_above_zero("cache", self, "fetch_deadline_s")

@@ -29,9 +29,8 @@ from typing import TypeVar
 
 from tierkv.cache.keys import lists_tails, tells_of_blocks
 from tierkv.clock import Clock
-from tierkv.config import Fixed
+from tierkv.config import Fixed, all_above_zero, all_at_least_one, none_negative
 from tierkv.errors import (
-    ConfigError,
     StoreDownError,
     StoreRefusedError,
     StoreUnavailableError,
@@ -106,21 +105,12 @@ class ResilienceSettings:
     negative_names: Fixed[int] = 65_536
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "write_timeout_s", "slowest_bytes_per_s", "probe_interval_s"):
-            value: float = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} must be a number above 0, not {value}")
-        for name in ("failures_to_open", "max_reads", "max_waiting_reads", "write_batches"):
-            count: int = getattr(self, name)
-            if count < 1:
-                raise ConfigError(f"{name} must be at least 1, not {count}")
-        for name in (
-            "retries_per_operation", "full_pause_s", "negative_ttl_s", "negative_names",
-            "max_waiting_write_bytes",
-        ):  # fmt: skip
-            number: float = getattr(self, name)
-            if not (math.isfinite(number) and number >= 0):
-                raise ConfigError(f"{name} must be a number not below 0, not {number}")
+        positive = ("timeout_s", "write_timeout_s", "slowest_bytes_per_s", "probe_interval_s")
+        all_above_zero("", self, *positive)
+        counts = ("failures_to_open", "max_reads", "max_waiting_reads", "write_batches")
+        all_at_least_one("", self, *counts)
+        none_negative("", self, "retries_per_operation", "full_pause_s", "max_waiting_write_bytes")
+        none_negative("", self, "negative_ttl_s", "negative_names")
 
 
 class GuardedStore(StoreWrapper):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierkv.config import Fixed
+from tierkv.config import Fixed, all_above_zero, all_at_least_one
 from tierkv.errors import ConfigError
 
 
@@ -106,12 +106,8 @@ class MooncakeSettings:
     rdma_devices: str = ""
 
     def __post_init__(self) -> None:
-        if self.num_threads < 1:
-            raise ConfigError(f"a Mooncake store has at least one thread, not {self.num_threads}")
-        if not (math.isfinite(self.connect_timeout_s) and self.connect_timeout_s > 0):
-            raise ConfigError(f"connect_timeout_s must be above 0, not {self.connect_timeout_s}")
-        if self.replicas < 1:
-            raise ConfigError(f"a value has at least one replica, not {self.replicas}")
+        all_at_least_one("", self, "num_threads", "replicas")
+        all_above_zero("", self, "connect_timeout_s")
         if self.protocol not in {"tcp", "rdma"}:
             raise ConfigError(f"Mooncake's protocol is tcp or rdma, not {self.protocol!r}")
         if self.max_pieces < _LEAST_PIECES:

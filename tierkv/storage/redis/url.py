@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 import ssl
 from dataclasses import dataclass, field
 from enum import Enum
 from urllib.parse import SplitResult, unquote
 
-from tierkv.config import Fixed
+from tierkv.config import Fixed, all_above_zero
 from tierkv.errors import ConfigError
 from tierkv.storage.redis.wire import Address, TransferTimeout, port_of
 
@@ -217,19 +216,11 @@ class RedisSettings:
     sentinel_password: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name, count in (
-            ("num_connections", self.num_connections),
-            ("write_connections", self.write_connections),
-        ):
+        for name in ("num_connections", "write_connections"):
+            count: int = getattr(self, name)
             if not 1 <= count <= 256:  # noqa: PLR2004
                 raise ConfigError(f"{name} must be 1 to 256, not {count}")
-        for name, number in (
-            ("timeout_s", self.timeout_s),
-            ("connect_timeout_s", self.connect_timeout_s),
-            ("slowest_bytes_per_s", self.slowest_bytes_per_s),
-        ):
-            if not (math.isfinite(number) and number > 0):
-                raise ConfigError(f"{name} must be a number above 0, not {number}")
+        all_above_zero("", self, "timeout_s", "connect_timeout_s", "slowest_bytes_per_s")
 
     @property
     def pace(self) -> TransferTimeout:
