@@ -137,9 +137,13 @@ class World:
         request = await self.admit(tokens, uses_cache=uses_cache)
         await self.prefill(request, tokens)
         self.check_kv(request, tokens, len(tokens))
+        await self.ended(request)
+        return request.matched
+
+    async def ended(self, request: Request) -> None:
+        """The request ends, and all that it has begun."""
         self.service.end(request)
         await self.settle()
-        return request.matched
 
     async def settle(self) -> None:
         """Every copy and task of the node has ended, and its books are right."""

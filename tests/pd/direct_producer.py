@@ -85,8 +85,7 @@ async def claim(node: World, count: int, ticket: str = "t") -> None:
     assert found is not None
     assert request.cached_tokens == count
     node.check_kv(request, prompt, count)
-    node.service.end(request)
-    await node.settle()
+    await node.ended(request)
 
 
 async def no_leases(running: Producer) -> None:
@@ -101,8 +100,7 @@ async def _publish(node: World, count: int, ticket: str, base: int) -> None:
     request = await node.admit(tokens)
     await node.prefill(request, tokens)
     await node.service.publish(request, ticket, [42])
-    node.service.end(request)
-    await node.settle()
+    await node.ended(request)
 
 
 async def _main(url: str, fields: dict[str, Any]) -> None:

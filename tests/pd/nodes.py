@@ -62,8 +62,7 @@ async def publish(node: World, prompt: Sequence[int] = TOKENS, ticket: str = "ti
     request = await node.admit(prompt)
     await node.prefill(request, prompt)
     published = await finish(node.service.publish(request, ticket, [42, 43]))
-    node.service.end(request)
-    await node.settle()
+    await node.ended(request)
     return published
 
 
@@ -91,5 +90,4 @@ async def claim(
     """All of it; nothing is left afterwards."""
     request = await claimed(node, prompt, ticket, **options)
     assert request.cached_tokens == len(prompt)
-    node.service.end(request)
-    await node.settle()
+    await node.ended(request)

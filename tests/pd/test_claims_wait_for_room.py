@@ -48,8 +48,7 @@ async def published(
             request = await prefill.admit(prompt)
             await prefill.prefill(request, prompt)
             await finish(prefill.service.publish(request, str(number), [42]))
-            prefill.service.end(request)
-            await prefill.settle()
+            await prefill.ended(request)
     async with world(store=store, handoff=SHORT, **settings) as decode:
         yield decode
 

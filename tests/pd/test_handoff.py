@@ -70,8 +70,7 @@ async def test_what_was_published_is_claimed_byte_for_byte_tail_included(count: 
             ):
                 rest = array[request.block_table[count // 4]][tail * (plane.token_bytes or 0) :]
                 assert not rest.any()
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_a_claimed_prompt_grows_like_any_other() -> None:
@@ -162,13 +161,11 @@ async def test_a_store_that_fails_for_a_moment_costs_a_publish_only_that(failure
         await prefill.prefill(request, tokens(9))
         prefill.the_store.fail_next(failures)
         await finish(prefill.service.publish(request, "t", [1]))
-        prefill.service.end(request)
-        await prefill.settle()
+        await prefill.ended(request)
         prompt = decode.prompt(tokens(9))
         claimed, _ = await finish(decode.service.claim("c", "t", prompt, max_new_tokens=1))
         assert claimed.cached_tokens == 9
-        decode.service.end(claimed)
-        await decode.settle()
+        await decode.ended(claimed)
 
 
 async def test_a_full_store_is_not_asked_again_by_a_publish(
@@ -204,8 +201,7 @@ async def test_a_publish_that_storage_does_not_take_leaves_no_ticket(
                 await finish(prefill.service.publish(request, f"t{failures}", [1]))
             assert error.value.reason == "storage_unavailable"
             prefill.the_store.fail_next(0)
-            prefill.service.end(request)
-            await prefill.settle()
+            await prefill.ended(request)
             prompt = tokens(9, 100 * failures)
             problem = await refused(decode, prompt, f"t{failures}", deadline_s=SOON_S)
             assert problem.reason == "not_yet"
@@ -221,8 +217,7 @@ async def test_a_publish_has_a_deadline() -> None:  # fault 12
             await finish(here.service.publish(request, "ticket", [1]))
         assert error.value.reason == "storage_unavailable"
         here.the_store.release()
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_publish_whose_copy_fails_says_so() -> None:
@@ -233,8 +228,7 @@ async def test_a_publish_whose_copy_fails_says_so() -> None:
         with pytest.raises(HandoffError, match="caught fire"):
             await finish(here.service.publish(request, "ticket", [1]))
         await finish(here.service.publish(request, "ticket", [1]))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_staging_is_reused_only_when_the_copy_into_it_has_ended() -> None:
@@ -394,8 +388,7 @@ async def test_a_block_that_is_gone_is_incomplete_or_recomputed(gone: int) -> No
         )
         assert request.cached_tokens == 4 * gone
         await decode.prefill(request, tokens(9))
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -421,8 +414,7 @@ async def test_a_store_that_does_not_answer_is_unavailable_first_and_last() -> N
         request, _ = await finish(
             decode.service.claim("again", "ticket", decode.prompt(tokens(9)), max_new_tokens=0)
         )
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_a_store_that_fails_after_the_ticket_was_read_is_unavailable() -> None:

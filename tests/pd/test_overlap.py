@@ -54,8 +54,7 @@ async def computed(store: Store) -> AsyncIterator[tuple[World, Request]]:
         request = await here.admit(PROMPT)
         await here.prefill(request, PROMPT)
         yield here, request
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.service.verify() == []
 
 
@@ -132,8 +131,7 @@ async def test_what_has_been_fetched_is_loaded_while_the_rest_is_on_its_way(
             await finish(claimed.gate.all_layers(20.0))
             here.check_kv(claimed, PROMPT, len(PROMPT))
             assert sum(len(copy) for copy in here.latch.seen) == BLOCKS, "each block once"
-            here.service.end(claimed)
-            await here.settle()
+            await here.ended(claimed)
             assert here.service.verify() == []
 
 
@@ -165,8 +163,7 @@ async def test_what_has_been_fetched_is_loaded_when_it_is_worth_a_load(
             assert sum(loaded) == BLOCKS, "each block once"
             first = groups * GROUP_BLOCKS
             assert loaded == ([first, BLOCKS - first] if groups < 4 else [BLOCKS])
-            here.service.end(claimed)
-            await here.settle()
+            await here.ended(claimed)
 
 
 async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admitted(
@@ -191,6 +188,5 @@ async def test_a_device_without_room_takes_blocks_only_when_the_request_is_admit
             claimed, _ = await claiming
             await finish(claimed.gate.all_layers(20.0))
             assert here.latch.count(Direction.LOAD) == 1
-            here.service.end(claimed)
-            await here.settle()
+            await here.ended(claimed)
             assert not len(here.service.tiers.slots.lent(Tier.HOST))

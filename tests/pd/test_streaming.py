@@ -97,8 +97,7 @@ async def test_a_streamed_prompt_is_claimed_byte_for_byte(count: int) -> None:
         request = await finish(claiming)
         assert request.cached_tokens == count
         decode.check_kv(request, prompt, count)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_blocks_are_fetched_and_loaded_before_the_ticket_is_there() -> None:
@@ -117,8 +116,7 @@ async def test_blocks_are_fetched_and_loaded_before_the_ticket_is_there() -> Non
         assert published.early_blocks >= 5
         request = await finish(claiming)
         decode.check_kv(request, prompt, 42)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_what_came_for_a_claim_before_its_ticket_counts_as_from_storage() -> None:
@@ -138,8 +136,7 @@ async def test_what_came_for_a_claim_before_its_ticket_counts_as_from_storage() 
         decode.service.end(request)
         again = await claim(decode, prompt)
         assert again.matched == Matched(device_tokens=40, host_tokens=2)
-        decode.service.end(again)
-        await decode.settle()
+        await decode.ended(again)
 
 
 async def test_a_claim_that_comes_in_the_middle_starts_with_what_is_there() -> None:
@@ -154,8 +151,7 @@ async def test_a_claim_that_comes_in_the_middle_starts_with_what_is_there() -> N
             here.finish()
         request = await finish(claiming)
         decode.check_kv(request, prompt, 42)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_a_prefill_that_gives_up_says_why_at_once() -> None:
@@ -201,8 +197,7 @@ async def test_a_producer_that_only_takes_long_is_not_yet() -> None:
             here.finish()
         request = await finish(claim(decode, tokens(21)))
         decode.check_kv(request, tokens(21), 21)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_another_producer_may_take_over_where_one_died() -> None:
@@ -218,8 +213,7 @@ async def test_another_producer_may_take_over_where_one_died() -> None:
             again.finish()
         request = await finish(claiming)
         decode.check_kv(request, tokens(21), 21)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 @pytest.mark.parametrize("failures", [1, 2, 3, 5])
@@ -238,8 +232,7 @@ async def test_a_store_that_fails_in_the_middle_only_delays(failures: int) -> No
             here.finish()
         request = await finish(claiming)
         decode.check_kv(request, prompt, 42)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_blocks_that_the_store_lost_in_the_middle_are_stored_again() -> None:
@@ -253,8 +246,7 @@ async def test_blocks_that_the_store_lost_in_the_middle_are_stored_again() -> No
             here.finish()
         request = await finish(claim(decode, prompt))
         decode.check_kv(request, prompt, 42)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_a_store_that_stays_away_fails_the_publish_and_leaves_no_ticket() -> None:
@@ -297,8 +289,7 @@ async def test_a_copy_that_fails_in_the_middle_is_tried_again_at_the_end() -> No
             here.finish()
         request = await finish(claim(decode, tokens(21)))
         decode.check_kv(request, tokens(21), 21)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -346,8 +337,7 @@ async def test_claims_that_wait_hold_no_blocks_that_others_need() -> None:
             here.finish()
         request = await finish(claiming)
         decode.check_kv(request, prompt, 40)
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_the_prefill_of_an_id_that_came_before_is_a_hand_off_of_its_own() -> None:
@@ -360,8 +350,7 @@ async def test_the_prefill_of_an_id_that_came_before_is_a_hand_off_of_its_own() 
                 here.finish()
             request = await finish(claiming)
             decode.check_kv(request, prompt, 13)
-            decode.service.end(request)
-            await decode.settle()
+            await decode.ended(request)
 
 
 async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again() -> None:
@@ -375,8 +364,7 @@ async def test_a_claim_may_come_before_an_id_that_is_over_is_begun_again() -> No
                 here.finish()
             request = await finish(claiming)
             decode.check_kv(request, prompt, 13)
-            decode.service.end(request)
-            await decode.settle()
+            await decode.ended(request)
         with pytest.raises(HandoffError) as error:
             await claim(decode, tokens(13, 900), "same")
         assert error.value.reason == "other_prompt"
@@ -402,5 +390,4 @@ async def test_with_a_policy_that_may_compute_a_lost_producer_is_no_failure() ->
         assert ticket is None
         assert request.cached_tokens == 8  # what was whole is used all the same
         await decode.prefill(request, tokens(21))
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)

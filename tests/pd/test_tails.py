@@ -96,8 +96,7 @@ async def test_the_next_turn_hits_on_another_node_what_decoding_made() -> None:
         told = [*prompt, *answer]
         first.compute(request, told, len(prompt))
         await finish(first.service.commit(request, pack(told)))
-        first.service.end(request)
-        await first.settle()
+        await first.ended(request)
         matched = await second.run([*told, 70, 71, 72])
         assert matched.storage_tokens == len(told)
 
@@ -107,8 +106,7 @@ async def test_a_published_tail_is_found_too() -> None:
         request = await first.admit(tokens(10))
         await first.prefill(request, tokens(10))
         await finish(first.service.publish(request, "ticket", [1]))
-        first.service.end(request)
-        await first.settle()
+        await first.ended(request)
         assert (await second.run(tokens(15))).storage_tokens == 10
 
 

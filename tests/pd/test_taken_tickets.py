@@ -120,8 +120,7 @@ async def test_who_comes_when_another_prompts_ticket_is_whole_leaves_it_alone(
         )
         assert claimed is not None
         assert claimed.first_tokens == (PROMPTS[0][0],)
-        claimer.service.end(request)
-        await claimer.settle()  # it has said that it has it
+        await claimer.ended(request)  # it has said that it has it
         # A hand-off that is over is in nobody's way.
         again = await hand_over(second, PROMPTS[1], ticket, asyncio.Barrier(1), streams=streams)
         assert isinstance(again, Published)
@@ -189,8 +188,7 @@ async def test_a_producer_that_gives_up_does_not_close_what_another_has_begun(
         assert ticket is not None
         claimer.service.end(request)
         for node, held in zip((first, second), requests, strict=True):
-            node.service.end(held)
-            await node.settle()
+            await node.ended(held)
         await claimer.settle()
 
 

@@ -120,8 +120,7 @@ async def test_a_ticket_is_for_any_tenant_that_both_nodes_serve() -> None:
         assert ticket is not None
         assert ticket.fingerprint == tenant.readable()
         decode.check_kv(claimed, tokens(9), 9)
-        decode.service.end(claimed)
-        await decode.settle()
+        await decode.ended(claimed)
 
 
 async def test_no_ticket_is_no_failure_where_the_policy_may_compute() -> None:
@@ -138,8 +137,7 @@ async def test_no_ticket_is_no_failure_where_the_policy_may_compute() -> None:
         )
         assert ticket is None
         assert request.cached_tokens == 0
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 async def test_who_recomputes_all_asks_storage_for_nothing() -> None:
@@ -157,8 +155,7 @@ async def test_who_recomputes_all_asks_storage_for_nothing() -> None:
         )
         assert (ticket, request.cached_tokens) == (None, 0)
         assert decode.the_store.num_operations == before
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
 
 
 @pytest.mark.parametrize("policy", [ClaimPolicy.WHOLE, ClaimPolicy.RECOMPUTE])
@@ -244,8 +241,7 @@ async def test_an_acknowledgement_under_another_tickets_name_says_nothing() -> N
         request, _ = await finish(
             decode.service.claim("claim", "other", decode.prompt(tokens(9)), max_new_tokens=1)
         )
-        decode.service.end(request)
-        await decode.settle()
+        await decode.ended(request)
         await copied(prefill, names.acknowledgement("other"), names.acknowledgement("ticket"))
         state = await finish(decode.service.ticket_state("ticket"))
         assert state.state is Standing.WHOLE

@@ -89,8 +89,7 @@ async def test_a_request_larger_than_the_device_is_refused_in_a_clear_sentence()
             await here.admit(tokens(9), new=8)
         assert here.service.stats().waiting_requests == 0
         request = await here.admit(tokens(9), new=7)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 @pytest.mark.parametrize("with_store", [False, True])
@@ -107,8 +106,7 @@ async def test_a_running_or_waiting_request_of_the_same_id_is_refused(with_store
             here.service.end(running)
         here.service.end(waiting.result())
         again = await here.admit(tokens(4), name="a")
-        here.service.end(again)
-        await here.settle()
+        await here.ended(again)
 
 
 async def test_two_of_one_id_at_the_same_moment_are_one_and_a_refusal() -> None:
@@ -127,8 +125,7 @@ async def test_two_of_one_id_at_the_same_moment_are_one_and_a_refusal() -> None:
             here.the_store.release()
         [request] = [twin.result() for twin in twins if twin.result() is not None]
         assert request is not None
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_an_empty_prompt_or_negative_numbers_are_refused() -> None:
@@ -198,8 +195,7 @@ async def test_a_cancelled_request_leaves_the_queue_and_the_next_one_comes() -> 
             await until(small.done)  # it fits beside the running one
         assert large.cancelled()
         here.service.end(small.result())
-        here.service.end(running)
-        await here.settle()
+        await here.ended(running)
 
 
 async def test_a_request_ends_once() -> None:  # fault 9
@@ -220,8 +216,7 @@ async def test_without_cache_everything_is_computed_and_nothing_breaks() -> None
         assert all(request.is_private)
         await here.prefill(request, tokens(10))
         here.check_kv(request, tokens(10), 10)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert (await here.run(tokens(10))).device_tokens == 9
 
 
@@ -275,8 +270,7 @@ async def test_a_commit_that_cannot_be_true_is_refused_and_changes_nothing(bad: 
             await here.service.commit(request, pack(bad))
         assert here.service.verify() == []
         await here.service.commit(request, pack(tokens(9)))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 # Leaving
@@ -297,8 +291,7 @@ async def test_after_drain_new_requests_are_refused_waiting_ones_too_running_one
         with pytest.raises(ShuttingDownError):
             await here.admit(tokens(4))
         await here.prefill(running, tokens(16))
-        here.service.end(running)
-        await here.settle()
+        await here.ended(running)
 
 
 async def test_leaving_waits_for_the_requests_that_run() -> None:
@@ -340,7 +333,6 @@ async def test_a_prompt_that_is_committed_in_parts_is_cached_whole() -> None:
             await here.service.commit(request, prompt.tokens[: 4 * stop])
         await here.service.commit(request, prompt.tokens)  # the very same bytes
         assert request.prompt.num_tokens == 14
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.service.index.match(prompt, 14).num_blocks == 3
         assert (await here.run(list(range(14)))).device_tokens == 13

@@ -102,8 +102,7 @@ async def test_write_downs_make_way_for_loads() -> None:
         here.latch.release(LOAD)
         await until(lambda: here.service.tiers.copies.background.num_waiting == 0)
         here.latch.release()
-        here.service.end(loading)
-        await here.settle()
+        await here.ended(loading)
         assert here.latch.count(OFFLOAD) == before + 3
 
 

@@ -44,8 +44,7 @@ async def stage(*, published: bool) -> AsyncIterator[Stage]:
             request = await other.admit(PROMPT)
             await other.prefill(request, PROMPT)
             await finish(other.service.publish(request, "ticket", [42]))
-            other.service.end(request)
-            await other.settle()
+            await other.ended(request)
     async with world(store=store, device_blocks=6, host_blocks=8, **settings) as here:
         yield Stage(here)
 

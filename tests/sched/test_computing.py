@@ -43,8 +43,7 @@ async def test_blocks_that_are_being_computed_are_not_computed_twice() -> None:
         assert request.cached_tokens == 16
         await here.prefill(request, [*tokens(16), 99])  # checks every byte
         here.service.end(owner)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.service.stats().requests.lost_waits == 0
 
 
@@ -62,8 +61,7 @@ async def test_it_goes_on_as_soon_as_the_blocks_it_shares_are_there() -> None:
             request = await finish(waits)
         assert request.cached_tokens == 12
         here.service.end(request)
-        here.service.end(owner)
-        await here.settle()
+        await here.ended(owner)
 
 
 async def test_blocks_whose_kernels_still_run_are_waited_for_as_well() -> None:
@@ -80,8 +78,7 @@ async def test_blocks_whose_kernels_still_run_are_waited_for_as_well() -> None:
             event.finish()
             request = await finish(waits)
         assert request.cached_tokens == 16
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 @pytest.mark.parametrize("how", ["end", "preempt", "abort"])
@@ -102,8 +99,7 @@ async def test_an_owner_that_goes_without_computing_lets_the_others_compute(how:
         assert here.service.stats().requests.lost_waits == 1
         if how == "abort":
             here.service.end(owner)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_an_owner_that_takes_too_long_is_not_waited_for() -> None:
@@ -117,8 +113,7 @@ async def test_an_owner_that_takes_too_long_is_not_waited_for() -> None:
         assert request.cached_tokens == 0
         assert here.service.stats().requests.lost_waits == 1
         here.service.end(owner)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_after_waits_that_came_to_nothing_fewer_are_tried() -> None:
@@ -130,8 +125,7 @@ async def test_after_waits_that_came_to_nothing_fewer_are_tried() -> None:
         stats = here.service.stats().requests
         assert stats.shared_waits == stats.lost_waits
         assert 1 <= stats.lost_waits <= 4  # after each, twice as many chances pass by
-        here.service.end(owner)
-        await here.settle()
+        await here.ended(owner)
 
 
 async def test_nobody_waits_while_the_engines_speed_is_not_known() -> None:
@@ -140,8 +134,7 @@ async def test_nobody_waits_while_the_engines_speed_is_not_known() -> None:
         request = await here.admit([*tokens(16), 99])
         assert here.service.stats().requests.shared_waits == 0
         here.service.end(owner)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_who_waits_for_blocks_does_not_hold_up_those_behind() -> None:
@@ -200,8 +193,7 @@ async def test_a_wait_can_be_cancelled_anywhere(at: int, late: bool) -> None:
             group.create_task(cancelled_at(at, wait_for_it(), late=late))
             await turns(10)
             await here.prefill(owner, tokens(16))
-        here.service.end(owner)
-        await here.settle()
+        await here.ended(owner)
 
 
 async def test_a_node_that_drains_refuses_those_who_wait() -> None:
@@ -217,5 +209,4 @@ async def test_a_node_that_drains_refuses_those_who_wait() -> None:
             group.create_task(wait_for_it())
             await until(lambda: here.service.stats().requests.shared_waits == 1)
             here.service.drain()
-        here.service.end(owner)
-        await here.settle()
+        await here.ended(owner)

@@ -61,8 +61,7 @@ async def test_computing_what_storage_would_bring_more_slowly_or_too_late() -> N
         on.the_store.hold()
         request = await on.admit(tokens(18))
         on.the_store.release()
-        on.service.end(request)
-        await on.settle()
+        await on.ended(request)
         assert decided(on) == {"recompute_late": 1}
 
 
@@ -75,8 +74,7 @@ async def test_waiting_for_one_that_computes() -> None:
         assert decided(on) == {"wait_device": 1}
         await on.prefill(owner, tokens(16))
         on.service.end(await finish(waits))
-        on.service.end(owner)
-        await on.settle()
+        await on.ended(owner)
 
 
 async def test_computing_although_another_one_does_since_that_one_is_behind() -> None:
@@ -89,8 +87,7 @@ async def test_computing_although_another_one_does_since_that_one_is_behind() ->
         assert request.cached_tokens == 16
         assert decided(on) == {"recompute_device": 1}
         on.service.end(request)
-        on.service.end(owner)
-        await on.settle()
+        await on.ended(owner)
 
 
 async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> None:
@@ -109,5 +106,4 @@ async def test_a_chance_is_passed_by_once_however_long_there_is_no_room() -> Non
         on.service.end(busy)
         on.service.end(await finish(waits))
         assert decided(on) == {"recompute_device": 1}
-        on.service.end(owner)
-        await on.settle()
+        await on.ended(owner)

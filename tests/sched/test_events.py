@@ -164,8 +164,7 @@ async def test_a_block_that_a_fetch_finds_on_its_way_from_the_device_is_not_told
             fetched = await finish(fetching)
             here.latch.release()
             here.service.end(fetched)
-            here.service.end(computes)
-            await here.settle()
+            await here.ended(computes)
             told = [one.tier for one in await everything(events) if one.kind is Happening.STORED]
         assert here.service.stats().host.used == 0, "the one copy that was begun has failed"
         assert set(told) == {"device"}

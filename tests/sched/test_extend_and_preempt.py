@@ -33,8 +33,7 @@ async def test_a_request_grows_by_the_blocks_it_needs_and_no_more() -> None:
         here.compute(request, tokens(13), 6)
         await here.service.commit(request, pack(tokens(13)))
         here.check_kv(request, tokens(13), 13)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert (await here.run([*tokens(13), 1])).device_tokens == 13
 
 
@@ -47,8 +46,7 @@ async def test_room_to_grow_is_beyond_the_whole_prompt_however_much_of_it_is_com
         assert len(request.block_table) == 7
         here.compute(request, tokens(28), 8)
         await here.service.commit(request, pack(tokens(28)))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_one_that_runs_may_grow_while_fewer_requests_are_allowed_than_run() -> None:
@@ -61,8 +59,7 @@ async def test_one_that_runs_may_grow_while_fewer_requests_are_allowed_than_run(
         with pytest.raises(OutOfBlocksError, match="limit: 1 blocks needed, 0 available"):
             await finish(here.service.extend(second, 1))
         here.service.end(first)
-        here.service.end(second)
-        await here.settle()
+        await here.ended(second)
 
 
 async def test_growing_evicts_waits_for_others_and_goes_before_those_who_wait() -> None:
@@ -102,8 +99,7 @@ async def test_if_all_that_run_wait_for_each_other_the_least_is_told_to_yield() 
         here.service.end(first)
         again = await finish(here.service.resume(second, max_new_tokens=0))
         assert again.request_id == second.request_id
-        here.service.end(again)
-        await here.settle()
+        await here.ended(again)
 
 
 async def test_a_cancelled_extension_takes_nothing() -> None:
@@ -120,8 +116,7 @@ async def test_a_cancelled_extension_takes_nothing() -> None:
         here.service.end(second)
         third = await here.admit(tokens(8, 200))  # nobody stands in front of it
         here.service.end(third)
-        here.service.end(first)
-        await here.settle()
+        await here.ended(first)
 
 
 async def preempted(here: World, count: int) -> Request:
@@ -147,8 +142,7 @@ async def test_what_was_preempted_comes_back_byte_for_byte_after_others_had_the_
         assert again.cached_tokens == count  # the tail included: nothing is computed again
         assert again.matched.host_tokens == count
         here.check_kv(again, tokens(count), count)
-        here.service.end(again)
-        await here.settle()
+        await here.ended(again)
         with pytest.raises(OwnershipError, match="not preempted"):
             await here.service.resume(request, max_new_tokens=0)
 
@@ -169,8 +163,7 @@ async def test_one_preempted_in_the_middle_of_its_prompt_comes_back_for_the_whol
         # The next token is known only to who has computed the last of the prompt.
         assert again.cached_tokens == (20 if committed == 20 else 19)
         await here.prefill(again, tokens(20))
-        here.service.end(again)
-        await here.settle()
+        await here.ended(again)
 
 
 async def test_an_abort_of_a_preempted_request_abandons_it() -> None:
@@ -229,8 +222,7 @@ async def test_nobody_is_told_to_yield_while_a_copy_is_under_way_after_which_the
             here.latch.release()
         assert [len(one.block_table) for one in (first, second)] == [4, 4]
         here.service.end(first)
-        here.service.end(second)
-        await here.settle()
+        await here.ended(second)
 
 
 async def test_of_those_that_all_wait_to_grow_the_lowest_priority_yields_whoever_came_first() -> (
@@ -253,5 +245,4 @@ async def test_of_those_that_all_wait_to_grow_the_lowest_priority_yields_whoever
                 await finish(here.service.extend(low, 4))
             assert not grows.done()
             here.service.end(low)
-        here.service.end(high)
-        await here.settle()
+        await here.ended(high)

@@ -127,8 +127,7 @@ async def test_a_cancelled_fetcher_does_not_take_the_fetch_from_the_others() -> 
         request = second.result()
         await here.prefill(request, tokens(18))
         assert request.cached_tokens == 17
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.storage_stats.fetched_blocks == 5
 
 
@@ -272,8 +271,7 @@ async def test_a_fetch_that_is_cut_off_keeps_the_groups_that_arrived() -> None:
         assert request.cached_tokens >= 128
         here.the_store.release()
         await here.prefill(request, prompt)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def filled_long(prompt: list[int]) -> MemoryStore:
@@ -346,8 +344,7 @@ async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way()
         request = await finish(waits)
         assert request.cached_tokens == 15, "the host had room as soon as the copies had ended"
         await here.prefill(request, tokens(16))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_tail_of_which_a_part_is_cached_here_is_fetched_whole() -> None:
@@ -357,8 +354,7 @@ async def test_a_tail_of_which_a_part_is_cached_here_is_fetched_whole() -> None:
         assert request.cached_tokens == 10
         assert request.matched.storage_tokens == 2  # the last is computed, for its logits
         await here.prefill(request, tokens(11))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_tail_that_is_listed_but_gone_is_not_waited_for() -> None:
@@ -369,8 +365,7 @@ async def test_a_tail_that_is_listed_but_gone_is_not_waited_for() -> None:
         request = await here.admit(tokens(11))
         assert asyncio.get_running_loop().time() - began < 5.0
         assert request.cached_tokens == 8
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -385,8 +380,7 @@ async def test_the_slot_for_a_shared_tail_is_free_again_if_its_fetch_brings_noth
         request = await here.admit(prompt)
         assert request.cached_tokens == (8 if is_gone else 10)
         await here.prefill(request, prompt)  # checks every byte
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.service.stats().host.free == (6 if is_gone else 5)
 
 

@@ -56,8 +56,7 @@ async def test_each_arrival_renews_the_deadline_only_of_who_waits_for_all(
             blocks * 4 * GROUP_BLOCKS - 1,
         )
         await here.prefill(request, prompt)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 @simulated
@@ -81,8 +80,7 @@ async def test_a_fetch_that_came_too_late_teaches_how_slow_the_tier_is() -> None
         estimator.note_fetch(1e9, 0.1)
         here.the_store.delay_s = 0.2  # the answer comes in time, the blocks do not
         request = await here.admit(prompt)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         took_s = estimator.transfer.seconds(NUM_TOKENS * estimator.bytes_per_token)
         assert request.cached_tokens < NUM_TOKENS - 1
         assert took_s > 0.2

@@ -38,7 +38,6 @@ async def test_only_a_store_that_is_late_is_warned_of(
         request = await finish(here.service.admit("late", here.prompt(TOKENS), max_new_tokens=1))
         assert request.cached_tokens == 0
         here.the_store.release()
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
     [record] = [r for r in caplog.records if "fetch ended early" in r.message]
     assert (record.levelno == logging.WARNING) == is_told

@@ -54,8 +54,7 @@ async def test_a_tier_that_did_not_answer_is_asked_again_only_now_and_then() -> 
         here.service.note_prefill(1000, 1000.0)  # long enough to get an answer
         request = await here.admit(tokens(40))
         assert request.cached_tokens == 39
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_tier_slower_than_computing_is_not_used_and_it_says_so() -> None:
@@ -88,8 +87,7 @@ async def test_policies_that_wait_have_the_whole_deadline(policy: FetchPolicy) -
             here.the_store.release()
             request = await finish(admits)
         assert request.cached_tokens == 39
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_until_the_engine_tells_its_speed_the_deadline_counts() -> None:
@@ -180,8 +178,7 @@ async def test_a_request_is_aborted_while_it_waits_for_room() -> None:
             group.create_task(aborts_while_it_fetches(here))
             await until(lambda: here.service.scheduler.num_waiting == 1)
             assert here.service.abort("gone")
-        here.service.end(running)
-        await here.settle()
+        await here.ended(running)
 
 
 async def test_a_running_request_is_aborted_by_its_engine_when_its_kernels_allow() -> None:
@@ -194,8 +191,7 @@ async def test_a_running_request_is_aborted_by_its_engine_when_its_kernels_allow
             await here.prefill(request, tokens(16))
         with pytest.raises(RequestAbortedError):
             await here.service.extend(request, 8)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.free_device_blocks == 10
         assert not here.service.abort("runs")
 
@@ -214,8 +210,7 @@ async def test_a_request_that_waits_for_more_blocks_hears_of_its_abort() -> None
             await turns(10)
             here.service.abort("grows")
         here.service.end(request)
-        here.service.end(other)
-        await here.settle()
+        await here.ended(other)
 
 
 async def test_what_went_below_a_run_that_was_forgotten_is_explained_too() -> None:

@@ -98,8 +98,7 @@ async def test_a_reset_forgets_all_but_what_is_held() -> None:
         assert here.service.verify() == []
         assert here.service.index.match(here.prompt(tokens(16, 100))).num_blocks == 0
         here.check_kv(held, tokens(8), held.cached_tokens)
-        here.service.end(held)
-        await here.settle()
+        await here.ended(held)
         assert here.service.reset() == 0
         assert here.free_device_blocks == 16
 
@@ -128,8 +127,7 @@ async def test_what_is_forgotten_in_slices_lets_others_have_their_turns_and_keep
         counting.cancel()
         assert here.service.verify() == []
         await here.prefill(held, tokens(17))
-        here.service.end(held)
-        await here.settle()
+        await here.ended(held)
         assert await here.service.forget() == 0
         stats = here.service.stats()
         assert stats.device.used == stats.host.used == 0
@@ -220,8 +218,7 @@ async def test_a_soft_pin_goes_last_but_never_holds_a_request_up() -> None:
         await here.run(tokens(8, 300))
         assert here.service.index.match(here.prompt(tokens(8))).device_blocks == 2
         request = await finish(here.admit(tokens(24, 900)))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_pins_left_at_the_end_do_not_count_as_leaks() -> None:

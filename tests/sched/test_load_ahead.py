@@ -62,8 +62,7 @@ async def test_nothing_is_loaded_where_what_others_hold_leaves_no_room() -> None
         busy = await here.admit(tokens(20, 900))
         await finish(here.service.scheduler.load_ahead(here.prompt(tokens(16))))
         assert here.latch.count(LOAD) == 0
-        here.service.end(busy)
-        await here.settle()
+        await here.ended(busy)
 
 
 async def test_a_load_that_fails_leaves_the_blocks_on_the_host_and_the_slots_free() -> None:

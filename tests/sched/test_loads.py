@@ -67,8 +67,7 @@ async def test_layers_open_as_they_arrive_and_not_before() -> None:  # faults 4 
         here.latch.release()
         await finish(request.gate.all_layers(20))
         here.check_kv(request, tokens(8), 8)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_the_books_are_right_while_others_load_again_what_one_load_has_failed_to_bring() -> (
@@ -86,8 +85,7 @@ async def test_the_books_are_right_while_others_load_again_what_one_load_has_fai
         assert not second.is_private[:3].any()
         assert here.service.verify() == []
         here.service.end(first)
-        here.service.end(second)
-        await here.settle()
+        await here.ended(second)
 
 
 async def test_identical_prompts_at_the_same_time_share_one_load() -> None:
@@ -160,8 +158,7 @@ async def test_a_cancelled_wait_for_a_load_leaves_the_load_alone(at: int, late: 
         here.latch.release()
         await finish(request.gate.all_layers(20))
         here.check_kv(request, tokens(16), 16)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_failed_load_names_its_blocks_and_the_index_forgets_the_device_copies() -> None:
@@ -178,8 +175,7 @@ async def test_a_failed_load_names_its_blocks_and_the_index_forgets_the_device_c
         await here.settle()
         match = here.service.index.match(here.prompt(tokens(16)))
         assert (match.device_blocks, match.loading_blocks, match.host_blocks) == (0, 0, 4)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.service.stats().device.free >= free
         assert here.service.stats().tiers.failed_transfers == 1
         assert (await here.run([*tokens(16), 5])).host_tokens == 16  # the host copy is still good
@@ -226,8 +222,7 @@ async def test_the_block_that_is_matched_in_part_comes_in_one_movement_with_the_
         await finish(request.gate.all_layers(20))
         loads = [copy for copy in here.latch.seen if copy.direction is LOAD]
         assert [copy.block_ids.tolist() for copy in loads] == [request.block_table[:5].tolist()]
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.service.verify() == []
 
 
@@ -237,8 +232,7 @@ async def test_a_failed_copy_of_a_partial_match_fails_only_that_request() -> Non
         request = await here.admit(tokens(6))
         with pytest.raises(TransferError):
             await finish(request.gate.all_layers(20))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert (await here.run(tokens(6))).host_tokens == 5
 
 
@@ -388,8 +382,7 @@ async def test_an_offload_for_room_starts_after_the_kernels_that_wrote_the_block
         await finish(found.gate.all_layers(20))
         assert found.cached_tokens == 8
         here.check_kv(found, tokens(8), 8)
-        here.service.end(found)
-        await here.settle()
+        await here.ended(found)
 
 
 async def test_a_write_through_copy_waits_for_the_kernels_that_wrote_the_blocks() -> None:
@@ -402,8 +395,7 @@ async def test_a_write_through_copy_waits_for_the_kernels_that_wrote_the_blocks(
         here.compute(request, tokens(8))
         kernel.finish()
         await until(lambda: here.service.stats().offloaded_bytes > 0)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         await here.run(tokens(128, 5000))  # from the host from now on
         assert (await here.run([*tokens(8), 1])).host_tokens == 8  # checks every byte
 
@@ -454,8 +446,7 @@ async def test_blocks_are_not_on_the_device_before_those_above_them_are(
             await here.prefill(second, [*tokens(16), 71])  # checks every byte
             assert here.service.index.match(prompt).device_blocks == 4
         here.service.end(first)
-        here.service.end(second)
-        await here.settle()
+        await here.ended(second)
 
 
 @pytest.mark.parametrize("whole", [0, 8])
@@ -538,6 +529,5 @@ async def test_slots_of_a_failed_load_are_lent_until_all_who_shared_it_have_ende
         shared = set(last.block_table[:4].tolist())
         assert shared <= set(here.service.tiers.slots.lent(Tier.DEVICE).tolist())
         assert here.service.verify() == []
-        here.service.end(last)
-        await here.settle()
+        await here.ended(last)
         assert not len(here.service.tiers.slots.lent(Tier.DEVICE))

@@ -39,8 +39,7 @@ async def whole(here: World, wanted: Prompt, name: str) -> int:
     """How many tokens were found; then the rest is computed."""
     request = await finish(here.service.admit(name, wanted, max_new_tokens=0))
     await here.prefill(request, IDS)
-    here.service.end(request)
-    await here.settle()
+    await here.ended(request)
     return request.cached_tokens
 
 
@@ -96,8 +95,7 @@ async def test_a_ticket_is_for_the_prompt_with_its_images() -> None:
         request = await finish(here.service.admit("p", prompt(places, CAT), max_new_tokens=0))
         await here.prefill(request, IDS)
         await finish(here.service.publish(request, "ticket", [1]))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         here.service.reset()
         with pytest.raises(HandoffError, match="prompt"):
             await here.service.claim(
@@ -108,5 +106,4 @@ async def test_a_ticket_is_for_the_prompt_with_its_images() -> None:
         )
         await finish(claimed.gate.all_layers(20.0))
         here.check_kv(claimed, IDS, len(IDS))
-        here.service.end(claimed)
-        await here.settle()
+        await here.ended(claimed)

@@ -89,8 +89,7 @@ async def test_a_return_that_is_aborted_can_be_tried_again() -> None:
         await back.gate.all_layers(20.0)
         on.check_kv(back, tokens(8), back.cached_tokens)
         assert back.cached_tokens == 8
-        on.service.end(back)
-        await on.settle()
+        await on.ended(back)
 
 
 async def test_one_preempted_while_it_loads_comes_back_with_every_byte() -> None:
@@ -108,8 +107,7 @@ async def test_one_preempted_while_it_loads_comes_back_with_every_byte() -> None
         on.latch.release()
         back = await finish(comes_back)
         await on.prefill(back, tokens(16))
-        on.service.end(back)
-        await on.settle()
+        await on.ended(back)
 
 
 async def test_a_drain_refuses_one_that_comes_back() -> None:
@@ -136,8 +134,7 @@ async def test_two_extensions_to_the_same_length_take_the_blocks_once() -> None:
         on.service.end(other)
         assert list(await finish(both)) == [None, None]
         assert len(request.block_table) == 4
-        on.service.end(request)
-        await on.settle()
+        await on.ended(request)
 
 
 @pytest.mark.parametrize("how", ["end", "preempt"])
@@ -154,8 +151,7 @@ async def test_one_that_goes_while_it_waits_to_grow_hears_of_it(how: str) -> Non
             await finish(grows)
         if how == "preempt":
             on.service.scheduler.abandon(request)
-        on.service.end(other)
-        await on.settle()
+        await on.ended(other)
         assert on.service.tiers.eviction.available(Tier.DEVICE) == 4
 
 
@@ -191,11 +187,9 @@ async def test_a_store_detached_in_the_middle_of_a_fetch_costs_only_what_it_had(
         on.the_store.release()
         request = await finish(waits)
         await on.prefill(request, tokens(18))
-        on.service.end(request)
-        await on.settle()
+        await on.ended(request)
         later = await on.admit(tokens(18, 100))
-        on.service.end(later)
-        await on.settle()
+        await on.ended(later)
 
 
 async def test_a_store_that_hangs_and_is_detached_lets_the_request_compute() -> None:
@@ -275,8 +269,7 @@ async def test_a_request_whose_fetch_is_aborted_does_not_take_it_from_another() 
         request = await finish(second)
         assert request.cached_tokens == 17
         await on.prefill(request, tokens(18))
-        on.service.end(request)
-        await on.settle()
+        await on.ended(request)
 
 
 async def test_one_whose_commit_waits_for_a_failed_load_ends_without_a_trace() -> None:
@@ -292,8 +285,7 @@ async def test_one_whose_commit_waits_for_a_failed_load_ends_without_a_trace() -
         on.latch.release()
         with pytest.raises(TransferError):
             await finish(commits)
-        on.service.end(request)
-        await on.settle()
+        await on.ended(request)
         matched = await on.run(tokens(16))  # every byte is checked
         assert matched.host_tokens == 11  # the end of what failed to load
 
@@ -325,8 +317,7 @@ async def test_a_tail_is_not_cached_if_the_blocks_above_it_are_on_their_way_for_
         assert on.service.verify() == []
         on.latch.release()
         await on.prefill(loads, [*tokens(16), 99])
-        on.service.end(loads)
-        await on.settle()
+        await on.ended(loads)
 
 
 async def test_what_a_kernel_wrote_that_failed_before_the_end_is_not_cached() -> None:

@@ -31,14 +31,12 @@ async def test_what_was_preempted_keeps_as_much_as_the_host_takes() -> None:
         here.service.preempt(request)
         await here.settle()
         others = await here.admit(list(range(1000, 1040)), uses_cache=False)
-        here.service.end(others)
-        await here.settle()
+        await here.ended(others)
         again = await finish(here.service.resume(request, max_new_tokens=0))
         assert again.matched.host_tokens == 7 * GQA.block_size
         await finish(again.gate.all_layers(20.0))
         here.check_kv(again, IDS, again.cached_tokens)
-        here.service.end(again)
-        await here.settle()
+        await here.ended(again)
 
 
 @pytest.mark.parametrize("quota", [1, 6, 10, 11])
@@ -52,8 +50,7 @@ async def test_a_tenant_writes_and_fetches_as_much_as_its_host_quota_takes(quota
         request = await computed(here, acme, "two")
         most = min(quota, 9)  # of the last block one token is computed
         assert request.matched.storage_tokens // GQA.block_size == most
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert here.service.index.spaces.root_named(acme).space.used[1] <= quota
 
 
@@ -67,5 +64,4 @@ async def test_a_prompt_longer_than_a_tenants_host_quota_is_stored_as_far_as_tha
             here.service.admit("two", Prompt.of(IDS, GQA.block_size, space=acme), max_new_tokens=0)
         )
         await finish(here.service.commit(request, pack(IDS)))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)

@@ -103,8 +103,7 @@ async def test_what_came_whole_is_not_late_for_another_prompts_tail_that_was_loo
         assert request.matched.storage_tokens == 16
         assert [name.endswith(":tails") for name in found] == [True]
         assert here.service.stats().decisions.recompute_late == 0
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_runs_that_go_while_others_are_forgotten_in_slices_are_let_be(
@@ -138,8 +137,7 @@ async def test_the_block_that_is_matched_in_part_stays_until_it_has_been_copied(
         here.latch.release()
         await finish(request.gate.all_layers(20))
         here.check_kv(request, tokens(14), 14)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         here.service.reset()
         assert here.service.stats().host.used == 0
 
@@ -162,8 +160,7 @@ async def test_a_tail_that_a_fetch_finds_on_its_way_from_the_device_is_not_told_
             here.the_store.release()
             fetched = await finish(fetching)
             here.latch.release()
-            here.service.end(fetched)
-            await here.settle()
+            await here.ended(fetched)
             told = [one.tier for one in await everything(events) if one.kind is Happening.STORED]
         assert here.service.stats().host.used == 0, "the copies that were begun have failed"
         assert set(told) == {"device"}

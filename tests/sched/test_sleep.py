@@ -80,8 +80,7 @@ async def test_requests_wait_for_the_wake_and_running_ones_for_the_sleep() -> No
             await finish(here.service.wake())
             request = await finish(waits)
         await here.prefill(request, tokens(8))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_cancelled_sleep_leaves_the_node_awake() -> None:
@@ -217,5 +216,4 @@ async def test_who_waits_while_nobody_is_admitted_holds_up_neither_a_sleep_nor_a
         request = await finish(waits)
         await here.prefill(request, tokens(16))  # checks every byte
         assert request.cached_tokens >= 12
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)

@@ -36,8 +36,7 @@ async def admit(here: World, tenant: str, prompt: list[int], name: str = "r") ->
 async def run(here: World, tenant: str, prompt: list[int]) -> int:
     request = await admit(here, tenant, prompt)
     await finish(here.service.commit(request, pack(prompt)))
-    here.service.end(request)
-    await here.settle()
+    await here.ended(request)
     return request.cached_tokens
 
 
@@ -67,8 +66,7 @@ async def test_tenants_in_use_are_not_closed_for_others() -> None:
         request = await admit(here, "a", tokens(8))
         with pytest.raises(OutOfBlocksError):
             here.service.space_of_tenant("b")
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         here.service.space_of_tenant("b")
 
 
@@ -80,8 +78,7 @@ async def test_closing_frees_the_blocks_and_is_refused_while_in_use() -> None:
         request = await admit(here, "a", tokens(16))
         with pytest.raises(BadRequestError, match="have not ended"):
             here.service.close_fingerprint(space)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         here.service.pin("kept", Prompt.of(tokens(16), 4, space=space), 1000.0)
         with pytest.raises(BadRequestError, match="held"):
             here.service.close_fingerprint(space)
@@ -128,8 +125,7 @@ async def test_a_quota_set_on_a_tenant_with_blocks_counts_them() -> None:
         here.service.set_quota(space, (5, None))
         assert here.service.index.spaces.root_named(space).space.used[Tier.DEVICE] == 5
         assert here.service.verify() == []
-        here.service.end(held)
-        await here.settle()
+        await here.ended(held)
         await run(here, "a", tokens(20, 700))
 
 
@@ -150,8 +146,7 @@ async def test_limits_come_from_the_settings_and_change_at_run_time() -> None:
             here.service.end(await second)
         with pytest.raises(OutOfBlocksError):
             await here.service.extend(first, 12)
-        here.service.end(first)
-        await here.settle()
+        await here.ended(first)
 
 
 async def test_a_tenant_whose_requests_all_wait_for_its_quota_does_not_wait_for_ever() -> None:
@@ -171,8 +166,7 @@ async def test_a_tenant_whose_requests_all_wait_for_its_quota_does_not_wait_for_
         grown = await asyncio.gather(grow(one), grow(two))
         assert list(grown) == [True, False]
         here.service.end(one)
-        here.service.end(other)
-        await here.settle()
+        await here.ended(other)
 
 
 async def test_an_operator_is_told_the_field_that_differs_and_a_tenant_is_not() -> None:
@@ -183,8 +177,7 @@ async def test_an_operator_is_told_the_field_that_differs_and_a_tenant_is_not() 
         elsewhere = Prompt.of(tokens(8), 4, space=other)
         request = await here.service.admit("r", elsewhere, max_new_tokens=0)
         await here.service.commit(request, pack(tokens(8)))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         quiet = here.service.explain(prompt)
         assert (quiet.reason, quiet.detail) == (
             "fingerprint differs",
@@ -218,8 +211,7 @@ async def test_a_limit_lowered_below_what_one_waits_for_refuses_it() -> None:
             here.service.set_limits(tenant, Limits(blocks=8))
             message = await finish(waits)
         assert "limit" in message
-        here.service.end(running)
-        await here.settle()
+        await here.ended(running)
 
 
 async def refused(here: World, tenant: str) -> str:

@@ -128,12 +128,10 @@ async def test_two_tenants_share_nothing_not_even_through_storage() -> None:
         request = await finish(admit(here, tokens(10), "acme's", space=acme))
         assert request.cached_tokens == 0
         await here.prefill(request, tokens(10))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         again = await finish(admit(here, [*tokens(10), 1], "acme's again", space=acme))
         assert again.cached_tokens == 10
-        here.service.end(again)
-        await here.settle()
+        await here.ended(again)
 
 
 async def test_over_its_quota_a_tenant_evicts_its_own_blocks_only() -> None:

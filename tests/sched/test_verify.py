@@ -313,5 +313,4 @@ async def test_a_table_that_names_other_blocks_than_the_index_is_named() -> None
         assert found == [
             "request 'swapped' has other blocks in its table than the index has for its tokens"
         ]
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)

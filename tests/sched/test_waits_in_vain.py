@@ -102,5 +102,4 @@ async def test_a_tail_is_shared_by_a_node_that_knows_how_fast_it_computes() -> N
         assert request.cached_tokens == 3
         await finish(request.gate.all_layers(20.0))
         here.check_kv(request, tokens(3), 3)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)

@@ -184,8 +184,7 @@ async def test_what_a_tenant_got_without_waiting_counts_when_turns_are_taken() -
             on.service.unpause()
         assert order == ["ours 1", "ours 2", "ours 3", "acme"]
         on.service.end(big)
-        on.service.end(small)
-        await on.settle()
+        await on.ended(small)
 
 
 # Parked requests
@@ -204,8 +203,7 @@ async def test_a_parked_request_of_high_priority_waits_no_longer_for_a_low_one_t
         request = await finish(high)
         assert asyncio.get_running_loop().time() - started < 2.0
         on.service.end(owner)
-        on.service.end(request)
-        await on.settle()
+        await on.ended(request)
 
 
 async def test_a_parked_request_has_its_turn_before_those_that_came_later() -> None:
@@ -284,8 +282,7 @@ async def test_a_drain_refuses_parked_requests_at_once() -> None:
         on.service.drain()
         with pytest.raises(ShuttingDownError):
             await finish(waits)
-        on.service.end(owner)
-        await on.settle()
+        await on.ended(owner)
 
 
 # Pins and copies
@@ -317,8 +314,7 @@ async def test_the_only_one_that_runs_does_not_wait_for_pins_to_grow() -> None:
         request = await finish(admit(on, tokens(8, 100), "grows"))
         with pytest.raises(OutOfBlocksError):
             await finish(on.service.extend(request, 4))
-        on.service.end(request)
-        await on.settle()
+        await on.ended(request)
 
 
 async def test_an_abort_during_a_write_back_lets_the_copy_end_and_the_next_one_in() -> None:

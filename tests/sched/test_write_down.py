@@ -75,8 +75,7 @@ async def test_who_stores_blocks_that_another_brings_to_the_host_waits_until_the
         here.latch.release()
         await here.settle()
         assert await stored(here, tokens(300)) == 75
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 @pytest.mark.parametrize("tier", ["host", "storage"])
@@ -229,8 +228,7 @@ async def test_what_the_store_did_not_take_is_offered_again() -> None:  # fault 
         here.the_store.fail_next(1)
         await here.prefill(request, tokens(16, 100))
         await until(lambda: here.storage_stats.failed_writes == 4)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         await here.run([*tokens(16, 100), 1])
         assert await stored(here, tokens(16, 100)) == 4
 
@@ -275,8 +273,7 @@ async def test_a_host_that_is_full_of_held_blocks_skips_the_copy() -> None:
         running = await here.admit([*tokens(8), 1])  # holds the two on the host
         await here.run(tokens(8, 100))
         assert here.service.stats().tiers.skipped_offloads == 2
-        here.service.end(running)
-        await here.settle()
+        await here.ended(running)
 
 
 async def test_a_host_too_small_for_a_hot_prompt_is_not_tried_again_at_each_admission() -> None:
@@ -286,8 +283,7 @@ async def test_a_host_too_small_for_a_hot_prompt_is_not_tried_again_at_each_admi
             request = await here.admit([*tokens(160), 900 + last])
             assert request.matched.device_tokens == 160
             assert here.service.tiers.work.num_tasks == 0, "no copy that would find no room"
-            here.service.end(request)
-            await here.settle()
+            await here.ended(request)
 
 
 @pytest.mark.parametrize("host_write", WritePolicy)

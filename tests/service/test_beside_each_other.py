@@ -133,8 +133,7 @@ async def test_one_that_was_aborted_is_not_preempted_to_come_back() -> None:
         with pytest.raises(RequestAbortedError):
             here.service.preempt(request)
         assert request.state is RequestState.RUNNING
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 # Preempted, and gone down to storage
@@ -156,8 +155,7 @@ async def test_one_that_comes_back_gets_from_storage_what_left_the_host_meanwhil
         assert back.cached_tokens == 16
         await back.gate.all_layers(20.0)
         here.check_kv(back, tokens(16), 16)
-        here.service.end(back)
-        await here.settle()
+        await here.ended(back)
 
 
 async def test_one_that_comes_back_is_aborted_while_its_blocks_are_fetched() -> None:
@@ -209,8 +207,7 @@ async def test_an_explanation_names_no_block_twice_when_some_come_while_storage_
         here.the_store.release()
         runs = [(run.start, run.stop, run.where) for run in (await finish(asks)).runs]
         assert runs == [(0, 5, "device"), (5, 10, "storage")]
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_an_explanation_does_not_say_that_storage_has_what_it_was_not_asked_about() -> None:

@@ -32,8 +32,7 @@ async def test_blocks_on_their_way_to_the_device_are_looked_up_as_the_devices() 
         lookup = await here.service.lookup(here.prompt(tokens(16)))
         assert (lookup.device_tokens, lookup.host_tokens) == (16, 0)
         here.latch.release()
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_what_is_fetched_for_one_prompt_is_in_flight_for_that_one_alone() -> None:
@@ -60,8 +59,7 @@ async def test_what_is_computed_for_one_prompt_is_in_flight_for_who_shares_it_al
         await here.service.commit(request, pack(tokens(8)))
         shares = here.service.explain(here.prompt([*tokens(8), *tokens(8, 300)]))
         assert (shares.reason, shares.first_miss) == ("never stored", 2)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_store_that_does_not_answer_holds_no_explanation_up() -> None:

@@ -46,8 +46,7 @@ async def run_for(here: World, tenant: str, prompt: list[int]) -> int:
     whole = Prompt.of(prompt, GQA.block_size, space=space)
     request = await finish(here.service.admit(f"{tenant} runs", whole, max_new_tokens=0))
     await here.prefill(request, prompt)
-    here.service.end(request)
-    await here.settle()
+    await here.ended(request)
     return request.cached_tokens
 
 
@@ -112,8 +111,7 @@ async def test_what_cannot_be_admitted_is_refused_before_storage_is_asked(
         with pytest.raises(error):
             await asks(here)
         assert here.the_store.num_operations == asked
-        here.service.end(runs)
-        await here.settle()
+        await here.ended(runs)
 
 
 async def test_a_store_in_the_place_of_one_that_hung_is_asked_by_the_first_request() -> None:
@@ -209,16 +207,14 @@ async def test_a_claim_that_would_sample_otherwise_than_its_ticket_is_refused() 
         request, _ = await finish(
             here.service.claim("same", "ticket", prompt, max_new_tokens=1, sampling={"seed": "7"})
         )
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_node_that_does_not_stream_offers_no_stream() -> None:
     async with world(with_store=True, handoff=HandoffSettings(streams=False)) as here:
         request = await here.admit(tokens(16))
         assert here.service.stream(request, "ticket") is None
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_a_store_that_does_not_answer_is_in_no_tickets_way() -> None:

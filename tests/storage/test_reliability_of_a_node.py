@@ -84,8 +84,7 @@ async def test_row_1_a_server_killed_during_a_write_leaves_blocks_that_count_as_
                 await asyncio.sleep(random.uniform(0, 0.01))
                 server.kill()
                 killed_at = time.monotonic()
-                here.service.end(request)
-                await here.settle()
+                await here.ended(request)
                 assert time.monotonic() - killed_at <= 0.6 * SLACK  # an answer, and a connection
                 stats = here.storage_stats
                 assert believed_stored(here) <= stats.flushed_blocks
@@ -116,8 +115,7 @@ async def test_row_2_a_server_killed_during_a_read_leaves_a_request_that_compute
                 assert request.cached_tokens in range(len(TOKENS))
                 await here.prefill(request, TOKENS)  # checks what came, computes the rest
                 here.check_kv(request, TOKENS, len(TOKENS))
-                here.service.end(request)
-                await here.settle()
+                await here.ended(request)
                 assert here.free_device_blocks == 64 - 12
     assert slowest <= 0.3 * SLACK
 
@@ -135,8 +133,7 @@ async def test_row_3_a_frozen_server_costs_requests_that_hit_locally_nothing(
                 request = await here.admit(TOKENS)
                 seen.append(time.perf_counter() - started)
                 assert request.matched.device_tokens >= 11 * BLOCK
-                here.service.end(request)
-                await here.settle()
+                await here.ended(request)
 
         # In turn, so that whatever else the machine does slows both alike.
         healthy: list[float] = []

@@ -91,8 +91,7 @@ async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() 
         request = await here.admit([7, *TOKENS])
         await here.prefill(request, [7, *TOKENS])
         await finish(here.service.publish(request, "ticket", [1]))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
         assert here.service.detach_storage()
         assert not here.service.detach_storage()
@@ -124,8 +123,7 @@ async def test_detaching_in_the_middle_of_a_fetch_leaves_a_request_that_computes
         store.release()
         request = await admitting
         await here.prefill(request, TOKENS)
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
 
 
 async def test_detaching_in_the_middle_of_writes_ends_them_and_nothing_leaks() -> None:
@@ -185,8 +183,7 @@ async def test_a_tenant_has_its_blocks_in_a_store_of_its_own() -> None:
         request = await finish(here.service.admit("tenant's", prompt, max_new_tokens=0))
         here.compute(request, TOKENS)
         await finish(here.service.commit(request, prompt.tokens))
-        here.service.end(request)
-        await here.settle()
+        await here.ended(request)
         assert await values_in(common) == num_common
         assert await values_in(own) >= 3
         assert {state.tenant for state in here.service.storage_state()} == {"", tenant}
