@@ -53,14 +53,6 @@ async def test_sampling_is_what_the_body_says() -> None:
         assert answer.body["tokens"] == list(expected.tokens)
 
 
-async def test_without_the_cache_nothing_is_used_and_nothing_stays() -> None:
-    async with here() as on:
-        answer = await on.client.post("/v1/generate", BODY | {"use_cache": False})
-        assert answer.body["tokens"] == list(truth(PROMPT, 8).tokens)
-        found = (await on.client.post("/v1/lookup", {"tokens": PROMPT})).body
-        assert (found["num_tokens"], found["device_tokens"]) == (100, 0)
-
-
 PACKED = np.array(PROMPT, "<u4").tobytes()
 
 

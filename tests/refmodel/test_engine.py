@@ -19,7 +19,6 @@ from tierkv.cache.keys import Names, Prompt, pack
 from tierkv.clock import SystemClock
 from tierkv.errors import (
     BadRequestError,
-    DuplicateRequestError,
     HandoffError,
     RequestTooLargeError,
     ShuttingDownError,
@@ -237,22 +236,6 @@ async def test_what_the_model_cannot_take_is_refused_before_anything_is_held() -
             await on.node.generate(text(25 * BLOCK_SIZE), 1)
         await on.node.generate(text(24 * BLOCK_SIZE), 1)  # the last token needs no room
         await on.settle()
-
-
-async def test_a_running_id_cannot_be_used_twice() -> None:
-    async with bench() as on:
-        await on.node.generate(PROMPT, 1)
-        await on.push_to_host(PROMPT)
-        on.latch.hold(Direction.LOAD)
-        async with asyncio.TaskGroup() as group:
-            first = group.create_task(
-                on.node.engine.generate(GenerateRequest("same", pack(PROMPT), NEW))
-            )
-            await on.latch.until_held()
-            with pytest.raises(DuplicateRequestError):
-                await on.node.engine.generate(GenerateRequest("same", pack(PROMPT), NEW))
-            on.latch.release()
-        assert first.result().tokens == truth(PROMPT, NEW).tokens
 
 
 async def test_a_node_without_storage_refuses_to_prefill() -> None:

@@ -15,7 +15,6 @@ from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.node import Tier
 from tierkv.clock import SystemClock
 from tierkv.gpu.protocol import Direction
-from tierkv.observe import Lookup
 from tierkv.sched.worth import FetchPolicy
 from tierkv.storage.codec import HEADER_BYTES
 from tierkv.storage.memory import MemorySettings, MemoryStore
@@ -297,35 +296,6 @@ async def test_nodes_of_another_fingerprint_never_share_a_block() -> None:  # fa
             continue
         async with world(store=store, who=who) as here:
             assert (await here.run(tokens(18))).total_tokens == 0
-
-
-async def test_lookup_tells_where_the_tokens_are_and_changes_nothing() -> None:
-    async with world(store=await filled(tokens(18)), host_write=THROUGH, device_blocks=8) as here:
-        lookup = await here.service.lookup(here.prompt(tokens(18)))
-        assert lookup == Lookup(18, 0, 0, 18)
-        assert here.service.stats().host.used == 0
-        await here.run(tokens(10))
-        lookup = await here.service.lookup(here.prompt(tokens(18)))
-        assert (lookup.device_tokens, lookup.host_tokens, lookup.storage_tokens) == (8, 0, 10)
-        here.the_store.fail_next(1)
-        assert (await here.service.lookup(here.prompt(tokens(18)))).storage_tokens is None
-        await here.settle()
-
-
-async def test_a_node_without_storage_looks_at_itself_only() -> None:
-    async with world() as here:
-        await here.run(tokens(9))
-        assert await here.service.lookup(here.prompt(tokens(9))) == Lookup(9, 9, 0, 0)
-
-
-async def test_a_longer_and_a_shorter_prompt_find_the_shared_part_of_a_tail() -> None:
-    async with world() as here:
-        await here.run(tokens(11))  # two blocks and a tail of three
-        assert (await here.run([*tokens(10), 500])).device_tokens == 10  # shorter by one, then on
-        assert (await here.run([*tokens(11), 600, 601])).device_tokens == 11  # longer
-        assert (await here.run(tokens(9))).device_tokens == 8
-        assert (await finish(here.admit([*tokens(9), 700], name="last"))).cached_tokens == 9
-        here.service.end(here.service.scheduler.running_requests[0])
 
 
 async def test_a_fetch_waits_for_copies_that_hold_the_hosts_slots_on_their_way() -> None:

@@ -17,14 +17,12 @@ from tierkv.errors import (
     BadRequestError,
     ConfigError,
     DuplicateRequestError,
-    HandoffError,
     RequestAbortedError,
     RequestTooLargeError,
     ShuttingDownError,
 )
 from tierkv.gpu.cpu import CpuDevice
 from tierkv.pd.settings import HandoffSettings
-from tierkv.pd.tickets import ClaimProblem
 from tierkv.sched.request import Request
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.tenants import Limits
@@ -142,14 +140,6 @@ async def test_a_speed_that_cannot_be_is_not_believed(num_tokens: int, seconds: 
         assert not here.service.estimator.prefill.is_known
 
 
-async def test_the_fingerprint_of_a_space_is_that_of_its_tenant() -> None:
-    async with world() as here:
-        space = here.service.space_of_tenant("someone")
-        assert here.service.fingerprint_of(space).tenant == "someone"
-        assert here.service.fingerprint_of("") == here.service.fingerprint
-        assert here.service.roots()[space] == here.service.fingerprint_of(space).root()
-
-
 async def test_a_claim_that_is_aborted_in_the_moment_in_which_it_has_its_blocks_keeps_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,26 +178,6 @@ async def test_a_tenant_whose_claim_waits_for_its_ticket_is_not_closed() -> None
         with pytest.raises(RequestAbortedError):
             await finish(claims)
         here.service.close_fingerprint(space)
-
-
-async def test_a_claim_that_would_sample_otherwise_than_its_ticket_is_refused() -> None:
-    async with world(with_store=True) as here:
-        publishes = await here.admit(tokens(16))
-        await here.prefill(publishes, tokens(16))
-        await finish(here.service.publish(publishes, "ticket", [1], sampling={"seed": "7"}))
-        here.service.end(publishes)
-        prompt = here.prompt(tokens(16))
-        with pytest.raises(HandoffError) as refused:
-            await finish(
-                here.service.claim(
-                    "other", "ticket", prompt, max_new_tokens=1, sampling={"seed": "8"}
-                )
-            )
-        assert refused.value.reason == ClaimProblem.INCOMPATIBLE.value
-        request, _ = await finish(
-            here.service.claim("same", "ticket", prompt, max_new_tokens=1, sampling={"seed": "7"})
-        )
-        await here.ended(request)
 
 
 async def test_a_node_that_does_not_stream_offers_no_stream() -> None:

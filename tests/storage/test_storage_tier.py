@@ -101,61 +101,6 @@ async def test_a_service_started_without_a_store_can_be_given_one_and_lose_it() 
         await here.run([9, *TOKENS])
 
 
-async def test_another_store_gets_all_blocks_again() -> None:
-    first, second = memory(), memory()
-    async with tier(first) as here:
-        await here.run(TOKENS)
-        assert await values_in(first) >= 3
-        await here.service.attach_storage(second)
-        await here.run(TOKENS)
-        assert await values_in(second) >= 3  # the full blocks; a tail is written by who makes it
-
-
-async def test_detaching_in_the_middle_of_a_fetch_leaves_a_request_that_computes() -> None:
-    store = memory()
-    async with tier(store) as here:
-        await here.run(TOKENS)
-        here.service.reset()
-        store.hold()
-        admitting = asyncio.ensure_future(here.admit(TOKENS))
-        await finish(store.until_held(1))
-        here.service.detach_storage()
-        store.release()
-        request = await admitting
-        await here.prefill(request, TOKENS)
-        await here.ended(request)
-
-
-async def test_detaching_in_the_middle_of_writes_ends_them_and_nothing_leaks() -> None:
-    store = memory()
-    async with tier(store) as here:
-        store.hold_writes()
-        request = await here.admit(TOKENS)
-        await here.prefill(request, TOKENS)
-        here.service.end(request)
-        await finish(store.until_held(1))
-        here.service.detach_storage()
-        store.release()
-        await here.settle()
-        await here.run(TOKENS)
-
-
-async def test_a_store_that_cannot_be_opened_leaves_the_one_there() -> None:
-    class Broken(MemoryStore):
-        @asynccontextmanager
-        async def running(self) -> AsyncIterator[None]:
-            raise ConfigError("this store is set up wrongly")
-            yield
-
-    async with tier(memory()) as here:
-        before = here.service.store
-        for wrong in (Broken(MemorySettings(), SystemClock()), "memory://"):
-            with pytest.raises(ConfigError):
-                await here.service.attach_storage(wrong)
-        assert here.service.store is before
-        await here.run(TOKENS)
-
-
 async def test_a_url_is_opened_as_the_service_was_told() -> None:
     opened = []
 
