@@ -81,8 +81,6 @@ class Commits:
         # The movement is done a moment before its bookkeeping; both must be.
         for load in self._loads.used_by.get(request, ()):
             await asyncio.shield(load.settled)
-            if load.is_failed:
-                raise TransferError("blocks that this request waited for did not arrive")
 
     async def _insert_later(self, request: Request, prompt: Prompt) -> None:
         await self._written(request, request.written)
