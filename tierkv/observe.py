@@ -4,6 +4,7 @@ that finds what is wrong."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -62,7 +63,9 @@ class Moment(Enum):
     """Of a request, in the order in which they come; those it does not need never do."""
 
     BEGAN = "began"
-    FETCHED = "fetched"  # what storage had of it, or a ticket, was brought to the host or given up
+    TICKET = "ticket"  # of a claim: it has come
+    MATCHED = "matched"  # it is known what of it is where; without storage part of the admission
+    FETCHED = "fetched"  # what storage had of it was brought to the host or given up
     ADMITTED = "admitted"  # it has its blocks: the wait in line is over, and loads are on the way
     LOADED = "loaded"  # what was cached below the device is there
     COMPUTED = "computed"  # all of its prompt, so that the first token is known
@@ -71,7 +74,8 @@ class Moment(Enum):
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """What is told of one request: its moments in seconds on the loop's clock, never its tokens.
+    """What is told of one request: its moments in seconds on the monotonic clock, which is finer
+    than the loop's, never its tokens.
 
     number: counted up from the start of the service. version: grows with each change of any.
     matched, missed, missed_since: see Request. problem: why it was refused, "" if it was not.
@@ -121,10 +125,11 @@ class Timelines:
         self.mark(one, Moment.BEGAN)
         return one
 
-    def mark(self, one: Timeline, moment: Moment) -> None:
-        """The first of each kind counts: a request that recovers is admitted twice."""
+    def mark(self, one: Timeline, moment: Moment, at: float | None = None) -> None:
+        """The first of each kind counts: a request that recovers is admitted twice. at: on the
+        monotonic clock, None for now."""
         if moment not in one.moments:
-            one.moments[moment] = asyncio.get_running_loop().time()
+            one.moments[moment] = time.monotonic() if at is None else at
             self.version += 1
             one.version = self.version
 
@@ -132,6 +137,11 @@ class Timelines:
         """It has got its blocks, with what `request` says."""
         one.matched = request.matched
         one.missed, one.missed_since = request.missed, request.missed_since
+        if request.ticket_at:
+            self.mark(one, Moment.TICKET, request.ticket_at)
+        if request.fetched_at:
+            self.mark(one, Moment.MATCHED, request.matched_at)
+            self.mark(one, Moment.FETCHED, request.fetched_at)
         self.mark(one, Moment.ADMITTED)
         span = tracing.context()
         for movement in request.loads:

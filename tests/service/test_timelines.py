@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from tests.latch import finish, until
+from tests.pd.nodes import TOKENS, pair, publish
 from tests.world import BLOCK, World, world
 from tierkv.cache.eviction import WritePolicy
 from tierkv.cache.keys import pack
 from tierkv.errors import TierKVError
 from tierkv.gpu.protocol import Direction
 from tierkv.observe import Moment, Timelines
+from tierkv.pd.claims import ClaimPolicy
 from tierkv.sched.explain import MISS_REASONS
 from tierkv.sched.request import RequestSpec
 from tierkv.service.session import Session
@@ -81,17 +84,37 @@ async def test_the_moments_of_a_request_come_in_order_and_loads_are_told_of() ->
         await finish(one.admit())
         line = on.service.timelines.since(0)[-1]
         assert line.request_id == "again"
-        assert list(line.moments) == [Moment.BEGAN, Moment.FETCHED, Moment.ADMITTED]
+        until_now = [Moment.BEGAN, Moment.MATCHED, Moment.FETCHED, Moment.ADMITTED]
+        assert list(line.moments) == until_now
         on.latch.release()
         await until(lambda: Moment.LOADED in line.moments, "the load")
         assert line.matched.host_tokens == 3 * BLOCK - 1
         on.compute(one.request, PROMPT, 0)
         await finish(one.commit(pack(PROMPT)))
         one.end()
-        assert set(line.moments) == set(Moment)
-        times = [line.moments[moment] for moment in Moment]
+        assert set(line.moments) == set(Moment) - {Moment.TICKET}
+        times = [line.moments[moment] for moment in Moment if moment is not Moment.TICKET]
         assert times == sorted(times)
         await on.settle()
+
+
+async def test_a_claim_tells_the_wait_for_its_ticket_apart_from_the_fetch() -> None:
+    async with pair() as (prefill, decode):
+        spec = RequestSpec("claim", decode.prompt(TOKENS), 1, needs_logits=False)
+        one = Session(decode.service, spec)
+        claiming = asyncio.create_task(one.claim("ticket", ClaimPolicy.WHOLE, 20.0))
+        await until(lambda: decode.service.timelines.find(1) is not None)
+        began = time.monotonic()
+        await publish(prefill)
+        await finish(claiming)
+        line = decode.service.timelines.find(1)
+        assert line is not None
+        moments = [Moment.BEGAN, Moment.TICKET, Moment.MATCHED, Moment.FETCHED, Moment.ADMITTED]
+        times = [line.moments[moment] for moment in moments]
+        assert times == sorted(times)
+        assert times[1] > began
+        one.end()
+        await decode.settle()
 
 
 async def test_a_request_that_comes_to_nothing_says_why() -> None:

@@ -407,6 +407,7 @@ class Claims:
         check_id(ticket_id)
         give_up_at = asyncio.get_running_loop().time() + deadline_s
         ticket: Ticket | None = None
+        ticket_at = 0.0
         async with self._arriving.wait(spec) as arrival:
             if policy is ClaimPolicy.RECOMPUTE_ALL:
                 alone = msgspec.structs.replace(spec, needs_logits=True, uses_cache=False)
@@ -421,6 +422,7 @@ class Claims:
                         async with self._watching(spec, ticket_id, near) as watch:
                             silent_s = deadline_s if policy is ClaimPolicy.WHOLE else _SILENT_S
                             ticket = await watch.ticket(deadline_s=deadline_s, silent_s=silent_s)
+                        ticket_at = time.monotonic()
                         tracing.adopt(ticket.trace)
                         tracing.tell("claim.wait", since_s, ticket_id=ticket_id)
                         _check_sampling(ticket, sampling)
@@ -436,6 +438,7 @@ class Claims:
                         near.learn(ticket)
                         request = await self._get(spec, watch.keys, policy, give_up_at, near)
             arrival.let_go = lambda: self._scheduler.end(request)
+            request.ticket_at = ticket_at
         if ticket is None:
             self._stats.claims_without_ticket += 1
         else:
@@ -493,6 +496,7 @@ class Claims:
                 left_s = give_up_at - asyncio.get_running_loop().time()
                 async with deadline(left_s, _found_no_room):  # it may be in line still by then
                     request = await self._scheduler.admit(spec, fetched)
+                request.matched_at, request.fetched_at = fetched.matched_at, fetched.ended_at
                 if problem is None or problem is NO_ROOM:
                     problem = await self._rest(request, keys, give_up_at)
                 is_whole = request.cached_tokens == prompt.num_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -290,6 +291,7 @@ class Fetched:
     tokens: the prompt's tokens that came from storage for this call. earlier: those that came for
         the same request before it, if its owner says so. direct: those of either that came
         straight from another node's memory.
+    matched_at, ended_at: on the monotonic clock, when it was known what is where, and its end.
     first_problem: why it ended before the end of the prompt, None if it did not.
     It stays on the host until `release`, which the owner calls once the request is admitted, or
     earlier: then it may be evicted, and the request matches less.
@@ -301,6 +303,8 @@ class Fetched:
     is_released: bool = False
     earlier: tuple[range, ...] = ()
     direct: tuple[range, ...] = ()
+    matched_at: float = 0.0
+    ended_at: float = 0.0
 
     def release(self) -> None:
         """Let it be evicted again. More than once is as good as once."""
@@ -439,10 +443,18 @@ class _Shared:
         problem: GetOutcome | None,
         lease: Lease,
         direct: tuple[range, ...],
+        matched_at: float,
     ) -> Fetched:
         """What `lease` holds, for the caller of a fetch."""
         self.num_held += 1
-        return Fetched(tokens, problem, partial(self._release, lease), direct=direct)
+        return Fetched(
+            tokens,
+            problem,
+            partial(self._release, lease),
+            direct=direct,
+            matched_at=matched_at,
+            ended_at=time.monotonic(),
+        )
 
     def _release(self, lease: Lease) -> None:
         self.tiers.index.release(lease)
@@ -505,7 +517,8 @@ class _Fetch:
 
     is_whole: all that storage has of it is here, but for the first tokens of another one's tail.
     fate: why it goes no further, where that is not the store's answer. waits_since: on the loop's
-    clock, if the request could compute instead and has not waited for nothing yet.
+    clock, if the request could compute instead and has not waited for nothing yet. matched_at: on
+    the monotonic clock, when it was known what the tiers and storage have; 0 before that.
     """
 
     shared: _Shared
@@ -522,13 +535,14 @@ class _Fetch:
     claimed: list[_Run] = field(default_factory=list)
     transfer: Transfer | None = None
     waits_since: float | None = None
+    matched_at: float = 0.0
     fate: Fate | None = None
     is_whole: bool = False
 
     async def run(self, deadline_s: float) -> None:
         index = self.shared.tiers.index
-        with tracing.span("match"):
-            match = index.match(self.prompt)
+        began_at = time.monotonic()
+        match = index.match(self.prompt)
         self.landed = Landed(index.hold(match.node, match.num_blocks))
         self.first_token = match.num_blocks * index.block_size
         give_up_at = asyncio.get_running_loop().time() + deadline_s
@@ -537,7 +551,7 @@ class _Fetch:
             async with scope:
                 self.deadline = FetchDeadline(scope, deadline_s, self.policy, self._go_on)
                 try:
-                    await self._bring()
+                    await self._bring(began_at)
                 finally:
                     self.deadline.end()
         except TimeoutError:
@@ -582,8 +596,8 @@ class _Fetch:
     def _tell(self, lease: Lease) -> None:
         start = self.first_token
         tokens = range(start, start + self.landed.num_tokens)
-        direct = tuple(self.landed.direct)
-        self.outcome.set_result(self.shared.held(tokens, self.landed.problem, lease, direct))
+        direct, at = tuple(self.landed.direct), self.matched_at or time.monotonic()
+        self.outcome.set_result(self.shared.held(tokens, self.landed.problem, lease, direct, at))
 
     def _ends(self, fate: Fate, reason: str) -> None:
         """It goes no further, for a reason that is not the store's answer."""
@@ -592,17 +606,34 @@ class _Fetch:
 
     # Asking and bringing
 
-    async def _bring(self) -> None:
+    async def _bring(self, began_at: float) -> None:
+        keys, present, question = await self._match()
+        self.matched_at = time.monotonic()
+        tracing.tell("match", began_at, self.matched_at)
+        # Where nothing is present the time for the answer is that for a shared tail, too.
+        if question is None or (present and not self._goes_on(keys[:present], question)):
+            return
+        groups = self.shared.groups
+        await groups.fetch(self.prompt, self.landed, keys[:present], self._arrived)
+        if self.landed.problem is None:
+            self.is_whole = True
+        elif _is_gap(self.landed.problem):
+            self.is_whole = True
+            await self._fetch_shared_tail(keys)
+
+    async def _match(self) -> tuple[Sequence[StoredKey], int, Decision | None]:
+        """The keys that the tiers lack, how many of them storage has, and what was decided about
+        asking it, None if it was not asked."""
         shared, estimator = self.shared, self.shared.estimator
         keys = await self._wait_for_others()
         if not keys:
-            return
+            return keys, 0, None
         start = self.landed.lease.num_blocks
         missing = self.prompt.num_tokens - start * self.prompt.block_size
         question = estimator.decide_question(missing, self.policy)
         if not question.fetches:
             self._refuse(question)
-            return
+            return keys, 0, None
         self.claimed.append(shared.claim(keys, start))
         self.deadline.until(question.give_up_s)
         self._begin_to_wait()
@@ -612,15 +643,7 @@ class _Fetch:
             present = await self._ask(keys, missing, question.give_up_s)
         if present < len(keys):
             self.landed.problem = GetOutcome(GetStatus.MISS, "not in storage")
-        # Where nothing is present the time for the answer is that for a shared tail, too.
-        if present and not self._goes_on(keys[:present], question):
-            return
-        await shared.groups.fetch(self.prompt, self.landed, keys[:present], self._arrived)
-        if self.landed.problem is None:
-            self.is_whole = True
-        elif _is_gap(self.landed.problem):
-            self.is_whole = True
-            await self._fetch_shared_tail(keys)
+        return keys, present, question
 
     async def _wait_for_others(self) -> Sequence[StoredKey]:
         """The keys beyond the local match, once none of them is being fetched by another call."""

@@ -427,6 +427,8 @@ class Request(msgspec.Struct, eq=False):
     promise: the blocks that it computes, for others to wait for.
     missed: why it did not find all of its prompt at admission (see `explain.MISS_REASONS`), "" if
         it did. missed_since: what became of the first block that was missing, if that is known.
+    ticket_at, matched_at, fetched_at: on the monotonic clock, when its ticket had come, when it was
+        known what storage has, and when that had come; 0 where there was no such wait.
     """
 
     spec: RequestSpec
@@ -449,6 +451,9 @@ class Request(msgspec.Struct, eq=False):
     promise: Promise | None = None
     missed: str = ""
     missed_since: HistoryEvent | None = None
+    ticket_at: float = 0.0
+    matched_at: float = 0.0
+    fetched_at: float = 0.0
 
     @property
     def request_id(self) -> str:

@@ -126,7 +126,8 @@ class Session:
             if self._service.fetches(self.spec):
                 fetched = await self._service.fetched(self.spec)
                 try:
-                    self._mark(Moment.FETCHED)
+                    self._mark(Moment.MATCHED, fetched.matched_at)
+                    self._mark(Moment.FETCHED, fetched.ended_at)
                 except BaseException:  # a bug: nobody but us has it yet
                     fetched.release()
                     raise
@@ -143,9 +144,9 @@ class Session:
             self._mark(Moment.ENDED)
             raise
 
-    def _mark(self, moment: Moment) -> None:
+    def _mark(self, moment: Moment, at: float | None = None) -> None:
         if self._timeline is not None:
-            self._service.timelines.mark(self._timeline, moment)
+            self._service.timelines.mark(self._timeline, moment, at)
 
     async def claim(
         self,

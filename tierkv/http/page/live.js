@@ -259,19 +259,25 @@ function health() {
   } });
 }
 
-const PHASES = [["fetch", "began", "fetched", "fetch from storage"], ["queue", null, "admitted", "wait for room"], ["compute", "admitted", "computed", "compute to the first token"], ["generate", "computed", "ended", "generate"]];
+const PHASES = [["ticket", "ticket", "wait for the ticket"], ["match", "matched", "match: what is where, storage asked"], ["fetch", "fetched", "fetch from storage"], ["queue", "admitted", "wait for room"],
+  ["compute", "computed", "compute to the first token"], ["generate", "ended", "generate"]];
 
+/** Each phase ends with its moment and begins with the one before it; the first whose moment has not come goes on, if it is one of those that all have. */
 function phasesOf(one) {
-  const { at } = one, end = at.ended ?? latest()[0];
-  return PHASES.map(([kind, from, to, words]) => {
-    const start = from ? at[from] : at.fetched ?? at.began;
-    const stop = at[to] ?? (kind === "fetch" ? undefined : end);
-    return start === undefined || stop === undefined ? null : { kind, words, start, stop: Math.max(stop, start), isOpen: at[to] === undefined };
-  }).filter((phase) => phase !== null);
+  const { at } = one, phases = [];
+  let start = at.began;
+  for (const [kind, to, words] of PHASES) {
+    if (at[to] === undefined && ["ticket", "match", "fetch"].includes(kind)) continue;
+    const stop = Math.max(at[to] ?? at.ended ?? latest()[0], start);
+    phases.push({ kind, words, start, stop, isOpen: at[to] === undefined && at.ended === undefined });
+    if (at[to] === undefined) break;
+    start = stop;
+  }
+  return phases;
 }
 
 function timeline() {
-  const list = el("div", {}), key = el("p", { class: "key" }, ...[["storage", "fetch"], ["miss", "wait"], ["device", "compute"], ["host", "load"]].map(([color, word]) =>
+  const list = el("div", {}), key = el("p", { class: "key" }, ...[["why6", "match"], ["storage", "fetch"], ["miss", "wait for ticket or room"], ["device", "compute"], ["host", "load"]].map(([color, word]) =>
     el("span", {}, el("span", { class: "swatch", style: { background: `var(--${color})` } }), word)), el("span", {}, "pale: after the first token"));
   const heads = el("div", { class: "request heads", "aria-hidden": "true" }, el("span", {}, "request"), el("span", { class: "what" }, "what it waited for"), el("span", {}, "found"), el("span", { class: "n" }, "first token"));
   const { noted } = panel("Recent requests", "", "", key, heads, list);
