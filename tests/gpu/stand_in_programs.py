@@ -22,6 +22,7 @@ from tests.gpu.stand_in_cupy import Tensor, install
 from tests.gpu.stand_in_world import LAYOUTS, ODD, SMALL, WAIT_S, World
 from tierkv.cache.keys import Fingerprint, Prompt, pack
 from tierkv.cache.layout import Layout, layered
+from tierkv.cli.doctor import doctor
 from tierkv.embed import EngineCache, RankSocket, WorkerPlanes
 from tierkv.embed.engine_cache import Polled
 from tierkv.errors import (
@@ -31,7 +32,6 @@ from tierkv.errors import (
     LayoutError,
     TransferError,
 )
-from tierkv.gpu.doctor import doctor
 from tierkv.gpu.protocol import BlockCopy, Direction, Event, Planes
 from tierkv.gpu.units import Order, UnitSizes
 from tierkv.ranks.memory import SharedSlots, shared_memory, side_by_side
@@ -394,12 +394,12 @@ def tensors_that_do_not_fit(gpu: Gpu, seed: int) -> None:
 def a_doctor(gpu: Gpu, seed: int) -> None:
     """A GPU that cannot be used is bad news of this GPU; one that can is measured."""
     gpu.fail = {"properties": [46]}
-    found = CliRunner().invoke(doctor)
+    found = CliRunner().invoke(doctor, ["--storage", "none"])
     assert found.exit_code == 1
     assert "GPU 0 is lost" in found.stdout
     assert "nvidia-smi" in found.stdout
     assert "driver 13.0" in found.stdout
-    found = CliRunner().invoke(doctor)
+    found = CliRunner().invoke(doctor, ["--storage", "none"])
     assert found.exit_code == 0, found.output
     assert "GPU 0 device to host" in found.stdout
     assert "[bad]" not in found.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 
 from tierkv.cli import main
 from tierkv.gpu import numa
+from tierkv.gpu.doctor import measured_speeds
 
 GIB = 1 << 30
 
@@ -73,7 +75,7 @@ def test_no_limit_is_none(root: Path, limit: int | str) -> None:
 
 
 def doctor() -> list[str]:
-    found = CliRunner().invoke(main, ["doctor"])
+    found = CliRunner().invoke(main, ["doctor", "--storage", "none"])
     assert found.exit_code in {0, 1}, found.output
     return found.stdout.splitlines()
 
@@ -118,7 +120,28 @@ def test_without_cupy_a_doctor_ends_with_an_error_and_the_remedy(
     for module in [name for name in sys.modules if name.startswith("tierkv.gpu.cuda")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
-    found = CliRunner().invoke(main, ["doctor"], env=dict(os.environ, LC_ALL="C"))
+    found = CliRunner().invoke(
+        main, ["doctor", "--storage", "none"], env=dict(os.environ, LC_ALL="C")
+    )
     assert found.exit_code == 1
     assert "CuPy" in found.stdout
     assert "pip install -e '.[cuda12]'" in found.stdout
+
+
+def test_a_doctor_measures_the_store_and_keeps_what_nodes_show_beside_their_speeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    url = (tmp_path / "store").as_uri()
+    found = CliRunner().invoke(main, ["doctor", "--storage", url])
+    assert "GB/s written" in found.stdout
+    speeds = measured_speeds("cpu", url)
+    assert set(speeds) == {"h2d", "d2h", "storage_read", "storage_write"}
+    assert min(speeds.values()) > 0
+    assert [one for one in (tmp_path / "store").rglob("*") if one.stat().st_size > 1 << 19] == []
+    gone = CliRunner().invoke(main, ["doctor", "--storage", "redis://127.0.0.1:1", "--json"])
+    assert gone.exit_code == 1
+    [told] = [one for one in json.loads(gone.stdout)["findings"] if one["what"] == "store"]
+    assert told["verdict"] == "bad"
+    assert "cannot be reached" in told["value"]
+    assert measured_speeds("cpu", url) == speeds | measured_speeds("cpu", None)  # it is kept

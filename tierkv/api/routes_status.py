@@ -455,7 +455,11 @@ class NodeLiveRoutes(Routes):
             "worst_lag_s": node.heartbeat.worst_lag_s,
             "health": [(part, how.value, masked_url(word)) for part, (how, word) in health.items()],
             "watermarks": [(one.low, one.high) for one in service.settings.watermarks()],
-            "measured": await asyncio.to_thread(measured_speeds, node.settings.node.device),
+            "measured": await asyncio.to_thread(
+                measured_speeds,
+                node.settings.node.device,
+                None if service.store is None else service.store.url,
+            ),
             "stores": stores,
         }
 

@@ -38,7 +38,7 @@ class _Commands(click.Group):
     later: ClassVar = {
         "config": ("tierkv.cli.settings", "Print the settings in force, and where each is from."),
         "demo": ("tierkv.demo.command", "Show the main job with real processes on this machine."),
-        "doctor": ("tierkv.gpu.doctor", "Tell what this machine's GPUs and memory allow."),
+        "doctor": ("tierkv.cli.doctor", "Measure this machine's GPUs, memory and store."),
         "explain": ("tierkv.cli.node", "Tell why a prompt is cached as far as it is."),
         "generate": ("tierkv.cli.node", "Generate text that follows a prompt."),
         "gateway": ("tierkv.cli.serving", "One OpenAI-compatible address in front of nodes."),

@@ -1,8 +1,7 @@
-"""`tierkv doctor`: what this machine's GPUs and memory allow, how fast they are, what to fix."""
+"""What GPUs and memory allow here, how fast they are, what to fix: for `tierkv doctor`."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
 import msgspec
 import numpy as np
 
@@ -44,8 +42,8 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """remedy: what to do about it, "" if there is none. speeds: GB/s by device and leg, for
-    who moves bytes there."""
+    """remedy: what to do about it, "" if there is none. speeds: GB/s by device, or store, and leg,
+    for who moves bytes there."""
 
     what: str
     value: str
@@ -212,7 +210,7 @@ _LEGS = {"host to device": "h2d", "device to host": "d2h"}
 _COPY_BYTES = 64 << 20
 
 
-def _copy_finding() -> Finding:
+def copy_finding() -> Finding:
     """What a copy within this machine's memory does, on one thread, as the device cpu copies."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
     took = []
@@ -231,9 +229,10 @@ def _kept_in() -> Path:
     return (base if base.is_absolute() else Path.home() / ".cache") / "tierkv" / "doctor.json"
 
 
-def _keep(findings: Sequence[Finding]) -> None:
-    """For nodes of this machine, which show it beside what they do. What cannot be kept is not."""
-    speeds: dict[str, dict[str, float]] = {}
+def keep(findings: Sequence[Finding]) -> None:
+    """For nodes of this machine, which show it beside what they do; what was measured of other
+    devices and stores stays. What cannot be kept is not."""
+    speeds = _kept()
     for finding in findings:
         for (device, leg), speed in finding.speeds.items():
             speeds.setdefault(device, {})[leg] = speed
@@ -243,38 +242,15 @@ def _keep(findings: Sequence[Finding]) -> None:
         path.write_bytes(msgspec.json.encode(speeds))
 
 
-def measured_speeds(device: str) -> dict[str, float]:
-    """GB/s between host and `device`, by leg (`h2d`, `d2h`), as the last `tierkv doctor` of this
-    user measured it; {} if there was none."""
-    name = "cuda:0" if device == "cuda" else device
+def _kept() -> dict[str, dict[str, float]]:
     with suppress(OSError, RuntimeError, msgspec.DecodeError):
-        kept = msgspec.json.decode(_kept_in().read_bytes(), type=dict[str, dict[str, float]])
-        return kept.get(name, {})
+        return msgspec.json.decode(_kept_in().read_bytes(), type=dict[str, dict[str, float]])
     return {}
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-def doctor(*, as_json: bool) -> None:
-    """Look at this machine's GPUs and memory, measure them, and say what to fix.
-
-    Nodes show the speeds on their live page. Ends with status 1 if something is bad: there is no
-    GPU that can be used, or one of them cannot.
-    """
-    findings = [*machine_findings(), _copy_finding(), *gpu_findings()]
-    _keep(findings)
-    if as_json:
-        told = [
-            {"what": one.what, "value": one.value, "verdict": one.verdict.value}
-            | ({"remedy": one.remedy} if one.remedy else {})
-            for one in findings
-        ]
-        click.echo(json.dumps({"findings": told}, indent=2))
-    width = max(len(finding.what) for finding in findings)
-    for finding in () if as_json else findings:
-        mark = "" if finding.verdict is Verdict.OK else f"  [{finding.verdict.value}]"
-        click.echo(f"{finding.what:{width}}  {finding.value}{mark}")
-        if finding.remedy:
-            click.echo(f"{'':{width}}  -> {finding.remedy}")
-    if any(finding.verdict is Verdict.BAD for finding in findings):
-        raise click.exceptions.Exit(1)
+def measured_speeds(device: str, store_url: str | None) -> dict[str, float]:
+    """GB/s between host and `device` (`h2d`, `d2h`) and between host and store (`storage_read`,
+    `storage_write`), as the last `tierkv doctor` of this user measured them, if it did."""
+    kept = _kept()
+    of_store = kept.get(store_url, {}) if store_url is not None else {}
+    return kept.get("cuda:0" if device == "cuda" else device, {}) | of_store

@@ -18,10 +18,8 @@ from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.layered import LayeredSettings, LayeredStore, OpensLater
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.mooncake.client import MooncakeSettings
-from tierkv.storage.mooncake.store import ACCEPTED as MOONCAKE_ACCEPTED
 from tierkv.storage.mooncake.store import MooncakeStore
 from tierkv.storage.protocol import Store
-from tierkv.storage.redis.url import ACCEPTED as REDIS_ACCEPTED
 from tierkv.storage.redis.url import REDIS_SCHEMES, RedisSettings, parse_redis_url
 
 if TYPE_CHECKING:
@@ -44,12 +42,6 @@ class StoreSettings:
     resilience: ResilienceSettings = field(default_factory=ResilienceSettings)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    accepted: str
-    open: Callable[[str, StoreSettings, Clock], Store]
-
-
 def _memory(url: str, settings: StoreSettings, clock: Clock) -> Store:
     if url != "memory://":
         raise ConfigError(f"a store in memory has no address: it is memory://, not {url[:80]!r}")
@@ -59,7 +51,12 @@ def _memory(url: str, settings: StoreSettings, clock: Clock) -> Store:
 def _file(url: str, settings: StoreSettings, clock: Clock) -> Store:
     parts = urlsplit(url)
     path = unquote(parts.path)
-    if parts.netloc or parts.query or parts.fragment or not path or "\0" in path:
+    if parts.query or parts.fragment:
+        raise ConfigError(
+            f"{url[:200]!r} has something after its path; accepted: {_FILE}, with % as %25, ? as "
+            "%3F and # as %23, and settings such as storage.file.capacity_bytes in the config file"
+        )
+    if parts.netloc or not path or "\0" in path:
         raise ConfigError(f"{url[:200]!r} names no directory here; accepted: {_FILE}")
     return FileStore(Path(path), settings.file, clock)
 
@@ -93,12 +90,12 @@ _NO_MIRRORS = (
 )
 _LAYERED = "layered:NEAR-URL|FAR-URL"
 _FILE = "file:///absolute/directory or file:relative/directory"
-_STORES = {
-    "memory": _Row("memory://", _memory),
-    "file": _Row(_FILE, _file),
-    **{scheme: _Row(REDIS_ACCEPTED, _redis) for scheme in REDIS_SCHEMES},
-    "mooncake": _Row(MOONCAKE_ACCEPTED, _mooncake),
-    "layered": _Row(_LAYERED, _layered),
+_STORES: dict[str, Callable[[str, StoreSettings, Clock], Store]] = {
+    "memory": _memory,
+    "file": _file,
+    **dict.fromkeys(REDIS_SCHEMES, _redis),
+    "mooncake": _mooncake,
+    "layered": _layered,
 }
 
 
@@ -110,14 +107,16 @@ def open_store(url: str, settings: StoreSettings, clock: Clock) -> Store:
     scheme, separator, _ = url.partition(":")
     if separator and scheme == "mirrored":
         raise ConfigError(_NO_MIRRORS)
-    row = _STORES.get(scheme) if separator else None
-    if row is None and separator and (entry := _brought(scheme)) is not None:
+    opens = _STORES.get(scheme) if separator else None
+    if opens is None and separator and (entry := _brought(scheme)) is not None:
         return _of_entry_point(entry, url, clock)
-    if row is None:
-        accepted = "; ".join(dict.fromkeys(row.accepted for row in _STORES.values()))
+    if opens is None:
+        if url[:1] in {"/", "."}:
+            raise ConfigError(f"{url[:200]!r} is no storage URL; accepted: {_FILE}")
+        accepted = ", ".join(f"{one}:" if one == "layered" else f"{one}://" for one in _STORES)
         # Not quoted in full: behind a misspelt scheme there can be a password.
         raise ConfigError(f"the storage URL starts with {scheme[:20]!r}; accepted: {accepted}")
-    return row.open(url, settings, clock)
+    return opens(url, settings, clock)
 
 
 def _brought(scheme: str) -> EntryPoint | None:

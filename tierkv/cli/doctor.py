@@ -1,0 +1,125 @@
+"""`tierkv doctor`: what GPUs, memory and store allow here, how fast they are, what to fix."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from tierkv.api.settings import NO_STORAGE, NodeSettings, default_storage_url
+from tierkv.cli.output import json_option, print_json, progress
+from tierkv.clock import SystemClock
+from tierkv.config import load
+from tierkv.errors import StoreUnavailableError, TierKVError
+from tierkv.gpu.doctor import (
+    Finding,
+    Verdict,
+    copy_finding,
+    gpu_findings,
+    keep,
+    machine_findings,
+)
+from tierkv.storage.factory import open_store
+from tierkv.storage.protocol import GetItem, GetStatus, PutItem, PutStatus, Store
+from tierkv.tasks import run_until_stopped
+
+_VALUE_BYTES = 1 << 20  # about a block of a model of 8B parameters
+_NUM_VALUES = 32  # as many as a node moves at once
+_ROUNDS = 3
+_DEADLINE_S = 20.0
+_TTL_S = 60.0  # should nobody be left to remove them
+
+
+@click.command()
+@click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="Of the node.")
+@click.option(
+    "--storage",
+    "url",
+    metavar="URL",
+    help="The store to measure; without it the one that `tierkv serve` would use here; none for "
+    "no store.",
+)
+@json_option
+def doctor(*, config: Path | None, url: str | None, as_json: bool) -> None:
+    """Look at this machine's GPUs, memory and store, measure them, and say what to fix.
+
+    To the store 32 MiB are written three times, read back, and removed. Nodes show the speeds on
+    their live page. Ends with status 1 if something is bad: there is no GPU that can be used, or
+    one of them cannot, or the store cannot be reached.
+    """
+    given = {} if url is None else {"TIERKV_STORAGE__URL": url}
+    settings = load(NodeSettings, config, os.environ | given)
+    with progress("measuring"):
+        findings = [*machine_findings(), copy_finding(), *gpu_findings()]
+        findings += _store_findings(settings, os.environ)
+    keep(findings)
+    if as_json:
+        told = [
+            {"what": one.what, "value": one.value, "verdict": one.verdict.value}
+            | ({"remedy": one.remedy} if one.remedy else {})
+            for one in findings
+        ]
+        print_json({"findings": told})
+    width = max(len(finding.what) for finding in findings)
+    for finding in () if as_json else findings:
+        mark = "" if finding.verdict is Verdict.OK else f"  [{finding.verdict.value}]"
+        click.echo(f"{finding.what:{width}}  {finding.value}{mark}")
+        if finding.remedy:
+            click.echo(f"{'':{width}}  -> {finding.remedy}")
+    if any(finding.verdict is Verdict.BAD for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+def _store_findings(settings: NodeSettings, environ: Mapping[str, str]) -> list[Finding]:
+    url = settings.storage.url or default_storage_url(environ)
+    if url == NO_STORAGE:
+        return []
+    store = open_store(url, settings.storage.of_kinds(), SystemClock())
+    try:
+        written, read = run_until_stopped(_measured(store))
+    except TierKVError as error:
+        remedy = "a node does not start while its store cannot be used"
+        return [Finding("store", str(error), Verdict.BAD, remedy)]
+    except TimeoutError:
+        slow = f"{store.url} did not move {_NUM_VALUES} MiB in {_DEADLINE_S:g} s"
+        return [Finding("store", slow, Verdict.WARNING, "computing is probably faster")]
+    speeds = {(store.url, "storage_write"): written, (store.url, "storage_read"): read}
+    told = f"{written:.2f} GB/s written, {read:.2f} GB/s read, {store.url}"
+    return [Finding("store", told, speeds=speeds)]
+
+
+async def _measured(store: Store) -> tuple[float, float]:
+    """GB/s of writing values and of reading them, the best of some rounds. Raises TimeoutError,
+    StoreUnavailableError."""
+    name = f"tierkv:doctor:{secrets.token_hex(8)}"
+    value = memoryview(bytearray(os.urandom(_VALUE_BYTES)))
+    slots = [memoryview(bytearray(_VALUE_BYTES)) for _ in range(_NUM_VALUES)]
+    took: dict[str, list[float]] = {"write": [], "read": []}
+    async with store.running(), asyncio.timeout(_DEADLINE_S):
+        for number in range(_ROUNDS):
+            names = [f"{name}:{number}:{at}" for at in range(_NUM_VALUES)]
+            try:
+                began = time.perf_counter()
+                put = await store.put([PutItem(one, (value,), ttl_s=_TTL_S) for one in names])
+                took["write"].append(time.perf_counter() - began)
+                began = time.perf_counter()
+                got = await store.get_into(
+                    [GetItem(one, (slot,)) for one, slot in zip(names, slots, strict=True)]
+                )
+                took["read"].append(time.perf_counter() - began)
+            finally:
+                await store.delete(names)
+            for outcome in put:
+                if outcome.status not in {PutStatus.STORED, PutStatus.EXISTED}:
+                    raise StoreUnavailableError(f"{store.url} takes no writes: {outcome.reason}")
+            for read in got:
+                if read.status is not GetStatus.HIT:
+                    why = read.reason or "what was written is not there"
+                    raise StoreUnavailableError(f"{store.url} gives nothing back: {why}")
+    num_bytes = _VALUE_BYTES * _NUM_VALUES
+    return num_bytes / min(took["write"]) / 1e9, num_bytes / min(took["read"]) / 1e9
