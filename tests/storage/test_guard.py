@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 
@@ -10,10 +11,10 @@ import pytest
 
 from tests.faulty import FaultyStore
 from tests.latch import until
-from tests.storage.values import content_of, get_one, landing, put_one
+from tests.storage.values import TurnedClock, content_of, get_one, landing, put_one
 from tierkv.clock import SystemClock
 from tierkv.errors import ConfigError, StoreUnavailableError
-from tierkv.storage.guard import GuardedStore, ResilienceSettings, SlotGate
+from tierkv.storage.guard import GuardedStore, NegativeCache, ResilienceSettings, SlotGate
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import (
     BreakerState,
@@ -496,6 +497,26 @@ async def test_answers_pass_through_unchanged(make: Make) -> None:
     assert [o.status for o in outcomes] == [GetStatus.HIT, GetStatus.MISS] * 25
     assert await pair.store.get_into([GetItem(NAMES[0], ())]) != []
     assert await pair.store.delete(NAMES) == 25
+
+
+def test_names_that_are_believed_no_more_take_no_memory() -> None:
+    clock = TurnedClock()
+    missing = NegativeCache(0.5, 65_536, clock)
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            name = f"t:{number:0100}"
+            with missing.asking() as note:
+                note(name)
+            missing.ends(name, 7)
+            clock.now += 0.01
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 100_000  # some 50 names; all of them would be 9 MB
+    assert missing.has(name)
+    clock.now += 1.0
+    assert not missing.has(name)
 
 
 @pytest.mark.parametrize(

@@ -695,8 +695,11 @@ class NegativeCache:
         self._ttl_s = ttl_s
         self._max_names = max_names
         self._clock = clock
-        self._until: OrderedDict[str, float] = OrderedDict()
-        self._ends: OrderedDict[str, int] = OrderedDict()  # of questions, by their first name
+        self._until: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # the next to end first
+        # Of questions, by their first name: which of its names is missing, and until when.
+        self._ends: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._asked: list[_Meanwhile] = []
         self.num_hits = 0
 
@@ -709,13 +712,17 @@ class NegativeCache:
         begin = names[0]
         if self.has(begin):
             return 0
-        end = self._ends.get(begin, 0)
+        end, _ = self._ends.get(begin, (0, 0.0))
         return end if 0 < end < len(names) and self.has(names[end]) else len(names)
 
     def ends(self, begin: str, end: int) -> None:
         """Of names that begin with `begin`, that at `end` is missing."""
-        self._ends[begin] = end
-        while len(self._ends) > self._max_names:
+        if not self._ttl_s:
+            return
+        now = self._clock.monotonic()
+        self._ends[begin] = end, now + self._ttl_s
+        self._ends.move_to_end(begin)
+        while len(self._ends) > self._max_names or next(iter(self._ends.values()))[1] <= now:
             self._ends.popitem(last=False)
 
     def has(self, name: str) -> bool:
@@ -746,8 +753,10 @@ class NegativeCache:
     def _note(self, name: str) -> None:
         if not self._ttl_s:
             return
-        self._until[name] = self._clock.monotonic() + self._ttl_s
-        while len(self._until) > self._max_names:
+        now = self._clock.monotonic()
+        self._until[name] = now + self._ttl_s
+        self._until.move_to_end(name)
+        while len(self._until) > self._max_names or next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
 
     def forget(self, name: str) -> None:
