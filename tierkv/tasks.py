@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from tierkv.errors import ShuttingDownError, TierKVError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 Tell = Callable[[str, BaseException], None]
@@ -122,6 +123,20 @@ async def outlast(
             if not future.cancelled():
                 future.exception()  # seen: the cancel is what the caller hears of
         raise cancelled
+
+
+async def both(first: Awaitable[T], second: Awaitable[U]) -> tuple[T, U]:
+    """What the two return, done side by side: one round trip where each takes one. Raises a
+    TierKVError of theirs, the first's rather than the second's, when both have ended."""
+    async with task_group() as group:
+        beside = group.create_task(expected(second))
+        found = await expected(first)
+    if isinstance(found, TierKVError):
+        raise found
+    other = beside.result()
+    if isinstance(other, TierKVError):
+        raise other
+    return found, other
 
 
 async def expected(work: Awaitable[T]) -> T | TierKVError:

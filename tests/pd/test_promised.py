@@ -89,12 +89,13 @@ async def test_what_nobody_promised_is_asked_for() -> None:
         assert store.num_asked == ALL_KEYS
 
 
-async def test_where_other_sizes_may_have_stored_it_the_size_is_asked_for() -> None:
+async def test_where_other_sizes_have_stored_blocks_before_the_size_is_asked_for() -> None:
     async with pair() as (prefill, decode, store):
         await publish(prefill, PROMPT, "ticket")
         storage = decode.service.tiers.copies.storage
         assert storage is not None
         storage.slices.peer_sizes = (2,)
+        storage.meets_other_sizes = True
         request = await claimed(decode, PROMPT, new=0)
         assert request.cached_tokens == len(PROMPT)
         assert store.num_asked == ALL_KEYS

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -14,14 +17,26 @@ from tests.faulty import FaultyStore
 from tests.redis_proxy import Proxy, redis_proxy
 from tests.redis_server import RedisServer, empty_redis, module_redis  # noqa: F401 - fixtures
 from tests.storage.values import content_of, get_one, put_one
+from tierkv.api.types import DecodeBody, PrefillBody
 from tierkv.clock import SystemClock
+from tierkv.demo.processes import NodeProcess, node
 from tierkv.errors import StoreUnavailableError
 from tierkv.pd.settings import DirectPath, HandoffSettings
+from tierkv.storage.base import StoreWrapper
 from tierkv.storage.factory import StoreSettings, open_guarded_store
 from tierkv.storage.guard import GuardedStore, ResilienceSettings
 from tierkv.storage.memory import MemorySettings, MemoryStore
-from tierkv.storage.protocol import BreakerState, GetStatus, PutStatus
+from tierkv.storage.protocol import (
+    BreakerState,
+    GetStatus,
+    PutItem,
+    PutOutcome,
+    PutStatus,
+    Store,
+)
+from tierkv.tasks import both, task_group
 
+T = TypeVar("T")
 LATENCY_S = 0.5
 NAMES = [f"t:f:{index:02}:0" for index in range(10)]
 
@@ -78,6 +93,88 @@ async def test_a_hand_off_over_a_store_that_is_later_than_its_deadlines_succeeds
             await prefill.engine.prefill(prefill.job(prompt, 1), "t")
             generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t", deadline_s=20)
             assert generation.tokens == truth(prompt, 4).tokens
+
+
+class CountedTurns(StoreWrapper):
+    """Takes long, and counts how many answers had to be waited for one after the other: a question
+    has the number after those of all answers that had come. What nobody waits for counts nothing.
+    """
+
+    delay_s = 0.15
+    turns = 0
+
+    async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
+        is_last_word = ":ack:" in items[0].name
+        is_beat = ":producer:" in items[0].name and self.turns > 0
+        if is_last_word or is_beat:
+            return await self.inner.put(items)
+        return await super().put(items)
+
+    async def touch(self, names: Sequence[str], *, ttl_s: float) -> int:
+        return await self.inner.touch(names, ttl_s=ttl_s)
+
+    async def _ask(self, ask: Callable[[Store], Awaitable[T]]) -> T:
+        number = self.turns + 1
+        await asyncio.sleep(self.delay_s)
+        answer = await super()._ask(ask)
+        self.turns = max(self.turns, number)
+        return answer
+
+
+async def test_a_hand_off_waits_for_few_answers_one_after_the_other() -> None:
+    memory = MemoryStore(MemorySettings(), SystemClock())
+    stores = [CountedTurns(memory), CountedTurns(memory)]
+    settings = HandoffSettings(direct=DirectPath.OFF)
+    async with (
+        exact_node(stores[0], handoff=settings) as prefill,
+        exact_node(stores[1], handoff=settings) as decode,
+    ):
+        prompt = text(400)
+        await prefill.engine.prefill(prefill.job(prompt, 1), "t")
+        # Whose the id is; what is stored, and which tails; then blocks, the ticket, and what went
+        # before it.
+        assert stores[0].turns <= 7
+        generation, _ = await decode.engine.decode(decode.job(prompt, 4), "t")
+        assert generation.tokens == truth(prompt, 4).tokens
+        assert stores[1].turns <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("is_asked_first", [True, False])
+async def test_twenty_hand_offs_of_processes_over_a_store_half_a_second_away_succeed(
+    is_asked_first: bool,
+    empty_redis: RedisServer,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "all.toml"
+    config.write_text("")
+
+    def run(role: str, url: str) -> AbstractAsyncContextManager[NodeProcess]:
+        there = partial(node, role=role, config=config, storage=url, folder=tmp_path)
+        return there(role, direct="off")
+
+    async with (
+        late_redis(empty_redis, LATENCY_S) as (_, url),
+        run("prefill", url) as prefill,
+        run("decode", url) as decode,
+    ):
+
+        async def hand_over(number: int) -> None:
+            prompt, name = f"{number}: the quick brown fox jumps over a lazy dog", f"t{number}"
+            claim = decode.client.decode(DecodeBody(prompt=prompt, ticket_id=name, max_tokens=4))
+            publish = prefill.client.prefill(PrefillBody(prompt=prompt, ticket_id=name))
+            if is_asked_first:
+                answer, _ = await both(claim, publish)
+            else:
+                await publish
+                answer = await claim
+            assert len(answer.tokens) == 4
+
+        for first in range(0, 20, 4):
+            async with task_group() as tasks:
+                for number in range(first, first + 4):
+                    tasks.create_task(hand_over(number))
 
 
 async def test_a_store_that_is_quick_again_has_short_deadlines_again() -> None:

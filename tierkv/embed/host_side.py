@@ -49,7 +49,7 @@ from tierkv.sched.events import CacheEvent, ExternalId, Happening
 from tierkv.sched.settings import CacheSettings
 from tierkv.sched.worth import FetchPolicy
 from tierkv.service import Service
-from tierkv.tasks import abandonable, background
+from tierkv.tasks import abandonable, background, both
 from tierkv.transfer.storage_io import StorageIO
 
 log = logging.getLogger("tierkv.engine")
@@ -810,10 +810,9 @@ class HostSide:
         many. They are held until the ticket is there. What goes wrong is only a delay."""
         present = ready = 0
         try:
-            await handoff.tickets.lease.is_said()
-            await handoff.tickets.begin(opened)
             keys = handoff.tickets.keys_of(prompt)
-            present = ready = min(await handoff.count_present(keys), prompt.num_blocks)
+            _, found = await both(handoff.tickets.begin(opened), handoff.count_present(keys))
+            present = ready = min(found, prompt.num_blocks)
             while outlet.is_going_on:
                 outlet.changed.clear()
                 self._let_go(promise)
@@ -826,7 +825,7 @@ class HostSide:
                     await self._flush(keys, promise.lease, ready, stop)
                     ready = stop
                     handoff.ledger.progressed(opened.ticket_id, ready)
-                    await handoff.tickets.tell(opened.ticket_id, f"{PROGRESS}{ready}")
+                    handoff.tickets.hint(opened.ticket_id, f"{PROGRESS}{ready}")
                 else:
                     await outlet.changed.wait()
         except StoreUnavailableError as error:

@@ -21,6 +21,7 @@ from tierkv.errors import (
     OwnershipError,
     RequestAbortedError,
     StoreUnavailableError,
+    TierKVError,
     TransferError,
 )
 from tierkv.pd.handoff import GROUP_BLOCKS, Group, Staging
@@ -38,7 +39,7 @@ from tierkv.sched.fetch import NO_ROOM, Fetched, Fetcher, Source
 from tierkv.sched.request import Arrivals, Request, RequestSpec
 from tierkv.sched.scheduler import Scheduler
 from tierkv.storage.protocol import GetOutcome, GetStatus
-from tierkv.tasks import background, deadline
+from tierkv.tasks import background, both, deadline, expected
 
 _LATE = GetOutcome(GetStatus.FAILED, "storage took too long")
 
@@ -201,6 +202,7 @@ class Watch:
         self._on_open = on_open
         self.keys: Sequence[StoredKey] = ()
         self._open: OpenTicket | None = None
+        self._has_looked = False
         self._ready_blocks = 0
         self._over: HandoffError | None = None  # why no ticket will come, and since when
         self._over_since = 0.0
@@ -271,7 +273,7 @@ class Watch:
 
     async def _look(self) -> Ticket | None:
         """Raises HandoffError at once for what will never be right, StoreUnavailableError."""
-        ticket = await self._tickets.read(self._ticket_id)
+        ticket, found = await self._read()
         if ticket is not None:
             try:
                 self._tickets.check(ticket, self._prompt.space, self._hashed())
@@ -284,7 +286,6 @@ class Watch:
                 self._give_up(error)  # unless the id is in use again
             else:
                 return ticket
-        found = await self._tickets.read_open(self._ticket_id)
         if found is None:
             self._open = None
             return None
@@ -305,6 +306,22 @@ class Watch:
             if is_new or not self._ready_blocks:
                 self._on_progress(None)
         return None
+
+    async def _read(self) -> tuple[Ticket | None, OpenTicket | None]:
+        """The ticket, and where it has to be waited for the open one. Raises what `_look` does."""
+        whole, opened = self._tickets.read, self._tickets.read_open
+        if not self._has_looked:
+            self._has_looked = True
+            ticket = await whole(self._ticket_id)
+            return ticket, None if ticket is not None else await opened(self._ticket_id)
+        # It is a wait: one round trip instead of two.
+        reading = expected(opened(self._ticket_id))
+        ticket, found = await both(whole(self._ticket_id), reading)
+        if not isinstance(found, TierKVError):
+            return ticket, found
+        if ticket is None:
+            raise found
+        return ticket, None
 
     def _give_up(self, problem: HandoffError, patience_s: float = _GRACE_S) -> None:
         if self._over is None:

@@ -49,7 +49,7 @@ from tierkv.pd.tickets import (
 )
 from tierkv.sched.request import Request
 from tierkv.sched.tiers import Tiers
-from tierkv.tasks import abandonable, task_group
+from tierkv.tasks import abandonable, both, task_group
 from tierkv.transfer.mover import Movement
 from tierkv.transfer.storage_io import StorageIO
 
@@ -202,13 +202,16 @@ class Handoff:
         after: Sequence[Event] = (),
         sampling: Mapping[str, str] | None = None,
         deadline_s: float,
-        stored_blocks: int = 0,
+        stored_blocks: int | None = None,
+        announced: Callable[[], Awaitable[object]] | None = None,
     ) -> Published:
         """Store every block of the request's prompt, tail included, and then the ticket.
 
         The request is running and its prompt is computed; it must not end before this returns.
         after: events of the kernels that wrote the blocks. sampling: see Ticket. stored_blocks: the
-        first so many were stored a moment ago; it is looked whether they still are.
+        first so many were stored a moment ago, and no more are known to be; while the others are
+        stored, it is looked whether these still are. announced: waits for what is written before
+        the ticket.
         Raises HandoffError if storage did not take it all in `deadline_s`, OwnershipError if the
         request has ended or is not computed, DuplicateRequestError if the ticket is another
         prompt's by now, and BadRequestError if its id is no text; none exists then.
@@ -227,11 +230,11 @@ class Handoff:
                 async with asyncio.timeout(deadline_s):
 
                     async def store_all() -> tuple[int, Ticket]:
-                        # Of those that were just stored all are there, unless the store lost some:
-                        # one question instead of a search for the first that is missing.
-                        present = await self.count_present(keys[: stored_blocks or None])
-                        self._show(request, 0, present)
-                        await self.store(request, keys, present, len(keys), after)
+                        nonlocal stored_blocks
+                        known, stored_blocks = stored_blocks, None  # the next attempt looks
+                        present = await self._store_rest(request, keys, known, after)
+                        if announced is not None:
+                            await announced()
                         with self._offered(ticket_id, prompt) as address:
                             opened = self.tickets.new_open(ticket_id, prompt, address)
                             ticket = self.tickets.new(opened, first_tokens, sampling)
@@ -275,6 +278,29 @@ class Handoff:
             lease, room = request.lease, self._tiers.eviction.available(Tier.HOST)
             end = min(stop, lease.num_blocks, request.spec.prompt.num_blocks, start + room)
             self._tiers.copies.save(lease.node, end, first=start)
+
+    async def _store_rest(
+        self,
+        request: Request,
+        keys: Sequence[StoredKey],
+        known: int | None,
+        after: Sequence[Event],
+    ) -> int:
+        """Store what is missing of `keys`, of which the first `known` are believed to be stored;
+        None: nobody has asked. How many were there. Raises as `store`."""
+        if known is None:
+            present = known = await self.count_present(keys)
+        elif known:
+            present, _ = await both(
+                self.count_present(keys[:known]),
+                self.store(request, keys, known, len(keys), after),
+            )
+            known, keys = present, keys[:known]
+        else:
+            present = 0
+        self._show(request, 0, present)
+        await self.store(request, keys, known, len(keys), after)
+        return present
 
     async def count_present(self, keys: Sequence[StoredKey]) -> int:
         """Raises StoreUnavailableError."""
@@ -454,10 +480,22 @@ class PublishStream:
         return published
 
     async def _publish(self, open_ticket: OpenTicket, keys: Sequence[StoredKey]) -> Published:
-        present = ready = 0
+        # What is said of the ticket and what is stored go side by side: over a store that takes
+        # half a second to answer, one after the other they took as long as a claim waits.
+        async with task_group() as tasks:
+            opening = tasks.create_task(self._open(open_ticket), name="tierkv-open-ticket")
+            try:
+                return await self._publish_beside(opening, keys)
+            except BaseException:
+                opening.cancel()
+                raise
+
+    async def _publish_beside(
+        self, opening: asyncio.Task[None], keys: Sequence[StoredKey]
+    ) -> Published:
+        present, ready = 0, None
         try:
             async with asyncio.timeout_at(self._end_at) as self._scope:
-                await self._open(open_ticket)
                 present, ready = await self._store_ahead(keys)
         except TimeoutError:
             pass  # the store hangs: the last attempt has a deadline of its own
@@ -476,14 +514,16 @@ class PublishStream:
             sampling=finish.sampling,
             deadline_s=self._deadline_s,
             stored_blocks=ready,
+            announced=lambda: asyncio.wait([opening]),
         )
+        if ready is None:
+            return published
         self._handoff.stats.early_blocks += ready - present
         return replace(published, present_blocks=present, early_blocks=ready - present)
 
     async def _open(self, open_ticket: OpenTicket) -> None:
         handoff = self._handoff
         try:
-            await handoff.tickets.lease.is_said()
             await handoff.tickets.begin(open_ticket)
         except StoreUnavailableError as error:
             log.warning("ticket %s is not announced: %s", self._ticket_id, error)
@@ -491,17 +531,17 @@ class PublishStream:
             handoff.stats.failed_publishes += 1
             raise
 
-    async def _store_ahead(self, keys: Sequence[StoredKey]) -> tuple[int, int]:
-        """Store full blocks as they come; how many were there, and how many are now."""
+    async def _store_ahead(self, keys: Sequence[StoredKey]) -> tuple[int, int | None]:
+        """Store full blocks as they come; how many were there, and how many are now, None if the
+        store did not say."""
         handoff, most = self._handoff, self._request.spec.prompt.num_blocks
-        present = ready = 0
+        present, ready = 0, None
         try:
             present = ready = min(await handoff.count_present(keys), most)
             while self._is_going_on:
                 if ready >= self._computed_blocks:
-                    await self._tell(ready)
-                    if ready >= self._computed_blocks and self._is_going_on:
-                        await self._change()
+                    self._tell(ready)
+                    await self._change()
                     continue
                 stop = min(ready + GROUP_BLOCKS, self._computed_blocks)
                 await handoff.store(self._request, keys, ready, stop, self._after)
@@ -520,9 +560,9 @@ class PublishStream:
     def _is_going_on(self) -> bool:
         return self._finish is None and self._failure is None
 
-    async def _tell(self, ready: int) -> None:
+    def _tell(self, ready: int) -> None:
         self._handoff.ledger.progressed(self._ticket_id, ready)
-        await self._handoff.tickets.tell(self._ticket_id, f"{PROGRESS}{ready}")
+        self._handoff.tickets.hint(self._ticket_id, f"{PROGRESS}{ready}")
 
     async def _close(self, open_ticket: OpenTicket, failure: str) -> None:
         """Tell those who wait why there will be no ticket, if the store takes it."""

@@ -44,7 +44,7 @@ from tierkv.sched.tiers import Tiers
 from tierkv.storage import codec
 from tierkv.storage.codec import SmallCodec
 from tierkv.storage.protocol import Notifier, PutItem, PutOutcome, PutStatus, Store
-from tierkv.tasks import abandonable, background
+from tierkv.tasks import abandonable, background, both
 from tierkv.transfer.storage_io import StorageIO
 
 # What a prefill node leaves for a decode node: written last, so that it vouches for the rest.
@@ -459,6 +459,10 @@ class Tickets:
     def tell(self, ticket_id: str, message: str) -> Coroutine[None, None, None]:
         return self.notifier.tell(self.names.ticket(ticket_id), message)
 
+    def hint(self, ticket_id: str, message: str) -> None:
+        """`tell`, for which nobody waits."""
+        self._tiers.work.start(self.tell(ticket_id, message), "tierkv-tell")
+
     # Of several prompts that come under one id, the first one has it, as far as the store keeps the
     # first of several values.
 
@@ -467,13 +471,12 @@ class Tickets:
         these blocks under this id: it is whole and nobody claimed it, or is being computed. The
         same prompt may be handed over again. What cannot be read is in nobody's way."""
         with suppress(HandoffError, StoreUnavailableError):
-            # In the order opposite to that in which they are written: one of the two is seen.
-            opened = await self.read_open(ticket_id)
+            # Of one that is completed in this moment neither may be seen; then `complete` finds it.
+            opened, whole = await both(self.read_open(ticket_id), self.read(ticket_id))
             if opened is not None and (
                 opened.failure or not await self.lease.is_alive(opened.incarnation)
             ):
                 opened = None
-            whole = await self.read(ticket_id)
             if whole is not None and await self.is_claimed(whole):
                 whole = None
             for found in (opened, whole):
@@ -485,18 +488,20 @@ class Tickets:
                 )
 
     async def begin(self, ticket: OpenTicket) -> None:
-        """Say that a ticket will come, in the place of what an earlier hand-off of its id left.
-        Raises DuplicateRequestError if another prompt was faster, and StoreUnavailableError."""
-        if await self._is_there(ticket.ticket_id):
+        """Say that a ticket will come, in the place of what an earlier hand-off of its id left,
+        once this node has said that it lives. Inside `lease.held`. Raises DuplicateRequestError if
+        another prompt was faster, and StoreUnavailableError."""
+        is_there, _ = await both(self._is_there(ticket.ticket_id), self.lease.is_said())
+        if is_there:
             await self.check_free(ticket.ticket_id, ticket.digests)
             await self.forget_ended(ticket.ticket_id)
         await self._take(ticket)
-        await self.tell(ticket.ticket_id, f"{PROGRESS}0")
+        self.hint(ticket.ticket_id, f"{PROGRESS}0")
 
     async def complete(self, ticket: Ticket) -> None:
         """Write the ticket of a prompt of which every block is stored. Raises as `begin` does."""
         await self._take(ticket)
-        await self.tell(ticket.ticket_id, WHOLE)
+        self.hint(ticket.ticket_id, WHOLE)
 
     async def give_up(self, ticket: OpenTicket, failure: str) -> None:
         """Tell those who wait why there will be no ticket, unless another producer has begun it

@@ -637,7 +637,7 @@ class _Fetch:
         self.claimed.append(shared.claim(keys, start))
         self.deadline.until(question.give_up_s)
         self._begin_to_wait()
-        if self.promised and not shared.storage.slices.peer_sizes:  # else of which size is asked
+        if self.promised and not shared.storage.meets_other_sizes:  # else of which size is asked
             present = len(keys)
         else:
             present = await self._ask(keys, missing, question.give_up_s)

@@ -509,8 +509,9 @@ class Router(Protocol):
 class OneNode:
     """`Router` where all values are on one server."""
 
-    def __init__(self, node: RedisNode) -> None:
+    def __init__(self, node: RedisNode, pace: TransferTimeout) -> None:
         self._node = node
+        self._pace = pace
 
     def running(self) -> AbstractAsyncContextManager[None]:
         return self._node.running()
@@ -547,10 +548,12 @@ class OneNode:
         return [expect(int, understood(reply, (verb,))) for reply in outcome]
 
     async def _count_leading(self, names: Sequence[str]) -> int:
-        """Counts per part, in one exchange; then the same within the first part with a gap."""
+        """Counts per part, in one exchange; then the same within the first part with a gap. Where
+        an exchange takes long, each name is a part, and one exchange all it takes."""
         present = 0
+        num_parts = len(names) if self._pace.extra_s else _PARTS
         while True:
-            parts = list(cut(names, -(-len(names) // _PARTS)))
+            parts = list(cut(names, -(-len(names) // num_parts)))
             for part, count in zip(parts, await self._counts(parts), strict=True):
                 if count < len(part):
                     break

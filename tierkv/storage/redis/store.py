@@ -61,7 +61,7 @@ from tierkv.storage.redis.node import (
     question,
     understood,
 )
-from tierkv.storage.redis.pool import FixedAddress, Login
+from tierkv.storage.redis.pool import FixedAddress, Locator, Login
 from tierkv.storage.redis.resp import OtherLength, Refused, Reply
 from tierkv.storage.redis.url import RedisSettings, RedisUrl, Setup
 from tierkv.storage.redis.wire import Address, Unanswered, WireStats, port_of
@@ -386,13 +386,12 @@ class RedisStore(BaseStore):
 
 
 def _router(url: RedisUrl, access: RedisAccess, clock: Clock) -> Router:
-    match url.setup:
-        case Setup.SERVER:
-            return OneNode(RedisNode(FixedAddress(url.addresses[0]), access, clock, url=str(url)))
-        case Setup.SENTINEL:
-            return OneNode(RedisNode(SentinelLocator(url, access), access, clock, url=str(url)))
-        case Setup.CLUSTER:
-            return ClusterRouter(url, access, clock)
+    if url.setup is Setup.CLUSTER:
+        return ClusterRouter(url, access, clock)
+    locator: Locator = FixedAddress(url.addresses[0])
+    if url.setup is Setup.SENTINEL:
+        locator = SentinelLocator(url, access)
+    return OneNode(RedisNode(locator, access, clock, url=str(url)), access.pace)
 
 
 def _parse_cursor(cursor: str | None) -> list[int]:
