@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 
 from tierkv.api.types import LookupBody
 from tierkv.cache.keys import pack
-from tierkv.errors import BadRequestError, RequestTooLargeError
-from tierkv.gateway.openai import CompletionBody
+from tierkv.errors import BadRequestError, RequestTooLargeError, TierKVError
+from tierkv.gateway.openai import ChatBody, CompletionBody
 from tierkv.http import bodies
 from tierkv.http.bodies import JSON, MSGPACK, BodyError, FieldError, decode
 
@@ -26,6 +27,9 @@ SPACES = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", "\t: ")])
 def _everything_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "LARGE_BYTES", 12)  # more than a key of ours
     monkeypatch.setattr(bodies, "_PIECE_BYTES", 16)
+    monkeypatch.setattr(bodies, "_LONG_TEXT_BYTES", 12)
+    pattern = bodies._SHORT_TEXTS.pattern.replace(b"{0,16}", b"{0,1}")  # noqa: SLF001
+    monkeypatch.setattr(bodies, "_SHORT_TEXTS", re.compile(pattern, re.DOTALL))
 
 
 def read(raw: bytes, kind: Any = LookupBody, **more: Any) -> Any:
@@ -62,6 +66,20 @@ def test_lists_that_are_left_raw_are_whole(
     raw = json.dumps({"user": text, "prompt": prompts}, separators=spaces).encode()
     found = read(raw, CompletionBody)
     assert (msgspec.json.decode(found.prompt), found.user) == (prompts, text)
+
+
+@given(st.lists(st.lists(TEXTS, max_size=4), min_size=1, max_size=4), SPACES, st.booleans())
+def test_a_long_chat_means_what_it_says(
+    messages: list[list[str]], spaces: tuple[str, str], ascii_only: bool
+) -> None:
+    given_ = [
+        {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+        for texts in messages
+    ]
+    body = {"messages": given_}
+    raw = json.dumps(body, separators=spaces, ensure_ascii=ascii_only).encode()
+    found = read(raw, ChatBody)
+    assert [message.text() for message in found.messages] == ["".join(one) for one in messages]
 
 
 def test_packed_tokens_in_base64_may_be_long() -> None:
@@ -124,3 +142,64 @@ def test_a_longer_list_in_msgpack_is_refused_before_it_is_read() -> None:
     assert whole.packed() == pack([1] * 70_000)
     with pytest.raises(RequestTooLargeError, match="at most 69999 tokens"):
         decode(raw[:100], LookupBody, content_type=MSGPACK, most_tokens=69_999)
+
+
+_MIB = 1 << 20
+
+
+def filled(head: bytes, piece: bytes, end: bytes, size: int = 15 * _MIB) -> bytes:
+    return head + piece * (size // len(piece)) + end
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        (CompletionBody, filled(b'{"prompt":"', rb"\"", b'"}')),
+        (CompletionBody, filled(b'{"prompt":"', rb"\u00e4", b'"}')),
+        (CompletionBody, filled(b'{"prompt":[', b'"a",', b'"a"]}')),
+        (CompletionBody, filled(b'{"prompt":[', b"[1],", b"[1]]}")),
+        (CompletionBody, filled(b'{"prompt":[', b"1", b"]}")),
+        (CompletionBody, filled(b'{"prompt":"a","seed":', b"1", b"}")),
+        (CompletionBody, filled(b'{"prompt":"a","stop":[', b'"a",', b'"a"]}')),
+        (CompletionBody, filled(b'{"prompt":"a","logit_bias":{', b'"a":1,', b'"a":1}}')),
+        (CompletionBody, filled(b'{"prompt":"a",', b'"user":"a",', b'"user":"a"}')),
+        (CompletionBody, filled(b'{"prompt":', b"[", b"}")),
+        (CompletionBody, filled(b'{"prompt":', b'{"a":', b"}")),
+        (ChatBody, filled(b'{"messages":[{"role":"user","content":"', b"a", b'"}]}')),
+        (ChatBody, filled(b'{"messages":[{"role":"user","content":"', rb"\n", b'"}]}')),
+        (ChatBody, filled(b'{"messages":[', b'{"role":"user","content":"a"},', b"0]}")),
+        (
+            ChatBody,
+            filled(
+                b'{"messages":[{"role":"user","content":[', b'{"type":"text","text":"a"},', b"0]}]}"
+            ),
+        ),
+        (ChatBody, filled(b'{"messages":[{"role":"user","content":[', b"1,", b"1]}]}")),
+        (LookupBody, filled(b'{"prompt":"', rb"\"", b'"}')),
+        (LookupBody, filled(b'{"prompt":"a","media":[', b"1,", b"1]}")),
+        (LookupBody, filled(b'{"prompt":"', b"a", b"")),
+    ],
+    ids=lambda value: bytes(value[:60]).decode() if isinstance(value, bytes) else value.__name__,
+)
+def test_no_body_is_read_in_one_piece_that_keeps_all_others_waiting(
+    kind: Any, raw: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder runs alone until it has read what it is given."""
+    monkeypatch.undo()  # everything is as long as it is
+    most, read_json = 0, msgspec.json.decode
+
+    def noted(piece: Any, **more: Any) -> Any:
+        nonlocal most
+        most = max(most, len(memoryview(piece)))
+        return read_json(piece, **more)
+
+    monkeypatch.setattr(msgspec.json, "decode", noted)
+
+    def take() -> None:
+        body = read(raw, kind, most_tokens=_MIB)
+        for prompt in body.prompts(most_prompts=64, most_tokens=_MIB):
+            prompt.packed()
+
+    with pytest.raises(TierKVError):
+        take()
+    assert most <= 7 * _MIB

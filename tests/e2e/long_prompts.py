@@ -2,7 +2,8 @@
 
     python long_prompts.py PORT CLIENTS MEBIBYTES SECONDS
 
-Half of them send a text, half a list of tokens. Prints how many answers had which status.
+They take turns in what they send: a text, a list of tokens, a text of escapes, lists of tokens, a
+chat of one message, one of many. Prints how many answers had which status.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections import Counter
 from contextlib import suppress
 
 
-async def client(port: int, body: bytes, until: float, statuses: Counter[str]) -> None:
+async def client(port: int, path: str, body: bytes, until: float, statuses: Counter[str]) -> None:
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
     while time.monotonic() < until:
@@ -45,14 +46,30 @@ async def send(writer: asyncio.StreamWriter, head: bytes, body: bytes) -> None:
             await writer.drain()
 
 
+def filled(piece: bytes, size: int) -> bytes:
+    return piece * (size // len(piece))
+
+
+def message(text: bytes) -> bytes:
+    return b'{"role": "user", "content": "%b"}' % text
+
+
 async def main(port: int, clients: int, mebibytes: int, seconds: float) -> None:
-    text = b'{"max_tokens": 1, "prompt": "%b"}' % (b"x" * ((mebibytes << 20) - 64))
-    tokens = b'{"max_tokens": 1, "prompt": [%b1]}' % (b"1," * ((mebibytes << 19) - 64))
+    size = (mebibytes << 20) - 128
+    bodies = [
+        ("completions", b'{"max_tokens": 1, "prompt": "%b"}' % filled(b"x", size)),
+        ("completions", b'{"max_tokens": 1, "prompt": [%b1]}' % filled(b"1,", size)),
+        ("completions", b'{"max_tokens": 1, "prompt": "%b"}' % filled(rb"\"", size)),
+        ("completions", b'{"max_tokens": 1, "prompt": [%b[1]]}' % filled(b"[1,2],", size)),
+        ("chat/completions", b'{"messages": [%b]}' % message(filled(rb"a\n", size))),
+        ("chat/completions", b'{"messages": [%b0]}' % filled(message(b"a") + b",", size)),
+    ]
     statuses: Counter[str] = Counter()
     until = time.monotonic() + seconds
     async with asyncio.TaskGroup() as tasks:
         for number in range(clients):
-            tasks.create_task(client(port, (text, tokens)[number % 2], until, statuses))
+            path, body = bodies[number % len(bodies)]
+            tasks.create_task(client(port, f"/v1/{path}", body, until, statuses))
     sys.stdout.write(json.dumps(statuses))
 
 

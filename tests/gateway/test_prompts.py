@@ -81,7 +81,7 @@ def test_more_prompts_than_may_come_at_once_are_refused(value: object) -> None:
 
 async def test_a_prompt_longer_than_any_node_takes_is_refused_and_nobody_is_asked() -> None:
     async with stage(max_prompt_tokens=1000) as on:
-        for prompt in ("x" * 1001, [1] * 1001, ["short", "x" * 1001]):
+        for prompt in ("x" * 1001, [1] * 1001, ["short", "x" * 1001], ["x" * 300_000] * 2):
             asked = await on.caller.ask({"prompt": prompt})
             assert (asked.status, asked.body["code"]) == (400, "context_length_exceeded")
         assert not any(node.calls for node in (*on.prefill, *on.decode))

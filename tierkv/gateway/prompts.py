@@ -97,13 +97,13 @@ class CountedPrompt:
 def text_prompt(text: str, most_tokens: int) -> CountedPrompt:
     """Raises InvalidRequestError if it is too long."""
     if len(text) > most_tokens:  # each character is at least one token
-        raise _too_long(most_tokens)
+        raise too_long(most_tokens)
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"the prompt cannot be read: {error}", param="prompt") from error
     if len(raw) > most_tokens:
-        raise _too_long(most_tokens)
+        raise too_long(most_tokens)
     return CountedPrompt(raw, num_tokens=len(raw))
 
 
@@ -114,7 +114,7 @@ def read_prompts(given: msgspec.Raw, *, most_prompts: int, most_tokens: int) -> 
     start = bytes(view[:_START_BYTES])
     if start[:1] == b'"':
         if len(view) - 2 > most_tokens * ESCAPE_BYTES:
-            raise _too_long(most_tokens)
+            raise too_long(most_tokens)
         return [_text(bytes(view), most_tokens)]
     if start[:1] != b"[":
         raise FieldError(_WRONG_TYPE)
@@ -137,7 +137,7 @@ def _as_json(given: msgspec.Raw, most_tokens: int) -> memoryview:
     if bytes(view[:1]) in (b'"', b"["):  # these are numbers in msgpack
         return view
     if len(view) > most_tokens * _MSGPACK_BYTES:
-        raise _too_long(most_tokens)
+        raise too_long(most_tokens)
     try:
         return memoryview(msgspec.json.encode(msgspec.msgpack.decode(view)))
     except msgspec.DecodeError as error:
@@ -148,7 +148,7 @@ def _text(raw: bytes, most_tokens: int) -> CountedPrompt:
     """raw: a JSON text, of which some may stand for less than they have bytes."""
     longest = most_tokens * (ESCAPE_BYTES if b"\\" in raw else 1)
     if len(raw) - 2 > longest:
-        raise _too_long(most_tokens)
+        raise too_long(most_tokens)
     try:
         return text_prompt(msgspec.json.decode(raw, type=str), most_tokens)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -184,7 +184,7 @@ def _lists(view: memoryview, most_prompts: int, most_tokens: int) -> list[Counte
 def _list(array: memoryview, most_tokens: int) -> CountedPrompt:
     num_tokens = count_numbers(array)
     if num_tokens > most_tokens:
-        raise _too_long(most_tokens)
+        raise too_long(most_tokens)
     if num_tokens < 0:
         raise InvalidRequestError(_MIXED, param="prompt")
     is_empty = len(array) <= _START_BYTES and not bytes(array[1:-1]).strip()
@@ -195,7 +195,8 @@ def _empty() -> InvalidRequestError:
     return InvalidRequestError("a prompt is empty", param="prompt")
 
 
-def _too_long(most_tokens: int) -> InvalidRequestError:
+def too_long(most_tokens: int) -> InvalidRequestError:
+    """What a prompt of more tokens is refused with."""
     return InvalidRequestError(
         f"a prompt has at most {most_tokens} tokens here",
         param="prompt",

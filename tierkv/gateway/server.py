@@ -23,6 +23,7 @@ import tierkv
 from tierkv import tracing
 from tierkv.api.settings import masked_url
 from tierkv.api.types import PartHealth, ReadyAnswer, VersionAnswer
+from tierkv.errors import RequestTooLargeError
 from tierkv.gateway.failures import (
     GatewayShuttingDownError,
     NoNodesError,
@@ -44,7 +45,7 @@ from tierkv.gateway.openai import (
     Shape,
     TokenUsage,
 )
-from tierkv.gateway.prompts import CountedPrompt
+from tierkv.gateway.prompts import CountedPrompt, too_long
 from tierkv.gateway.relay import PromptAnswer
 from tierkv.gateway.settings import GatewaySettings
 from tierkv.http import bodies
@@ -110,7 +111,10 @@ class CompletionRoutes:
             return body.without_prompts()
 
         async with self._gateway.work():
-            body = await self._bodies.read(request, kind, count)
+            try:
+                body = await self._bodies.read(request, kind, count)
+            except RequestTooLargeError as error:  # of its size alone
+                raise too_long(settings.gateway.max_prompt_tokens) from error
         stops, num_bytes = body.stops(), sum(prompt.packed_bytes for prompt in prompts)
         backend.admission.check(len(prompts))
         with backend.admission.holding(num_bytes):
