@@ -1,10 +1,11 @@
 """Fetch or compute: what requests take on a real node whose store answers late, in real time.
 
-    python benchmarks/regret.py [--quick] [--json] [--requests 40] [--delays 0 0.06 0.09 0.2 0.6]
+    python benchmarks/regret.py [--quick] [--json] [--requests 40] [--compute 0.1 0.32 1]
+        [--delays 0 0.02 0.06 0.09 0.15 0.2 0.3 0.6]
 
-For each delay of a call to the store: a fetch that is waited for whatever it takes, computing, and
-the requests of a node that decides (best_effort), whose engine tells its speed or tells nothing,
-from the tenth on. The engine computes 2,400 tokens in 320 ms.
+For each time that an engine takes to compute 2,400 tokens, and each delay of a call to the store: a
+fetch that is waited for whatever it takes, computing, and the requests of a node that decides
+(best_effort), whose engine tells its speed or tells nothing, from the tenth on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tierkv.service import Service
 from tierkv.storage.memory import MemorySettings, MemoryStore
 from tierkv.storage.protocol import GetItem, GetOutcome
 
-NUM_TOKENS, COMPUTE_S = 2400, 0.32
+NUM_TOKENS = 2400
 SIZE, LEARNING = 16, 10
 LAYOUT = attention_layout(
     num_layers=2, num_kv_heads=1, head_dim=64, dtype="float16", item_bytes=2, block_size=SIZE
@@ -83,31 +84,32 @@ async def node(policy: FetchPolicy, delay_s: float, num_prompts: int) -> AsyncIt
         yield service
 
 
-async def takes(service: Service, number: int, *, tells: bool) -> float:
-    """How long a request takes until all of its prompt is committed: seconds."""
+async def takes(service: Service, number: int, compute_s: float, *, tells: bool) -> float:
+    """How long a request takes until its prompt is committed. compute_s: of a whole one."""
     loop, prompt = asyncio.get_running_loop(), prompt_of(number)
     began = loop.time()
     request = await service.admit(f"r{number}", prompt, max_new_tokens=0)
     await request.gate.all_layers(20.0)
     rest = NUM_TOKENS - request.cached_tokens
-    compute_s = COMPUTE_S * rest / NUM_TOKENS
-    await asyncio.sleep(compute_s)
+    rest_s = compute_s * rest / NUM_TOKENS
+    await asyncio.sleep(rest_s)
     if tells and rest:
-        service.note_prefill(rest, compute_s)
+        service.note_prefill(rest, rest_s)
     await service.commit(request, prompt.tokens)
     took_s = loop.time() - began
     service.end(request)
     return took_s
 
 
-async def run(delay_s: float, num_requests: int, *, tells: bool) -> list[float]:
+async def run(delay_s: float, num_requests: int, compute_s: float, *, tells: bool) -> list[float]:
     async with node(FetchPolicy.BEST_EFFORT, delay_s, num_requests) as service:
-        return [await takes(service, number, tells=tells) for number in range(num_requests)]
+        numbers = range(num_requests)
+        return [await takes(service, number, compute_s, tells=tells) for number in numbers]
 
 
 async def fetched(delay_s: float) -> float:
     async with node(FetchPolicy.WAIT_COMPLETE, delay_s, 3) as service:
-        return statistics.median([await takes(service, at, tells=True) for at in range(3)])
+        return statistics.median([await takes(service, at, 0.0, tells=False) for at in range(3)])
 
 
 async def main() -> None:
@@ -115,27 +117,35 @@ async def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--delays", type=float, nargs="*", default=[0.0, 0.06, 0.09, 0.2, 0.6])
-    parser.add_argument("--quick", action="store_true", help="20 requests, two delays")
+    parser.add_argument("--compute", type=float, nargs="*", default=[0.1, 0.32, 1.0])
+    delays = [0.0, 0.02, 0.06, 0.09, 0.15, 0.2, 0.3, 0.6]
+    parser.add_argument("--delays", type=float, nargs="*", default=delays)
+    parser.add_argument("--quick", action="store_true", help="20 requests, 320 ms, two delays")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    num_requests, delays = chosen.requests, chosen.delays
+    num_requests, delays, computing = chosen.requests, chosen.delays, chosen.compute
     if chosen.quick:
-        num_requests, delays = 20, [0.0, 0.2]
-    rows = [row("compute", [COMPUTE_S * 1e3], "ms")]
-    for delay_s in delays:
-        about = f"{delay_s * 1e3:.0f} ms a call"
-        fetch_s = await fetched(delay_s)
-        fetch = row(f"{about}: fetch, whatever it takes", [fetch_s * 1e3], "ms")
-        best = min(fetch, rows[0], key=lambda one: one.value)
-        rows.append(fetch)
-        for tells in (True, False):
-            took = await run(delay_s, num_requests, tells=tells)
-            what = f"{about}: {'told its speed' if tells else 'observed'}, mean from the 10th on"
-            most = 1.1 + 20 / best.value  # 1.1 x the better one, and 20 ms
-            mean_ms = statistics.mean(took[LEARNING:]) * 1e3
-            rows.append(row(what, [mean_ms], "ms", against=best, most=most))
-            rows.append(row(f"{about}: the first ten together", [sum(took[:LEARNING]) * 1e3], "ms"))
+        num_requests, delays, computing = 20, [0.0, 0.2], [0.32]
+    rows = []
+    fetches = [await fetched(delay_s) for delay_s in delays]
+    for compute_s in computing:
+        compute = row(f"compute {compute_s * 1e3:.0f} ms", [compute_s * 1e3], "ms")
+        rows.append(compute)
+        for delay_s, fetch_s in zip(delays, fetches, strict=True):
+            about = f"{delay_s * 1e3:.0f} ms a call"
+            fetch = row(f"{about}: fetch, whatever it takes", [fetch_s * 1e3], "ms")
+            best = min(fetch, compute, key=lambda one: one.value)
+            rows.append(fetch)
+            for tells in (True, False):
+                took = await run(delay_s, num_requests, compute_s, tells=tells)
+                what = (
+                    f"{about}: {'told its speed' if tells else 'observed'}, mean from the 10th on"
+                )
+                most = 1.1 + 20 / best.value  # 1.1 x the better one, and 20 ms
+                mean_ms = statistics.mean(took[LEARNING:]) * 1e3
+                rows.append(row(what, [mean_ms], "ms", against=best, most=most))
+                first = f"{about}: the first ten together"
+                rows.append(row(first, [sum(took[:LEARNING]) * 1e3], "ms"))
     show(rows, as_json=chosen.json)
 
 

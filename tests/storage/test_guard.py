@@ -501,7 +501,7 @@ async def test_answers_pass_through_unchanged(make: Make) -> None:
 
 def test_names_that_are_believed_no_more_take_no_memory() -> None:
     clock = TurnedClock()
-    missing = NegativeCache(0.5, 65_536, clock)
+    missing, name = NegativeCache(0.5, 65_536, clock), ""
     tracemalloc.start()
     try:
         for number in range(20_000):

@@ -20,6 +20,7 @@ from tierkv.errors import (
     HandoffError,
     OwnershipError,
     RequestAbortedError,
+    StoreDownError,
     StoreUnavailableError,
     TierKVError,
     TransferError,
@@ -210,14 +211,18 @@ class Watch:
         # A store that was flushed or restarted has lost the lease until the next beat.
         self._lost_after_s = self._lease.beat_s + _GRACE_S
 
-    async def ticket(self, *, deadline_s: float, silent_s: float = math.inf) -> Ticket:
+    async def ticket(
+        self, *, deadline_s: float, silent_s: float = math.inf, gone_s: float = math.inf
+    ) -> Ticket:
         """The ticket, as soon as it is there. Raises HandoffError, its reason a ClaimProblem.
 
-        silent_s: after so long it is given up if the store has not answered once.
+        silent_s: after so long it is given up if the store has not answered once; gone_s: if it is
+        left alone besides.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        silent_until = loop.time() + silent_s
+        began = loop.time()
+        deadline = began + deadline_s
+        silent_until = began + silent_s
         pause = _FIRST_LOOK_S
         # Nothing was said yet: a claim may be over before the store answers once.
         problem: StoreUnavailableError | None = StoreUnavailableError(
@@ -236,6 +241,8 @@ class Watch:
                     self.keys = ()  # as large as the prompt: not for all who wait
                 except StoreUnavailableError as error:
                     problem = error
+                    if isinstance(error, StoreDownError) and silent_until < deadline:
+                        silent_until = min(silent_until, began + gone_s)
                     # Leases ran out meanwhile, and producers that live have yet to say so.
                     self._lost_after_s = max(self._lost_after_s, self._lease.lease_s)
                 except TimeoutError:
@@ -246,6 +253,7 @@ class Watch:
                 if left <= 0 or loop.time() >= silent_until:
                     break
                 is_quiet = listener.is_live and self._over is None
+                left = min(left, silent_until - loop.time())
                 await self._hear(listener.next, min(_LIVE_LOOK_S if is_quiet else pause, left))
                 pause = min(pause * 2, _LONGEST_LOOK_S)
         if self._over is not None:
@@ -361,9 +369,10 @@ def _blocks_of(hint: object) -> int | None:
 
 log = logging.getLogger("tierkv.handoff")
 
-# Whoever would rather compute than wait gives up a store that has said nothing for so long: one
-# that is left alone is asked each second whether it is back.
-_SILENT_S = 2.0
+# Whoever would rather compute than wait gives up a store that has said nothing for so long, or that
+# is gone: one that is left alone is asked each second whether it is back.
+_SILENT_S = 1.5
+_GONE_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 # Computing the prompt here would not be what the caller meant.
@@ -437,8 +446,10 @@ class Claims:
                     try:
                         since_s = time.monotonic()
                         async with self._watching(spec, ticket_id, near) as watch:
-                            silent_s = deadline_s if policy is ClaimPolicy.WHOLE else _SILENT_S
-                            ticket = await watch.ticket(deadline_s=deadline_s, silent_s=silent_s)
+                            patience = {"silent_s": _SILENT_S, "gone_s": _GONE_S}
+                            if policy is ClaimPolicy.WHOLE:
+                                patience = {}
+                            ticket = await watch.ticket(deadline_s=deadline_s, **patience)
                         ticket_at = time.monotonic()
                         tracing.adopt(ticket.trace)
                         tracing.tell("claim.wait", since_s, ticket_id=ticket_id)

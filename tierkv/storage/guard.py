@@ -695,9 +695,7 @@ class NegativeCache:
         self._ttl_s = ttl_s
         self._max_names = max_names
         self._clock = clock
-        self._until: OrderedDict[str, float] = (
-            OrderedDict()
-        )  # the next to end first
+        self._until: OrderedDict[str, float] = OrderedDict()  # the next to end first
         # Of questions, by their first name: which of its names is missing, and until when.
         self._ends: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._asked: list[_Meanwhile] = []
